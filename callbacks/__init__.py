@@ -1,0 +1,1 @@
+"""Callbacks for any Fabric training loop."""
