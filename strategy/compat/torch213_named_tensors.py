@@ -16,6 +16,7 @@ def _stub(name):
     def removed(self, *args, **kwargs):
         raise NotImplementedError("named tensors were removed from torch 2.13")
 
+    removed.__name__ = name
     removed.__module__ = "torch"
     removed.__qualname__ = f"Tensor.{name}"
     return removed
