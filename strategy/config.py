@@ -1,0 +1,113 @@
+"""The settings of the strategy as frozen dataclasses, and how a run's YAML file sets them."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from thunder_memsave.settings import (
+    ConfigError,
+    Section,
+    field_names,
+    load_yaml,
+    parse_duration,
+    parse_section,
+    refuse_keys,
+    refuse_unknown,
+    require_mapping,
+    suggestion,
+)
+
+__all__ = [
+    "CompileConfig",
+    "ConfigError",
+    "ShardingConfig",
+    "StrategyConfig",
+    "load_strategy_config",
+    "load_yaml",
+    "parse_duration",
+    "parse_section",
+    "parse_strategy",
+    "refuse_keys",
+]
+
+# Sections of the run file that the strategy reads; the others belong to the fine-tuning command.
+_OUR_SECTIONS = ("strategy", "memory", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingConfig(Section):
+    """How parameters, gradients and optimizer state are divided over the ranks."""
+
+    mode: Literal["none", "zero2"] = "zero2"
+    """`none` keeps replicas and all-reduces gradients; `zero2` shards all three, and keeps
+    gathered weights from forward to backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileConfig(Section):
+    """How a module becomes compiled graphs."""
+
+    frontend: Literal["dynamo", "interpreter"] = "dynamo"
+    """`dynamo` captures with torch's guards; `interpreter` is Thunder's own, slower one."""
+
+    executors: tuple[str, ...] | None = None
+    """Names of Thunder executors in order of preference; None takes the defaults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyConfig(Section):
+    """Everything that `ThunderMemsaveStrategy` can be told through YAML."""
+
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+
+    timeout: timedelta = timedelta(minutes=30)
+    """How long a collective may wait for the other ranks; users write `30min`."""
+
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    """What `fabric.save` writes: one directory of shards, or one file with full tensors."""
+
+
+def load_strategy_config(path: str | Path) -> StrategyConfig:
+    """Read the `strategy`, `memory` and `fp8` parts of a run's YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or one of the three parts is wrong.
+    """
+    sections = load_yaml(path)
+    for name in sections:
+        _refuse_misspelled_section(name, path)
+    for name in ("memory", "fp8"):
+        refuse_keys(sections.get(name), where=name)
+    return parse_strategy(sections.get("strategy"))
+
+
+def parse_strategy(values: object, *, where: str = "strategy") -> StrategyConfig:
+    """Build the configuration from the flat keys that YAML uses.
+
+    Raises:
+        ConfigError: a key is unknown or has a value of the wrong kind.
+    """
+    given = require_mapping({} if values is None else values, where=where)
+    compile_keys = field_names(CompileConfig)
+    own_keys = [name for name in field_names(StrategyConfig) if name != "compile"]
+    refuse_unknown(given, known=[*own_keys, *compile_keys], where=where)
+    if "sharding" in given and given["sharding"] is None:
+        # Taking the default here would shard for somebody who wrote null for "none".
+        raise ConfigError(f"{where}.sharding is null; write 'none' or 'zero2', or leave it out.")
+    section = {name: value for name, value in given.items() if name in own_keys}
+    compile_values = {name: value for name, value in given.items() if name in compile_keys}
+    section["compile"] = parse_section(CompileConfig, compile_values, where=where)
+    return parse_section(StrategyConfig, section, where=where)
+
+
+def _refuse_misspelled_section(name: str, path: str | Path) -> None:
+    if name in _OUR_SECTIONS:
+        return
+    # Other names are not ours to judge, but a near miss would silently train with the defaults.
+    if difflib.get_close_matches(name, _OUR_SECTIONS, n=1, cutoff=0.75):
+        raise ConfigError(f"{path} has no section {name!r}{suggestion(name, _OUR_SECTIONS)}.")

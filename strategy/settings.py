@@ -1,0 +1,192 @@
+"""Turns what users write in YAML or Python into typed, checked fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+SectionT = TypeVar("SectionT")
+
+_SECONDS_PER_UNIT = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
+
+
+class ConfigError(ValueError):
+    """A setting cannot be used; the message says which, why, and what to write instead."""
+
+
+class Section:
+    """Checks and converts every field, however the section was made."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value = _convert(hint, getattr(self, name), where=f"{type(self).__name__}.{name}")
+            object.__setattr__(self, name, value)
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping; a key given twice is refused, where YAML would keep the last one.
+
+    Raises:
+        ConfigError: there is no such file, it is not YAML, or it is not a mapping of names.
+    """
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    return dict(require_mapping({} if content is None else content, where=str(path)))
+
+
+def parse_section(
+    cls: type[SectionT], value: str | Mapping[str, Any] | SectionT | None, *, where: str
+) -> SectionT:
+    """Make one section out of what a user wrote.
+
+    Args:
+        cls: A dataclass that derives from `Section`.
+        value: Its fields; or a string for its first field; or a ready section; or None for the
+            defaults.
+        where: The section's name in messages, such as `strategy.sharding`.
+
+    Raises:
+        ConfigError: a field is unknown or has a value of the wrong kind.
+    """
+    if isinstance(value, cls):
+        return value
+    names = field_names(cls)
+    if isinstance(value, str):
+        value = {names[0]: value}
+    given = require_mapping({} if value is None else value, where=where)
+    refuse_unknown(given, known=names, where=where)
+    hints = get_type_hints(cls)
+    return cls(**{key: _convert(hints[key], given[key], where=f"{where}.{key}") for key in given})
+
+
+def refuse_keys(value: object, *, where: str) -> None:
+    """Refuse every key of a section that this version reserves but does not implement.
+
+    Raises:
+        ConfigError: the section says anything at all.
+    """
+    # An empty section counts: `fp8: {}` asks for fp8 with its defaults.
+    if value is not None:
+        raise ConfigError(
+            f"{where} has no keys yet in this version, but it is set to {value!r}; remove it."
+        )
+
+
+def parse_duration(text: str | timedelta) -> timedelta:
+    """Turn `90s`, `30min`, `1.5h` or `2d` into a time span.
+
+    Raises:
+        ConfigError: there is no unit, it is another one, or the span is not positive.
+    """
+    if isinstance(text, timedelta):
+        duration = text
+    else:
+        match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            raise ConfigError(
+                f"{text!r} is not a duration; write a number and one of the units s, min, h, d, "
+                "such as '30min'."
+            )
+        duration = timedelta(seconds=float(match[1]) * _SECONDS_PER_UNIT[match[2]])
+    if duration <= timedelta(0):
+        raise ConfigError(f"the duration {text!r} is not positive.")
+    return duration
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise ConfigError(
+                    f"the key {key.value!r} is given twice, on lines {seen[key.value]} and {line}; "
+                    "remove one."
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen[key.value] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def _convert(hint: Any, value: Any, *, where: str) -> Any:
+    """Return the value as the field's type has it; only the types that `config` uses are known."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return _one_of(value, arguments, where=where)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = [argument for argument in arguments if argument is not types.NoneType]
+        return _convert(hint, value, where=where)
+    if origin is tuple:
+        return _names(value, where=where)
+    if hint is timedelta:
+        return _duration(value, where=where)
+    assert dataclasses.is_dataclass(hint), f"{where} has a type that is not parsed: {hint}"
+    return parse_section(hint, value, where=where)
+
+
+def _one_of(value: object, choices: Iterable[str], *, where: str) -> str:
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ConfigError(
+        f"{where} is {value!r}, but must be one of {', '.join(map(repr, choices))}"
+        f"{suggestion(value, choices)}."
+    )
+
+
+def _names(value: object, *, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{where} is {value!r}, but must be a list of names, such as ['torch'].")
+    return tuple(value)
+
+
+def _duration(value: Any, *, where: str) -> timedelta:
+    try:
+        return parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def require_mapping(value: Any, *, where: str) -> Mapping[str, Any]:
+    """Return the value, or refuse it when it is no mapping with names for keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{where} is {value!r}, but must be a mapping of names to values.")
+    return value
+
+
+def refuse_unknown(given: Mapping[str, Any], *, known: list[str], where: str) -> None:
+    """Refuse the first key that is not known, with the nearest one that is."""
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{where} has no key {key!r}{suggestion(key, known)}. "
+                f"Its keys are {', '.join(sorted(known))}."
+            )
+
+
+def suggestion(value: object, known: Iterable[str]) -> str:
+    """End a message with the nearest known name, when there is a near one."""
+    nearest = difflib.get_close_matches(str(value), list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def field_names(cls: Any) -> list[str]:
+    """List the names of a dataclass's fields in their order."""
+    return [field.name for field in dataclasses.fields(cls)]

@@ -1,0 +1,113 @@
+"""What the configuration accepts, and the words with which it refuses the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thunder_memsave.config import (
+    CompileConfig,
+    ConfigError,
+    ShardingConfig,
+    StrategyConfig,
+    load_strategy_config,
+    parse_strategy,
+    refuse_keys,
+)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sharding", "zero3", r"strategy\.sharding\.mode is 'zero3', but must be one of 'none', "),
+        ("sharding", None, r"strategy\.sharding is null; write 'none' or 'zero2'"),
+        ("sharding", 2, r"strategy\.sharding is 2, but must be a mapping"),
+        ("sharding", {"mode": "zero"}, r"must be one of .*; did you mean 'zero2'\?"),
+        ("frontend", "dynamos", r"strategy\.frontend is 'dynamos'.*; did you mean 'dynamo'\?"),
+        ("executors", "torch", r"strategy\.executors is 'torch', but must be a list of names"),
+        ("executors", [1], r"strategy\.executors is \[1\], but must be a list of names"),
+        ("timeout", 30, r"strategy\.timeout: 30 is not a duration; write a number and one"),
+        ("timeout", None, r"strategy\.timeout: None is not a duration"),
+        ("state_dict_type", True, r"strategy\.state_dict_type is True, but must be one of"),
+        ("executor", ["torch"], r"strategy has no key 'executor'; did you mean 'executors'\?"),
+        ("compile", {}, r"strategy has no key 'compile'"),
+        ("prefetch", "auto", r"strategy has no key 'prefetch'.*Its keys are executors, frontend, "),
+    ],
+)
+def test_a_wrong_strategy_setting_is_refused(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_strategy({key: value})
+
+
+def test_the_dataclasses_refuse_wrong_values_too() -> None:
+    with pytest.raises(ConfigError, match=r"ShardingConfig\.mode is 'zero3'"):
+        ShardingConfig(mode="zero3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"StrategyConfig\.timeout: the duration .* positive"):
+        StrategyConfig(timeout=timedelta(0))
+
+
+def test_flat_keys_reach_their_sections() -> None:
+    config = parse_strategy(
+        {
+            "sharding": "none",
+            "frontend": "interpreter",
+            "executors": ["sdpa", "torch"],
+            "timeout": "90s",
+            "state_dict_type": "full",
+        }
+    )
+    assert config == StrategyConfig(
+        sharding=ShardingConfig(mode="none"),
+        compile=CompileConfig(frontend="interpreter", executors=("sdpa", "torch")),
+        timeout=timedelta(seconds=90),
+        state_dict_type="full",
+    )
+
+
+def test_no_strategy_section_means_the_defaults() -> None:
+    assert parse_strategy(None) == StrategyConfig()
+    assert StrategyConfig().timeout == timedelta(minutes=30)
+
+
+def test_the_run_file_is_read_without_the_sections_of_the_command(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: {name_or_path: here}\nstrategy: {sharding: none, timeout: 5min}\nfp8: null\n",
+    )
+    config = load_strategy_config(path)
+    assert config.sharding.mode == "none"
+    assert config.timeout == timedelta(minutes=5)
+
+
+def test_an_empty_run_file_means_the_defaults(tmp_path: Path) -> None:
+    assert load_strategy_config(write(tmp_path, "")) == StrategyConfig()
+
+
+@pytest.mark.parametrize("section", ["memory: {budget: 60GiB}", "fp8: {}"])
+def test_sections_of_later_versions_have_no_keys(tmp_path: Path, section: str) -> None:
+    with pytest.raises(ConfigError, match=r"(memory|fp8) has no keys yet in this version"):
+        load_strategy_config(write(tmp_path, section))
+    refuse_keys(None, where="memory")
+
+
+def test_a_misspelled_section_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "stratgy: {sharding: none}")
+    with pytest.raises(ConfigError, match=r"no section 'stratgy'; did you mean 'strategy'\?"):
+        load_strategy_config(path)
+
+
+def test_the_configuration_imports_no_torch() -> None:
+    script = "import sys, thunder_memsave.config as c; sys.exit('torch' in sys.modules)"
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
