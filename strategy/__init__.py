@@ -1,3 +1,59 @@
-"""Lightning Fabric strategy that trains within a memory budget."""
+"""Lightning Fabric strategy that trains within a memory budget.
+
+    configs/*.yaml - finetune/config --+
+                                       +-- strategy.py (Fabric hooks, nothing else)
+    Fabric(strategy=...) - config.py --+      | setup_module
+                                              v
+       sharding.py   parameters become shards, in place
+       capture.py    module + first batch -> torch-level graph (Dynamo, guards kept)
+       lowering.py   torch-level graph -> Thunder trace, one synchronize per parameter
+       compile.py    the one ordered list: autograd, executors, joint-trace passes, split
+       passes/       joint trace -> joint trace, one file each
+                                              v
+       one training step: forward, backward, clip, optimizer
+                                              v
+       callbacks/    what watches the loop - checkpoint/ atomic, sharded, resumable
+
+`import thunder_memsave` is cheap: it registers the strategy's name (`autoload.py`) and imports
+PyTorch, Thunder and Lightning only when one of the public names is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from thunder_memsave.autoload import install as _install
+
+if TYPE_CHECKING:
+    from thunder_memsave.config import CompileConfig, ConfigError, ShardingConfig, StrategyConfig
+    from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CompileConfig",
+    "ConfigError",
+    "ShardingConfig",
+    "StrategyConfig",
+    "ThunderMemsaveStrategy",
+    "__version__",
+]
+
+_HOME = {
+    "CompileConfig": "thunder_memsave.config",
+    "ConfigError": "thunder_memsave.config",
+    "ShardingConfig": "thunder_memsave.config",
+    "StrategyConfig": "thunder_memsave.config",
+    "ThunderMemsaveStrategy": "thunder_memsave.strategy",
+}
+
+_install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'thunder_memsave' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
