@@ -1,0 +1,259 @@
+"""Which rows of each parameter a rank holds, in place in the module, and how to see the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thunder_memsave.sharded_parameter import (
+    ShardedParameter,
+    ShardedParameterError,
+    is_sharded,
+    mark_sharded,
+)
+
+__all__ = [
+    "DataParallel",
+    "RowRange",
+    "ShardedParameter",
+    "ShardedParameterError",
+    "adopt_shard",
+    "can_shard",
+    "gather_full",
+    "is_module_sharded",
+    "is_sharded",
+    "local_rows",
+    "num_real_rows",
+    "own_rows",
+    "shard_module",
+    "summon_full",
+    "take_rows",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataParallel:
+    """How parameters are spread over the ranks of one process group."""
+
+    mode: Literal["none", "zero2"]
+    """`none`: every rank holds everything; `zero2`: every rank holds its rows."""
+    group: dist.ProcessGroup
+    """The ranks, with the user's timeout."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the group."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are split at all."""
+        return self.mode != "none" and self.world_size > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowRange:
+    """One rank's part of dim 0: rows `[start, stop)` of the whole, padded to `num_rows`."""
+
+    start: int
+    stop: int
+    num_rows: int
+
+    @property
+    def num_real_rows(self) -> int:
+        """Rows that are not padding."""
+        return self.stop - self.start
+
+
+def own_rows(unsharded_shape: torch.Size, data_parallel: DataParallel) -> RowRange:
+    """This rank's rows in Thunder's FSDP layout: ceil(n / world) each, padding at the very end."""
+    total = unsharded_shape[0]
+    num_rows = -(-total // data_parallel.world_size)
+    start = min(data_parallel.rank * num_rows, total)
+    return RowRange(start=start, stop=min(start + num_rows, total), num_rows=num_rows)
+
+
+def can_shard(unsharded_shape: torch.Size, data_parallel: DataParallel | None) -> bool:
+    """Whether a parameter of this shape is split: 0-dim and empty ones are replicated."""
+    if data_parallel is None or not data_parallel.shards:
+        return False
+    return len(unsharded_shape) > 0 and unsharded_shape[0] > 0
+
+
+def is_module_sharded(module: nn.Module) -> bool:
+    """Whether any parameter of `module` holds only this rank's rows."""
+    return any(is_sharded(p) for p in module.parameters())
+
+
+def num_real_rows(p: Tensor) -> int:
+    """How many leading rows of `p` are the parameter's own; the rest is padding."""
+    if isinstance(p, ShardedParameter):
+        return p._num_real_rows
+    return p.shape[0] if p.dim() else 1
+
+
+def local_rows(t: Tensor, p: Tensor) -> Tensor:
+    """The real rows of `t`, which has the shape of `p`: the parameter, its grad, its moments."""
+    return t.detach()[: num_real_rows(p)] if is_sharded(p) else t.detach()
+
+
+def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
+    """Replaces the data of every parameter by this rank's rows, in place.
+
+    Parameter objects, `requires_grad` and ties stay, so an optimizer made before still trains
+    them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta.
+
+    Raises:
+        ValueError: the module is sharded already, has gradients, or ties weights by storage only.
+    """
+    named = dict(module.named_parameters())
+    _refuse_unshardable(named)
+    for name, p in named.items():
+        p.unsharded_shape = p.shape  # type: ignore[attr-defined]
+        if data_parallel is not None and can_shard(p.shape, data_parallel):
+            rows = own_rows(p.shape, data_parallel)
+            shape = p.shape
+            p.data = take_rows(p.detach(), rows)
+            _mark(p, name, shape, rows)
+
+
+def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
+    """A copy of `rows` of `whole`, padded with zeros."""
+    shard = whole.new_zeros((rows.num_rows, *whole.shape[1:]))
+    shard[: rows.num_real_rows] = whole[rows.start : rows.stop]
+    return shard
+
+
+def adopt_shard(
+    p: nn.Parameter, shard: Tensor, *, name: str, unsharded_shape: torch.Size, rows: RowRange
+) -> None:
+    """Makes `p`, on meta or not, hold `shard`; the object and its `requires_grad` stay."""
+    real = nn.Parameter(shard, p.requires_grad)
+    _mark(real, name, unsharded_shape, rows)
+    # `p.data = shard` is refused by torch where p is on meta.
+    torch.utils.swap_tensors(p, real)  # type: ignore[no-untyped-call]
+
+
+def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
+    """The whole parameter, without padding. A collective for sharded parameters.
+
+    Replicated parameters come back as they are, not copied: do not write to the result.
+    """
+    if data_parallel is None or not isinstance(p, ShardedParameter):
+        return p.detach()
+    return gather_rows(p.detach(), p.unsharded_shape, data_parallel)
+
+
+def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataParallel) -> Tensor:
+    """All ranks' rows of a tensor sharded like a parameter, without padding. A collective."""
+    shard = shard.contiguous()
+    whole = shard.new_empty((shard.shape[0] * data_parallel.world_size, *shard.shape[1:]))
+    # gloo knows no float8, but moving bytes does not need to.
+    as_bytes = shard.dtype.itemsize == 1
+    dist.all_gather_into_tensor(
+        whole.view(torch.uint8) if as_bytes else whole,
+        shard.view(torch.uint8) if as_bytes else shard,
+        group=data_parallel.group,
+    )
+    return whole[: unsharded_shape[0]]
+
+
+@contextmanager
+def summon_full(
+    module: nn.Module, data_parallel: DataParallel | None, *, writeback: bool = False
+) -> Iterator[None]:
+    """Makes every parameter of `module` whole inside the context. A collective.
+
+    Gradients of the shards are set aside and come back at the end. With `writeback`, this rank's
+    rows of what the parameters then hold are kept; otherwise changes are dropped.
+
+    Raises:
+        ValueError: a gradient was computed inside; it has no place among the shards' gradients.
+    """
+    if data_parallel is None or not is_module_sharded(module):
+        yield
+        return
+    summoned = [_Summoned.of(p, data_parallel) for p in module.parameters() if is_sharded(p)]
+    try:
+        yield
+    finally:
+        with_grad = [s.name for s in summoned if s.parameter.grad is not None]
+        for s in summoned:
+            s.restore(data_parallel, writeback=writeback)
+    if with_grad:
+        raise ValueError(
+            f"backward() ran inside summon_full and gave {with_grad[0]!r} (and {len(with_grad) - 1}"
+            " more) a gradient of the whole weight, which no optimizer state here fits; "
+            "run forward and backward outside summon_full."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Summoned:
+    parameter: nn.Parameter
+    shard: Tensor
+    grad: Tensor | None
+    name: str
+    unsharded_shape: torch.Size
+
+    @classmethod
+    def of(cls, p: nn.Parameter, data_parallel: DataParallel) -> _Summoned:
+        assert isinstance(p, ShardedParameter)
+        kept = cls(
+            parameter=p,
+            shard=p.detach(),
+            grad=p.grad,
+            name=p._parameter_name,
+            unsharded_shape=p.unsharded_shape,
+        )
+        whole = gather_full(p, data_parallel)
+        p.grad = None
+        p.__class__ = nn.Parameter  # type: ignore[assignment]
+        p.data = whole
+        return kept
+
+    def restore(self, data_parallel: DataParallel, *, writeback: bool) -> None:
+        p, rows = self.parameter, own_rows(self.unsharded_shape, data_parallel)
+        if writeback:
+            self.shard.copy_(take_rows(p.detach(), rows))
+        p.grad = None
+        p.data = self.shard
+        _mark(p, self.name, self.unsharded_shape, rows)
+        p.grad = self.grad
+
+
+def _refuse_unshardable(named: dict[str, nn.Parameter]) -> None:
+    storages: dict[tuple[object, ...], str] = {}
+    for name, p in named.items():
+        if is_sharded(p):
+            raise ValueError(
+                f"the module is sharded already ({name!r} holds {num_real_rows(p)} rows); "
+                "set it up once, and use the module that setup returned."
+            )
+        if p.grad is not None:
+            raise ValueError(
+                f"{name!r} has a gradient, which sharding would drop; call "
+                "optimizer.zero_grad() before setup, or set up before the first backward()."
+            )
+        key = (p.untyped_storage().data_ptr(), p.storage_offset(), p.shape)
+        if key[0] and key in storages:
+            raise ValueError(
+                f"{name!r} and {storages[key]!r} are two Parameters over one storage; sharding "
+                "would untie them. Assign the same Parameter object to both modules."
+            )
+        storages[key] = name
+
+
+def _mark(p: nn.Parameter, name: str, shape: torch.Size, rows: RowRange) -> None:
+    mark_sharded(p, unsharded_shape=shape, num_real_rows=rows.num_real_rows, parameter_name=name)

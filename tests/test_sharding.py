@@ -1,0 +1,271 @@
+"""Shards live in the module: layout, identity, gathering, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from harness.distributed import run_on_ranks
+from thunder_memsave.sharded_parameter import mark_sharded
+from thunder_memsave.sharding import (
+    DataParallel,
+    ShardedParameterError,
+    can_shard,
+    gather_full,
+    is_module_sharded,
+    is_sharded,
+    local_rows,
+    num_real_rows,
+    own_rows,
+    shard_module,
+    summon_full,
+)
+
+
+class OddNet(nn.Module):
+    """Odd dims, tied, frozen, bf16, 0-dim and 1-row parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, 3)
+        self.up = nn.Linear(3, 5)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.emb.weight
+        self.up.weight.requires_grad_(False)
+        self.mixed = nn.Parameter(torch.randn(4, 2, dtype=torch.bfloat16))
+        self.single = nn.Parameter(torch.randn(1))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("table", torch.arange(3.0))
+
+
+def make_odd_net() -> OddNet:
+    torch.manual_seed(0)
+    return OddNet()
+
+
+def data_parallel(mode: str = "zero2") -> DataParallel:
+    assert mode in ("none", "zero2")
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    return DataParallel(mode=mode, group=group)  # type: ignore[arg-type]
+
+
+def check_sharding(rank: int) -> None:
+    dp = data_parallel()
+    _check_layout(rank, dp)
+    _check_optimizer_made_before_trains(dp)
+    _check_summon(dp)
+    _check_refusals(dp)
+    _check_replicas()
+    _check_meta(rank, dp)
+    _check_deepcopy(dp)
+
+
+def _check_layout(rank: int, dp: DataParallel) -> None:
+    net, whole = make_odd_net(), make_odd_net()
+    before = dict(net.named_parameters())
+    shard_module(net, dp)
+    after = dict(net.named_parameters())
+    assert list(before) == list(after)
+    assert net.head.weight is net.emb.weight
+    for name, p in after.items():
+        reference = whole.get_parameter(name)
+        assert p is before[name], name
+        assert isinstance(p, nn.Parameter)
+        assert p.requires_grad == reference.requires_grad, name
+        assert p.unsharded_shape == reference.shape, name  # type: ignore[attr-defined]
+        assert torch.equal(gather_full(p, dp), reference), name
+    emb = net.emb.weight
+    assert emb.shape == (4, 3)
+    assert num_real_rows(emb) == (4 if rank == 0 else 3)
+    assert torch.equal(local_rows(emb, emb), whole.emb.weight[rank * 4 : rank * 4 + 4])
+    if rank == 1:
+        assert torch.equal(emb.data[3], torch.zeros(3))
+        assert num_real_rows(net.single) == 0
+        assert torch.equal(net.single.data, torch.zeros(1))
+    assert not is_sharded(net.scale)
+    assert torch.equal(gather_full(net.scale, dp), torch.tensor(2.0))
+
+
+def _check_optimizer_made_before_trains(dp: DataParallel) -> None:
+    net, whole = make_odd_net(), make_odd_net()
+    for foreach in (False, True):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=foreach)
+        reference = torch.optim.AdamW(whole.parameters(), lr=0.1, foreach=foreach)
+        if foreach is False:
+            shard_module(net, dp)
+        for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p)
+                local_rows(p.grad, p).fill_(1.0)
+                q.grad = torch.ones_like(q)
+        optimizer.step()
+        reference.step()
+        for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+            assert torch.equal(gather_full(p, dp), q), name
+
+
+def _check_summon(dp: DataParallel) -> None:
+    net, whole = make_odd_net(), make_odd_net()
+    shard_module(net, dp)
+    ids = torch.tensor([6, 0])
+    net.emb.weight.grad = grad = torch.ones(4, 3)
+    with summon_full(net, dp):
+        assert torch.equal(net.head(net.emb(ids)), whole.head(whole.emb(ids)))
+        net.emb.weight.data.zero_()
+    assert net.emb.weight.grad is grad
+    assert torch.equal(gather_full(net.emb.weight, dp), whole.emb.weight)
+    with summon_full(net, dp, writeback=True), torch.no_grad():
+        net.emb.weight.fill_(3.0)
+    assert torch.equal(gather_full(net.emb.weight, dp), torch.full((7, 3), 3.0))
+    assert local_rows(net.emb.weight, net.emb.weight).sum() == num_real_rows(net.emb.weight) * 9
+    assert net.emb.weight.data.sum() == num_real_rows(net.emb.weight) * 9, "padding was written"
+    with (
+        pytest.raises(ValueError, match=r"backward\(\) ran inside summon_full"),
+        summon_full(net, dp),
+    ):
+        net.emb(ids).sum().backward()
+    assert net.emb.weight.grad is grad
+    assert is_sharded(net.emb.weight)
+
+
+def _check_refusals(dp: DataParallel) -> None:
+    net = make_odd_net()
+    shard_module(net, dp)
+    with pytest.raises(ValueError, match=r"sharded already \('mixed' holds 2 rows\)"):
+        shard_module(net, dp)
+    with pytest.raises(ShardedParameterError, match=r"embedding\(\).*'emb.weight'.*\(7, 3\)"):
+        net.emb(torch.tensor([0]))
+
+
+def _check_replicas() -> None:
+    dp = data_parallel("none")
+    net = make_odd_net()
+    shard_module(net, dp)
+    assert not is_module_sharded(net)
+    assert vars(net.emb.weight)["unsharded_shape"] == (7, 3)
+    with summon_full(net, dp):
+        assert torch.equal(gather_full(net.emb.weight, dp), make_odd_net().emb.weight)
+
+
+def _check_meta(rank: int, dp: DataParallel) -> None:
+    with torch.device("meta"):
+        net = OddNet()
+    shard_module(net, dp)
+    assert net.emb.weight.is_meta
+    assert net.emb.weight.shape == (4, 3)
+    assert num_real_rows(net.emb.weight) == 4 - rank
+
+
+def _check_deepcopy(dp: DataParallel) -> None:
+    net = make_odd_net()
+    shard_module(net, dp)
+    copied = copy.deepcopy(net)
+    assert is_sharded(copied.emb.weight)
+    assert copied.emb.weight is copied.head.weight
+    assert copied.emb.weight is not net.emb.weight
+    assert num_real_rows(copied.emb.weight) == num_real_rows(net.emb.weight)
+    assert torch.equal(gather_full(copied.emb.weight, dp), make_odd_net().emb.weight)
+
+
+def test_shards_live_in_the_module_on_two_ranks(tmp_path: Path) -> None:
+    run_on_ranks(check_sharding, 2, tmp_path / "rendezvous")
+
+
+def sharded(shape: tuple[int, ...] = (2, 3)) -> nn.Parameter:
+    return mark_sharded(
+        nn.Parameter(torch.ones(shape)),
+        unsharded_shape=torch.Size((4, *shape[1:])),
+        num_real_rows=shape[0],
+        parameter_name="w",
+    )
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda w: F.linear(torch.ones(2, 3), w),
+        lambda w: F.linear(torch.ones(2, 3), weight=w),
+        lambda w: torch.ones(5, 2) @ w,
+        lambda w: w @ torch.ones(3, 2),
+        lambda w: torch.ones(5, 3) @ w.T,
+        lambda w: torch.ones(5, 3) @ w.t(),
+        lambda w: torch.ones(5, 3) @ w.mT,
+        lambda w: torch.einsum("bi,oi->bo", torch.ones(5, 3), w),
+        lambda w: F.embedding(torch.tensor([0]), w),
+        lambda w: w[torch.tensor([0, 1])],
+        lambda w: torch.ones(5, 2, 3) * w,
+        lambda w: torch.ones(5, 2, 3) + w,
+        lambda w: F.layer_norm(torch.ones(2, 3), (2, 3), w),
+        lambda w: nn.init.kaiming_uniform_(w),
+        lambda w: nn.init.normal_(w),
+        lambda w: torch.equal(w, torch.ones(4, 3)),
+    ],
+)
+def test_computing_with_a_shard_names_the_parameter_and_summon_full(compute) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ShardedParameterError, match=r"'w' of shape \(4, 3\).*2 of its 4 rows.*sum"):
+        compute(sharded())
+
+
+def test_inspection_and_elementwise_operations_see_a_plain_tensor() -> None:
+    w = sharded()
+    assert type(w.detach()) is torch.Tensor
+    assert type(w * 2) is torch.Tensor
+    assert type(w + torch.ones(2, 3)) is torch.Tensor
+    assert w.norm() == 6**0.5
+    assert w[:1].shape == (1, 3)
+    assert torch.isfinite(w).all()
+    assert repr(w).startswith("Parameter containing")
+    with torch.no_grad():
+        assert w.add_(torch.ones(2, 3)) is w
+    assert w.requires_grad
+    assert w.grad is None
+
+
+def test_one_process_keeps_whole_parameters() -> None:
+    net = make_odd_net()
+    shard_module(net, None)
+    assert not is_module_sharded(net)
+    assert vars(net.emb.weight)["unsharded_shape"] == (7, 3)
+    assert gather_full(net.emb.weight, None).data_ptr() == net.emb.weight.data_ptr()
+    assert not can_shard(torch.Size((4,)), None)
+    with summon_full(net, None):
+        assert torch.equal(net.emb.weight, make_odd_net().emb.weight)
+
+
+def test_existing_gradients_are_refused_rather_than_dropped() -> None:
+    net = make_odd_net()
+    net.emb(torch.tensor([0])).sum().backward()
+    with pytest.raises(ValueError, match=r"'emb.weight' has a gradient.*zero_grad"):
+        shard_module(net, None)
+
+
+def test_weights_tied_by_storage_only_are_refused() -> None:
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    second.weight = nn.Parameter(first.weight.data)
+    net = nn.Sequential(first, second)
+    with pytest.raises(ValueError, match=r"'1.weight' and '0.weight' are two Parameters over one"):
+        shard_module(net, None)
+
+
+class FakeGroup:
+    """Stands in for the ranks of `own_rows`, which only counts."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+
+@pytest.mark.parametrize(("total", "world_size"), [(1, 4), (5, 4), (7, 2), (8, 4), (9, 8)])
+def test_rows_of_all_ranks_cover_each_row_once(total: int, world_size: int) -> None:
+    rows = [
+        own_rows(torch.Size((total, 2)), FakeGroup(rank, world_size))  # type: ignore[arg-type]
+        for rank in range(world_size)
+    ]
+    assert [i for r in rows for i in range(r.start, r.stop)] == list(range(total))
+    assert {r.num_rows for r in rows} == {-(-total // world_size)}
