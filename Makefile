@@ -1,0 +1,85 @@
+# Every target creates what it needs; a fresh machine needs only python3 and make.
+#
+#   make setup   .venv with the package and everything that the other targets use
+#   make demo    fine-tune a small language model on two processes
+#   make test    the test suite
+#   make check   what CI runs: linters, types, wheel, tests
+#   make lock    write constraints.txt from what is installed
+#   make clean   remove everything that these targets created
+#
+# make setup TORCH=2.12.1   another torch than the one in constraints.txt
+# make setup CONSTRAINTS=   the newest versions that pyproject.toml allows
+# Both are remembered until the next `make setup` that names them, or `make clean`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PKG := .typing/thunder_memsave
+
+-include $(VENV)/choice.mk
+CONSTRAINTS ?= constraints.txt
+TORCH ?=
+
+# Tests, mypy and spawned ranks must not fight over the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check lint imports typing types wheel lock clean FORCE
+
+help:
+	@sed -n '3,12s/^# *//p' Makefile
+
+setup: $(STAMP)
+
+# A choice on the command line is installed now, even when nothing else changed.
+ifneq ($(filter command% environment%,$(origin TORCH) $(origin CONSTRAINTS)),)
+$(STAMP): FORCE
+endif
+
+$(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS)) .ci/setup
+	@PYTHON='$(PYTHON)' bash .ci/setup '$(VENV)' '$(TORCH)' '$(CONSTRAINTS)'
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/run.py
+
+test: $(STAMP)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+# One after the other, so that the tests' closing line is the last one, also under `make -j`.
+check:
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory imports
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory wheel
+	@$(MAKE) --no-print-directory test
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+imports: $(STAMP) typing
+	PYTHONPATH=.typing $(BIN)/lint-imports
+
+types: $(STAMP) typing
+	$(BIN)/mypy -p thunder_memsave
+	$(BIN)/mypy tests examples benchmarks
+
+typing:  # the tree as `import thunder_memsave` sees it, for tools that cannot run import hooks
+	@mkdir -p $(PKG)
+	@ln -sfn $(addprefix ../../,$(filter-out %/__pycache__,$(wildcard strategy/*)) callbacks configs) $(PKG)/
+	@find $(PKG) -maxdepth 1 -type l ! -exec test -e {} \; -delete
+
+wheel: $(STAMP)
+	$(BIN)/python tests/harness/wheel_smoke.py
+
+lock: $(STAMP)
+	@sed -n '/^#/p' constraints.txt > $(VENV)/lock.txt
+	@$(BIN)/pip freeze --exclude-editable | sed 's/+[a-z0-9]*$$//' >> $(VENV)/lock.txt
+	@mv $(VENV)/lock.txt constraints.txt
+
+clean:
+	rm -rf $(VENV) .setup.lock .typing build dist *.egg-info runs
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
