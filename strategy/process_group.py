@@ -1,0 +1,103 @@
+"""The process groups of a run: the user's timeout, and a store that survives restarts."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from thunder_memsave.sharding import DataParallel
+
+
+def needs_process_group(world_size: int) -> bool:
+    """One process started by hand communicates with nobody; under torchrun it has a group of one.
+
+    A group of one keeps scripts that call `torch.distributed` themselves the same at any size.
+    """
+    return world_size > 1 or dist.is_torchelastic_launched()
+
+
+def init_default_group(
+    *,
+    backend: str,
+    rank: int,
+    world_size: int,
+    main_address: str,
+    main_port: int,
+    timeout: timedelta,
+    device: torch.device | None = None,
+) -> None:
+    """Joins the default process group, unless this process is in one already.
+
+    Args:
+        backend: `gloo`, `nccl`, or one per device type such as `cpu:gloo,cuda:nccl`.
+        rank: This process among all.
+        world_size: The number of processes.
+        main_address: Where rank 0, or torchrun's agent, serves the store.
+        main_port: The store's port.
+        timeout: How long a collective waits before it fails.
+        device: Binds nccl to its device, so that no collective has to guess it.
+    """
+    if dist.is_initialized():
+        return
+    # Libraries that join groups of their own read these.
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = main_address, str(main_port)
+    dist.init_process_group(
+        backend,
+        store=_store(rank, world_size, main_address, main_port, timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device is not None and device.type != "cpu" else None,
+    )
+    if "nccl" in backend:
+        # nccl warns, and may hang, when a process ends with its group alive.
+        atexit.register(destroy_groups)
+
+
+def make_data_parallel(
+    mode: Literal["none", "zero2"], *, timeout: timedelta
+) -> DataParallel | None:
+    """Our own group over all ranks, or None where this process is alone. A collective.
+
+    Thunder copies the default group without its timeout, so that on gloo a stopped peer is noticed
+    after 30 minutes; and a group of our own keeps the user's collectives out of ours.
+    """
+    if not dist.is_initialized():
+        return None
+    group = dist.new_group(timeout=timeout, group_desc="thunder_memsave data parallel")
+    return DataParallel(mode=mode, group=group)
+
+
+def destroy_groups() -> None:
+    """Leaves every process group of this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store(
+    rank: int, world_size: int, main_address: str, main_port: int, timeout: timedelta
+) -> dist.PrefixStore:  # type: ignore[name-defined]
+    """A store without the keys of an earlier attempt.
+
+    torchrun keeps one store over its restarts: a restarted rank would read the gloo address of a
+    dead one and wait for it (https://github.com/pytorch/pytorch/issues/135712). The count is
+    torchrun's per node: after a restart of only some nodes they would disagree, and fail at the
+    timeout.
+    """
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        main_address,
+        main_port,
+        world_size,
+        is_master=rank == 0 and not agent_serves,
+        timeout=timeout,
+        multi_tenant=True,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"thunder_memsave/attempt{attempt}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
