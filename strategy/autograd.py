@@ -1,0 +1,104 @@
+"""Connects a compiled forward and backward to PyTorch's autograd, with eager's rules for missing gradients.
+
+One `torch.autograd.Function` per call, so that (unlike in Thunder's own connection)
+
+- a parameter that no differentiated output depends on gets `None`, not zeros (AdamW would decay it);
+- `retain_graph=True` works any number of times: everything saved is a plain tensor in `save_for_backward`
+  (lightning-thunder #701), and without it each saved tensor is freed at its last use;
+- `create_graph=True` is refused by name instead of returning constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiable:
+    """A forward and its backward, with what depends on what. Indices refer to flat inputs and outputs."""
+
+    forward: Callable[..., Any]
+    """`(*inputs) -> (outputs, (saved tensors, saved numbers))`."""
+    backward: Callable[..., Any]
+    """`([saved tensors, saved numbers], cotangents) -> one gradient or None per input`; empties the lists."""
+    output_depends_on: tuple[frozenset[int], ...]
+    """For each output, the inputs it has a gradient with respect to; empty: not differentiable."""
+
+
+def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Run the forward on `inputs` and attach the backward to the outputs that need a gradient."""
+    return _Compiled.apply(function, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Differentiable, *inputs: Any) -> tuple[Any, ...]:
+        outputs, (tensors, numbers) = function.forward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.function, ctx.numbers, ctx.ran = function, numbers, False
+        ctx.like = [(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs]
+        # A saved view of an output leaks (pytorch #94990); a detached alias does not.
+        ctx.save_for_backward(*(t.detach() if t._base is not None else t for t in tensors))
+        constant = [
+            o
+            for o, inputs in zip(outputs, function.output_depends_on, strict=True)
+            if not inputs and isinstance(o, Tensor)
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward was called with create_graph=True, which thunder_memsave does not support: the compiled "
+                "backward has no derivative of its own. Compute higher derivatives outside of the compiled module."
+            )
+        function = ctx.function
+        wanted = _reached(function.output_depends_on, grad_outputs)
+        cotangents = [
+            _cotangent(gradient, like) for gradient, like in zip(grad_outputs, ctx.like, strict=True)
+        ]
+        saved = _take_saved(ctx)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            gradients = function.backward([saved, ctx.numbers], cotangents)
+        return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
+
+
+def _take_saved(ctx: Any) -> list[Tensor]:
+    """The saved tensors; the context forgets them unless `retain_graph=True`, so each dies at its last use.
+
+    Raises:
+        RuntimeError: a second backward after they were freed.
+    """
+    try:
+        saved = list(ctx.saved_tensors)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "backward ran a second time through one forward of a compiled module after its saved tensors were freed. "
+            "One forward is one node of the graph: pass retain_graph=True to every backward but the last, also when "
+            "two losses share no layer."
+        ) from error
+    ctx.maybe_clear_saved_tensors()
+    return saved
+
+
+def _reached(
+    depends_on: Sequence[frozenset[int]], grad_outputs: Sequence[Tensor | None]
+) -> frozenset[int]:
+    with_gradient = (
+        inputs for inputs, g in zip(depends_on, grad_outputs, strict=True) if g is not None
+    )
+    return frozenset().union(*with_gradient)
+
+
+def _cotangent(gradient: Tensor | None, like: Any) -> Tensor | None:
+    if gradient is not None or like is None:
+        return gradient
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)

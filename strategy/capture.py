@@ -1,0 +1,260 @@
+"""Captures one call of a module method as an FX graph, together with the guards that say when it may be used again.
+
+The functions used are private to torch; the import block below is the only place that names them, and
+`tests/test_capture.py` has the canary. Dynamo's own `export` throws the guards away, which would run a stale graph
+after an attribute flip; here they are kept and checked on every call (about 2 us per 25 guards).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch._dynamo.config as dynamo_config
+from torch import Tensor, nn
+from torch._dynamo.convert_frame import _get_frame, fullgraph_capture, get_traced_fn
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.types import GuardFilterEntry
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+from thunder_memsave.errors import CaptureError, user_frame
+from thunder_memsave.sharding import is_sharded
+
+_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "specialize_int": True,
+        "specialize_float": True,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        # A logger call is a graph break otherwise; transformers' GPT-2 warns in its forward.
+        "ignore_logging_functions": {
+            getattr(logging.Logger, name)
+            for name in ("debug", "info", "warning", "error", "exception", "critical", "log")
+        }
+        | {warnings.warn},
+    }
+)
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """One placeholder of the captured graph."""
+
+    kind: Literal["parameter", "buffer", "user"]
+    name: str
+    """Dotted name in the module; the placeholder's name for user inputs."""
+    tensor: Tensor
+    """The parameter or buffer itself; a user input's FakeTensor (its data is not kept)."""
+
+
+@dataclass(slots=True)
+class Capture:
+    """A captured graph, valid for every call that `matches`."""
+
+    graph: torch.fx.GraphModule
+    inputs: Sequence[GraphInput]
+    reason: str
+    """Why the call was captured: `first call`, or the guard that failed."""
+    grad_enabled: bool
+    _guards: Any
+    _make_callable: Callable[[Callable[..., Any]], Callable[..., Any]]
+    _parameter_state: tuple[tuple[nn.Parameter, bool, torch.dtype, torch.device], ...] = field(
+        default=(), repr=False
+    )
+
+    def matches(self, call: Call) -> bool:
+        """Whether the graph is what tracing `call` now would give."""
+        return self._parameters_unchanged() and bool(self._guards.check(call.frame_locals))
+
+    def why_not(self, call: Call) -> str:
+        """The first reason why `matches` is False, in one line."""
+        if not self._parameters_unchanged():
+            return "requires_grad, dtype or device of a parameter changed"
+        result = self._guards.check_verbose(call.frame_locals)
+        parts = result.verbose_code_parts
+        return parts[0].split("  #")[0].strip() if parts else "a guard failed"
+
+    def callable(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
+        """The method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
+        return self._make_callable(run_graph)
+
+    def _parameters_unchanged(self) -> bool:
+        return all(
+            p.requires_grad is requires_grad and p.dtype is dtype and p.device == device
+            for p, requires_grad, dtype, device in self._parameter_state
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a method, as Dynamo sees it."""
+
+    target: Method
+    """The module itself for `forward` (its hooks are traced too), else the bound method."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    frame_locals: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, target: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Bind the arguments; raises TypeError as calling the method would."""
+        frame = _get_frame(target, args, dict(kwargs))
+        return cls(target, args, kwargs, frame.locals)
+
+
+def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
+    """Trace `call` of a method of `module` into one graph.
+
+    Sharded parameters are swapped for storage-less tensors of full shape while tracing, so the graph has full shapes
+    and nothing is gathered. Their guards would compare full shapes with shards: they are left out, and `Capture.matches`
+    checks what they would have checked.
+
+    Raises:
+        CaptureError: the method cannot be one graph; names the user's file and line.
+    """
+    with _full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
+        output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
+        if output.backend_input is None:
+            raise CaptureError(f"{_describe(call)} runs no tensor operation, so there is nothing to compile.")
+        guards = _build_guards(output, call, swapped=originals)
+
+        def make_callable(run_graph: Callable[..., Any]) -> Callable[..., Any]:
+            forward = output.forward_callable(
+                compiled_fn=run_graph, extra_globals=output.graph_capture_output.f_globals
+            )
+            instance = get_traced_fn(call.target)[1]
+            return forward if instance is None else forward.__get__(instance)
+
+        flat = _flat_inputs(make_callable, call)
+    graph = output.backend_input.graph_module
+    inputs = _name_inputs(module, graph, [originals.get(id(t), t) for t in flat])
+    return Capture(
+        graph=graph,
+        inputs=inputs,
+        reason=reason,
+        grad_enabled=torch.is_grad_enabled(),
+        _guards=guards,
+        _make_callable=make_callable,
+        _parameter_state=tuple(
+            (i.tensor, i.tensor.requires_grad, i.tensor.dtype, i.tensor.device)
+            for i in inputs
+            if isinstance(i.tensor, nn.Parameter) and is_sharded(i.tensor)
+        ),
+    )
+
+
+class _InputsSeen(BaseException):
+    """Carries the graph inputs out of Dynamo's bytecode before anything runs."""
+
+
+def _flat_inputs(
+    make_callable: Callable[[Callable[..., Any]], Callable[..., Any]], call: Call
+) -> list[Tensor]:
+    flat: list[Tensor] = []
+
+    def record(*inputs: Tensor) -> None:
+        flat.extend(inputs)
+        raise _InputsSeen
+
+    try:
+        make_callable(record)(*call.args, **call.kwargs)
+    except _InputsSeen:
+        return flat
+    raise AssertionError("Dynamo's bytecode did not call the graph")
+
+
+def _name_inputs(
+    module: nn.Module, graph: torch.fx.GraphModule, flat: Sequence[Tensor]
+) -> list[GraphInput]:
+    parameters = {id(p): name for name, p in module.named_parameters()}
+    buffers = {id(b): name for name, b in module.named_buffers()}
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == len(flat), "one value per placeholder"
+    inputs: list[GraphInput] = []
+    for node, tensor in zip(placeholders, flat, strict=True):
+        if (name := parameters.get(id(tensor))) is not None:
+            inputs.append(GraphInput("parameter", name, tensor))
+        elif (name := buffers.get(id(tensor))) is not None:
+            inputs.append(GraphInput("buffer", name, tensor))
+        else:
+            inputs.append(GraphInput("user", node.name, node.meta["example_value"]))
+    return inputs
+
+
+@contextmanager
+def _full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Swap sharded parameters for storage-less ones of full shape; yields id(stand-in) -> original."""
+    stand_ins: dict[int, nn.Parameter] = {}
+    swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    originals: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None and is_sharded(p):
+                stand_in = stand_ins.setdefault(id(p), _storage_less(p))
+                originals[id(stand_in)] = p
+                swapped.append((owner._parameters, name, p))
+                owner._parameters[name] = stand_in
+    try:
+        yield originals
+    finally:
+        for parameters, name, p in swapped:
+            parameters[name] = p
+
+
+def _storage_less(p: nn.Parameter) -> nn.Parameter:
+    full = torch.empty(p.unsharded_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+    full.untyped_storage().resize_(0)
+    return nn.Parameter(full, requires_grad=p.requires_grad)
+
+
+@contextmanager
+def _dynamo_settings() -> Iterator[None]:
+    with (
+        dynamo_config.patch(**_SETTINGS),
+        get_metrics_context(),
+        dynamo_timed("thunder_memsave_capture"),
+    ):
+        yield
+
+
+def _build_guards(output: Any, call: Call, *, swapped: Mapping[int, nn.Parameter]) -> Any:
+    def keep(entries: Sequence[GuardFilterEntry]) -> list[bool]:
+        return [id(entry.value) not in swapped for entry in entries]
+
+    hooks = Hooks(guard_filter_fn=keep) if swapped else None
+    code = get_traced_fn(call.target)[0].__code__
+    return output.graph_capture_output.build_guards(code, hooks=hooks).guard_manager
+
+
+@contextmanager
+def _errors_name_user_code(call: Call) -> Iterator[None]:
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise CaptureError(_capture_message(call, error)) from error
+
+
+def _capture_message(call: Call, error: TorchDynamoException) -> str:
+    where = user_frame(getattr(error, "real_stack", None))
+    what = str(error.msg if isinstance(error, Unsupported) else error).strip().splitlines()
+    summary = " ".join(line.strip() for line in what[:3] if line.strip())
+    return (
+        f"{_describe(call)} cannot be captured as one graph: {summary} (at {where}). "
+        "Move that code out of the compiled method, or make it independent of tensor values; "
+        "strategy.frontend: interpreter traces the Python code instead, at a higher cost."
+    )
+
+
+def _describe(call: Call) -> str:
+    fn, instance = get_traced_fn(call.target)
+    owner = type(instance).__name__ if instance is not None else type(call.target).__name__
+    return f"{owner}.{fn.__name__}"

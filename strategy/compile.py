@@ -1,0 +1,305 @@
+"""Compiles a module's methods: capture, lower, differentiate, execute. The ordered list is `_compile`.
+
+Thunder's own driver (`thunder.jit`) interprets the Python code of the model, checks every parameter in a prologue on
+each call and keeps parameters of its own. None of that is needed when the graph comes from Dynamo with its guards, so
+Thunder's passes are called directly (docs/decisions/0003).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from thunder_memsave import compat
+
+compat.apply()
+
+import thunder  # noqa: E402
+from thunder.common import CompileData, CompileStats  # noqa: E402
+from thunder.core import prims  # noqa: E402
+from thunder.core.compile_data import compile_data_and_stats  # noqa: E402
+from thunder.core.proxies import TensorProxy  # noqa: E402
+from thunder.core.trace import TraceCtx  # noqa: E402
+from thunder.core.transform_common import (  # noqa: E402
+    _inplace_copy_sanity_check,
+    dce,
+    unwrap_return_value,
+    wrap_return_value_together_with_arguments,
+)
+from thunder.core.update_aliases import insert_alias_updates  # noqa: E402
+from thunder.executors.passes import del_last_used, transform_for_execution  # noqa: E402
+from thunder.extend import Executor, get_default_executors, resolve_executors  # noqa: E402
+from thunder.transforms.autodiff import (  # noqa: E402
+    grad_transform_on_trace,
+    split_into_forward_and_backward,
+)
+
+from thunder_memsave import autograd  # noqa: E402
+from thunder_memsave.attention import attention_executor  # noqa: E402
+from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
+from thunder_memsave.config import CompileConfig  # noqa: E402
+from thunder_memsave.dependencies import output_dependencies  # noqa: E402
+from thunder_memsave.errors import CompileError  # noqa: E402
+from thunder_memsave.lowering import Lowered, lower  # noqa: E402
+from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
+from thunder_memsave.passes import JOINT_PASSES, JointTracePasses  # noqa: E402
+from thunder_memsave.sharding import DataParallel  # noqa: E402
+
+_MANY_CAPTURES = 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One captured call, compiled."""
+
+    method: str
+    capture: Capture
+    forward_traces: Sequence[TraceCtx]
+    backward_traces: Sequence[TraceCtx]
+    """Empty when nothing needs a gradient."""
+    seconds: float
+    run: Callable[..., Any]
+    """The method, with its tensor work compiled."""
+
+
+class CompiledModule(nn.Module):
+    """Runs the methods of a module as compiled graphs; the parameters stay where they are.
+
+    The first call of a method captures it; so does every call that no earlier capture is valid for (another shape,
+    `train`/`eval`, a changed attribute, ...). Padding or packing batches to one shape keeps it at one capture.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: CompileConfig | None = None,
+        data_parallel: DataParallel | None = None,
+    ) -> None:
+        """`data_parallel`: the ranks that share the parameters; None on one device."""
+        super().__init__()
+        self.module = module
+        self._config = config if config is not None else CompileConfig()
+        self._data_parallel = data_parallel
+        self._compiled: dict[str, list[Compiled]] = {}
+
+    @property
+    def captures(self) -> Sequence[Compiled]:
+        """Everything compiled so far, in order, with the reason of each."""
+        return tuple(c for compiled in self._compiled.values() for c in compiled)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.call_method("forward", *args, **kwargs)
+
+    def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the bound method `name` of the module through a capture of its own.
+
+        Raises:
+            CaptureError: it cannot be captured as one graph.
+            CompileError: it cannot be compiled to what eager PyTorch computes.
+        """
+        target = self.module if name == "forward" else getattr(self.module, name)
+        call = Call.of(target, args, kwargs)
+        compiled = self._find(name, call) or self._compile(name, call)
+        return compiled.run(*args, **kwargs)
+
+    def _find(self, name: str, call: Call) -> Compiled | None:
+        return next((c for c in self._compiled.get(name, ()) if c.capture.matches(call)), None)
+
+    def _compile(self, name: str, call: Call) -> Compiled:
+        known = self._compiled.setdefault(name, [])
+        reason = known[0].capture.why_not(call) if known else "first call"
+        start = time.perf_counter()
+        compiled = compile_call(
+            self.module,
+            call,
+            name=name,
+            reason=reason,
+            config=self._config,
+            data_parallel=self._data_parallel,
+        )
+        known.insert(0, compiled)
+        _log.info(
+            "capture %d of %s.%s: %s (%.1f s)",
+            len(known),
+            type(self.module).__name__,
+            name,
+            reason,
+            time.perf_counter() - start,
+        )
+        if len(known) == _MANY_CAPTURES:
+            _log.warning(
+                "%s.%s was captured %d times; each takes seconds. The last reason: %s. Pad or pack batches to one "
+                "shape, and keep values that change every step in tensors.",
+                type(self.module).__name__,
+                name,
+                len(known),
+                reason,
+            )
+        return compiled
+
+
+def compile_call(
+    module: nn.Module,
+    call: Call,
+    *,
+    name: str,
+    reason: str,
+    config: CompileConfig,
+    data_parallel: DataParallel | None,
+) -> Compiled:
+    """Capture and compile one call of a method of `module`."""
+    start = time.perf_counter()
+    captured = capture(module, call, reason=reason)
+    opaque = OpaqueExecutor()
+    passes = JointTracePasses(JOINT_PASSES)
+    executors = (opaque, passes, attention_executor, *_executors(config))
+    compile_data = CompileData(
+        fn=module, executors_list=executors, disable_preprocessing=True, using_jit=True
+    )
+    with compile_data_and_stats(compile_data, CompileStats()):
+        lowered = lower(captured, compile_data=compile_data, data_parallel=data_parallel, opaque=opaque)
+        graph = _compile(captured, lowered, compile_data)
+    return Compiled(
+        method=name,
+        capture=captured,
+        forward_traces=graph.forward_traces,
+        backward_traces=graph.backward_traces,
+        seconds=time.perf_counter() - start,
+        run=captured.callable(graph.run),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    run: Callable[..., Any]
+    forward_traces: Sequence[TraceCtx]
+    backward_traces: Sequence[TraceCtx]
+
+
+def _compile(captured: Capture, lowered: Lowered, compile_data: CompileData) -> _Graph:
+    """The one ordered list of what happens to a trace."""
+    traces = [lowered.trace]
+
+    def then(trace: TraceCtx) -> TraceCtx:
+        traces.append(trace)
+        return trace
+
+    trace = then(wrap_return_value_together_with_arguments(lowered.trace))
+    trace = then(insert_alias_updates(trace, []))
+    trace = then(dce(trace))
+    training = captured.grad_enabled and any(p.requires_grad for p in trace.args)
+    if training:
+        trace = then(grad_transform_on_trace(trace))
+    # Executors claim operations, then the joint passes run, then whatever fuses.
+    trace = then(transform_for_execution(trace, compile_data.executors_list))
+    backward = None
+    if training:
+        trace, backward = split_into_forward_and_backward(trace)
+    trace = then(del_last_used(trace))
+    _inplace_copy_sanity_check(trace)
+    if backward is None:
+        trace = then(unwrap_return_value(trace))
+        return _Graph(_inference(captured, lowered, trace), traces, ())
+    backward = del_last_used(backward, clear_mutable_collections=True)
+    return _Graph(_training(captured, lowered, trace, backward), traces, [backward])
+
+
+def _inference(captured: Capture, lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
+    computation = trace.python_callable()
+
+    def run(*inputs: Tensor) -> Sequence[Any]:
+        with _plain_execution(), torch.no_grad():
+            computed = computation(*inputs, *lowered.constants)
+        return _graph_outputs(captured, lowered, inputs, computed)
+
+    return run
+
+
+def _training(
+    captured: Capture, lowered: Lowered, forward: TraceCtx, backward: TraceCtx | None
+) -> Callable[..., Any]:
+    depends_on = output_dependencies(captured.graph, lowered.computed)
+    _check_gradients(captured, forward, backward, depends_on)
+    compute = forward.python_callable()
+
+    def run_forward(*inputs: Any) -> Any:
+        with _plain_execution():
+            result, saved = compute(*inputs)
+        return result["output"], saved
+
+    function = autograd.Differentiable(
+        forward=run_forward,
+        backward=backward.python_callable() if backward is not None else _no_backward,
+        output_depends_on=depends_on,
+    )
+
+    def run(*inputs: Tensor) -> Sequence[Any]:
+        computed = autograd.run(function, (*inputs, *lowered.constants))
+        return _graph_outputs(captured, lowered, inputs, computed)
+
+    return run
+
+
+def _no_backward(*_: Any) -> Any:
+    raise AssertionError("no output needs a gradient")
+
+
+def _graph_outputs(
+    captured: Capture, lowered: Lowered, inputs: Sequence[Tensor], computed: Sequence[Any]
+) -> Sequence[Any]:
+    """What the graph returns, in its order; an input that it returns comes back as the same object."""
+    placeholders = (n for n in captured.graph.graph.nodes if n.op == "placeholder")
+    values: dict[Any, Any] = dict(zip(placeholders, inputs, strict=True))
+    values.update(zip(lowered.computed, computed, strict=True))
+    return [values[o] if isinstance(o, fx.Node) else o for o in lowered.outputs]
+
+
+def _check_gradients(
+    captured: Capture,
+    forward: TraceCtx,
+    backward: TraceCtx | None,
+    depends_on: Sequence[frozenset[int]],
+) -> None:
+    """Every gradient that eager gives is computed, in the shape and dtype of its input."""
+    gradients = backward.output if backward is not None else ()
+    for index in sorted(frozenset().union(*depends_on)):
+        name, proxy = captured.inputs[index].name, forward.args[index]
+        gradient = gradients[index] if index < len(gradients) else None
+        if gradient is None:
+            raise CompileError(
+                f"Thunder computes no gradient for {name!r} although eager PyTorch does: an operation that uses it is "
+                "not differentiable in Thunder. Freeze the parameter, or write the operation with other ones."
+            )
+        if (gradient.shape, gradient.dtype) != (proxy.shape, proxy.dtype):
+            raise CompileError(
+                f"Thunder computes the gradient of {name!r} as {tuple(gradient.shape)} {gradient.dtype}, the tensor is "
+                f"{tuple(proxy.shape)} {proxy.dtype}."
+            )
+
+
+@contextmanager
+def _plain_execution() -> Iterator[None]:
+    """Casts are explicit in the trace and shards are plain tensors to it."""
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch._C.DisableTorchFunctionSubclass(),
+    ):
+        yield
+
+
+def _executors(config: CompileConfig) -> Sequence[Executor]:
+    if config.executors is None:
+        return get_default_executors()  # type: ignore[no-any-return]
+    return resolve_executors(config.executors)  # type: ignore[no-any-return]

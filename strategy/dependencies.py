@@ -1,0 +1,64 @@
+"""Which inputs each output of a captured graph has a gradient with respect to, by eager PyTorch's rules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+_NONE: frozenset[int] = frozenset()
+
+
+def output_dependencies(
+    graph: fx.GraphModule, outputs: Sequence[fx.Node]
+) -> tuple[frozenset[int], ...]:
+    """For each of `outputs`, the indices of the placeholders that autograd would reach from it.
+
+    A node whose value needs no gradient in eager (`node.meta["example_value"]`) reaches nothing. An in-place operation
+    adds what its operands reach to the tensor that it changes.
+    """
+    reached: dict[fx.Node, frozenset[int]] = {}
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    for index, node in enumerate(placeholders):
+        reached[node] = frozenset({index}) if _needs_grad(node) else _NONE
+    in_place: frozenset[int] = _NONE
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        operands = frozenset().union(*(reached.get(n, _NONE) for n in node.all_input_nodes))
+        reached[node] = operands if _needs_grad(node) else _NONE
+        if _changes_its_operand(node):
+            # The changed tensor may be a view of any other: from here on, everything may depend on the operands.
+            in_place |= operands
+    return tuple(
+        (reached.get(o, _NONE) | in_place) if _needs_grad(o) else _NONE for o in outputs
+    )
+
+
+def _needs_grad(node: fx.Node) -> bool:
+    return _any_needs_grad(node.meta.get("example_value"))
+
+
+def _any_needs_grad(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_any_needs_grad, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _changes_its_operand(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    return node.target is operator.setitem or (
+        getattr(node.target, "__module__", None) == "_operator"
+        and getattr(node.target, "__name__", "").startswith("i")
+        and node.target in _IN_PLACE_OPERATORS
+    )
+
+
+_IN_PLACE_OPERATORS = {
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+}

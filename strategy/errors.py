@@ -1,0 +1,44 @@
+"""Errors that users see, and how they name the user's code."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+_LIBRARIES = (
+    sysconfig.get_paths()["purelib"],
+    sysconfig.get_paths()["stdlib"],
+    str(Path(__file__).parent),
+)
+
+
+class CaptureError(RuntimeError):
+    """A module method cannot be captured as one graph."""
+
+
+class CompileError(RuntimeError):
+    """A captured graph cannot be compiled, or would not compute what eager PyTorch computes."""
+
+
+def user_frame(stack: Iterable[traceback.FrameSummary] | None) -> str:
+    """`file:line in function` of the innermost frame outside of installed libraries, else of the innermost one."""
+    frames = list(stack or ())
+    if not frames:
+        return "an unknown line"
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def user_frame_of_text(stack_trace: str | None) -> str:
+    """The same for the text that FX keeps with a node (`File "x.py", line 3, in f` lines)."""
+    frames = []
+    for line in (stack_trace or "").splitlines():
+        line = line.strip()
+        if line.startswith('File "'):
+            filename, _, rest = line[6:].partition('", line ')
+            number, _, name = rest.partition(", in ")
+            frames.append(traceback.FrameSummary(filename, int(number), name, lookup_line=False))
+    return user_frame(frames)

@@ -1,0 +1,354 @@
+"""Lowers a captured FX graph to a Thunder trace, checking every value against what eager PyTorch gives.
+
+Each FX node runs once on Thunder's proxies. Dynamo has already computed the node's shape, dtype and requires_grad with
+PyTorch's own kernels (`node.meta["example_value"]`); these decide three things here:
+
+- where Thunder disagrees, compilation stops and names the user's line (no silent difference);
+- what needs no gradient in eager (`no_grad`, `detach`, masks, rotary tables) is a constant of the differentiation;
+- under autocast, which casts eager makes (`_autocast_arguments`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from thunder_memsave import compat
+
+compat.apply()
+
+import thunder.torch as ltorch  # noqa: E402
+from thunder.common import CompileData  # noqa: E402
+from thunder.core import devices, dtypes, prims  # noqa: E402
+from thunder.core.codeutils import SigInfo  # noqa: E402
+from thunder.core.langctxs import Languages, langctx, resolve_language  # noqa: E402
+from thunder.core.proxies import DistParallelType, TensorProxy  # noqa: E402
+from thunder.core.symbol import Symbol  # noqa: E402
+from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
+from thunder.distributed import prims as dist_prims  # noqa: E402
+from thunder.torch import _torch_to_thunder_function_map  # noqa: E402
+
+from thunder_memsave.attention import scaled_dot_product_attention  # noqa: E402
+from thunder_memsave.autocast import Autocast  # noqa: E402
+from thunder_memsave.capture import Capture, GraphInput  # noqa: E402
+from thunder_memsave.errors import CompileError, user_frame_of_text  # noqa: E402
+from thunder_memsave.higher_order import HIGHER_ORDER  # noqa: E402
+from thunder_memsave.opaque import OpaqueExecutor, is_random  # noqa: E402
+from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
+
+_IGNORED = {torch._C._log_api_usage_once}
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """The trace of one graph: `(*inputs, *constants) -> computed values`."""
+
+    trace: TraceCtx
+    constants: tuple[Tensor, ...]
+    """Tensors that the graph holds itself (literals in the user's code)."""
+    outputs: tuple[Any, ...]
+    """The graph's outputs: FX nodes, or plain Python values."""
+    computed: tuple[fx.Node, ...]
+    """The nodes among them that the trace returns, each once; the others are inputs, returned as they are."""
+
+
+def lower(
+    capture: Capture,
+    *,
+    compile_data: CompileData,
+    data_parallel: DataParallel | None,
+    opaque: OpaqueExecutor,
+) -> Lowered:
+    """Run `capture.graph` on proxies.
+
+    Raises:
+        CompileError: Thunder does not know an operation that needs a gradient, or gives another shape or dtype than
+            PyTorch; the message names the user's line.
+    """
+    lowering = _Lowering(capture, compile_data, data_parallel, opaque)
+    return lowering.run()
+
+
+@dataclass(slots=True)
+class _Lazy:
+    """A parameter whose full value is asked for at its first use, not at the start of the forward."""
+
+    proxy: TensorProxy
+    graph_input: GraphInput
+    value: TensorProxy | None = field(default=None)
+
+
+class _Lowering:
+    def __init__(
+        self,
+        capture: Capture,
+        compile_data: CompileData,
+        data_parallel: DataParallel | None,
+        opaque: OpaqueExecutor,
+    ) -> None:
+        self.capture = capture
+        self.compile_data = compile_data
+        self.data_parallel = data_parallel
+        self.trace = TraceCtx(_computation)
+        self.opaque = opaque
+        self.autocast = Autocast()
+        self.constants: dict[int, tuple[Tensor, TensorProxy]] = {}
+
+    def run(self) -> Lowered:
+        language = resolve_language(Languages.TORCH)
+        with tracectx(self.trace), langctx_of(language), _no_ambient_autocast():
+            inputs = [self._input_proxy(i) for i in self.capture.inputs]
+            constants = self._constant_proxies()
+            self.trace.args = (*(lazy.proxy for lazy in inputs), *(p for _, p in constants))
+            self.trace.kwargs = {}
+            self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
+            for proxy in self.trace.args:
+                prims.unpack_trivial(proxy, name=proxy.name)
+            outputs, computed = _outputs(self.capture.graph)
+            values = self._values(self.capture.graph, inputs)
+            with self._grad(enabled=True):
+                prims.python_return(tuple(values[node] for node in computed))
+        return Lowered(self.trace, tuple(t for t, _ in constants), outputs, computed)
+
+    def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+        """Run the body of a higher-order operator on values."""
+        values = self._values(graph, arguments)
+        return self._read(graph.graph.output_node().args[0], values)
+
+    def _values(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
+        values: dict[fx.Node, Any] = {}
+        remaining = iter(arguments)
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(remaining)
+            elif node.op == "get_attr":
+                values[node] = self._attribute(graph, node.target)
+            elif node.op != "output":
+                values[node] = self._run_node(node, values)
+        return values
+
+    def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        target = node.target
+        if target in _IGNORED or target is torch._C._set_grad_enabled:
+            return None  # which values need a gradient is read off `example_value`
+        args, kwargs = self._read(node.args, values), self._read(node.kwargs, values)
+        if self.autocast.handles(target):
+            return self.autocast.switch(target, args)
+        expected = node.meta.get("example_value")
+        with self._grad(enabled=_needs_grad(expected)):
+            if (higher_order := HIGHER_ORDER.get(target)) is not None:
+                return higher_order(self, node, args, kwargs)
+            function = self._function(node)
+            args, kwargs = self.autocast.arguments(function, expected, args, kwargs)
+            result = self._call(node, function, args, kwargs)
+            if self.autocast.enabled and _dtype_differs(result, expected):
+                args, kwargs = self.autocast.cast_to(expected.dtype, args, kwargs)
+                result = self._call(node, function, args, kwargs)
+        self._check(node, result, expected)
+        return result
+
+    def _function(self, node: fx.Node) -> Callable[..., Any]:
+        if node.op == "call_method":
+            return getattr(torch.Tensor, str(node.target))  # type: ignore[no-any-return]
+        assert callable(node.target), f"Dynamo inlines modules, got {node.op}"
+        return node.target
+
+    def _call(
+        self,
+        node: fx.Node,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        expected = node.meta.get("example_value")
+        if function is torch.Tensor.detach or function is torch.detach:
+            return prims.shallow_copy(args[0])
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            return scaled_dot_product_attention(*args, **kwargs)
+        needs_grad = _needs_grad(expected)
+        symbol = _torch_to_thunder_function_map.get(function)
+        if _is_auto_registered(symbol) and needs_grad and is_random(node):
+            raise CompileError(
+                f"{_name(function)} (at {self._where(node)}) draws random numbers and Thunder would draw them again in "
+                "backward, which gives wrong gradients; use torch.nn.functional.dropout, or move it out of the model."
+            )
+        try:
+            return self._call_thunder(node, symbol, function, args, kwargs)
+        except CompileError:
+            raise
+        except Exception as error:
+            if needs_grad or not isinstance(expected, Tensor):
+                raise CompileError(
+                    f"Thunder cannot compile {_name(function)} (at {self._where(node)}): {error}. "
+                    "Write it with other operations, or keep it out of the compiled model."
+                ) from error
+            return self.opaque.call(_callable(node), expected, args, kwargs)
+
+    def _call_thunder(
+        self,
+        node: fx.Node,
+        symbol: Callable[..., Any] | None,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if symbol is not None:
+            return symbol(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if getattr(function, "__module__", None) == "_operator" or isinstance(args[0], (int, float)):
+            return function(*args, **kwargs)
+        raise NotImplementedError(f"{_name(function)} is not known to Thunder")
+
+    def _check(self, node: fx.Node, result: Any, expected: Any) -> None:
+        if not isinstance(expected, Tensor) or not isinstance(result, TensorProxy):
+            return
+        ours = (tuple(result.shape), dtypes.to_torch_dtype(result.dtype))
+        eager = (tuple(expected.shape), expected.dtype)
+        if ours != eager:
+            raise CompileError(
+                f"Thunder computes {_name(self._function(node))} (at {self._where(node)}) as {ours[0]} {ours[1]}, "
+                f"PyTorch as {eager[0]} {eager[1]}; the result would differ from eager, so it is not compiled."
+            )
+
+    def _where(self, node: fx.Node) -> str:
+        return user_frame_of_text(node.meta.get("stack_trace"))
+
+    def _read(self, argument: Any, values: Mapping[fx.Node, Any]) -> Any:
+        return fx.node.map_arg(argument, lambda node: self._force(values[node]))
+
+    def _force(self, value: Any) -> Any:
+        if not isinstance(value, _Lazy):
+            return value
+        if value.value is None:
+            value.value = self._full_value(value)
+        return value.value
+
+    def _full_value(self, lazy: _Lazy) -> TensorProxy:
+        if self.data_parallel is None or lazy.graph_input.kind != "parameter":
+            return lazy.proxy
+        parameter = lazy.graph_input.tensor
+        sharded = is_sharded(parameter)
+        if not sharded and not parameter.requires_grad:
+            return lazy.proxy
+        kind = DistParallelType.FULLY_SHARDED if sharded else DistParallelType.REPLICATED
+        with self._grad(enabled=parameter.requires_grad):
+            full = dist_prims.synchronize(lazy.proxy, self.data_parallel.group, kind)
+            num_rows = parameter.unsharded_shape[0] if sharded else None  # type: ignore[attr-defined]
+            if sharded and full.shape[0] != num_rows:
+                full = full[:num_rows]
+        return full  # type: ignore[no-any-return]
+
+    def _input_proxy(self, graph_input: GraphInput) -> _Lazy:
+        tensor = graph_input.tensor
+        name = "t_" + "".join(c if c.isalnum() else "_" for c in graph_input.name)
+        kind = None
+        if graph_input.kind == "parameter" and self.data_parallel is not None:
+            kind = DistParallelType.FULLY_SHARDED if is_sharded(tensor) else DistParallelType.REPLICATED
+        return _Lazy(_proxy(tensor, name, kind), graph_input)
+
+    def _constant_proxies(self) -> list[tuple[Tensor, TensorProxy]]:
+        found: list[tuple[Tensor, TensorProxy]] = []
+        for graph in _graphs(self.capture.graph):
+            for node in graph.graph.nodes:
+                value = getattr_path(graph, node.target) if node.op == "get_attr" else None
+                if isinstance(value, Tensor) and id(value) not in self.constants:
+                    pair = (value, _proxy(value, f"c{len(found)}", None))
+                    self.constants[id(value)] = pair
+                    found.append(pair)
+        return found
+
+    def _attribute(self, graph: fx.GraphModule, target: Any) -> Any:
+        value = getattr_path(graph, target)
+        return self.constants[id(value)][1] if isinstance(value, Tensor) else value
+
+    @contextmanager
+    def _grad(self, *, enabled: bool) -> Iterator[None]:
+        """Symbols called with `enabled=False` are constants for Thunder's differentiation."""
+        before, self.compile_data.is_grad_enabled = self.compile_data.is_grad_enabled, enabled
+        try:
+            yield
+        finally:
+            self.compile_data.is_grad_enabled = before
+
+
+def _outputs(graph: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
+    outputs = tuple(graph.graph.output_node().args[0])
+    computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
+    return outputs, tuple(dict.fromkeys(computed))
+
+
+def _computation() -> None:
+    """Names the trace."""
+
+
+def _proxy(tensor: Tensor, name: str, kind: DistParallelType | None) -> TensorProxy:
+    return TensorProxy(
+        name,
+        shape=tuple(tensor.shape),
+        device=devices.to_device(tensor.device),
+        dtype=dtypes.to_dtype(tensor.dtype),
+        requires_grad=tensor.requires_grad,
+        distparallel_type=kind,
+    )
+
+
+@contextmanager
+def langctx_of(language: Any) -> Iterator[None]:
+    """Thunder's language context as a `with` block."""
+    from thunder.core.langctxs import reset_langctx, set_langctx
+
+    token = set_langctx(language)
+    try:
+        yield
+    finally:
+        reset_langctx(token)
+
+
+@contextmanager
+def _no_ambient_autocast() -> Iterator[None]:
+    """Thunder would apply its own, incomplete autocast rules on top of ours."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _graphs(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    yield from (m for m in graph.modules() if isinstance(m, fx.GraphModule))
+
+
+def getattr_path(owner: Any, path: str) -> Any:
+    """`getattr` along a dotted path."""
+    return operator.attrgetter(path)(owner)
+
+
+def _needs_grad(expected: Any) -> bool:
+    if isinstance(expected, (tuple, list)):
+        return any(_needs_grad(e) for e in expected)
+    return isinstance(expected, Tensor) and expected.requires_grad
+
+
+def _dtype_differs(result: Any, expected: Any) -> bool:
+    return (
+        isinstance(result, TensorProxy)
+        and isinstance(expected, Tensor)
+        and dtypes.to_torch_dtype(result.dtype) != expected.dtype
+    )
+
+
+def _is_auto_registered(symbol: Any) -> bool:
+    return isinstance(symbol, Symbol) and prims.OpTags.AUTO_REGISTERED in (symbol.tags or ())
+
+
+def _callable(node: fx.Node) -> Callable[..., Any]:
+    return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target  # type: ignore[return-value]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    module = getattr(function, "__module__", None) or "torch"
+    return f"{module}.{getattr(function, '__name__', function)}"
