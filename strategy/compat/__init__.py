@@ -1,8 +1,14 @@
-"""Work-arounds for upstream defects, one file each; `apply()` installs those that the installed versions need."""
+"""Imports Thunder with the work-arounds that the installed versions need, one file per defect."""
 
-from thunder_memsave.compat import torch213_named_tensors
+import importlib
+import sys
+
+from thunder_memsave.compat import absent_transformer_engine, torch213_named_tensors
 
 
 def apply() -> None:
-    """Install every work-around whose version guard matches; call before importing thunder."""
-    torch213_named_tensors.apply()
+    """Import thunder; every module of ours that needs it calls this before its own imports."""
+    if "thunder" in sys.modules:
+        return
+    with torch213_named_tensors.stubs(), absent_transformer_engine.silence():
+        importlib.import_module("thunder")

@@ -1,0 +1,104 @@
+"""Every test starts alike; one that leaves something behind fails, and it is cleaned up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Before any import of a library that reads them: no hub is asked, and ranks share two cores.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+# Libraries write these for the rest of the process, and reading them again changes nothing.
+_SET_BY_LIBRARIES = (
+    "CUDA_MODULE_LOADING",  # torch.cuda, once CUDA is initialised
+    "KMP_",  # OpenMP's own registration
+    "PL_GLOBAL_SEED",  # seed_everything
+    "PL_SEED_WORKERS",
+    "PYTEST_",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
+    "TRITON_CACHE_DIR",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchState:
+    """What torch keeps for the whole process."""
+
+    default_dtype: torch.dtype
+    grad_mode: bool
+    deterministic_algorithms: bool
+    autocast: bool
+    process_group: bool
+
+    @classmethod
+    def read(cls) -> TorchState:
+        return cls(
+            default_dtype=torch.get_default_dtype(),
+            grad_mode=torch.is_grad_enabled(),
+            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+            autocast=torch.is_autocast_enabled("cpu"),
+            process_group=dist.is_initialized(),
+        )
+
+
+@pytest.fixture(autouse=True)
+def _same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed every generator, use one thread, and keep files out of the checkout."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    leaked = sorted(key for key in changed if not key.startswith(_SET_BY_LIBRARIES))
+    os.environ.clear()
+    os.environ.update(before)
+    assert not leaked, f"the test leaves environment variables changed: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_torch_state() -> Iterator[None]:
+    before = TorchState.read()
+    yield
+    after = TorchState.read()
+    torch.set_default_dtype(before.default_dtype)
+    torch.set_grad_enabled(before.grad_mode)
+    torch.use_deterministic_algorithms(before.deterministic_algorithms)
+    torch.set_autocast_enabled("cpu", before.autocast)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert after == before, f"the test leaves torch as {after}, it was {before}"
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_threads_or_processes() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    children = multiprocessing.active_children()
+    for child in children:
+        child.kill()
+    threads = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before and not thread.daemon and thread.is_alive()
+    ]
+    assert not children, f"the test leaves processes running: {children}"
+    assert not threads, f"the test leaves threads running: {threads}"
