@@ -1,0 +1,16 @@
+"""Adds the learning rate of a step to its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class LearningRateMonitor:
+    """Metric `lr`: the first parameter group's; further groups are `lr_1`, `lr_2`, ..."""
+
+    def on_train_batch_end(self, *, metrics: dict[str, Any], optimizer: Optimizer) -> None:
+        """Add the rates that the step was taken with."""
+        for index, group in enumerate(optimizer.param_groups):
+            metrics[f"lr_{index}" if index else "lr"] = float(group["lr"])

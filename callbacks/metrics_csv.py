@@ -1,0 +1,78 @@
+"""Writes the metrics of every step to a CSV file, which a resumed run continues."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric import Fabric
+
+_COLUMNS = (
+    "step",
+    "epoch",
+    "loss",
+    "val_loss",
+    "lr",
+    "grad_norm",
+    "num_tokens",
+    "tokens_per_s",
+    "step_seconds",
+)
+
+
+class MetricsCSV:
+    """One row per training step and one per evaluation; rank 0 writes.
+
+    Args:
+        path: The file. Rows of steps after the one that a run starts from are dropped: a killed
+            run may have written them after its last checkpoint.
+        columns: Names of metrics; others are left out.
+    """
+
+    def __init__(self, path: str | Path, *, columns: tuple[str, ...] = _COLUMNS) -> None:
+        self.path = Path(path)
+        self.columns = columns
+
+    def on_train_start(self, *, fabric: Fabric, step: int) -> None:
+        """Start the file, or cut it back to the step that the run goes on from."""
+        if fabric.is_global_zero:
+            kept = [row for row in self._rows() if int(row["step"]) <= step] if step else []
+            self._rewrite(kept)
+
+    def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the row of an evaluation."""
+        self._append(fabric, step, metrics)
+
+    def on_train_batch_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the row of a step."""
+        self._append(fabric, step, metrics)
+
+    def _append(self, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
+        if not fabric.is_global_zero:
+            return
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            self._writer(file).writerow({**metrics, "step": step})
+
+    def _rows(self) -> list[dict[str, str]]:
+        """Read the whole rows; the last may have been cut off by a kill."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        with partial.open("w", newline="", encoding="utf-8") as file:
+            writer = self._writer(file)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(partial, self.path)
+
+    def _writer(self, file: Any) -> csv.DictWriter[str]:
+        return csv.DictWriter(
+            file, self.columns, restval="", extrasaction="ignore", lineterminator="\n"
+        )

@@ -1,0 +1,143 @@
+"""The run file as frozen dataclasses: what each key means and what it is when left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, TypedDict
+
+
+class ClassSpec(TypedDict):
+    """A class named in YAML, with the arguments for its constructor."""
+
+    class_path: str
+    init_args: NotRequired[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model is trained, and in which number formats."""
+
+    name_or_path: str = ""
+    """Directory with the tokenizer and, unless `config` is given, the config and the weights."""
+
+    config: dict[str, Any] | None = None
+    """A transformers config (`model_type: llama`, ...): random weights instead of loaded ones."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Format of the frozen weights and of the computation."""
+
+    trainable_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format of the trained weights; small updates vanish in bfloat16."""
+
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """transformers' attention code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What the model is trained on, and how documents become rows of a fixed length."""
+
+    dataset: ClassSpec = field(default_factory=lambda: ClassSpec(class_path=""))
+    """`TextJSONL`, `PromptJSONL`, `ChatJSONL` or `PlainText` (or the import path of a class with
+    their interface) and its arguments."""
+
+    max_seq_length: int = 2048
+    """Tokens per row; every row has this length, so that one captured graph serves all."""
+
+    packing: bool = True
+    """Several documents share a row, kept apart by attention mask and positions; without it each
+    document has its own padded row."""
+
+    train_on: Literal["auto", "assistant", "all"] = "auto"
+    """Tokens that count in the loss: completions and assistant messages, or all; `auto` is
+    `assistant` for data that has such a part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Batch sizes, length and seed of the run."""
+
+    global_batch_size: int = 16
+    """Rows per optimizer step, over all ranks and micro-batches."""
+
+    micro_batch_size: int = 1
+    """Rows per forward pass on one rank; the rest is gradient accumulation."""
+
+    epochs: int | None = None
+    """Passes over the data; one when neither this nor `max_steps` is given. With both, the run
+    ends with whichever comes first."""
+
+    max_steps: int | None = None
+    """Optimizer steps."""
+
+    max_grad_norm: float | None = 1.0
+    """Norm to which the gradients of a step are clipped; null for no clipping."""
+
+    seed: int = 42
+    """Decides initial values, the order of the data and dropout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRSchedulerConfig:
+    """How the learning rate changes from step to step."""
+
+    name: Literal["cosine"] = "cosine"
+    """Shape of the decay after the warmup."""
+
+    warmup_steps: int | float = 0.03
+    """Steps of linear warmup; below 1 it is a fraction of the run."""
+
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of the optimizer's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """When the validation loss is taken; besides, it is taken at the start and at the end."""
+
+    every_n_steps: int | None = 200
+    """Optimizer steps between evaluations; null for the start and the end only."""
+
+    max_batches: int | None = 50
+    """Micro-batches per rank and evaluation; null for the whole validation set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the state of the run is saved; besides, it is saved at the end."""
+
+    every_n_steps: int | None = 500
+    """Optimizer steps between checkpoints; null for the end only."""
+
+    keep_last: int = 2
+    """Checkpoints that are kept; older ones are deleted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A whole run of `thunder-memsave train`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: dict[str, Any] | None = None
+    """Fields of `peft.LoraConfig` under their own names; null trains every weight."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: ClassSpec = field(
+        default_factory=lambda: ClassSpec(
+            class_path="torch.optim.AdamW", init_args={"lr": 2e-4, "weight_decay": 0.0}
+        )
+    )
+    """A torch optimizer and its arguments."""
+
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    """Sharding and compilation, as `ThunderMemsaveStrategy.from_config` reads them."""
+
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output_dir: str = ""
+    """Where the run writes; must not hold another run unless `resume` continues it."""
+
+    resume: bool | str = False
+    """`false`, `auto` (the newest checkpoint in `output_dir`, if any), or a checkpoint's path."""

@@ -1,0 +1,164 @@
+"""The training loop: rows in, optimizer steps out; what watches it are Fabric callbacks.
+
+One optimizer step is one "batch" of Lightning's hook names. Hooks, all with keyword arguments of
+which a callback takes those it names:
+
+    on_train_start(fabric, step, num_steps, state)
+    on_train_batch_start(fabric, step)
+    on_validation_start(fabric, step), on_validation_end(fabric, step, metrics)
+    on_train_batch_end(fabric, step, num_steps, metrics, state, optimizer)
+    on_train_end(fabric, step, state)
+
+`step` counts finished optimizer steps. `metrics` is one dict for all callbacks of a hook: the ones
+that measure add to it, so they stand before the ones that write in `Fabric(callbacks=[...])`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thunder_memsave.finetune.batches import (
+    Batch,
+    Sharding,
+    make_batch,
+    num_steps_per_epoch,
+    step_rows,
+)
+from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune.evaluate import evaluate
+from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
+from thunder_memsave.finetune.packing import Rows
+from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything that decides what happens in which step."""
+
+    num_steps: int
+    sharding: Sharding
+    seed: int
+    mask: MaskKind
+    max_grad_norm: float | None
+    lr_scheduler: LRSchedulerConfig
+    eval: EvalConfig
+
+
+def fit(
+    fabric: Fabric,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    train_rows: Rows,
+    validation_rows: Rows | None,
+    plan: Plan,
+    state: dict[str, Any],
+) -> None:
+    """Train from `state["step"]` to the end of the plan.
+
+    Args:
+        fabric: Launched, with the callbacks.
+        model: As `fabric.setup` returned it.
+        optimizer: As `fabric.setup` returned it.
+        train_rows: What is trained on.
+        validation_rows: What is evaluated on at the start, every n steps and at the end, if any.
+        plan: Everything else.
+        state: What checkpoints hold; `step` in it is kept up to date.
+    """
+    start = state["step"]
+    fabric.call("on_train_start", fabric=fabric, step=start, num_steps=plan.num_steps, state=state)
+    if start == 0:
+        _validate(fabric, model, validation_rows, plan=plan, step=0)
+    model.train()
+    for step in range(start, plan.num_steps):
+        fabric.call("on_train_batch_start", fabric=fabric, step=step)
+        metrics = _train_step(fabric, model, optimizer, train_rows, plan=plan, step=step)
+        state["step"] = step + 1
+        if _evaluates_after(step + 1, plan):
+            # Before the end of the step, so that a checkpoint of this step lies behind it.
+            _validate(fabric, model, validation_rows, plan=plan, step=step + 1)
+        fabric.call(
+            "on_train_batch_end",
+            fabric=fabric,
+            step=step + 1,
+            num_steps=plan.num_steps,
+            metrics=metrics,
+            state=state,
+            optimizer=optimizer,
+        )
+    fabric.call("on_train_end", fabric=fabric, step=state["step"], state=state)
+
+
+def _train_step(
+    fabric: Fabric, model: nn.Module, optimizer: Optimizer, rows: Rows, *, plan: Plan, step: int
+) -> dict[str, float]:
+    """Take one optimizer step and return its metrics."""
+    chosen = step_rows(len(rows), plan.sharding, seed=plan.seed, step=step)
+    batches = [make_batch(rows, numbers).to(fabric.device) for numbers in chosen]
+    set_learning_rate(optimizer, lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps))
+    tokens = _sum_over_ranks(fabric, num_targets(batches))
+    loss = _accumulate(fabric, model, batches, num_tokens=tokens, mask=plan.mask)
+    metrics = {"epoch": _epoch(rows, plan, step)}
+    if plan.max_grad_norm is not None:
+        norm = fabric.clip_gradients(model, optimizer, max_norm=plan.max_grad_norm)
+        assert isinstance(norm, Tensor)
+        metrics["grad_norm"] = float(norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {**metrics, "loss": float(loss), "num_tokens": float(tokens)}
+
+
+def _accumulate(
+    fabric: Fabric,
+    model: nn.Module,
+    batches: list[Batch],
+    *,
+    num_tokens: Tensor,
+    mask: MaskKind,
+) -> Tensor:
+    """Add up the gradients of the global batch's mean loss per token, and return that loss."""
+    # The strategy averages gradients over the ranks, where a mean over all tokens needs their sum.
+    scale = fabric.world_size / num_tokens
+    total = torch.zeros((), device=fabric.device)
+    for number, batch in enumerate(batches, start=1):
+        with fabric.no_backward_sync(model, enabled=number < len(batches)):  # type: ignore[arg-type]
+            loss = loss_sum(model, batch, mask=mask)
+            fabric.backward(loss * scale)
+        total += loss.detach()
+    return _sum_over_ranks(fabric, total) / num_tokens
+
+
+def _sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
+    return cast(Tensor, fabric.all_reduce(tensor, reduce_op="sum"))
+
+
+def _epoch(rows: Rows, plan: Plan, step: int) -> float:
+    return (step + 1) / num_steps_per_epoch(len(rows), plan.sharding)
+
+
+def _evaluates_after(step: int, plan: Plan) -> bool:
+    every = plan.eval.every_n_steps
+    return step == plan.num_steps or (every is not None and step % every == 0)
+
+
+def _validate(
+    fabric: Fabric, model: nn.Module, rows: Rows | None, *, plan: Plan, step: int
+) -> None:
+    if rows is None:
+        return
+    fabric.call("on_validation_start", fabric=fabric, step=step)
+    loss = evaluate(
+        fabric,
+        model,
+        rows,
+        sharding=plan.sharding,
+        mask=plan.mask,
+        max_batches=plan.eval.max_batches,
+    )
+    fabric.call("on_validation_end", fabric=fabric, step=step, metrics={"val_loss": loss})

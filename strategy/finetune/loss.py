@@ -1,0 +1,55 @@
+"""The loss as a sum over target tokens, which every mean over a global batch starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from thunder_memsave.finetune.batches import Batch
+from thunder_memsave.finetune.packing import block_diagonal_mask
+from thunder_memsave.finetune.tokenize import IGNORED
+
+MaskKind = Literal["none", "boolean", "additive"]
+"""How documents of a row are kept apart: not at all, or by a mask that SDPA, or that eager
+attention takes (given a boolean one, transformers' eager attention adds it to the scores)."""
+
+
+def loss_sum(model: nn.Module, batch: Batch, *, mask: MaskKind) -> Tensor:
+    """Run the model and add up the cross-entropy of all target tokens, in float32."""
+    logits = model(**model_inputs(batch, mask=mask)).logits
+    return cross_entropy(
+        logits.float().flatten(0, 1),
+        batch.targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+
+
+def model_inputs(batch: Batch, *, mask: MaskKind) -> dict[str, Any]:
+    """Make the keyword arguments of a transformers causal language model.
+
+    Rows with one document need no mask: padding comes last, where causal attention never looks.
+    """
+    if mask == "none":
+        return {"input_ids": batch.input_ids, "use_cache": False}
+    allowed = block_diagonal_mask(batch.document_ids)
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": allowed if mask == "boolean" else _additive(allowed),
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+    }
+
+
+def num_targets(batches: Sequence[Batch]) -> Tensor:
+    """Count the tokens that the loss of these batches sums over."""
+    return torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
+
+
+def _additive(allowed: Tensor) -> Tensor:
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, lowest)

@@ -1,0 +1,99 @@
+"""Where a run writes, and which checkpoint it goes on from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
+from thunder_memsave.finetune.checks import world_size_of_launch
+from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.parse import dump_run_config
+from thunder_memsave.settings import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunDirectory:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved run file."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """Loss and the like of every step."""
+        return self.root / "metrics.csv"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run can go on from."""
+        return self.root / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """What a LoRA run trains, in PEFT's format."""
+        return self.root / "adapter"
+
+    @property
+    def model(self) -> Path:
+        """What a full run trains, in transformers' format."""
+        return self.root / "model"
+
+    def create(self, config: RunConfig) -> None:
+        """Make the directory and write the resolved run file into it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(dump_run_config(config), encoding="utf-8")
+
+
+def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
+    """Find where the run starts; None is the beginning.
+
+    Raises:
+        ConfigError: the directory holds a run that is not to be continued, the checkpoint is not
+            there, or another number of processes wrote it.
+    """
+    directory = RunDirectory(root=Path(config.output_dir))
+    if config.resume is False:
+        _refuse_existing(directory)
+        return None
+    if config.resume == "auto":
+        found = list_checkpoints(directory.checkpoints)
+        if not found:
+            return None
+        info = read_info(found[-1])
+    else:
+        info = _named_checkpoint(Path(str(config.resume)))
+    _check_same_run(info)
+    return info
+
+
+def _refuse_existing(directory: RunDirectory) -> None:
+    if directory.root.exists() and (not directory.root.is_dir() or any(directory.root.iterdir())):
+        raise ConfigError(
+            f"output_dir {directory.root} exists and is not empty; name another directory, or go "
+            "on with the run in it by --resume=auto."
+        )
+
+
+def _named_checkpoint(path: Path) -> CheckpointInfo:
+    try:
+        return read_info(path)
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"resume is {str(path)!r}, which is not a checkpoint; name a directory such as "
+            "runs/first/checkpoints/step-00000100, or write 'auto'."
+        ) from error
+
+
+def _check_same_run(info: CheckpointInfo) -> None:
+    world_size = world_size_of_launch()
+    if info.world_size != world_size:
+        raise ConfigError(
+            f"{info.path} was written by {info.world_size} processes, this launch has "
+            f"{world_size}; start {info.world_size} to go on exactly."
+        )
