@@ -24,8 +24,10 @@ __all__ = [
     "ShardedParameter",
     "ShardedParameterError",
     "adopt_shard",
+    "all_gather",
     "can_shard",
     "gather_full",
+    "gather_rows",
     "is_module_sharded",
     "is_sharded",
     "local_rows",
@@ -159,14 +161,18 @@ def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataP
     """All ranks' rows of a tensor sharded like a parameter, without padding. A collective."""
     shard = shard.contiguous()
     whole = shard.new_empty((shard.shape[0] * data_parallel.world_size, *shard.shape[1:]))
-    # gloo knows no float8, but moving bytes does not need to.
-    as_bytes = shard.dtype.itemsize == 1
-    dist.all_gather_into_tensor(
-        whole.view(torch.uint8) if as_bytes else whole,
-        shard.view(torch.uint8) if as_bytes else shard,
-        group=data_parallel.group,
-    )
+    all_gather(whole, shard, data_parallel)
     return whole[: unsharded_shape[0]]
+
+
+def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
+    """Fills `out` with the contiguous `shard` of all ranks, one after the other."""
+    if shard.dtype.itemsize == 1:
+        # gloo knows no float8, but moving bytes does not need to.
+        out, shard = out.view(torch.uint8), shard.view(torch.uint8)
+    # torch 2.13 renamed it and warns about the old name, the only one that 2.11 has.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, shard, group=data_parallel.group)
 
 
 @contextmanager

@@ -1,0 +1,88 @@
+"""Clipping of gradients that are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.sharding import DataParallel, all_gather, is_sharded
+
+
+def clip_norm(
+    parameters: Iterable[nn.Parameter],
+    *,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = True,
+    data_parallel: DataParallel | None,
+) -> Tensor:
+    """Scales all gradients so that their norm over all ranks is at most `max_norm`.
+
+    Every rank calls it with the same parameters; replicated ones count once, and padding rows not
+    at all, because their gradients are zero. A collective where parameters are sharded.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
+
+    Raises:
+        ValueError: `max_norm` or `norm_type` is not positive.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set, on every rank.
+    """
+    _require_positive("max_norm", max_norm)
+    _require_positive("norm_type", norm_type)
+    parameters = list(parameters)
+    norm = global_norm(parameters, norm_type=norm_type, data_parallel=data_parallel)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type:g} is {norm.item()}, so they cannot be "
+            "clipped; find the step's loss, lower the learning rate, or pass "
+            "error_if_nonfinite=False to go on with gradients that are not finite."
+        )
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def clip_value(parameters: Iterable[nn.Parameter], *, clip_value: float) -> None:
+    """Clamps every gradient element to `[-clip_value, clip_value]`. No communication.
+
+    Raises:
+        ValueError: `clip_value` is not positive.
+    """
+    _require_positive("clip_value", clip_value)
+    nn.utils.clip_grad_value_(list(parameters), clip_value)
+
+
+def global_norm(
+    parameters: Sequence[nn.Parameter],
+    *,
+    norm_type: float = 2.0,
+    data_parallel: DataParallel | None,
+) -> Tensor:
+    """The norm of all gradients over all ranks. A collective where parameters are sharded."""
+    whole = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+    if data_parallel is None or not any(is_sharded(p) for p in parameters):
+        return nn.utils.get_total_norm(whole, norm_type)
+    shards = [p.grad for p in parameters if p.grad is not None and is_sharded(p)]
+    device = parameters[0].device
+    sharded_norms = torch.empty(data_parallel.world_size, device=device)
+    local_norm = _norm(shards, norm_type, device).reshape(1)
+    all_gather(sharded_norms, local_norm, data_parallel)
+    replicated_norm = _norm(whole, norm_type, device).reshape(1)
+    # A norm of norms is the norm of everything, for any order, and does not overflow first.
+    return _norm([sharded_norms, replicated_norm], norm_type, device)
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """In float32: bfloat16 has 8 bits for what is summed over a whole model."""
+    if not grads:
+        return torch.zeros((), device=device)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in grads]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; it must be greater than 0 to clip by.")
