@@ -121,6 +121,7 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
     Raises:
         CaptureError: the method cannot be one graph; names the user's file and line.
     """
+    grad_enabled = torch.is_grad_enabled()
     with _full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
         output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
         if output.backend_input is None:
@@ -141,7 +142,7 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
         graph=graph,
         inputs=inputs,
         reason=reason,
-        grad_enabled=torch.is_grad_enabled(),
+        grad_enabled=grad_enabled,
         _guards=guards,
         _make_callable=make_callable,
         _parameter_state=tuple(
@@ -165,10 +166,12 @@ def _flat_inputs(
         flat.extend(inputs)
         raise _InputsSeen
 
-    try:
-        make_callable(record)(*call.args, **call.kwargs)
-    except _InputsSeen:
-        return flat
+    # The bytecode may set the grad mode around the graph, and is left before it can set it back.
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            make_callable(record)(*call.args, **call.kwargs)
+        except _InputsSeen:
+            return flat
     raise AssertionError("Dynamo's bytecode did not call the graph")
 
 

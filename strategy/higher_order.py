@@ -52,11 +52,12 @@ def _autograd_function(
         return lowering.evaluate(forward, inputs)
 
     def meta(*inputs: Any) -> Any:
-        return tuple(run_forward(*inputs)[0])
+        # Values of the body are constants of the differentiation, the copies are not.
+        return tuple(map(prims.shallow_copy, run_forward(*inputs)[0]))
 
     def grad(*inputs: Any) -> Any:
         outputs, saved = run_forward(*inputs)
-        outputs = tuple(prims.shallow_copy(o) if _is_any(o, inputs) else o for o in outputs)
+        outputs = tuple(map(prims.shallow_copy, outputs))
         grad_outputs = [prims.get_grad(o) for o in outputs]
         grad_inputs = lowering.evaluate(backward, (*grad_outputs, *saved))
         tensors = [i for i in inputs if isinstance(i, TensorProxy)]
@@ -71,10 +72,6 @@ def _autograd_function(
         symbol, execution_transform=meta, grad_transform=grad, checker=lambda *_: True
     )
     return symbol(*inputs)
-
-
-def _is_any(value: Any, candidates: Sequence[Any]) -> bool:
-    return any(value is c for c in candidates)
 
 
 def _sequence(value: Any) -> Sequence[Any]:

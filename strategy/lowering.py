@@ -141,7 +141,7 @@ class _Lowering:
         if self.autocast.handles(target):
             return self.autocast.switch(target, args)
         expected = node.meta.get("example_value")
-        with self._grad(enabled=_needs_grad(expected)):
+        with self._grad(enabled=_node_needs_grad(node)):
             if (higher_order := HIGHER_ORDER.get(target)) is not None:
                 return higher_order(self, node, args, kwargs)
             function = self._function(node)
@@ -171,7 +171,7 @@ class _Lowering:
             return prims.shallow_copy(args[0])
         if function is torch.nn.functional.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **kwargs)
-        needs_grad = _needs_grad(expected)
+        needs_grad = _node_needs_grad(node)
         symbol = _torch_to_thunder_function_map.get(function)
         if _is_auto_registered(symbol) and needs_grad and is_random(node):
             raise CompileError(
@@ -331,6 +331,13 @@ def _needs_grad(expected: Any) -> bool:
     if isinstance(expected, (tuple, list)):
         return any(_needs_grad(e) for e in expected)
     return isinstance(expected, Tensor) and expected.requires_grad
+
+
+def _node_needs_grad(node: fx.Node) -> bool:
+    expected = node.meta.get("example_value")
+    if expected is None:  # an operation on its operand, such as `x[0] = y`
+        return any(_needs_grad(n.meta.get("example_value")) for n in node.all_input_nodes)
+    return _needs_grad(expected)
 
 
 def _dtype_differs(result: Any, expected: Any) -> bool:
