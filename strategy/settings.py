@@ -137,9 +137,8 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         return _names(value, where=where)
     if hint is timedelta:
         return _duration(value, where=where)
-    assert isinstance(hint, type) and dataclasses.is_dataclass(hint), (
-        f"{where} has a type that is not parsed: {hint}"
-    )
+    assert isinstance(hint, type), f"{where} has a type that is not parsed: {hint}"
+    assert dataclasses.is_dataclass(hint), f"{where} has a type that is not parsed: {hint}"
     return parse_section(hint, value, where=where)
 
 
