@@ -22,7 +22,7 @@ _REFUSED = frozenset(
     | {"kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_"}
 )
 _REFUSED_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
-_STATE = ("unsharded_shape", "_num_real_rows", "_parameter_name")
+_STATE = ("unsharded_shape", "_first_row", "_num_real_rows", "_parameter_name")
 
 
 class ShardedParameterError(ValueError):
@@ -38,6 +38,7 @@ class ShardedParameter(nn.Parameter):
     """
 
     unsharded_shape: torch.Size
+    _first_row: int
     _num_real_rows: int
     _parameter_name: str
 
@@ -65,12 +66,18 @@ class ShardedParameter(nn.Parameter):
 
 
 def mark_sharded(
-    p: nn.Parameter, *, unsharded_shape: torch.Size, num_real_rows: int, parameter_name: str
+    p: nn.Parameter,
+    *,
+    unsharded_shape: torch.Size,
+    first_row: int,
+    num_real_rows: int,
+    parameter_name: str,
 ) -> ShardedParameter:
     """Turns `p`, which already holds this rank's rows, into a sharded parameter in place."""
     p.__class__ = ShardedParameter
     assert isinstance(p, ShardedParameter)
     p.unsharded_shape = unsharded_shape
+    p._first_row = first_row
     p._num_real_rows = num_real_rows
     p._parameter_name = parameter_name
     return p

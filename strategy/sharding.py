@@ -17,6 +17,7 @@ from thunder_memsave.sharded_parameter import (
     is_sharded,
     mark_sharded,
 )
+from thunder_memsave.state_dict_hooks import install_state_dict_hooks
 
 __all__ = [
     "DataParallel",
@@ -114,7 +115,8 @@ def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
     """Replaces the data of every parameter by this rank's rows, in place.
 
     Parameter objects, `requires_grad` and ties stay, so an optimizer made before still trains
-    them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta.
+    them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta. From then on
+    `state_dict()` gives this rank's real rows; `load_state_dict()` takes those, or whole tensors.
 
     Raises:
         ValueError: the module is sharded already, has gradients, or ties weights by storage only.
@@ -128,6 +130,7 @@ def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
             shape = p.shape
             p.data = take_rows(p.detach(), rows)
             _mark(p, name, shape, rows)
+    install_state_dict_hooks(module)
 
 
 def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
@@ -144,7 +147,7 @@ def adopt_shard(
     real = nn.Parameter(shard, p.requires_grad)
     _mark(real, name, unsharded_shape, rows)
     # `p.data = shard` is refused by torch where p is on meta.
-    torch.utils.swap_tensors(p, real)  # type: ignore[no-untyped-call]
+    torch.utils.swap_tensors(p, real)
 
 
 def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
@@ -262,4 +265,10 @@ def _refuse_unshardable(named: dict[str, nn.Parameter]) -> None:
 
 
 def _mark(p: nn.Parameter, name: str, shape: torch.Size, rows: RowRange) -> None:
-    mark_sharded(p, unsharded_shape=shape, num_real_rows=rows.num_real_rows, parameter_name=name)
+    mark_sharded(
+        p,
+        unsharded_shape=shape,
+        first_row=rows.start,
+        num_real_rows=rows.num_real_rows,
+        parameter_name=name,
+    )

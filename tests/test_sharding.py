@@ -19,6 +19,7 @@ from thunder_memsave.sharding import (
     ShardedParameterError,
     can_shard,
     gather_full,
+    gather_rows,
     is_module_sharded,
     is_sharded,
     local_rows,
@@ -26,6 +27,7 @@ from thunder_memsave.sharding import (
     own_rows,
     shard_module,
     summon_full,
+    take_rows,
 )
 
 
@@ -65,6 +67,8 @@ def check_sharding(rank: int) -> None:
     _check_replicas()
     _check_meta(rank, dp)
     _check_deepcopy(dp)
+    _check_state_dict(rank, dp)
+    _check_float8_gathers(dp)
 
 
 def _check_layout(rank: int, dp: DataParallel) -> None:
@@ -174,6 +178,38 @@ def _check_deepcopy(dp: DataParallel) -> None:
     assert torch.equal(gather_full(copied.emb.weight, dp), make_odd_net().emb.weight)
 
 
+def _check_state_dict(rank: int, dp: DataParallel) -> None:
+    net, whole = make_odd_net(), make_odd_net()
+    shard_module(net, dp)
+    state = net.state_dict()
+    assert state["emb.weight"].shape == (4 - rank, 3)
+    assert torch.equal(state["emb.weight"], whole.emb.weight[rank * 4 : rank * 4 + 4])
+    assert state["single"].shape == (1 - rank,)
+    assert net.up.state_dict()["weight"].shape == (3 - rank, 3)
+    assert net.state_dict(keep_vars=True)["emb.weight"] is net.emb.weight
+    for source in (state, whole.state_dict()):
+        other = make_odd_net()
+        shard_module(other, dp)
+        with torch.no_grad():
+            for p in other.parameters():
+                local_rows(p, p).zero_()
+        other.load_state_dict(source)
+        for name, p in other.named_parameters():
+            assert torch.equal(gather_full(p, dp), whole.get_parameter(name)), name
+            assert not p.data[num_real_rows(p) :].any() if p.dim() else True, name
+    with pytest.raises(RuntimeError, match=r"size mismatch for emb.weight"):
+        net.load_state_dict({**state, "emb.weight": torch.zeros(9, 3)})
+    with summon_full(net, dp):
+        assert net.state_dict()["emb.weight"].shape == (7, 3)
+
+
+def _check_float8_gathers(dp: DataParallel) -> None:
+    whole = torch.arange(5.0).reshape(5, 1).to(torch.float8_e4m3fn)
+    shard = take_rows(whole, own_rows(whole.shape, dp))
+    gathered = gather_rows(shard, whole.shape, dp)
+    assert torch.equal(gathered.float(), whole.float())
+
+
 def test_shards_live_in_the_module_on_two_ranks(tmp_path: Path) -> None:
     run_on_ranks(check_sharding, 2, tmp_path / "rendezvous")
 
@@ -182,6 +218,7 @@ def sharded(shape: tuple[int, ...] = (2, 3)) -> nn.Parameter:
     return mark_sharded(
         nn.Parameter(torch.ones(shape)),
         unsharded_shape=torch.Size((4, *shape[1:])),
+        first_row=0,
         num_real_rows=shape[0],
         parameter_name="w",
     )
