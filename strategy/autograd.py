@@ -65,8 +65,7 @@ class _Compiled(torch.autograd.Function):
             _cotangent(gradient, like) for gradient, like in zip(grad_outputs, ctx.like, strict=True)
         ]
         saved = _take_saved(ctx)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            gradients = function.backward([saved, ctx.numbers], cotangents)
+        gradients = function.backward([saved, ctx.numbers], cotangents)
         return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
 
 

@@ -33,6 +33,8 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "specialize_float": True,
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
+        # Dynamo does not look at hooks of submodules again unless told to.
+        "skip_nnmodule_hook_guards": False,
         # A logger call is a graph break otherwise; transformers' GPT-2 warns in its forward.
         "ignore_logging_functions": {
             getattr(logging.Logger, name)
@@ -222,10 +224,13 @@ def _storage_less(p: nn.Parameter) -> nn.Parameter:
 @contextmanager
 def _dynamo_settings() -> Iterator[None]:
     with (
+        warnings.catch_warnings(),
         dynamo_config.patch(**_SETTINGS),
         get_metrics_context(),
         dynamo_timed("thunder_memsave_capture"),
     ):
+        # Dynamo makes an instance of the class to trace a custom autograd function.
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         yield
 
 

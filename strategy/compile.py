@@ -290,12 +290,8 @@ def _check_gradients(
 
 @contextmanager
 def _plain_execution() -> Iterator[None]:
-    """Casts are explicit in the trace and shards are plain tensors to it."""
-    with (
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        torch._C.DisableTorchFunctionSubclass(),
-    ):
+    """Shards are plain tensors to a trace. (Its casts are explicit: Thunder turns autocast off around it.)"""
+    with torch._C.DisableTorchFunctionSubclass():
         yield
 
 

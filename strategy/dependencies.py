@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
+
+from thunder_memsave.aliasing import changed_operand
 
 _NONE: frozenset[int] = frozenset()
 
@@ -29,7 +30,7 @@ def output_dependencies(
             continue
         operands = frozenset().union(*(reached.get(n, _NONE) for n in node.all_input_nodes))
         reached[node] = operands if _needs_grad(node) else _NONE
-        if _changes_its_operand(node):
+        if changed_operand(node) is not None:
             # The changed tensor may be a view of any other: from here on, everything may depend on the operands.
             in_place |= operands
     return tuple(
@@ -45,20 +46,3 @@ def _any_needs_grad(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(map(_any_needs_grad, value))
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _changes_its_operand(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return name.endswith("_") and not name.endswith("__")
-    return node.target is operator.setitem or (
-        getattr(node.target, "__module__", None) == "_operator"
-        and getattr(node.target, "__name__", "").startswith("i")
-        and node.target in _IN_PLACE_OPERATORS
-    )
-
-
-_IN_PLACE_OPERATORS = {
-    getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
-}

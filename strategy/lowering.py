@@ -34,6 +34,7 @@ from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
 from thunder.distributed import prims as dist_prims  # noqa: E402
 from thunder.torch import _torch_to_thunder_function_map  # noqa: E402
 
+from thunder_memsave.aliasing import refuse_lost_changes  # noqa: E402
 from thunder_memsave.attention import scaled_dot_product_attention  # noqa: E402
 from thunder_memsave.autocast import Autocast  # noqa: E402
 from thunder_memsave.capture import Capture, GraphInput  # noqa: E402
@@ -71,6 +72,7 @@ def lower(
         CompileError: Thunder does not know an operation that needs a gradient, or gives another shape or dtype than
             PyTorch; the message names the user's line.
     """
+    refuse_lost_changes(capture.graph)
     lowering = _Lowering(capture, compile_data, data_parallel, opaque)
     return lowering.run()
 

@@ -81,7 +81,7 @@ def destroy_groups() -> None:
 
 def _store(
     rank: int, world_size: int, main_address: str, main_port: int, timeout: timedelta
-) -> dist.PrefixStore:  # type: ignore[name-defined]
+) -> dist.PrefixStore:
     """A store without the keys of an earlier attempt.
 
     torchrun keeps one store over its restarts: a restarted rank would read the gloo address of a
@@ -90,7 +90,7 @@ def _store(
     timeout.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         main_address,
         main_port,
         world_size,
@@ -100,4 +100,4 @@ def _store(
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"thunder_memsave/attempt{attempt}"
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, store)

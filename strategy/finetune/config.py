@@ -13,7 +13,7 @@ class ClassSpec(TypedDict):
     init_args: NotRequired[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model is trained, and in which number formats."""
 
@@ -33,7 +33,7 @@ class ModelConfig:
     """transformers' attention code."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What the model is trained on, and how documents become rows of a fixed length."""
 
@@ -53,7 +53,7 @@ class DataConfig:
     `assistant` for data that has such a part."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Batch sizes, length and seed of the run."""
 
@@ -77,7 +77,7 @@ class TrainConfig:
     """Decides initial values, the order of the data and dropout."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LRSchedulerConfig:
     """How the learning rate changes from step to step."""
 
@@ -91,7 +91,7 @@ class LRSchedulerConfig:
     """Final learning rate as a fraction of the optimizer's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """When the validation loss is taken; besides, it is taken at the start and at the end."""
 
@@ -102,7 +102,7 @@ class EvalConfig:
     """Micro-batches per rank and evaluation; null for the whole validation set."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the state of the run is saved; besides, it is saved at the end."""
 
@@ -113,7 +113,7 @@ class CheckpointConfig:
     """Checkpoints that are kept; older ones are deleted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run of `thunder-memsave train`."""
 

@@ -28,7 +28,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     if not directory.is_dir():
         raise ConfigError(
             f"model.name_or_path is {config.name_or_path!r}, which is not a directory; this "
-            "version reads models from local directories only: download the model and name its directory."
+            "version reads models from local directories only: download the model first."
         )
     try:
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -54,7 +54,7 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_DTYPES[config.model.trainable_dtype])
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def precision_of(config: RunConfig) -> str:
@@ -70,7 +70,7 @@ def precision_of(config: RunConfig) -> str:
 def _causal_lm(config: RunConfig) -> Any:
     settings = config.model
     options = {"attn_implementation": settings.attn_implementation, "dtype": _load_dtype(config)}
-    auto = transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
     try:
         if settings.config is not None:
             return auto.from_config(_inline_config(settings.config), **options)
