@@ -1,0 +1,77 @@
+"""Refuses models that cannot be set up, before anything about them has changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+# Class name by defining module: asking `sys.modules` imports none of them.
+_WRAPPERS = (
+    ("thunder.core.module", "ThunderModule", "pass the model as it was before thunder.jit"),
+    ("torch._dynamo", "OptimizedModule", "pass the model as it was before torch.compile"),
+    ("torch.nn.parallel", "DistributedDataParallel", "pass the model that it wraps"),
+    ("torch.nn", "DataParallel", "pass the model that it wraps"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "pass the model that it wraps"),
+    ("torch.distributed.fsdp", "FSDPModule", "pass the model without fully_shard"),
+)
+
+
+def refuse_unsuitable(module: nn.Module) -> None:
+    """Refuse a model that is compiled, distributed or set up already.
+
+    Raises:
+        ValueError: says which of these it is, and what to pass instead.
+    """
+    if _fabric_will_recompile():
+        raise ValueError(
+            "the model was compiled with torch.compile, and Fabric would compile it again around "
+            "the strategy's own compiled forward; thunder_memsave compiles the model itself: pass "
+            "the model as it was before torch.compile."
+        )
+    for name, submodule in module.named_modules():
+        _refuse_wrapper(submodule, name or "the model")
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "unsharded_shape"):
+            raise ValueError(
+                f"the model was set up before (its parameter {name!r} was); set a model up once, "
+                "and use the module that fabric.setup() returned."
+            )
+
+
+def _refuse_wrapper(module: nn.Module, name: str) -> None:
+    for cls, advice in _loaded_wrappers():
+        if isinstance(module, cls):
+            raise ValueError(
+                f"{name} is a {cls.__name__}; thunder_memsave compiles and distributes the model "
+                f"itself: {advice}."
+            )
+    # `module.compile()` leaves the class alone and replaces the call.
+    if module._compiled_call_impl is not None:
+        raise ValueError(
+            f"{name} was compiled in place with Module.compile(); thunder_memsave compiles the "
+            "model itself: leave that call out."
+        )
+
+
+def _loaded_wrappers() -> Iterator[tuple[type, str]]:
+    for home, name, advice in _WRAPPERS:
+        cls = getattr(sys.modules.get(home), name, None)
+        if isinstance(cls, type):
+            yield cls, advice
+
+
+def _fabric_will_recompile() -> bool:
+    """Whether the `Fabric.setup` that called us took a torch.compile wrapper off the model.
+
+    Fabric hands the strategy the bare model and compiles what the strategy returns; no argument
+    says so, only its own local variable does.
+    """
+    frame = sys._getframe().f_back
+    while frame is not None:
+        in_fabric = frame.f_globals.get("__name__") == "lightning.fabric.fabric"
+        if in_fabric and "compile_kwargs" in frame.f_locals:
+            return frame.f_locals["compile_kwargs"] is not None
+        frame = frame.f_back
+    return False

@@ -1,0 +1,99 @@
+"""Run a function on ranks that build their own Fabric, as torchrun's workers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from lightning.fabric import Fabric
+
+from thunder_memsave import ThunderMemsaveStrategy
+
+
+def make_fabric(*, devices: int = 1, **arguments: Any) -> Fabric:
+    """A launched Fabric on the CPU; arguments that Fabric does not know go to the strategy."""
+    fabric_arguments = {
+        name: arguments.pop(name) for name in ("precision", "plugins") if name in arguments
+    }
+    strategy = ThunderMemsaveStrategy(**arguments)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=devices, **fabric_arguments)
+    fabric.launch()
+    return fabric
+
+
+def run_on_fabric_ranks(fn: Callable[..., None], world_size: int, *args: object) -> None:
+    """Spawn `world_size` processes with torchrun's environment and call `fn(*args)` on each.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; carries its traceback.
+    """
+    mp.spawn(_run_rank, args=(fn, world_size, free_port(), args), nprocs=world_size)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_python(arguments: Sequence[object], *, timeout: float = 300, **env: str) -> str:
+    """Run this Python with arguments, and return what it printed.
+
+    Raises:
+        AssertionError: it failed, or ran past the timeout; carries its output.
+    """
+    process = start_python(arguments, **env)
+    return finish(process, timeout=timeout)
+
+
+def start_python(arguments: Sequence[object], **env: str) -> subprocess.Popen[str]:
+    """Start this Python in a session of its own, so that `finish` can end all it started."""
+    tests = str(Path(__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tests, **env},
+    )
+
+
+def finish(process: subprocess.Popen[str], *, timeout: float = 300) -> str:
+    """Wait for the process and return what it printed; past the timeout, end its session."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{output}") from None
+    assert process.returncode == 0, output
+    return output
+
+
+def _run_rank(
+    rank: int, fn: Callable[..., None], world_size: int, port: int, args: tuple[object, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="test",
+    )
+    try:
+        fn(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
