@@ -95,6 +95,7 @@ def _no_leaked_threads_or_processes() -> Iterator[None]:
     children = multiprocessing.active_children()
     for child in children:
         child.kill()
+        child.join()
     threads = [
         thread.name
         for thread in threading.enumerate()

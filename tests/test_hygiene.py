@@ -36,7 +36,7 @@ def test_thread():
     threading.Thread(target=time.sleep, args=(2,), name="leaked-thread").start()
 
 def test_process():
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
+    multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,)).start()
 
 def test_files_land_outside_the_checkout(tmp_path):
     assert os.getcwd() == str(tmp_path)
