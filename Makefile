@@ -64,7 +64,7 @@ imports: $(STAMP) typing
 
 types: $(STAMP) typing
 	$(BIN)/mypy -p thunder_memsave
-	$(BIN)/mypy tests examples benchmarks
+	$(BIN)/mypy --no-warn-return-any tests examples benchmarks  # calling a module gives Any
 
 typing:  # the tree as `import thunder_memsave` sees it, for tools that cannot run import hooks
 	@mkdir -p $(PKG)
