@@ -60,7 +60,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 imports: $(STAMP) typing
-	PYTHONPATH=.typing $(BIN)/lint-imports
+	PYTHONPATH=.typing $(BIN)/lint-imports --no-logo
 
 types: $(STAMP) typing
 	$(BIN)/mypy -p thunder_memsave
