@@ -35,12 +35,6 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "automatic_dynamic_shapes": False,
         # Dynamo does not look at hooks of submodules again unless told to.
         "skip_nnmodule_hook_guards": False,
-        # A logger call is a graph break otherwise; transformers' GPT-2 warns in its forward.
-        "ignore_logging_functions": {
-            getattr(logging.Logger, name)
-            for name in ("debug", "info", "warning", "error", "exception", "critical", "log")
-        }
-        | {warnings.warn},
     }
 )
 
@@ -225,13 +219,19 @@ def _storage_less(p: nn.Parameter) -> nn.Parameter:
 def _dynamo_settings() -> Iterator[None]:
     with (
         warnings.catch_warnings(),
-        dynamo_config.patch(**_SETTINGS),
+        dynamo_config.patch(**_SETTINGS, ignore_logging_functions=_logging_functions()),
         get_metrics_context(),
         dynamo_timed("thunder_memsave_capture"),
     ):
         # Dynamo makes an instance of the class to trace a custom autograd function.
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         yield
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """Every method of `logging.Logger`, those that libraries add to it too: a call of one is a graph break otherwise."""
+    methods = (getattr(logging.Logger, name) for name in dir(logging.Logger))
+    return {warnings.warn, *(m for m in methods if callable(m) and not isinstance(m, type))}
 
 
 def _build_guards(output: Any, call: Call, *, swapped: Mapping[int, nn.Parameter]) -> Any:

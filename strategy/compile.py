@@ -44,6 +44,7 @@ from thunder.transforms.autodiff import (  # noqa: E402
 from thunder_memsave import autograd  # noqa: E402
 from thunder_memsave.attention import attention_executor  # noqa: E402
 from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
+from thunder_memsave.collectives import collectives_executor  # noqa: E402
 from thunder_memsave.config import CompileConfig  # noqa: E402
 from thunder_memsave.dependencies import output_dependencies  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
@@ -163,7 +164,13 @@ def compile_call(
     captured = capture(module, call, reason=reason)
     opaque = OpaqueExecutor()
     passes = JointTracePasses(JOINT_PASSES)
-    executors = (opaque, passes, attention_executor, *_executors(config))
+    executors = (
+        opaque,
+        passes,
+        attention_executor,
+        collectives_executor,
+        *_executors(config),
+    )
     compile_data = CompileData(
         fn=module, executors_list=executors, disable_preprocessing=True, using_jit=True
     )
