@@ -21,9 +21,6 @@ PKG := .typing/thunder_memsave
 CONSTRAINTS ?= constraints.txt
 TORCH ?=
 
-# Tests, mypy and spawned ranks must not fight over the cores.
-export OMP_NUM_THREADS ?= 1
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test check lint imports typing types wheel lock clean FORCE
