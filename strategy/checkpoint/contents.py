@@ -1,0 +1,83 @@
+"""What a checkpoint's `state` holds: modules, optimizers, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A scheduler, a data loader: what has its own state to save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Takes what was saved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """The user's state, by kind. `everything` is the user's own mapping and is filled on load."""
+
+    everything: MutableMapping[str, Any]
+    modules: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer]
+
+    @classmethod
+    def of(cls, state: MutableMapping[str, Any], *, asked: str) -> Contents:
+        """Sorts the user's state.
+
+        Raises:
+            ValueError: it holds no module.
+        """
+        modules = {k: v for k, v in state.items() if isinstance(v, nn.Module)}
+        if not modules:
+            raise ValueError(
+                f"{asked} got a state without a model (keys: {list(state)}); pass the model that "
+                "setup returned along: {'model': model, ...}."
+            )
+        optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+        return cls(everything=state, modules=modules, optimizers=optimizers)
+
+    def others(self) -> dict[str, Any]:
+        """What is neither a module nor an optimizer."""
+        known = self.modules.keys() | self.optimizers.keys()
+        return {k: v for k, v in self.everything.items() if k not in known}
+
+    def state_of_others(self) -> dict[str, Any]:
+        """What is saved for them."""
+        return {
+            k: v.state_dict() if isinstance(v, Stateful) else v for k, v in self.others().items()
+        }
+
+    def require_keys(self, stored: Iterable[str], path: Path, *, strict: bool) -> None:
+        """Checks that all that was asked for is there.
+
+        Raises:
+            KeyError: something is not, and `strict` is set.
+        """
+        stored = list(stored)
+        missing = [key for key in self.everything if key not in stored]
+        if strict and missing:
+            raise KeyError(
+                f"{missing} was to be loaded from {path}, which holds {stored}; ask for those "
+                "keys, or pass strict=False to load what there is."
+            )
+
+    def restore_others(self, stored: MutableMapping[str, Any]) -> None:
+        """Moves what was stored for them out of `stored` and into the user's state."""
+        for key, current in self.others().items():
+            if key not in stored:
+                continue
+            value = stored.pop(key)
+            if isinstance(current, Stateful):
+                current.load_state_dict(value)
+            else:
+                self.everything[key] = value

@@ -1,0 +1,183 @@
+"""A module's named state, whole or in shards, checked before it is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.checkpoint.agreement import is_rank_zero
+from thunder_memsave.checkpoint.sources import StateDictSource, TensorSource, TensorSpec
+from thunder_memsave.sharding import (
+    DataParallel,
+    ShardedParameter,
+    gather_full,
+    local_rows,
+    num_real_rows,
+)
+
+Keep = Callable[[str, Tensor], bool]
+
+
+class StateMismatchError(ValueError):
+    """What is stored does not fit the module or optimizer; nothing was changed."""
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and persistent buffers under all their names, tied twins too.
+
+    Raises:
+        ValueError: a submodule saves something else than tensors (`get_extra_state`).
+    """
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name!r} is saved by its module as a {type(value).__name__}; only tensors can be "
+                "checkpointed. Register it as a buffer, or leave that module out."
+            )
+    return state
+
+
+def local_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's real rows, without padding and without communication."""
+    return {name: local_rows(t, t) for name, t in named_state(module).items()}
+
+
+def unsharded_state_dict(
+    module: nn.Module,
+    data_parallel: DataParallel | None,
+    *,
+    rank_zero_only: bool = False,
+    names: Callable[[str], bool] | None = None,
+    keep: Keep | None = None,
+) -> dict[str, Tensor]:
+    """Full CPU tensors under their original names, tied twins included. A collective.
+
+    They are gathered one by one, so a device holds one full tensor beside its shards.
+
+    Args:
+        module: Sharded or not.
+        data_parallel: The group that holds the shards.
+        rank_zero_only: Other ranks return an empty dict and keep nothing.
+        names: Gathers only these, for instance an adapter's.
+        keep: Drops what it is false for, after gathering; it sees the full tensor.
+    """
+    state: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    holds = not rank_zero_only or is_rank_zero(data_parallel)
+    for name, t in named_state(module).items():
+        if names is not None and not names(name):
+            continue
+        if id(t) not in seen:
+            # The copy frees the gathered tensor before the next one is gathered.
+            whole = gather_full(t, data_parallel)
+            seen[id(t)] = whole.to("cpu", copy=True) if holds else whole.new_empty(0)
+        if holds and (keep is None or keep(name, seen[id(t)])):
+            state[name] = seen[id(t)]
+    return state
+
+
+def load_state_dict(
+    module: nn.Module, source: TensorSource | Mapping[str, Tensor], *, strict: bool = True
+) -> None:
+    """Copies full tensors into the module, each rank its own rows, in place. No communication.
+
+    With `strict=False`, missing and unexpected names are skipped and dtypes converted.
+
+    Raises:
+        StateMismatchError: names, shapes or dtypes differ; it lists them, nothing was changed.
+    """
+    if isinstance(source, Mapping):
+        source = StateDictSource(source)
+    wanted = named_state(module)
+    stored = {name: source.spec(name) for name in source.names()}
+    raise_problems(compare(wanted, stored, strict=strict), what=type(module).__name__)
+    with torch.no_grad():
+        for name, t in first_stored_names(wanted, stored).items():
+            copy_rows(source, name, t)
+
+
+def copy_rows(source: TensorSource, name: str, target: Tensor) -> None:
+    """Reads this rank's rows of `name` into `target`, leaving its padding as it is."""
+    rows = None
+    if isinstance(target, ShardedParameter):
+        rows = slice(target._first_row, target._first_row + target._num_real_rows)
+    if num_real_rows(target):
+        local_rows(target, target).copy_(source.read(name, rows))
+
+
+def first_stored_names(wanted: Mapping[str, Tensor], stored: Iterable[str]) -> dict[str, Tensor]:
+    """One stored name for each distinct tensor: tied twins may be stored once or twice."""
+    available, seen, chosen = set(stored), set(), {}
+    for name, t in wanted.items():
+        if name in available and id(t) not in seen:
+            seen.add(id(t))
+            chosen[name] = t
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that does not fit."""
+
+    name: str
+    text: str
+
+
+def compare(
+    wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec], *, strict: bool
+) -> list[Problem]:
+    """What does not fit. Shapes count even where `strict` is off: there is no way to load them."""
+    problems = _name_problems(wanted, stored) if strict else []
+    for name, t in wanted.items():
+        if name in stored:
+            problems += _tensor_problems(name, t, stored[name], strict=strict)
+    return problems
+
+
+def unsharded_shape(t: Tensor) -> torch.Size:
+    """The shape of the whole tensor of which `t` may be a shard."""
+    return t.unsharded_shape if isinstance(t, ShardedParameter) else t.shape
+
+
+def raise_problems(problems: list[Problem], *, what: str) -> None:
+    """Raises all problems as one error, the first ones spelled out."""
+    if not problems:
+        return
+    lines = [f"\n  {p.name}: {p.text}" for p in problems[:20]]
+    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+    raise StateMismatchError(
+        f"the stored state does not fit {what} in {len(problems)} places; nothing was changed."
+        + "".join(lines)
+        + more
+        + "\nBuild the same model as when it was saved, or pass strict=False to skip missing and "
+        "unexpected names and to convert dtypes."
+    )
+
+
+def _name_problems(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]) -> list[Problem]:
+    covered = {id(t) for name, t in wanted.items() if name in stored}
+    missing = [name for name, t in wanted.items() if id(t) not in covered]
+    unexpected = [name for name in stored if name not in wanted]
+    return [
+        *(Problem(name=n, text="missing: the model has it, the file does not") for n in missing),
+        *(
+            Problem(name=n, text="unexpected: the file has it, the model does not")
+            for n in unexpected
+        ),
+    ]
+
+
+def _tensor_problems(name: str, t: Tensor, spec: TensorSpec, *, strict: bool) -> list[Problem]:
+    shape = unsharded_shape(t)
+    if shape != spec.shape:
+        text = f"shape {tuple(spec.shape)} in the file, {tuple(shape)} in the model"
+        return [Problem(name=name, text=text)]
+    if t.is_meta:
+        return [Problem(name=name, text="on the meta device in the model; materialize it first")]
+    if strict and t.dtype != spec.dtype:
+        return [Problem(name=name, text=f"dtype {spec.dtype} in the file, {t.dtype} in the model")]
+    return []

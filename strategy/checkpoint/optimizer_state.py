@@ -1,0 +1,246 @@
+"""An optimizer's state under parameter names: it outlives ranks, order and process count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thunder_memsave.checkpoint.module_state import Problem, unsharded_shape
+from thunder_memsave.sharding import (
+    DataParallel,
+    gather_rows,
+    is_sharded,
+    local_rows,
+    own_rows,
+    take_rows,
+)
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedState:
+    """An optimizer's state dict with names where PyTorch has positions."""
+
+    state: dict[str, dict[str, Any]]
+    """Tensors, or plain values, by parameter name and the optimizer's own key."""
+    param_groups: list[dict[str, Any]]
+    """Plain values only; `params` are names."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The layout that PyTorch's and Lightning's own name-keyed checkpoints have."""
+        return {"state": self.state, "param_groups": self.param_groups}
+
+
+def named_parameters_of(optimizer: Optimizer, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The optimizer's parameters by their first name in the one module that has them all.
+
+    Raises:
+        ValueError: no module in the state has all of them, so they have no names.
+    """
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for module in modules:
+        names = {id(p): name for name, p in module.named_parameters()}
+        if all(id(p) in names for p in trained):
+            return {names[id(p)]: p for p in trained}
+    raise ValueError(
+        f"{type(optimizer).__name__} trains parameters that no module in the checkpoint's state "
+        "has; save and load it together with its module: {'model': model, 'optimizer': optimizer}."
+    )
+
+
+def named_state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> NamedState:
+    """The optimizer's state as it is: tensors of shards have the shard's shape, with padding.
+
+    Raises:
+        ValueError: state of a sharded parameter is neither like the shard nor a single number.
+    """
+    name_of = {id(p): name for name, p in parameters.items()}
+    groups = [
+        {
+            key: [name_of[id(p)] for p in value] if key == "params" else _plain(key, value)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    state = {
+        name: dict(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state
+    }
+    for name, values in state.items():
+        for key, value in values.items():
+            _refuse_unshardable(name, key, value, parameters[name])
+    return NamedState(state=state, param_groups=groups)
+
+
+def gather_optimizer_state(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    data_parallel: DataParallel | None,
+    *,
+    keep: bool = True,
+) -> NamedState:
+    """The whole state on the CPU, gathered tensor by tensor. A collective.
+
+    Ranks with `keep=False` take part and get placeholders.
+    """
+    named = named_state_of(optimizer, parameters)
+    for name, values in named.state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                whole = _gather(value, parameters[name], data_parallel)
+                values[key] = whole.to("cpu", copy=True) if keep else None
+    return named
+
+
+def set_optimizer_state(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], named: NamedState
+) -> None:
+    """Gives the optimizer a state whose tensors are local already.
+
+    Goes through `Optimizer.load_state_dict`, whose hooks users rely on; it casts moments to the
+    parameter's dtype, which would round float32 moments of a bfloat16 parameter, so their dtype is
+    put back.
+    """
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    index_of = {id(p): i for i, p in enumerate(order)}
+    state = {index_of[id(parameters[name])]: dict(v) for name, v in named.state.items()}
+    tensor_settings = _tensor_settings(optimizer)
+    groups = [
+        {**saved, "params": [index_of[id(p)] for p in group["params"]]}
+        for group, saved in zip(optimizer.param_groups, named.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for i, key, setting in tensor_settings:
+        # Captured graphs and fused optimizers hold on to this very tensor.
+        setting.fill_(optimizer.param_groups[i][key])
+        optimizer.param_groups[i][key] = setting
+    for name, values in named.state.items():
+        current = optimizer.state[parameters[name]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and current[key].dtype != value.dtype:
+                current[key] = value.to(current[key].device, copy=True)
+
+
+def local_part(whole: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
+    """This rank's padded part of a state tensor of `p`, on the device where the moments live."""
+    if is_sharded(p) and whole.shape == unsharded_shape(p):
+        assert data_parallel is not None
+        return take_rows(whole, own_rows(whole.shape, data_parallel)).to(p.device)
+    return whole.clone()
+
+
+def rekey(loaded: Mapping[str, Any], optimizer: Optimizer, names: Sequence[str]) -> NamedState:
+    """Names for a state that a plain optimizer saved under positions; named ones pass through.
+
+    Raises:
+        ValueError: another number of parameters was saved, or no optimizer at all.
+    """
+    if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
+        raise ValueError(
+            f"what is stored for the {type(optimizer).__name__} has no 'state' and 'param_groups'; "
+            "check which key the optimizer was saved under."
+        )
+    groups = [dict(group) for group in loaded["param_groups"]]
+    state = {key: dict(value) for key, value in loaded["state"].items()}
+    saved = [key for group in groups for key in group["params"]]
+    if not all(isinstance(key, int) for key in saved):
+        return NamedState(state=state, param_groups=groups)
+    if len(saved) != len(names):
+        raise ValueError(
+            f"the saved {type(optimizer).__name__} has {len(saved)} parameters without names, this "
+            f"one has {len(names)}; build the optimizer over the same parameters in the same order."
+        )
+    name_of = dict(zip(saved, names, strict=True))
+    for group in groups:
+        group["params"] = [name_of[key] for key in group["params"]]
+    return NamedState(
+        state={name_of[key]: value for key, value in state.items()}, param_groups=groups
+    )
+
+
+def compare_groups(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Sequence[Mapping[str, Any]]
+) -> list[Problem]:
+    """Which parameters are in other groups, or not there: a changed trainable set ends up here."""
+    current = optimizer.param_groups
+    if len(current) != len(saved):
+        text = f"{len(saved)} parameter groups in the file, {len(current)} in the optimizer"
+        return [Problem(name="param_groups", text=text)]
+    name_of = {id(p): name for name, p in parameters.items()}
+    problems = []
+    for i, (group, saved_group) in enumerate(zip(current, saved, strict=True)):
+        here, there = {name_of[id(p)] for p in group["params"]}, set(saved_group["params"])
+        where = f"parameter group {i}"
+        problems += [
+            Problem(name=n, text=f"in {where} of the optimizer, not of the file")
+            for n in sorted(here - there)
+        ]
+        problems += [
+            Problem(name=n, text=f"in {where} of the file, not of the optimizer")
+            for n in sorted(there - here)
+        ]
+    return problems
+
+
+def compare_state_shapes(
+    parameters: Mapping[str, Tensor], shapes: Mapping[tuple[str, str], torch.Size]
+) -> list[Problem]:
+    """State that fits neither the whole parameter nor a single number cannot be divided."""
+    return [
+        Problem(name=f"{name} ({key})", text=f"shape {tuple(shape)} in the file fits no shard")
+        for (name, key), shape in shapes.items()
+        if name in parameters
+        and is_sharded(parameters[name])
+        and shape != unsharded_shape(parameters[name])
+        and shape.numel() != 1
+    ]
+
+
+def _gather(value: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
+    if data_parallel is not None and is_sharded(p) and value.shape == p.shape:
+        return gather_rows(value.detach(), unsharded_shape(p), data_parallel)
+    return local_rows(value, value)
+
+
+def _tensor_settings(optimizer: Optimizer) -> list[tuple[int, str, Tensor]]:
+    return [
+        (i, key, value)
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Only values that a reader can load without running code."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return (
+            [_plain(key, v) for v in value]
+            if isinstance(value, list)
+            else tuple(_plain(key, v) for v in value)
+        )
+    if not isinstance(value, _PLAIN):
+        raise ValueError(
+            f"the optimizer's setting {key!r} is a {type(value).__name__}; a checkpoint holds "
+            "numbers, strings, and lists of them. Remove it from the parameter group before saving."
+        )
+    return value
+
+
+def _refuse_unshardable(name: str, key: str, value: Any, p: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        _plain(key, value)
+    elif is_sharded(p) and value.shape != p.shape and value.numel() != 1:
+        raise ValueError(
+            f"the optimizer's {key!r} of {name!r} has shape {tuple(value.shape)}, and the rank's "
+            f"shard {tuple(p.shape)}; only state shaped like the shard, or one number, can be "
+            "saved in a way that other world sizes can load. Use an optimizer with elementwise "
+            "state, or sharding='none'."
+        )

@@ -1,0 +1,136 @@
+"""Saving and loading a run's state: which format, which path, which kind of request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from thunder_memsave.checkpoint.agreement import broadcast, together
+from thunder_memsave.checkpoint.contents import Contents
+from thunder_memsave.checkpoint.full import Filter, load_full, save_full
+from thunder_memsave.checkpoint.module_state import load_state_dict
+from thunder_memsave.checkpoint.sharded import is_sharded_checkpoint, load_sharded, save_sharded
+from thunder_memsave.checkpoint.sources import open_source
+from thunder_memsave.sharding import DataParallel
+
+
+def save_checkpoint(
+    path: str | Path,
+    state: MutableMapping[str, Any],
+    *,
+    state_dict_type: Literal["sharded", "full"],
+    data_parallel: DataParallel | None,
+    filter: Filter | None = None,
+) -> None:
+    """Saves modules, optimizers and everything else in `state`. A collective.
+
+    Nothing is overwritten in place: the old checkpoint stays until the new one is complete.
+
+    Args:
+        path: A directory to make for `sharded`, a file for `full`. Rank 0's is used.
+        state: What to save, by key. Objects with a `state_dict` are saved through it.
+        state_dict_type: One file with whole tensors, or a directory with shards.
+        data_parallel: The group that holds the shards, or None in a process alone.
+        filter: For `full`: per key, keeps the entries `(name, value)` it is true for.
+
+    Raises:
+        ValueError: `state` has no model, `filter` is used with shards, or `path` is taken by
+            something that is no checkpoint.
+    """
+    path = Path(broadcast(path, data_parallel))
+    contents = Contents.of(state, asked="save")
+    if filter and state_dict_type == "sharded":
+        raise ValueError(
+            f"filter was given for {list(filter)}, and a sharded checkpoint is saved whole, so "
+            "that it can be loaded whole; use state_dict_type='full', or leave the filter out."
+        )
+    together(lambda: _refuse_taken(path), data_parallel)
+    if state_dict_type == "sharded":
+        save_sharded(path, contents, data_parallel=data_parallel)
+    else:
+        save_full(path, contents, data_parallel=data_parallel, filter=filter or {})
+
+
+def load_checkpoint(
+    path: str | Path,
+    state: MutableMapping[str, Any],
+    *,
+    data_parallel: DataParallel | None,
+    strict: bool = True,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """Restores everything in `state` from either format, saved on any number of ranks.
+
+    Names, shapes and dtypes of all modules and optimizers are checked before any is changed.
+
+    Args:
+        path: What `save_checkpoint` was given. Rank 0's is used.
+        state: What to restore, by key; filled in place.
+        data_parallel: The group that holds the shards, or None in a process alone.
+        strict: Refuses missing and unexpected names, and other dtypes.
+        weights_only: None is True: only tensors and plain values are unpickled.
+
+    Returns:
+        The entries, other than modules and optimizers, that `state` did not ask for.
+
+    Raises:
+        StateMismatchError: the model or optimizer differs; lists how.
+        KeyError: a key is not in the checkpoint, and `strict` is set.
+        ValueError: there is no checkpoint at `path`, or it is unsafe to read.
+    """
+    path = Path(broadcast(path, data_parallel))
+    contents = Contents.of(state, asked="load")
+    weights_only = True if weights_only is None else weights_only
+    if is_sharded_checkpoint(path):
+        return load_sharded(
+            path, contents, data_parallel=data_parallel, strict=strict, weights_only=weights_only
+        )
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is neither a directory with shards and a meta.pt, nor a file; check the path "
+            "(a name that starts with .tmp- is a save that was interrupted)."
+        )
+
+    def load() -> dict[str, Any]:
+        return load_full(
+            path, contents, data_parallel=data_parallel, strict=strict, weights_only=weights_only
+        )
+
+    return together(load, data_parallel)
+
+
+def load_raw(
+    path: str | Path,
+    module: nn.Module | Optimizer,
+    *,
+    data_parallel: DataParallel | None,
+    strict: bool = True,
+) -> None:
+    """Loads full weights from a state-dict file, a safetensors file or a model directory.
+
+    Each rank reads its own rows of one tensor after the other. No code in a file is run.
+
+    Raises:
+        StateMismatchError: names, shapes or dtypes differ; nothing was changed.
+        ValueError: `path` has no full tensors, or an optimizer was to be loaded.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"a {type(module).__name__} was to be loaded from a raw file; its state has no names "
+            "there. Load it with its model: fabric.load(path, {'model': ..., 'optimizer': ...})."
+        )
+    path = Path(broadcast(path, data_parallel))
+    act: Callable[[], None] = lambda: load_state_dict(module, open_source(path), strict=strict)  # noqa: E731
+    together(act, data_parallel)
+
+
+def _refuse_taken(path: Path) -> None:
+    if path.is_dir() and any(path.iterdir()) and not is_sharded_checkpoint(path):
+        raise ValueError(
+            f"{path} was to become a checkpoint, and is a directory with other files in it; "
+            "save under another name."
+        )

@@ -1,0 +1,271 @@
+"""Sharded checkpoints: a directory that all ranks write, each its own rows, for any world size.
+
+The layout is Lightning's: torch.distributed.checkpoint (DCP) files plus `meta.pt`, which
+`fabric consolidate` turns into one file. Padding is never saved.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from thunder_memsave.checkpoint.agreement import broadcast, once, together
+from thunder_memsave.checkpoint.commit import commit, remove, save_synced, temporary_name
+from thunder_memsave.checkpoint.contents import Contents
+from thunder_memsave.checkpoint.module_state import (
+    Problem,
+    compare,
+    first_stored_names,
+    named_state,
+    raise_problems,
+    unsharded_shape,
+)
+from thunder_memsave.checkpoint.optimizer_state import (
+    NamedState,
+    compare_groups,
+    compare_state_shapes,
+    named_parameters_of,
+    named_state_of,
+    set_optimizer_state,
+)
+from thunder_memsave.checkpoint.sources import TensorSpec, load_mapped
+from thunder_memsave.sharding import DataParallel, is_sharded, local_rows
+
+META_FILE = "meta.pt"
+Keys = tuple[str | int, ...]
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether `path` is a directory with shards, ours or Lightning's."""
+    return path.is_dir() and (path / META_FILE).is_file()
+
+
+def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel | None) -> None:
+    """Writes beside `path` and renames at the end. A collective."""
+    state: dict[str, Any] = {}
+    for key, module in contents.modules.items():
+        named = named_state(module)
+        state[key] = {name: _for_dcp(t, t, data_parallel) for name, t in named.items()}
+    for key, optimizer in contents.optimizers.items():
+        parameters = named_parameters_of(optimizer, contents.modules.values())
+        state[key] = _optimizer_for_dcp(optimizer, parameters, data_parallel)
+    temporary = broadcast(temporary_name(path), data_parallel)
+    once(lambda: temporary.mkdir(parents=True), data_parallel)
+    try:
+        with _dcp_options(data_parallel) as options:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), **options)
+        meta = contents.state_of_others()
+        once(lambda: save_synced(meta, temporary / META_FILE), data_parallel)
+        once(lambda: commit(temporary, path), data_parallel)
+    finally:
+        if data_parallel is None or data_parallel.rank == 0:
+            remove(temporary)
+
+
+def load_sharded(
+    path: Path,
+    contents: Contents,
+    *,
+    data_parallel: DataParallel | None,
+    strict: bool,
+    weights_only: bool,
+) -> dict[str, Any]:
+    """Each rank reads its own rows, whatever the world size was. Returns what was not asked for."""
+    stored = together(lambda: _Stored.read(path), data_parallel)
+    meta = together(lambda: load_mapped(path / META_FILE, weights_only=weights_only), data_parallel)
+    contents.require_keys([*stored.top_level(), *meta], path, strict=strict)
+    template: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, module in contents.modules.items():
+        if key in stored.top_level():
+            wanted, specs = named_state(module), stored.specs(key)
+            problems += compare(wanted, specs, strict=strict)
+            for name, t in first_stored_names(wanted, specs).items():
+                template[stored.flat(key, name)] = _for_dcp(t, t, data_parallel)
+    optimizers = [
+        _StoredOptimizer.of(optimizer, key, stored, contents)
+        for key, optimizer in contents.optimizers.items()
+        if key in stored.top_level()
+    ]
+    groups = {flat: None for o in optimizers for flat in o.group_entries}
+    _dcp_load(groups, path, data_parallel)
+    for o in optimizers:
+        problems += o.problems(groups)
+    raise_problems(problems, what=str(list(contents.everything)))
+    for o in optimizers:
+        template.update(o.template(data_parallel))
+    with torch.no_grad():
+        _dcp_load(template, path, data_parallel)
+    for o in optimizers:
+        o.restore(template, groups)
+    contents.restore_others(meta)
+    return dict(meta)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stored:
+    """A checkpoint's table of contents: where in the nested state each entry belongs."""
+
+    metadata: Metadata
+    paths: Mapping[str, Keys]
+
+    @classmethod
+    def read(cls, path: Path) -> _Stored:
+        try:
+            metadata = dcp.FileSystemReader(path).read_metadata()
+        except (OSError, EOFError, pickle.UnpicklingError) as e:
+            raise ValueError(
+                f"{path} has no readable .metadata file, so its save was interrupted or the "
+                f"directory is damaged; load an older checkpoint. The reason given: {e}"
+            ) from e
+        return cls(metadata=metadata, paths=metadata.planner_data)
+
+    def top_level(self) -> set[str]:
+        return {str(path[0]) for path in self.paths.values()}
+
+    def flat(self, *path: str | int) -> str:
+        return ".".join(map(str, path))
+
+    def under(self, *prefix: str) -> dict[str, Keys]:
+        """Entries below a prefix, by flat name, with the rest of their path."""
+        n = len(prefix)
+        return {flat: p[n:] for flat, p in self.paths.items() if p[:n] == prefix}
+
+    def specs(self, key: str) -> dict[str, TensorSpec]:
+        entries = self.under(key)
+        return {
+            str(rest[0]): self.spec(flat) for flat, rest in entries.items() if self.is_tensor(flat)
+        }
+
+    def is_tensor(self, flat: str) -> bool:
+        return isinstance(self.metadata.state_dict_metadata[flat], TensorStorageMetadata)
+
+    def spec(self, flat: str) -> TensorSpec:
+        entry = self.metadata.state_dict_metadata[flat]
+        assert isinstance(entry, TensorStorageMetadata)
+        return TensorSpec(shape=entry.size, dtype=entry.properties.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredOptimizer:
+    """One optimizer, and its entries in the file: its state need not exist before loading."""
+
+    optimizer: Optimizer
+    parameters: Mapping[str, Tensor]
+    stored: _Stored
+    state_entries: Mapping[str, Keys]
+    """flat name -> (parameter name, key)"""
+    group_entries: Mapping[str, Keys]
+    """flat name -> (group number, setting)"""
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, key: str, stored: _Stored, contents: Contents
+    ) -> _StoredOptimizer:
+        return cls(
+            optimizer=optimizer,
+            parameters=named_parameters_of(optimizer, contents.modules.values()),
+            stored=stored,
+            state_entries=stored.under(key, "state"),
+            group_entries=stored.under(key, "param_groups"),
+        )
+
+    def problems(self, loaded: Mapping[str, Any]) -> list[Problem]:
+        shapes = {
+            (str(rest[0]), str(rest[1])): self.stored.spec(flat).shape
+            for flat, rest in self.state_entries.items()
+            if self.stored.is_tensor(flat)
+        }
+        groups = compare_groups(self.optimizer, self.parameters, self._groups(loaded))
+        return [*groups, *compare_state_shapes(self.parameters, shapes)]
+
+    def template(self, data_parallel: DataParallel | None) -> dict[str, Any]:
+        """Zeros of the stored shapes and dtypes: no step is taken to make them."""
+        return {
+            flat: self._zeros(flat, str(rest[0]), data_parallel)
+            for flat, rest in self.state_entries.items()
+        }
+
+    def restore(self, loaded: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
+        state: dict[str, dict[str, Any]] = {}
+        for flat, (name, key) in self.state_entries.items():
+            value = loaded[flat]
+            if isinstance(value, DTensor):
+                value = _padded(value.to_local(), self.parameters[str(name)])
+            state.setdefault(str(name), {})[str(key)] = value
+        named = NamedState(state=state, param_groups=self._groups(groups))
+        set_optimizer_state(self.optimizer, self.parameters, named)
+
+    def _groups(self, loaded: Mapping[str, Any]) -> list[dict[str, Any]]:
+        groups: dict[int, dict[str, Any]] = {}
+        for flat, (i, setting) in self.group_entries.items():
+            groups.setdefault(int(i), {})[str(setting)] = loaded[flat]
+        return [groups[i] for i in sorted(groups)]
+
+    def _zeros(self, flat: str, name: str, data_parallel: DataParallel | None) -> Any:
+        if not self.stored.is_tensor(flat):
+            return None
+        spec, p = self.stored.spec(flat), self.parameters[name]
+        if is_sharded(p) and spec.shape == unsharded_shape(p):
+            zeros = torch.zeros(p.shape, dtype=spec.dtype, device=p.device)
+            return _for_dcp(zeros, p, data_parallel)
+        return torch.zeros(spec.shape, dtype=spec.dtype)
+
+
+def _optimizer_for_dcp(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], data_parallel: DataParallel | None
+) -> dict[str, Any]:
+    named = named_state_of(optimizer, parameters)
+    for name, values in named.state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                values[key] = _for_dcp(value, parameters[name], data_parallel)
+    return named.as_dict()
+
+
+def _for_dcp(t: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
+    """`t`, which belongs to parameter `p`, as DCP is to see it: without padding, in its place."""
+    if data_parallel is None or not is_sharded(p) or t.shape != p.shape:
+        return t.detach()
+    shape = unsharded_shape(p)
+    mesh = DeviceMesh.from_group(data_parallel.group, t.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    # Thunder's shards are DTensor's Shard(0) plus padding.
+    sharded: Tensor = DTensor.from_local(
+        local_rows(t, p), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+    return sharded
+
+
+def _padded(rows: Tensor, p: Tensor) -> Tensor:
+    padded = rows.new_zeros(p.shape)
+    padded[: rows.shape[0]] = rows
+    return padded
+
+
+def _dcp_load(state: dict[str, Any], path: Path, data_parallel: DataParallel | None) -> None:
+    if state:
+        with _dcp_options(data_parallel) as options:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path), **options)
+
+
+@contextmanager
+def _dcp_options(data_parallel: DataParallel | None) -> Iterator[dict[str, Any]]:
+    with warnings.catch_warnings():
+        # DCP warns that a process is alone even where it was told so.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
+        group = None if data_parallel is None else data_parallel.group
+        yield {"process_group": group, "no_dist": data_parallel is None}

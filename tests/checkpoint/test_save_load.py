@@ -1,0 +1,358 @@
+"""Checkpoints of sharded models: bit-exact, and independent of how many ranks wrote them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.distributed import run_on_ranks
+from thunder_memsave.checkpoint import (
+    CheckpointError,
+    StateMismatchError,
+    load_checkpoint,
+    load_raw,
+    save_checkpoint,
+    unsharded_state_dict,
+)
+from thunder_memsave.checkpoint.agreement import once
+from thunder_memsave.sharding import (
+    DataParallel,
+    gather_full,
+    gather_rows,
+    is_sharded,
+    num_real_rows,
+    own_rows,
+    shard_module,
+    take_rows,
+)
+
+FORMATS: tuple[Literal["sharded", "full"], ...] = ("sharded", "full")
+
+
+class Net(nn.Module):
+    """Odd dims, tied, frozen, bf16, one row, 0-dim, and both kinds of buffers."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, width)
+        self.up = nn.Linear(width, 5)
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.emb.weight
+        self.up.bias.requires_grad_(False)
+        self.mixed = nn.Parameter(torch.randn(5, 2, dtype=torch.bfloat16))
+        self.single = nn.Parameter(torch.randn(1, 4))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+
+def make_net(seed: int = 0, width: int = 3) -> Net:
+    torch.manual_seed(seed)
+    return Net(width)
+
+
+def make_optimizer(net: nn.Module, lr: float = 0.1) -> torch.optim.AdamW:
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    decayed = [p for n, p in named if p.dim() > 1]
+    others = [p for n, p in named if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=lr
+    )
+
+
+def train(
+    net: Net, optimizer: torch.optim.Optimizer, steps: range, dp: DataParallel | None
+) -> None:
+    """Steps with gradients that depend on the step and the whole parameter only."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in net.parameters():
+            shape = vars(p)["unsharded_shape"] if is_sharded(p) else p.shape
+            grad = torch.randn(shape, generator=generator).to(p.dtype)
+            if p.requires_grad:
+                p.grad = take_rows(grad, own_rows(grad.shape, dp)) if dp and is_sharded(p) else grad
+        optimizer.step()
+        net.count += 1
+
+
+def trained(dp: DataParallel | None = None, steps: int = 3) -> tuple[Net, torch.optim.AdamW]:
+    net = make_net()
+    shard_module(net, dp)
+    optimizer = make_optimizer(net)
+    train(net, optimizer, range(steps), dp)
+    return net, optimizer
+
+
+def fresh(dp: DataParallel | None = None) -> tuple[Net, torch.optim.AdamW]:
+    net = make_net(seed=9)
+    shard_module(net, dp)
+    return net, make_optimizer(net, lr=0.7)
+
+
+def assert_same(
+    net: Net,
+    optimizer: torch.optim.Optimizer,
+    reference: tuple[Net, torch.optim.Optimizer],
+    dp: DataParallel | None = None,
+) -> None:
+    """Bit-equal to the single-process reference, in all that a step depends on."""
+    for name, value in unsharded_state_dict(net, dp).items():
+        assert torch.equal(value, reference[0].state_dict()[name]), name
+    for (name, p), q in zip(net.named_parameters(), reference[0].parameters(), strict=True):
+        here, there = optimizer.state.get(p, {}), reference[1].state.get(q, {})
+        assert here.keys() == there.keys(), name
+        for key, value in here.items():
+            if is_sharded(p) and value.shape == p.shape:
+                assert not value[num_real_rows(p) :].any(), (name, key)
+            assert torch.equal(_whole(value, p, dp), there[key]), (name, key)
+    for mine, other in zip(optimizer.param_groups, reference[1].param_groups, strict=True):
+        assert {**mine, "params": 0} == {**other, "params": 0}
+
+
+def _whole(value: Tensor, p: Tensor, dp: DataParallel | None) -> Tensor:
+    if dp and is_sharded(p) and value.shape == p.shape:
+        return gather_rows(value, vars(p)["unsharded_shape"], dp)
+    return value
+
+
+def check_round_trips(rank: int, root: Path) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    dp = DataParallel(mode="zero2", group=group)
+    replicas = DataParallel(mode="none", group=group)
+    reference = trained()
+    for format in FORMATS:
+        net, optimizer = trained(dp)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "step": 3, "x": [1]}
+        # Only rank 0's path counts.
+        path = root / format if rank == 0 else root / "wrong"
+        save_checkpoint(path, state, state_dict_type=format, data_parallel=dp)
+        for target in (dp, replicas):
+            _check_load(root / format, target, reference)
+        _check_restored_values_go_on_training(root / format, dp)
+        _check_strictness(root / format, dp)
+        _check_saved_over(root, format, dp)
+    _check_files_of_one_process(root, dp, reference)
+    _check_raw(root, dp, reference[0])
+    _check_filter(root, dp)
+    _check_errors(rank, root, dp)
+
+
+def _check_load(
+    path: Path, dp: DataParallel | None, reference: tuple[Net, torch.optim.Optimizer]
+) -> None:
+    net, optimizer = fresh(dp)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50)
+    state: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+    state["step"] = 0
+    rest = load_checkpoint(path, state, data_parallel=dp)
+    assert rest == {"x": [1]}
+    assert state["step"] == 3
+    assert state["model"] is net
+    assert scheduler.step_size == 5
+    for group in optimizer.param_groups:
+        group.pop("initial_lr")
+    assert_same(net, optimizer, reference, dp)
+
+
+def _check_restored_values_go_on_training(path: Path, dp: DataParallel) -> None:
+    net, optimizer = fresh(dp)
+    load_checkpoint(path, {"model": net, "optimizer": optimizer}, data_parallel=dp)
+    for group in optimizer.param_groups:
+        group.pop("initial_lr")
+    train(net, optimizer, range(3, 5), dp)
+    assert_same(net, optimizer, trained(steps=5), dp)
+
+
+def _check_strictness(path: Path, dp: DataParallel) -> None:
+    net, optimizer = fresh(dp)
+    before = unsharded_state_dict(net, dp)
+    wide = make_net(width=4)
+    shard_module(wide, dp)
+    wide.register_parameter("extra", nn.Parameter(torch.ones(2)))
+    with pytest.raises(StateMismatchError) as caught:
+        load_checkpoint(path, {"model": wide}, data_parallel=dp)
+    for text in (
+        r"emb.weight: shape (7, 3) in the file, (7, 4) in the model",
+        r"up.weight: shape (5, 3) in the file, (5, 4) in the model",
+        r"extra: missing: the model has it, the file does not",
+    ):
+        assert text in str(caught.value)
+    half = make_net().to(torch.float16)
+    shard_module(half, dp)
+    with pytest.raises(
+        StateMismatchError, match=r"up.weight: dtype torch.float32 in the file, torch.float16"
+    ):
+        load_checkpoint(path, {"model": half}, data_parallel=dp)
+    load_checkpoint(path, {"model": half}, strict=False, data_parallel=dp)
+    assert torch.equal(gather_full(half.scale, dp), trained()[0].scale.half())
+    net.up.bias.requires_grad_(True)
+    other = torch.optim.AdamW(net.parameters())
+    with pytest.raises(StateMismatchError, match=r"2 parameter groups in the file, 1 in the opti"):
+        load_checkpoint(path, {"model": net, "optimizer": other}, data_parallel=dp)
+    optimizer.param_groups[1]["params"].append(net.up.bias)
+    with pytest.raises(
+        StateMismatchError, match=r"up.bias: in parameter group 1 of the optimizer, not of the file"
+    ):
+        load_checkpoint(path, {"model": net, "optimizer": optimizer}, data_parallel=dp)
+    for name, value in unsharded_state_dict(net, dp).items():
+        assert torch.equal(value, before[name]), "changed by a load that was refused"
+    with pytest.raises(KeyError, match=r"\['epoch'\] was to be loaded from .*'step'"):
+        load_checkpoint(path, {"model": net, "epoch": 1}, data_parallel=dp)
+    state = {"model": net, "epoch": 1}
+    load_checkpoint(path, state, strict=False, data_parallel=dp)
+    assert state["epoch"] == 1
+
+
+def _check_saved_over(root: Path, format: Literal["sharded", "full"], dp: DataParallel) -> None:
+    """A checkpoint takes the place of another, of either format."""
+    path = root / f"again-{format}"
+    net, _ = fresh(dp)
+    other = FORMATS[1 - FORMATS.index(format)]
+    save_checkpoint(path, {"model": net}, state_dict_type=other, data_parallel=dp)
+    net, _ = trained(dp)
+    for _ in range(2):
+        save_checkpoint(path, {"model": net}, state_dict_type=format, data_parallel=dp)
+    net, _ = fresh(dp)
+    load_checkpoint(path, {"model": net}, data_parallel=dp)
+    assert torch.equal(unsharded_state_dict(net, dp)["up.weight"], trained()[0].up.weight)
+    assert not list(root.glob(".tmp-*")) + list(root.glob(".old-*"))
+
+
+def _check_files_of_one_process(
+    root: Path, dp: DataParallel, reference: tuple[Net, torch.optim.Optimizer]
+) -> None:
+    """Saved by one process by our own functions, or by plain torch.save with positional keys."""
+    for name in ("alone-sharded", "alone-full", "plain.pt"):
+        net, optimizer = fresh(dp)
+        load_checkpoint(root / name, {"model": net, "optimizer": optimizer}, data_parallel=dp)
+        assert_same(net, optimizer, reference, dp)
+
+
+def _check_raw(root: Path, dp: DataParallel, reference: Net) -> None:
+    for name in ("raw.pt", "raw.safetensors", "hf"):
+        net, _ = fresh(dp)
+        load_raw(root / name, net, data_parallel=dp)
+        for key, value in unsharded_state_dict(net, dp).items():
+            assert torch.equal(value, reference.state_dict()[key]), (name, key)
+        assert all(not p.data[num_real_rows(p) :].any() for p in net.parameters() if p.dim())
+
+
+def _check_filter(root: Path, dp: DataParallel) -> None:
+    net, optimizer = trained(dp)
+    state = {"model": net, "optimizer": optimizer}
+    keep = {"model": lambda name, t: name.startswith("up.") and t.shape[0] == 5}
+    path = root / "filtered"
+    save_checkpoint(path, state, state_dict_type="full", filter=keep, data_parallel=dp)
+    loaded = torch.load(path)
+    assert set(loaded["model"]) == {"up.weight", "up.bias"}
+    with pytest.raises(ValueError, match=r"filter was given for \['model'\].*state_dict_type='ful"):
+        save_checkpoint(path, state, state_dict_type="sharded", filter=keep, data_parallel=dp)
+    adapters = unsharded_state_dict(net, dp, names=lambda name: name.startswith("up."))
+    assert set(adapters) == {"up.weight", "up.bias"}
+    on_zero = unsharded_state_dict(net, dp, rank_zero_only=True)
+    assert len(on_zero) == (8 if dp.rank == 0 else 0)
+
+
+def _check_errors(rank: int, root: Path, dp: DataParallel) -> None:
+    net, optimizer = trained(dp)
+    with pytest.raises(ValueError, match=r"load got a state without a model \(keys: \['step'\]\)"):
+        load_checkpoint(root / "full", {"step": 1}, data_parallel=dp)
+    with pytest.raises(ValueError, match=r"nothing.pt is neither a directory with shards"):
+        load_checkpoint(root / "nothing.pt", {"model": net}, data_parallel=dp)
+    with pytest.raises(ValueError, match=r"holds more than tensors.*weights_only=False"):
+        load_checkpoint(root / "unsafe.pt", {"model": net}, data_parallel=dp)
+    optimizer.state[net.up.weight]["row"] = torch.zeros(num_real_rows(net.up.weight))
+    state = {"model": net, "optimizer": optimizer}
+    for format in FORMATS:
+        with pytest.raises(ValueError, match=r"'row' of 'up.weight' has shape"):
+            save_checkpoint(root / "bad", state, state_dict_type=format, data_parallel=dp)
+        target = root / "taken"
+        with pytest.raises(ValueError, match=r"taken was to become a checkpoint, and is a direct"):
+            save_checkpoint(target, {"model": net}, state_dict_type=format, data_parallel=dp)
+    # What fails on one rank only, fails on the others too instead of leaving them waiting.
+    expected = FileExistsError if rank == 0 else CheckpointError
+    with pytest.raises(expected, match=r"File exists"):
+        once((root / "taken").mkdir, dp)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Files that one process wrote, before any ranks exist."""
+    root = tmp_path / "run"
+    root.mkdir()
+    net, optimizer = trained()
+    state: dict[str, Any] = {"model": net, "optimizer": optimizer}
+    save_checkpoint(root / "alone-sharded", state, state_dict_type="sharded", data_parallel=None)
+    save_checkpoint(root / "alone-full", state, state_dict_type="full", data_parallel=None)
+    plain = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(plain, root / "plain.pt")
+    torch.save(net.state_dict(), root / "raw.pt")
+    torch.save({"model": {"w": Path("x")}}, root / "unsafe.pt")
+    (root / "taken").mkdir()
+    (root / "taken" / "notes.txt").write_text("mine")
+    _save_safetensors(net, root)
+    return root
+
+
+def _save_safetensors(net: Net, root: Path) -> None:
+    import json
+
+    from safetensors.torch import save_file
+
+    # As transformers does: a tied twin is stored once.
+    tensors = {n: t.contiguous() for n, t in net.state_dict().items() if n != "head.weight"}
+    save_file(tensors, root / "raw.safetensors")
+    (root / "hf").mkdir()
+    files = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({n: tensors[n] for n in tensors if files[n] == file}, root / "hf" / file)
+    index = {"metadata": {}, "weight_map": files}
+    (root / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_checkpoints_of_two_ranks_and_of_one_process_are_the_same_thing(
+    tmp_path: Path, root: Path
+) -> None:
+    run_on_ranks(check_round_trips, 2, tmp_path / "rendezvous", root)
+    reference = trained()
+    for format in FORMATS:
+        _check_load(root / format, None, reference)
+    _check_full_file_is_plain(root / "full", reference)
+    _check_consolidated(root / "sharded", reference)
+
+
+def _check_full_file_is_plain(path: Path, reference: tuple[Net, torch.optim.Optimizer]) -> None:
+    loaded = torch.load(path)
+    assert loaded["model"].keys() == reference[0].state_dict().keys()
+    net = make_net(seed=9)
+    net.load_state_dict(loaded["model"])
+    assert torch.equal(net.head.weight, reference[0].head.weight)
+    assert loaded["optimizer"]["param_groups"][0]["params"] == [
+        "mixed",
+        "single",
+        "emb.weight",
+        "up.weight",
+    ]
+    assert loaded["optimizer"]["state"]["emb.weight"]["exp_avg"].shape == (7, 3)
+
+
+def _check_consolidated(path: Path, reference: tuple[Net, torch.optim.Optimizer]) -> None:
+    module = "lightning.fabric.utilities.consolidate_checkpoint"
+    subprocess.run([sys.executable, "-m", module, str(path)], check=True, timeout=120)
+    loaded = torch.load(path.with_suffix(".consolidated"))
+    assert loaded["step"] == 3
+    assert loaded["model"].keys() == reference[0].state_dict().keys()
+    for name, value in reference[0].state_dict().items():
+        assert torch.equal(loaded["model"][name], value), name
+    exp_avg = reference[1].state[reference[0].emb.weight]["exp_avg"]
+    assert torch.equal(loaded["optimizer"]["state"]["emb.weight"]["exp_avg"], exp_avg)
