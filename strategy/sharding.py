@@ -17,7 +17,6 @@ from thunder_memsave.sharded_parameter import (
     is_sharded,
     mark_sharded,
 )
-from thunder_memsave.state_dict_hooks import install_state_dict_hooks
 
 __all__ = [
     "DataParallel",
@@ -115,8 +114,7 @@ def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
     """Replaces the data of every parameter by this rank's rows, in place.
 
     Parameter objects, `requires_grad` and ties stay, so an optimizer made before still trains
-    them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta. From then on
-    `state_dict()` gives this rank's real rows; `load_state_dict()` takes those, or whole tensors.
+    them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta.
 
     Raises:
         ValueError: the module is sharded already, has gradients, or ties weights by storage only.
@@ -130,7 +128,6 @@ def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
             shape = p.shape
             p.data = take_rows(p.detach(), rows)
             _mark(p, name, shape, rows)
-    install_state_dict_hooks(module)
 
 
 def take_rows(whole: Tensor, rows: RowRange) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
 from harness.distributed import run_on_ranks
@@ -67,7 +67,6 @@ def check_sharding(rank: int) -> None:
     _check_replicas()
     _check_meta(rank, dp)
     _check_deepcopy(dp)
-    _check_state_dict(rank, dp)
     _check_float8_gathers(dp)
 
 
@@ -176,31 +175,6 @@ def _check_deepcopy(dp: DataParallel) -> None:
     assert copied.emb.weight is not net.emb.weight
     assert num_real_rows(copied.emb.weight) == num_real_rows(net.emb.weight)
     assert torch.equal(gather_full(copied.emb.weight, dp), make_odd_net().emb.weight)
-
-
-def _check_state_dict(rank: int, dp: DataParallel) -> None:
-    net, whole = make_odd_net(), make_odd_net()
-    shard_module(net, dp)
-    state = net.state_dict()
-    assert state["emb.weight"].shape == (4 - rank, 3)
-    assert torch.equal(state["emb.weight"], whole.emb.weight[rank * 4 : rank * 4 + 4])
-    assert state["single"].shape == (1 - rank,)
-    assert net.up.state_dict()["weight"].shape == (3 - rank, 3)
-    assert net.state_dict(keep_vars=True)["emb.weight"] is net.emb.weight
-    for source in (state, whole.state_dict()):
-        other = make_odd_net()
-        shard_module(other, dp)
-        with torch.no_grad():
-            for p in other.parameters():
-                local_rows(p, p).zero_()
-        other.load_state_dict(source)
-        for name, p in other.named_parameters():
-            assert torch.equal(gather_full(p, dp), whole.get_parameter(name)), name
-            assert not p.data[num_real_rows(p) :].any() if p.dim() else True, name
-    with pytest.raises(RuntimeError, match=r"size mismatch for emb.weight"):
-        net.load_state_dict({**state, "emb.weight": torch.zeros(9, 3)})
-    with summon_full(net, dp):
-        assert net.state_dict()["emb.weight"].shape == (7, 3)
 
 
 def _check_float8_gathers(dp: DataParallel) -> None:
