@@ -79,7 +79,7 @@ class ProgressBar:
             self._bar = None
 
     def _print(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
+        self.console.print(line, soft_wrap=True, highlight=False)
 
     def _time_left(self, step: int, num_steps: int) -> str:
         per_step = (time.perf_counter() - self._start) / (step - self._first_step)

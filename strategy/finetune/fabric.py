@@ -8,21 +8,20 @@ from collections.abc import Sequence
 import torch
 from lightning.fabric import Fabric
 
-from thunder_memsave.config import parse_strategy
 from thunder_memsave.finetune.checks import world_size_of_launch
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.model import precision_of
+from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
 def build_fabric(config: RunConfig, *, callbacks: Sequence[object]) -> Fabric:
     """Make Fabric with our strategy on as many processes as torchrun started, else on one."""
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    parse_strategy(config.strategy)
     return Fabric(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=num_local,
         num_nodes=world_size_of_launch() // num_local,
-        strategy="ddp" if world_size_of_launch() > 1 else "auto",
+        strategy=ThunderMemsaveStrategy(**config.strategy),
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from thunder_memsave.finetune.config import ModelConfig, RunConfig
@@ -44,11 +46,13 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     Raises:
         ConfigError: the model cannot be made, or does not fit the tokenizer or the data.
     """
-    torch.manual_seed(config.train.seed)
-    model = _causal_lm(config)
+    architecture = _architecture(config.model)
+    # Before the weights, which may be large.
+    _check_fit(architecture, tokenizer, config)
     # A cache of keys and values is for generation; here it would only be more outputs to capture.
-    model.config.use_cache = False
-    _check_fit(model, tokenizer, config)
+    architecture.use_cache = False
+    torch.manual_seed(config.train.seed)
+    model = _causal_lm(architecture, config)
     if config.lora is not None:
         model = _add_adapters(model, config)
     for parameter in model.parameters():
@@ -67,17 +71,30 @@ def precision_of(config: RunConfig) -> str:
     return "bf16-mixed" if is_mixed and config.lora is None else "32-true"
 
 
-def _causal_lm(config: RunConfig) -> Any:
+def _architecture(settings: ModelConfig) -> Any:
+    if settings.config is not None:
+        return _inline_config(settings.config)
+    try:
+        return transformers.AutoConfig.from_pretrained(settings.name_or_path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read the model's config in {settings.name_or_path}: {error}"
+        ) from error
+
+
+def _causal_lm(architecture: Any, config: RunConfig) -> Any:
     settings = config.model
     options = {"attn_implementation": settings.attn_implementation, "dtype": _load_dtype(config)}
     auto: Any = transformers.AutoModelForCausalLM
     try:
         if settings.config is not None:
-            return auto.from_config(_inline_config(settings.config), **options)
-        return auto.from_pretrained(settings.name_or_path, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
+            return auto.from_config(architecture, **options)
+        return auto.from_pretrained(
+            settings.name_or_path, config=architecture, local_files_only=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cannot make a causal language model from "
+            f"cannot make a causal language model of type {architecture.model_type!r} from "
             f"{'model.config' if settings.config is not None else settings.name_or_path}: {error}"
         ) from error
 
@@ -100,24 +117,27 @@ def _inline_config(values: dict[str, Any]) -> Any:
     signature = inspect.signature(config_class)
     known = ["model_type", *signature.parameters, *config_class.attribute_map]
     refuse_unknown(values, known=known, where="model.config")
-    return transformers.AutoConfig.for_model(**values)
+    try:
+        return transformers.AutoConfig.for_model(**values)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"transformers refuses model.config: {error}") from error
 
 
-def _check_fit(model: Any, tokenizer: Any, config: RunConfig) -> None:
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > num_embeddings:
+def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
+    text = architecture.get_text_config()
+    if len(tokenizer) > text.vocab_size:
         raise ConfigError(
             f"the tokenizer of {config.model.name_or_path} has {len(tokenizer)} tokens, the "
-            f"model's vocabulary {num_embeddings}; set vocab_size to at least {len(tokenizer)}."
+            f"model's vocabulary {text.vocab_size}; set vocab_size to at least {len(tokenizer)}."
         )
     length = config.data.max_seq_length
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError(
             f"data.max_seq_length is {length}, but the model has {longest} positions "
             "(max_position_embeddings); make it smaller."
         )
-    window = getattr(model.config, "sliding_window", None)
+    window = getattr(text, "sliding_window", None)
     if config.data.packing and window is not None and window < length:
         raise ConfigError(
             f"data.packing does not go with the model's sliding window of {window} tokens, which "
@@ -132,6 +152,9 @@ def _add_adapters(model: Any, config: RunConfig) -> nn.Module:
     try:
         adapter = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora})
         keep_dtype = config.model.trainable_dtype == config.model.dtype
-        return peft.get_peft_model(model, adapter, autocast_adapter_dtype=not keep_dtype)
+        with warnings.catch_warnings():
+            # peft asks transformers for an attribute that transformers is renaming.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return peft.get_peft_model(model, adapter, autocast_adapter_dtype=not keep_dtype)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"peft refuses the section 'lora': {error}") from error

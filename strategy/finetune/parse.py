@@ -39,6 +39,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     problems = list(_structure_problems(values, RunConfig, where=""))
     if problems:
         raise ConfigError(_listed(path, problems))
+    _complete_optimizer(values)
     config = _instantiate(values, path)
     problems = [*_strategy_problems(config), *config_problems(config)]
     if problems:
@@ -53,6 +54,8 @@ def dump_run_config(config: RunConfig) -> str:
 
 def run_parser() -> jsonargparse.ArgumentParser:
     """Make the parser that checks types and prints the help of every key."""
+    # Process-wide, but it only adds the texts under our fields to the help.
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog="thunder-memsave train CONFIG", exit_on_error=False)
     parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
     return parser
@@ -110,6 +113,15 @@ def _structure_problems(values: Any, cls: type, *, where: str) -> Iterator[str]:
             yield f"{name} is null, but needs a value; leave it out for the default."
 
 
+def _complete_optimizer(values: dict[str, Any]) -> None:
+    """Let arguments without a class go to the default class, over its default arguments."""
+    given = values.get("optimizer")
+    if isinstance(given, dict) and "class_path" not in given:
+        default = RunConfig().optimizer
+        given["class_path"] = default["class_path"]
+        given["init_args"] = {**default.get("init_args", {}), **(given.get("init_args") or {})}
+
+
 def _section_named(where: str) -> str:
     return f"section {where!r}" if where else "the run file"
 
@@ -121,13 +133,14 @@ def _is_optional(hint: Any) -> bool:
 def _instantiate(values: dict[str, Any], path: str | Path) -> RunConfig:
     parser = run_parser()
     try:
-        parsed = parser.parse_object(values, defaults=True)
+        # The dataclasses have the defaults; jsonargparse would merge a default class's arguments.
+        parsed = parser.parse_object(values, defaults=False)
     except ArgumentError as error:
         raise ConfigError(_listed(path, [_readable(error)])) from error
     # `instantiate_classes` is the older name; jsonargparse 5 removes it.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     fields = instantiate(parsed)
-    return RunConfig(**{name: fields[name] for name in field_names(RunConfig)})
+    return RunConfig(**{name: fields[name] for name in values})
 
 
 def _readable(error: ArgumentError) -> str:

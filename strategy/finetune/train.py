@@ -9,6 +9,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.optim import Optimizer
+from transformers.utils import logging as transformers_logging
 
 from thunder_memsave.callbacks import (
     LearningRateMonitor,
@@ -39,6 +40,7 @@ def train(config: RunConfig) -> Path:
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
     """
+    transformers_logging.disable_progress_bar()  # the run has its own
     resume_from = checkpoint_to_resume(config)
     _check_optimizer(config)
     tokenizer = load_tokenizer(config.model)

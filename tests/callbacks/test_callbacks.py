@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import csv
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric import Fabric
+from rich.console import Console
+
+from thunder_memsave.callbacks import (
+    LearningRateMonitor,
+    MetricsCSV,
+    ModelCheckpoint,
+    ProgressBar,
+    ThroughputMonitor,
+)
+from thunder_memsave.callbacks.checkpoint import list_checkpoints, load_checkpoint, read_info
+from thunder_memsave.callbacks.random_state import random_state, set_random_state
+
+CPU = torch.device("cpu")
+
+
+def cpu_fabric(*callbacks: object) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, callbacks=list(callbacks))
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_learning_rate_of_every_group_is_a_metric() -> None:
+    first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}]
+    metrics: dict[str, Any] = {}
+    cpu_fabric(LearningRateMonitor()).call(
+        "on_train_batch_end", metrics=metrics, optimizer=torch.optim.SGD(groups)
+    )
+    assert metrics == {"lr": 0.5, "lr_1": 0.25}
+
+
+def test_throughput_leaves_out_the_time_of_an_evaluation() -> None:
+    times = iter([10.0, 11.0, 15.0, 16.0])
+    fabric = cpu_fabric(ThroughputMonitor(clock=lambda: next(times)))
+    metrics: dict[str, Any] = {"num_tokens": 100.0}
+    fabric.call("on_train_batch_start")
+    fabric.call("on_validation_start")
+    fabric.call("on_validation_end", metrics={})
+    fabric.call("on_train_batch_end", metrics=metrics)
+    assert metrics == {"num_tokens": 100.0, "step_seconds": 2.0, "tokens_per_s": 50.0}
+
+
+def test_an_evaluation_before_the_first_step_needs_no_clock() -> None:
+    fabric = cpu_fabric(ThroughputMonitor())
+    metrics: dict[str, Any] = {}
+    fabric.call("on_validation_start")
+    fabric.call("on_validation_end", metrics={})
+    fabric.call("on_train_batch_end", metrics=metrics)
+    assert metrics == {}
+
+
+def test_every_step_and_evaluation_is_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.csv"
+    fabric = cpu_fabric(MetricsCSV(path, columns=("step", "loss", "val_loss")))
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    fabric.call("on_validation_end", fabric=fabric, step=0, metrics={"val_loss": 3.5})
+    fabric.call("on_train_batch_end", fabric=fabric, step=1, metrics={"loss": 2.5, "other": 1})
+    assert path.read_text() == "step,loss,val_loss\n0,,3.5\n1,2.5,\n"
+
+
+def test_a_resumed_run_drops_rows_after_its_checkpoint_and_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss\n1,3.0\n2,2.0\n3,1.5\n4,1.")
+    fabric = cpu_fabric(MetricsCSV(path, columns=("step", "loss")))
+    fabric.call("on_train_start", fabric=fabric, step=2)
+    fabric.call("on_train_batch_end", fabric=fabric, step=3, metrics={"loss": 1.25})
+    assert [row["loss"] for row in rows_of(path)] == ["3.0", "2.0", "1.25"]
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss\n1,3.0\n")
+    fabric = cpu_fabric(MetricsCSV(path, columns=("step", "loss")))
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    assert rows_of(path) == []
+
+
+def progress(console: Console, *, num_steps: int = 4, every: int | None = 2) -> None:
+    fabric = cpu_fabric(ProgressBar(every_n_steps=every, console=console))
+    fabric.call("on_train_start", fabric=fabric, step=0, num_steps=num_steps)
+    for step in range(1, num_steps + 1):
+        metrics = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0}
+        fabric.call(
+            "on_train_batch_end", fabric=fabric, step=step, num_steps=num_steps, metrics=metrics
+        )
+    fabric.call("on_validation_end", fabric=fabric, step=num_steps, metrics={"val_loss": 1.5})
+    fabric.call("on_train_end", fabric=fabric, step=num_steps)
+
+
+def test_without_a_terminal_progress_is_lines() -> None:
+    output = io.StringIO()
+    progress(Console(file=output, width=80))
+    lines = output.getvalue().splitlines()
+    assert [line.split(" |")[0] for line in lines] == ["step 1/4", "step 2/4", "step 4/4", "step 4"]
+    assert "loss 2.0000 | lr 1.00e-03 | grad norm 0.500 | tokens/s 1,234 | 0:00 left" in lines[2]
+    assert lines[3] == "step 4 | val_loss 1.5000"
+
+
+def test_a_long_run_prints_about_twenty_lines() -> None:
+    output = io.StringIO()
+    progress(Console(file=output, width=80), num_steps=200, every=None)
+    assert 20 <= len(output.getvalue().splitlines()) <= 23
+
+
+def test_on_a_terminal_progress_is_a_bar() -> None:
+    output = io.StringIO()
+    progress(Console(file=output, force_terminal=True, width=120))
+    assert "4/4" in output.getvalue()
+    assert "━" in output.getvalue()
+    assert "val_loss 1.5000" in output.getvalue()
+
+
+def test_a_bar_is_taken_down_when_the_run_fails() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    bar = ProgressBar(console=console)
+    fabric = cpu_fabric(bar)
+    fabric.call("on_train_start", fabric=fabric, step=0, num_steps=4)
+    assert console._live_stack
+    fabric.call("on_exception", fabric=fabric)
+    assert not console._live_stack
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_random_states_go_through_a_file_and_draw_the_same_again(tmp_path: Path) -> None:
+    torch.save(random_state(CPU), tmp_path / "state.pt")
+    expected = draw()
+    assert draw() != expected
+    set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
+    assert draw() == expected
+
+
+def state_of(value: float, step: int) -> dict[str, Any]:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    return {"model": model, "step": step, "name": "run"}
+
+
+def run_steps(directory: Path, num_steps: int, **settings: Any) -> Fabric:
+    callback = ModelCheckpoint(directory, **settings)
+    fabric = cpu_fabric(callback)
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    for step in range(1, num_steps + 1):
+        fabric.call("on_train_batch_end", fabric=fabric, step=step, state=state_of(step, step))
+    fabric.call("on_train_end", fabric=fabric, step=num_steps, state=state_of(num_steps, num_steps))
+    return fabric
+
+
+def test_checkpoints_come_every_n_steps_and_at_the_end_and_old_ones_go(tmp_path: Path) -> None:
+    run_steps(tmp_path, 7, every_n_steps=2, keep_last=3)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step-00000004",
+        "step-00000006",
+        "step-00000007",
+    ]
+    assert not list(tmp_path.glob(".partial-*"))
+
+
+def test_the_end_is_not_saved_twice(tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    class Witness:
+        def on_save_checkpoint(self, *, step: int) -> None:
+            saved.append(step)
+
+    callback = ModelCheckpoint(tmp_path, every_n_steps=2)
+    fabric = cpu_fabric(callback, Witness())
+    fabric.call("on_train_batch_end", fabric=fabric, step=2, state=state_of(1.0, 2))
+    fabric.call("on_train_end", fabric=fabric, step=2, state=state_of(1.0, 2))
+    assert saved == [2]
+
+
+def test_a_checkpoint_gives_back_weights_values_and_random_state(tmp_path: Path) -> None:
+    fabric = run_steps(tmp_path, 3)
+    expected = draw()
+    (path,) = list_checkpoints(tmp_path)
+    info = read_info(path)
+    assert (info.world_size, info.values) == (1, {"step": 3, "name": "run"})
+    state = state_of(0.0, 0)
+    load_checkpoint(fabric, info, state)
+    assert (float(state["model"].weight.detach()), state["step"]) == (3.0, 3)
+    assert draw() == expected
+
+
+def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path)
+    fabric = cpu_fabric(callback)
+    for value in (1.0, 2.0):
+        callback.save(fabric, state_of(value, 1), step=1)
+    (path,) = list_checkpoints(tmp_path)
+    state = state_of(0.0, 0)
+    load_checkpoint(fabric, read_info(path), state)
+    assert float(state["model"].weight.detach()) == 2.0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_a_kill_left_unfinished_is_no_checkpoint_and_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = ModelCheckpoint(tmp_path)
+    fabric = cpu_fabric(callback)
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fabric, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            callback.save(fabric, state_of(1.0, 1), step=1)
+    assert list_checkpoints(tmp_path) == []
+    callback.save(fabric, state_of(1.0, 2), step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
