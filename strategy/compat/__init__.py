@@ -3,7 +3,11 @@
 import importlib
 import sys
 
-from thunder_memsave.compat import absent_transformer_engine, torch213_named_tensors
+from thunder_memsave.compat import (
+    absent_transformer_engine,
+    cpu_scalar_gradients,
+    torch213_named_tensors,
+)
 
 
 def apply() -> None:
@@ -12,3 +16,4 @@ def apply() -> None:
         return
     with torch213_named_tensors.stubs(), absent_transformer_engine.silence():
         importlib.import_module("thunder")
+    cpu_scalar_gradients.apply()

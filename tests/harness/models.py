@@ -1,0 +1,75 @@
+"""Tiny transformers models of the usual architectures, random weights, no dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB_SIZE = 101
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def gpt2(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=num_layers,
+        n_head=4,
+        n_positions=64,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        loss_type="ForCausalLM",
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **changes},
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(**{**_DECODER, "num_hidden_layers": num_layers, **changes})
+    return transformers.LlamaForCausalLM(config)
+
+
+def qwen2(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
+    config = transformers.Qwen2Config(**{**_DECODER, "num_hidden_layers": num_layers, **changes})
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def qwen3(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
+    settings = {**_DECODER, "num_hidden_layers": num_layers, "head_dim": 8, **changes}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
+
+
+def bert(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
+    config = transformers.BertConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **changes},
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def mixtral(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
+    settings = {**_DECODER, "num_hidden_layers": num_layers, "num_local_experts": 4, **changes}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings))
+
+
+def token_batch(batch_size: int = 2, length: int = 12, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (batch_size, length), generator=generator)

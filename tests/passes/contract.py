@@ -1,0 +1,90 @@
+"""What every joint-trace pass must satisfy; `check` runs all of it for one pass.
+
+1. With nothing to do it returns the very same trace.
+2. Its result is a valid trace: Thunder's `check_trace` re-derives every shape, every value is produced before its use.
+3. Gradients are bit-identical to those without the pass.
+4. The provenance of a changed trace names the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import thunder_memsave.compile as compile_module
+from thunder.core.trace import TraceCtx
+from thunder.dev_utils.check_trace import check_trace
+from thunder_memsave.compile import CompiledModule
+from thunder_memsave.passes import JointPass
+
+
+class Probe(nn.Module):
+    """Linears, a residual, a normalisation, a reused value and a view: something for most passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.gelu(self.up(self.norm(x)))
+        y = x + self.down(hidden)
+        return (y * y).view(-1, 4, 2).sum(-1) + y.mean()
+
+
+def check(run: JointPass, *, name: str, changes_the_probe: bool = True) -> None:
+    """Raise AssertionError, naming the clause, where `run` breaks the contract."""
+    seen: list[tuple[TraceCtx, TraceCtx]] = []
+
+    def recorded(trace: TraceCtx) -> TraceCtx:
+        result = run(trace)
+        seen.append((trace, result))
+        return result
+
+    expected = _gradients(())
+    actual = _gradients((recorded,))
+    before, after = seen[0]
+    if changes_the_probe:
+        assert after is not before, f"{name}: found nothing to do in the probe model"
+        assert name in str(after.get_provenance()), f"{name}: the provenance does not name the pass"
+    else:
+        assert after is before, f"{name}: returned another trace although it has nothing to do"
+    _check_valid(after, name)
+    for parameter, ours, reference in zip(Probe().state_dict(), actual, expected, strict=True):
+        assert torch.equal(ours, reference), f"{name}: the gradient of {parameter} changed"
+
+
+def check_identity(run: JointPass, *, name: str) -> None:
+    """Clause 1 alone, on a trace in which no pass has anything to do."""
+    with _passes((run,)):
+        compiled = CompiledModule(nn.Identity())
+        x = torch.ones(2)
+        assert compiled(x) is x, f"{name}: changed a model that does nothing"
+
+
+def _check_valid(trace: TraceCtx, name: str) -> None:
+    try:
+        check_trace(trace)
+    except Exception as error:
+        raise AssertionError(f"{name}: check_trace fails: {error}") from error
+
+
+def _gradients(passes: tuple[JointPass, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Probe()
+    x = torch.randn(5, 8)
+    with _passes(passes):
+        CompiledModule(model)(x).square().sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert all(g is not None for g in gradients)
+    return [g for g in gradients if g is not None]
+
+
+@contextmanager
+def _passes(passes: tuple[JointPass, ...]) -> Iterator[None]:
+    with patch.object(compile_module, "JOINT_PASSES", passes):
+        yield

@@ -1,0 +1,113 @@
+"""Every pass of `JOINT_PASSES` satisfies the contract, and the contract notices each way of breaking it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from passes import contract
+from thunder.core import prims
+from thunder.core.proxies import variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.transform_common import dce
+from thunder_memsave.passes import JOINT_PASSES, JointPass
+
+
+def test_every_pass_satisfies_the_contract() -> None:
+    for run in JOINT_PASSES:
+        contract.check(run, name=run.__name__)
+        contract.check_identity(run, name=run.__name__)
+
+
+def recompute_one(trace: TraceCtx) -> TraceCtx:
+    """The smallest real pass: backward reads a clone of one value of the forward."""
+    return _with_clone(trace, "recompute_one", clone_of="erf")
+
+
+def keep(trace: TraceCtx) -> TraceCtx:
+    return trace
+
+
+def test_a_recomputing_pass_satisfies_the_contract() -> None:
+    contract.check(recompute_one, name="recompute_one")
+    contract.check_identity(recompute_one, name="recompute_one")
+
+
+def test_a_pass_with_nothing_to_do_satisfies_the_contract() -> None:
+    contract.check(keep, name="keep", changes_the_probe=False)
+
+
+def rebuilds_for_nothing(trace: TraceCtx) -> TraceCtx:
+    copy = from_trace(trace)
+    copy.bound_symbols = list(trace.bound_symbols)
+    return copy
+
+
+def anonymous(trace: TraceCtx) -> TraceCtx:
+    return _with_clone(trace, "somebody else", clone_of="erf")
+
+
+def changes_numbers(trace: TraceCtx) -> TraceCtx:
+    """Swaps the operands of the first subtraction-like use in backward: valid, but another gradient."""
+    return _edited(trace, "changes_numbers", _negate_a_gradient(trace))
+
+
+def loses_a_producer(trace: TraceCtx) -> TraceCtx:
+    without = [b for b in trace.bound_symbols if "erf" not in b.sym.name]
+    return _edited(trace, "loses_a_producer", without)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes_the_probe", "complaint"),
+    [
+        (rebuilds_for_nothing, False, "although it has nothing to do"),
+        (keep, True, "found nothing to do"),
+        (anonymous, True, "provenance does not name"),
+        (changes_numbers, True, "the gradient of .* changed"),
+    ],
+)
+def test_the_contract_notices(run: JointPass, changes_the_probe: bool, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        contract.check(run, name=run.__name__, changes_the_probe=changes_the_probe)
+
+
+def test_a_value_without_producer_does_not_get_past_the_contract() -> None:
+    with pytest.raises((AssertionError, NameError, RuntimeError, ValueError, KeyError)):
+        contract.check(loses_a_producer, name="loses_a_producer")
+
+
+def _with_clone(trace: TraceCtx, name: str, *, clone_of: str) -> TraceCtx:
+    symbols = list(trace.bound_symbols)
+    backward = next((i for i, b in enumerate(symbols) if b.sym is prims.get_grad), None)
+    if backward is None:
+        return trace
+    producers = [b for b in symbols[:backward] if clone_of in b.sym.name]
+    for producer in producers:
+        (value,) = producer.flat_proxy_outs
+        with tracectx(trace):
+            copy = value.replace_name(f"bw_{value.name}")
+        outputs, inputs = {variableify(value): copy}, {variableify(value): copy}
+        clone = producer.from_bsym_swap_proxies(outputs, skip_inputs=True)
+        rest = [b.from_bsym_swap_proxies(inputs, skip_output=True) for b in symbols[backward:-1]]
+        return _edited(trace, name, [*symbols[:backward], clone, *rest, symbols[-1]])
+    return trace
+
+
+def _negate_a_gradient(trace: TraceCtx) -> Sequence[BoundSymbol]:
+    symbols = list(trace.bound_symbols)
+    result = symbols[-1].args[0]
+    gradients = list(result["output"])
+    with tracectx(trace):
+        negated = gradients[0].replace_name("negated")
+    negation = prims.neg.bind(gradients[0], output=negated)
+    returned = symbols[-1].from_bsym(args=({**result, "output": (negated, *gradients[1:])},))
+    return [*symbols[:-1], negation, returned]
+
+
+def _edited(trace: TraceCtx, name: str, symbols: Sequence[BoundSymbol]) -> TraceCtx:
+    new = from_trace(trace)
+    new.bound_symbols = list(symbols)
+    new = dce(new)
+    new.set_provenance(TraceProvenance(f"Joint pass {name}"))
+    return new
