@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from thunder_memsave import checkpoint
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import (
@@ -370,6 +371,18 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
         return tensor
 
     @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        if sync_grads or not dist.is_initialized():
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        # Fabric's own way to do this warns about a deprecation in torch 2.13.
+        tensor = tensor.detach().contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor, group=group)
+        return torch.stack(gathered)
+
+    @override
     def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
             return
@@ -387,6 +400,70 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
         return objects[0]
 
     # State.
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save the model, optimizers and the rest of `state` as `state_dict_type` says."""
+        if storage_options is not None:
+            raise ConfigError(
+                f"storage_options={storage_options!r} is for CheckpointIO plugins, which "
+                f"{type(self).__name__} does not use; leave it out."
+            )
+        checkpoint.save_checkpoint(
+            path,
+            _originals(state),
+            state_dict_type=self.config.state_dict_type,
+            data_parallel=self.data_parallel,
+            filter=filter,
+        )
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Restore `state` in place; a module alone is loaded from raw weights.
+
+        Returns what the checkpoint has beyond it. Raw weights are read without running code,
+        whatever `weights_only` says.
+        """
+        if isinstance(state, nn.Module | Optimizer):
+            module = _original(state) if isinstance(state, nn.Module) else state
+            checkpoint.load_raw(path, module, data_parallel=self.data_parallel, strict=strict)
+            return {}
+        state = {} if state is None else state
+        originals = _originals(state)
+        remainder = checkpoint.load_checkpoint(
+            path,
+            originals,
+            data_parallel=self.data_parallel,
+            strict=strict,
+            weights_only=weights_only,
+        )
+        others = (k for k in state if not isinstance(state[k], nn.Module | Optimizer))
+        state.update({key: originals[key] for key in others})
+        return remainder
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Whole CPU tensors under the model's own names, on every rank. A collective."""
+        return checkpoint.unsharded_state_dict(_original(module), self.data_parallel)
+
+    @override
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Copy whole tensors into the model, each rank its own rows."""
+        checkpoint.load_state_dict(_original(module), state_dict, strict=strict)
 
     def summon_full(
         self, module: nn.Module, *, writeback: bool = False
@@ -420,6 +497,10 @@ def _original(module: nn.Module) -> nn.Module:
     if isinstance(module, _FabricModule):
         return module.module
     return module.module if isinstance(module, CompiledModule) else module
+
+
+def _originals(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _original(v) if isinstance(v, nn.Module) else v for k, v in state.items()}
 
 
 def _has_meta(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fabric import make_fabric, run_on_fabric_ranks
+from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 
 NUM_RANKS = 2
 NUM_STEPS = 20
@@ -127,6 +127,7 @@ def train_plainly(make_model: Callable[[], nn.Module]) -> list[float]:
     return losses
 
 
+@on_fabric_rank
 def train_on_ranks(make_model: Callable[[], nn.Module], sharding: str, result: Path) -> None:
     fabric = make_fabric(devices=NUM_RANKS, sharding=sharding)
     model, optimizer = fabric.setup(*build(make_model))

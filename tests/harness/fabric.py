@@ -8,14 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.fabric import Fabric
 
+from harness.distributed import run_on_ranks
 from thunder_memsave import ThunderMemsaveStrategy
+from thunder_memsave.process_group import destroy_groups
 
 
 def make_fabric(*, devices: int = 1, **arguments: Any) -> Fabric:
@@ -29,13 +30,41 @@ def make_fabric(*, devices: int = 1, **arguments: Any) -> Fabric:
     return fabric
 
 
+def on_fabric_rank(fn: Callable[..., None]) -> Callable[..., None]:
+    """Give the function the environment of a torchrun worker; for `run_on_fabric_ranks`."""
+
+    @wraps(fn)
+    def run(rank: int, world_size: int, port: int, *args: object) -> None:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            GROUP_RANK="0",
+            WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RUN_ID="test",
+        )
+        try:
+            fn(*args)
+        finally:
+            destroy_groups()
+
+    return run
+
+
 def run_on_fabric_ranks(fn: Callable[..., None], world_size: int, *args: object) -> None:
-    """Spawn `world_size` processes with torchrun's environment and call `fn(*args)` on each.
+    """Call `fn(*args)` in `world_size` processes; each builds its Fabric with `make_fabric`.
+
+    Args:
+        fn: A module's function, decorated with `on_fabric_rank`.
+        world_size: The number of processes.
+        *args: What `fn` is called with.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; carries its traceback.
+        TimeoutError: the ranks hung; they were killed.
     """
-    mp.spawn(_run_rank, args=(fn, world_size, free_port(), args), nprocs=world_size)
+    run_on_ranks(fn, world_size, Path(), world_size, free_port(), *args, init=False)
 
 
 def free_port() -> int:
@@ -78,22 +107,3 @@ def finish(process: subprocess.Popen[str], *, timeout: float = 300) -> str:
         raise AssertionError(f"still running after {timeout} s:\n{output}") from None
     assert process.returncode == 0, output
     return output
-
-
-def _run_rank(
-    rank: int, fn: Callable[..., None], world_size: int, port: int, args: tuple[object, ...]
-) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="test",
-    )
-    try:
-        fn(*args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
