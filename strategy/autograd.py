@@ -32,7 +32,7 @@ class Differentiable:
 
 def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Run the forward on `inputs` and attach the backward to the outputs that need a gradient."""
-    return _Compiled.apply(function, *inputs)
+    return _Compiled.apply(function, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Compiled(torch.autograd.Function):

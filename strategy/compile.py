@@ -304,5 +304,5 @@ def _plain_execution() -> Iterator[None]:
 
 def _executors(config: CompileConfig) -> Sequence[Executor]:
     if config.executors is None:
-        return get_default_executors()
-    return resolve_executors(config.executors)
+        return get_default_executors()  # type: ignore[no-any-return]
+    return resolve_executors(config.executors)  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ class Checkpointed(nn.Module):
         return F.dropout(torch.tanh(self.linear(x)), self.p)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.region, x, use_reentrant=False)
+        return checkpoint(self.region, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def test_checkpoint_inside_the_model() -> None:
@@ -104,7 +104,7 @@ class CustomFunction(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Cube.apply(self.linear(x), 0.5)
+        return Cube.apply(self.linear(x), 0.5)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def test_a_custom_autograd_function_runs_its_own_backward() -> None:
@@ -136,7 +136,7 @@ def test_fully_masked_rows_are_finite_with_attention_dropout() -> None:
     allowed[0, :, :, :3] = False
     model = Attention(dropout=0.25)
     output = CompiledModule(model)(torch.randn(2, 6, 8), allowed)
-    weighted_sum(output).backward()
+    weighted_sum(output).backward()  # type: ignore[no-untyped-call]
     assert output.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -174,8 +174,8 @@ def test_two_losses_from_one_forward_with_separate_backwards() -> None:
     x = torch.randn(3, 4)
     for forward in (twins.compiled, twins.eager):
         left, right = forward(x)
-        weighted_sum(left).backward(retain_graph=True)
-        weighted_sum(right).backward()
+        weighted_sum(left).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        weighted_sum(right).backward()  # type: ignore[no-untyped-call]
     twins.assert_gradients_equal()
 
 
@@ -192,7 +192,7 @@ def test_backward_twice_with_retain_graph_is_bit_equal() -> None:
     gradients = []
     for retain in (True, True, False):
         model.zero_grad()
-        weighted_sum(left).backward(retain_graph=retain)
+        weighted_sum(left).backward(retain_graph=retain)  # type: ignore[no-untyped-call]
         gradients.append(model.trunk.weight.grad)
     assert gradients[0] is not None
     assert all(g is not None and torch.equal(g, gradients[0]) for g in gradients)
@@ -221,7 +221,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))
+        return self.head(self.embed(ids))  # type: ignore[no-any-return]
 
 
 def test_tied_weights_get_one_gradient() -> None:
@@ -390,10 +390,10 @@ class Methods(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        return self.linear(x)  # type: ignore[no-any-return]
 
     def training_step(self, x: Tensor) -> Tensor:
-        return self(x).pow(2).mean()
+        return self(x).pow(2).mean()  # type: ignore[no-any-return]
 
 
 def test_every_method_has_captures_of_its_own() -> None:

@@ -58,7 +58,7 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_DTYPES[config.model.trainable_dtype])
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def precision_of(config: RunConfig) -> str:
