@@ -33,7 +33,7 @@ def write_questions(docstrings: Sequence[Docstring], directory: Path) -> None:
     model was pre-trained on.
     """
     answerable = [doc for doc in docstrings if is_answerable(doc)]
-    rows = [(doc.held_out, row) for doc in answerable for row in _conversations(doc)]
+    rows = [(doc.held_out, _conversation(doc, number)) for number, doc in enumerate(answerable)]
     _write(directory / "questions.jsonl", (row for held_out, row in rows if not held_out))
     _write(directory / "questions_val.jsonl", (row for held_out, row in rows if held_out))
 
@@ -48,14 +48,15 @@ def question(doc: Docstring) -> str:
     return _QUESTIONS[doc.kind][0].format(name=doc.name)
 
 
-def _conversations(doc: Docstring) -> Iterable[Mapping[str, object]]:
-    for template in _QUESTIONS[doc.kind]:
-        yield {
-            "messages": [
-                {"role": "user", "content": template.format(name=doc.name)},
-                {"role": "assistant", "content": doc.summary},
-            ]
-        }
+def _conversation(doc: Docstring, number: int) -> Mapping[str, object]:
+    templates = _QUESTIONS[doc.kind]
+    asked = templates[number % len(templates)].format(name=doc.name)
+    return {
+        "messages": [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": doc.summary},
+        ]
+    }
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_example(name: str, *arguments: str, num_processes: int, directory: Path) -> str:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    command = [*(launch if num_processes > 1 else []), str(EXAMPLES / name), *arguments]
+    result = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=directory, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_minimal_script_trains(num_processes: int, tmp_path: Path) -> None:
+    output = run_example("fabric_minimal.py", num_processes=num_processes, directory=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 3
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_the_minimal_script_is_30_lines_without_an_import_of_ours() -> None:
+    text = (EXAMPLES / "fabric_minimal.py").read_text()
+    assert "import thunder_memsave" not in text
+    assert "from thunder_memsave" not in text
+    code = text.split('"""')[2]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 30
+
+
+def test_the_pre_training_loop_learns_and_leaves_metrics_and_a_checkpoint(tmp_path: Path) -> None:
+    output = run_example(
+        "pretrain.py", "--num-steps=40", "--output-dir=out", num_processes=1, directory=tmp_path
+    )
+    assert "everything is in out" in output
+    with (tmp_path / "out" / "metrics.csv").open(newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert len(losses) == 40
+    assert losses[-1] < 0.75 * losses[0]
+    assert (tmp_path / "out" / "checkpoints" / "step-00000040").is_dir()
