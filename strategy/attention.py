@@ -88,7 +88,7 @@ def _flash_meta(query: TensorProxy, *_: Any) -> TensorProxy:
 
 
 def _flash_execution(*args: Any) -> TensorProxy:
-    return _forward(*args)[0]  # type: ignore[no-any-return]
+    return _forward(*args)[0]
 
 
 def _flash_grad(
@@ -99,7 +99,7 @@ def _flash_grad(
     grads = _backward(grad, query, key, value, output, logsumexp, *settings)
     for operand, gradient in zip((query, key, value), grads, strict=True):
         prims.put_grad(operand, gradient)
-    return output  # type: ignore[no-any-return]
+    return output
 
 
 _flash = Symbol("flash_attention", meta=_flash_meta, id="thunder_memsave.flash_attention", is_prim=True)
@@ -122,12 +122,12 @@ def scaled_dot_product_attention(
     if enable_gqa:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     if query.device.devicetype is not devices.DeviceType.CPU:
-        return ltorch.scaled_dot_product_attention(  # type: ignore[no-any-return]
+        return ltorch.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
     mask = _additive(attn_mask, query)
     if _flash_applies(query, key, value, mask, dropout_p):
-        return _flash(query, key, value, mask, is_causal, scale)  # type: ignore[no-any-return]
+        return _flash(query, key, value, mask, is_causal, scale)
     return _decomposed(query, key, value, mask, dropout_p, is_causal, scale)
 
 
@@ -168,19 +168,19 @@ def _decomposed(
     dead = (logits == -math.inf).all(-1, keepdim=True)
     weights = ltorch.softmax(ltorch.where(dead, 0.0, logits), dim=-1)
     weights = ltorch.where(dead, 0.0, weights)
-    return ltorch.dropout(weights, dropout_p) @ value  # type: ignore[no-any-return]
+    return ltorch.dropout(weights, dropout_p) @ value
 
 
 def _additive(mask: TensorProxy | None, query: TensorProxy) -> TensorProxy | None:
     if mask is None or not dtypes.is_boolean_dtype(mask.dtype):
         return mask
     zeros = ltorch.zeros(*mask.shape, device=mask.device, dtype=query.dtype)
-    return ltorch.where(mask, zeros, -math.inf)  # type: ignore[no-any-return]
+    return ltorch.where(mask, zeros, -math.inf)
 
 
 def _repeat_heads(heads: TensorProxy, query: TensorProxy) -> TensorProxy:
     """Grouped-query attention: each key/value head serves `query heads / heads` consecutive query heads."""
-    return ltorch.repeat_interleave(heads, query.shape[-3] // heads.shape[-3], -3)  # type: ignore[no-any-return]
+    return ltorch.repeat_interleave(heads, query.shape[-3] // heads.shape[-3], -3)
 
 
 def _accumulate_dtype(dtype: Any) -> Any:

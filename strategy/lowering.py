@@ -245,16 +245,16 @@ class _Lowering:
             num_rows = parameter.unsharded_shape[0] if sharded else None  # type: ignore[attr-defined]
             if sharded and full.shape[0] != num_rows:
                 full = full[:num_rows]
-        return full  # type: ignore[no-any-return]
+        return full
 
     def _unshard(self, proxy: TensorProxy, kind: DistParallelType) -> TensorProxy:
         assert self.data_parallel is not None
         if self.capture.grad_enabled:
-            return dist_prims.synchronize(proxy, self.data_parallel.group, kind)  # type: ignore[no-any-return]
+            return dist_prims.synchronize(proxy, self.data_parallel.group, kind)
         # The gradient transform turns `synchronize` into this, and does not run without gradients.
         if kind is DistParallelType.REPLICATED:
             return proxy
-        return dist_prims.all_gather(proxy, self.data_parallel.group, True).wait()  # type: ignore[no-any-return]
+        return dist_prims.all_gather(proxy, self.data_parallel.group, True).wait()
 
     def _input_proxy(self, graph_input: GraphInput) -> _Lazy:
         tensor = graph_input.tensor

@@ -22,7 +22,7 @@ def _loss(output: CausalLMOutputWithPast) -> Tensor:
 
 def _lora(model: nn.Module, **changes: object) -> nn.Module:
     settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **changes}
-    return get_peft_model(model, LoraConfig(**settings))  # type: ignore[arg-type, no-any-return]
+    return get_peft_model(model, LoraConfig(**settings))
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_fully_masked_rows_are_finite_with_attention_dropout() -> None:
     allowed[0, :, :, :3] = False
     model = Attention(dropout=0.25)
     output = CompiledModule(model)(torch.randn(2, 6, 8), allowed)
-    weighted_sum(output).backward()  # type: ignore[no-untyped-call]
+    weighted_sum(output).backward()
     assert output.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -174,8 +174,8 @@ def test_two_losses_from_one_forward_with_separate_backwards() -> None:
     x = torch.randn(3, 4)
     for forward in (twins.compiled, twins.eager):
         left, right = forward(x)
-        weighted_sum(left).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        weighted_sum(right).backward()  # type: ignore[no-untyped-call]
+        weighted_sum(left).backward(retain_graph=True)
+        weighted_sum(right).backward()
     twins.assert_gradients_equal()
 
 
@@ -192,7 +192,7 @@ def test_backward_twice_with_retain_graph_is_bit_equal() -> None:
     gradients = []
     for retain in (True, True, False):
         model.zero_grad()
-        weighted_sum(left).backward(retain_graph=retain)  # type: ignore[no-untyped-call]
+        weighted_sum(left).backward(retain_graph=retain)
         gradients.append(model.trunk.weight.grad)
     assert gradients[0] is not None
     assert all(g is not None and torch.equal(g, gradients[0]) for g in gradients)

@@ -45,7 +45,7 @@ class Twins:
         if loss is not None:
             for model, output in ((self.model, ours), (self.eager, theirs)):
                 model.zero_grad()
-                loss(output).backward()  # type: ignore[no-untyped-call]
+                loss(output).backward()
             self.assert_gradients_equal(rtol=rtol, atol=atol)
         for (name, b), (_, e) in zip(
             self.model.named_buffers(), self.eager.named_buffers(), strict=True
