@@ -16,6 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PKG := .typing/thunder_memsave
+SOURCES := $(filter-out %/__pycache__,$(wildcard strategy/*)) callbacks configs
 
 -include $(VENV)/choice.mk
 CONSTRAINTS ?= constraints.txt
@@ -60,12 +61,13 @@ imports: $(STAMP) typing
 	PYTHONPATH=.typing $(BIN)/lint-imports --no-logo
 
 types: $(STAMP) typing
-	$(BIN)/mypy -p thunder_memsave
+	$(BIN)/mypy -p thunder_memsave -p harness -p passes
 	$(BIN)/mypy tests examples benchmarks
 
 typing:  # the tree as `import thunder_memsave` sees it, for tools that cannot run import hooks
 	@mkdir -p $(PKG)
-	@ln -sfn $(addprefix ../../,$(filter-out %/__pycache__,$(wildcard strategy/*)) callbacks configs) $(PKG)/
+	@ln -sfn $(addprefix ../../,$(SOURCES)) $(PKG)/
+	@ln -sfn ../tests/harness ../tests/passes .typing/
 	@find $(PKG) -maxdepth 1 -type l ! -exec test -e {} \; -delete
 
 wheel: $(STAMP)
