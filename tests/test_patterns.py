@@ -64,7 +64,7 @@ class Checkpointed(nn.Module):
         return F.dropout(torch.tanh(self.linear(x)), self.p)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.region, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(self.region, x, use_reentrant=False)
 
 
 def test_checkpoint_inside_the_model() -> None:
@@ -104,7 +104,7 @@ class CustomFunction(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Cube.apply(self.linear(x), 0.5)  # type: ignore[no-any-return, no-untyped-call]
+        return Cube.apply(self.linear(x), 0.5)
 
 
 def test_a_custom_autograd_function_runs_its_own_backward() -> None:
@@ -221,7 +221,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))  # type: ignore[no-any-return]
+        return self.head(self.embed(ids))
 
 
 def test_tied_weights_get_one_gradient() -> None:
@@ -390,10 +390,10 @@ class Methods(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)  # type: ignore[no-any-return]
+        return self.linear(x)
 
     def training_step(self, x: Tensor) -> Tensor:
-        return self(x).pow(2).mean()  # type: ignore[no-any-return]
+        return self(x).pow(2).mean()
 
 
 def test_every_method_has_captures_of_its_own() -> None:
