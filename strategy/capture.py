@@ -67,6 +67,11 @@ class Capture:
         default=(), repr=False
     )
 
+    @property
+    def training(self) -> bool:
+        """Whether there is anything to differentiate."""
+        return self.grad_enabled and any(i.tensor.requires_grad for i in self.inputs)
+
     def matches(self, call: Call) -> bool:
         """Whether the graph is what tracing `call` now would give."""
         return self._parameters_unchanged() and bool(self._guards.check(call.frame_locals))

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from thunder_memsave import compat
 
 compat.apply()
 
-import thunder  # noqa: E402
 from thunder.common import CompileData, CompileStats  # noqa: E402
-from thunder.core import prims  # noqa: E402
+from thunder.core import dtypes  # noqa: E402
 from thunder.core.compile_data import compile_data_and_stats  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
@@ -46,7 +45,6 @@ from thunder_memsave.attention import attention_executor  # noqa: E402
 from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
 from thunder_memsave.collectives import collectives_executor  # noqa: E402
 from thunder_memsave.config import CompileConfig  # noqa: E402
-from thunder_memsave.dependencies import output_dependencies  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
@@ -176,7 +174,7 @@ def compile_call(
     )
     with compile_data_and_stats(compile_data, CompileStats()):
         lowered = lower(captured, compile_data=compile_data, data_parallel=data_parallel, opaque=opaque)
-        graph = _compile(captured, lowered, compile_data)
+        graph = _compile(lowered, compile_data)
     return Compiled(
         method=name,
         capture=captured,
@@ -194,7 +192,7 @@ class _Graph:
     backward_traces: Sequence[TraceCtx]
 
 
-def _compile(captured: Capture, lowered: Lowered, compile_data: CompileData) -> _Graph:
+def _compile(lowered: Lowered, compile_data: CompileData) -> _Graph:
     """The one ordered list of what happens to a trace."""
     traces = [lowered.trace]
 
@@ -205,39 +203,38 @@ def _compile(captured: Capture, lowered: Lowered, compile_data: CompileData) -> 
     trace = then(wrap_return_value_together_with_arguments(lowered.trace))
     trace = then(insert_alias_updates(trace, []))
     trace = then(dce(trace))
-    training = captured.grad_enabled and any(p.requires_grad for p in trace.args)
-    if training:
+    if lowered.training:
         trace = then(grad_transform_on_trace(trace))
     # Executors claim operations, then the joint passes run, then whatever fuses.
     trace = then(transform_for_execution(trace, compile_data.executors_list))
     backward = None
-    if training:
+    if lowered.training:
         trace, backward = split_into_forward_and_backward(trace)
     trace = then(del_last_used(trace))
     _inplace_copy_sanity_check(trace)
     if backward is None:
         trace = then(unwrap_return_value(trace))
-        return _Graph(_inference(captured, lowered, trace), traces, ())
+        return _Graph(_inference(lowered, trace), traces, ())
     backward = del_last_used(backward, clear_mutable_collections=True)
-    return _Graph(_training(captured, lowered, trace, backward), traces, [backward])
+    return _Graph(_training(lowered, trace, backward), traces, [backward])
 
 
-def _inference(captured: Capture, lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
+def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
     computation = trace.python_callable()
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         with _plain_execution(), torch.no_grad():
             computed = computation(*inputs, *lowered.constants)
-        return _graph_outputs(captured, lowered, inputs, computed)
+        return lowered.outputs(inputs, computed)
 
     return run
 
 
-def _training(
-    captured: Capture, lowered: Lowered, forward: TraceCtx, backward: TraceCtx | None
-) -> Callable[..., Any]:
-    depends_on = output_dependencies(captured.graph, lowered.computed)
-    _check_gradients(captured, forward, backward, depends_on)
+def _training(lowered: Lowered, forward: TraceCtx, backward: TraceCtx) -> Callable[..., Any]:
+    depends_on = lowered.depends_on
+    if depends_on is None:
+        depends_on = _all_dependencies(forward, backward)
+    _check_gradients(lowered.input_names, forward, backward, depends_on)
     compute = forward.python_callable()
 
     def run_forward(*inputs: Any) -> Any:
@@ -246,52 +243,44 @@ def _training(
         return result["output"], saved
 
     function = autograd.Differentiable(
-        forward=run_forward,
-        backward=backward.python_callable() if backward is not None else _no_backward,
-        output_depends_on=depends_on,
+        forward=run_forward, backward=backward.python_callable(), output_depends_on=depends_on
     )
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         computed = autograd.run(function, (*inputs, *lowered.constants))
-        return _graph_outputs(captured, lowered, inputs, computed)
+        return lowered.outputs(inputs, computed)
 
     return run
 
 
-def _no_backward(*_: Any) -> Any:
-    raise AssertionError("no output needs a gradient")
-
-
-def _graph_outputs(
-    captured: Capture, lowered: Lowered, inputs: Sequence[Tensor], computed: Sequence[Any]
-) -> Sequence[Any]:
-    """What the graph returns, in its order; an input that it returns comes back as the same object."""
-    placeholders = (n for n in captured.graph.graph.nodes if n.op == "placeholder")
-    values: dict[Any, Any] = dict(zip(placeholders, inputs, strict=True))
-    values.update(zip(lowered.computed, computed, strict=True))
-    return [values[o] if isinstance(o, fx.Node) else o for o in lowered.outputs]
+def _all_dependencies(forward: TraceCtx, backward: TraceCtx) -> tuple[frozenset[int], ...]:
+    """Every floating output depends on every input that gets a gradient."""
+    with_gradient = frozenset(i for i, g in enumerate(backward.output) if g is not None)
+    outputs = forward.output[0]["output"]
+    return tuple(
+        with_gradient if isinstance(o, TensorProxy) and dtypes.is_inexact_dtype(o.dtype) else frozenset()
+        for o in outputs
+    )
 
 
 def _check_gradients(
-    captured: Capture,
+    names: Sequence[str],
     forward: TraceCtx,
-    backward: TraceCtx | None,
+    backward: TraceCtx,
     depends_on: Sequence[frozenset[int]],
 ) -> None:
     """Every gradient that eager gives is computed, in the shape and dtype of its input."""
-    gradients = backward.output if backward is not None else ()
     for index in sorted(frozenset().union(*depends_on)):
-        name, proxy = captured.inputs[index].name, forward.args[index]
-        gradient = gradients[index] if index < len(gradients) else None
+        proxy, gradient = forward.args[index], backward.output[index]
         if gradient is None:
             raise CompileError(
-                f"Thunder computes no gradient for {name!r} although eager PyTorch does: an operation that uses it is "
-                "not differentiable in Thunder. Freeze the parameter, or write the operation with other ones."
+                f"Thunder computes no gradient for {names[index]!r} although eager PyTorch does: an operation that "
+                "uses it is not differentiable in Thunder. Freeze the parameter, or write the operation with others."
             )
         if (gradient.shape, gradient.dtype) != (proxy.shape, proxy.dtype):
             raise CompileError(
-                f"Thunder computes the gradient of {name!r} as {tuple(gradient.shape)} {gradient.dtype}, the tensor is "
-                f"{tuple(proxy.shape)} {proxy.dtype}."
+                f"Thunder computes the gradient of {names[index]!r} as {tuple(gradient.shape)} {gradient.dtype}, the "
+                f"tensor is {tuple(proxy.shape)} {proxy.dtype}."
             )
 
 

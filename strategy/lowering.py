@@ -14,10 +14,11 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx
+from torch.distributed import ProcessGroup
 
 from thunder_memsave import compat
 
@@ -38,6 +39,7 @@ from thunder_memsave.aliasing import refuse_lost_changes  # noqa: E402
 from thunder_memsave.attention import scaled_dot_product_attention  # noqa: E402
 from thunder_memsave.autocast import Autocast  # noqa: E402
 from thunder_memsave.capture import Capture, GraphInput  # noqa: E402
+from thunder_memsave.dependencies import output_dependencies  # noqa: E402
 from thunder_memsave.errors import CompileError, user_frame_of_text  # noqa: E402
 from thunder_memsave.higher_order import HIGHER_ORDER  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor, is_random  # noqa: E402
@@ -53,10 +55,14 @@ class Lowered:
     trace: TraceCtx
     constants: tuple[Tensor, ...]
     """Tensors that the graph holds itself (literals in the user's code)."""
-    outputs: tuple[Any, ...]
-    """The graph's outputs: FX nodes, or plain Python values."""
-    computed: tuple[fx.Node, ...]
-    """The nodes among them that the trace returns, each once; the others are inputs, returned as they are."""
+    input_names: tuple[str, ...]
+    """What errors call the inputs."""
+    depends_on: tuple[frozenset[int], ...] | None
+    """For each computed value, the inputs that eager gives a gradient; None when eager's rules are not known."""
+    training: bool
+    """Whether there is anything to differentiate."""
+    outputs: Callable[[Sequence[Tensor], Sequence[Any]], Sequence[Any]]
+    """`(inputs, computed values)` -> what the graph returns."""
 
 
 def lower(
@@ -75,6 +81,25 @@ def lower(
     refuse_lost_changes(capture.graph)
     lowering = _Lowering(capture, compile_data, data_parallel, opaque)
     return lowering.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputOrder:
+    """Puts the computed values and the inputs that are returned as they are into the graph's order."""
+
+    order: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, outputs: Sequence[Any], computed: Sequence[fx.Node]) -> Self:
+        inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        position = {n: ("input", i) for i, n in enumerate(inputs)}
+        position.update({n: ("computed", i) for i, n in enumerate(computed)})
+        return cls(tuple(position[o] if isinstance(o, fx.Node) else ("value", o) for o in outputs))
+
+    def __call__(self, inputs: Sequence[Tensor], computed: Sequence[Any]) -> Sequence[Any]:
+        """`(inputs, computed values)` -> what the graph returns."""
+        sources = {"input": inputs, "computed": computed}
+        return [value if kind == "value" else sources[kind][value] for kind, value in self.order]
 
 
 @dataclass(slots=True)
@@ -116,7 +141,14 @@ class _Lowering:
             values = self._values(self.capture.graph, inputs)
             with self._grad(enabled=True):
                 prims.python_return(tuple(values[node] for node in computed))
-        return Lowered(self.trace, tuple(t for t, _ in constants), outputs, computed)
+        return Lowered(
+            trace=self.trace,
+            constants=tuple(t for t, _ in constants),
+            input_names=tuple(i.name for i in self.capture.inputs),
+            depends_on=output_dependencies(self.capture.graph, computed),
+            training=self.capture.training,
+            outputs=_OutputOrder.of(self.capture.graph, outputs, computed),
+        )
 
     def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
         """Run the body of a higher-order operator on values."""
@@ -287,6 +319,18 @@ class _Lowering:
             yield
         finally:
             self.compile_data.is_grad_enabled = before
+
+
+def unshard(
+    proxy: TensorProxy, group: ProcessGroup, kind: DistParallelType, *, training: bool
+) -> TensorProxy:
+    """The full value of a parameter, padding included; its gradient is the mean over the ranks, of this rank's rows."""
+    if training:
+        return dist_prims.synchronize(proxy, group, kind)  # type: ignore[no-any-return]
+    # The gradient transform turns `synchronize` into this, and does not run without gradients.
+    if kind is DistParallelType.REPLICATED:
+        return proxy
+    return dist_prims.all_gather(proxy, group, True).wait()  # type: ignore[no-any-return]
 
 
 def _outputs(graph: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
