@@ -23,9 +23,9 @@ __all__ = [
     "RowRange",
     "ShardedParameter",
     "ShardedParameterError",
-    "adopt_shard",
     "all_gather",
     "can_shard",
+    "fill_meta",
     "gather_full",
     "gather_rows",
     "is_module_sharded",
@@ -34,8 +34,10 @@ __all__ = [
     "num_real_rows",
     "own_rows",
     "shard_module",
+    "shard_rest",
     "summon_full",
     "take_rows",
+    "whole_shape",
 ]
 
 
@@ -119,13 +121,24 @@ def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
     Raises:
         ValueError: the module is sharded already, has gradients, or ties weights by storage only.
     """
-    named = dict(module.named_parameters())
-    _refuse_unshardable(named)
-    for name, p in named.items():
-        p.unsharded_shape = p.shape  # type: ignore[attr-defined]
-        if data_parallel is not None and can_shard(p.shape, data_parallel):
-            rows = own_rows(p.shape, data_parallel)
-            shape = p.shape
+    for name, p in module.named_parameters():
+        if is_sharded(p):
+            raise ValueError(
+                f"the module is sharded already ({name!r} holds {num_real_rows(p)} rows); "
+                "set it up once, and use the module that setup returned."
+            )
+    shard_rest(module, data_parallel)
+
+
+def shard_rest(module: nn.Module, data_parallel: DataParallel | None) -> None:
+    """`shard_module` for a module of which some parameters are sharded already."""
+    rest = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
+    _refuse_unshardable(rest)
+    for name, p in rest.items():
+        shape = p.shape
+        p.unsharded_shape = shape  # type: ignore[attr-defined]
+        if data_parallel is not None and can_shard(shape, data_parallel):
+            rows = own_rows(shape, data_parallel)
             p.data = take_rows(p.detach(), rows)
             _mark(p, name, shape, rows)
 
@@ -137,14 +150,23 @@ def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
     return shard
 
 
-def adopt_shard(
-    p: nn.Parameter, shard: Tensor, *, name: str, unsharded_shape: torch.Size, rows: RowRange
-) -> None:
-    """Makes `p`, on meta or not, hold `shard`; the object and its `requires_grad` stay."""
-    real = nn.Parameter(shard, p.requires_grad)
-    _mark(real, name, unsharded_shape, rows)
-    # `p.data = shard` is refused by torch where p is on meta.
+def fill_meta(p: Tensor, values: Tensor, *, name: str, rows: RowRange | None) -> None:
+    """Makes a meta parameter or buffer hold `values`: all of it, or `rows` of it with padding.
+
+    The object stays, with its attributes and `requires_grad`; only its contents change.
+    """
+    real = nn.Parameter(values, p.requires_grad) if isinstance(p, nn.Parameter) else values
+    vars(real).update(vars(p))
+    if rows is not None:
+        assert isinstance(real, nn.Parameter)
+        _mark(real, name, whole_shape(p), rows)
+    # `p.data = values` is refused by torch where p is on meta.
     torch.utils.swap_tensors(p, real)
+
+
+def whole_shape(t: Tensor) -> torch.Size:
+    """The shape of the whole tensor of which `t` may be a shard."""
+    return t.unsharded_shape if isinstance(t, ShardedParameter) else t.shape
 
 
 def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
@@ -242,11 +264,6 @@ class _Summoned:
 def _refuse_unshardable(named: dict[str, nn.Parameter]) -> None:
     storages: dict[tuple[object, ...], str] = {}
     for name, p in named.items():
-        if is_sharded(p):
-            raise ValueError(
-                f"the module is sharded already ({name!r} holds {num_real_rows(p)} rows); "
-                "set it up once, and use the module that setup returned."
-            )
         if p.grad is not None:
             raise ValueError(
                 f"{name!r} has a gradient, which sharding would drop; call "

@@ -16,6 +16,7 @@ from thunder_memsave.sharding import (
     gather_full,
     local_rows,
     num_real_rows,
+    whole_shape,
 )
 
 Keep = Callable[[str, Tensor], bool]
@@ -138,11 +139,6 @@ def compare(
     return problems
 
 
-def unsharded_shape(t: Tensor) -> torch.Size:
-    """The shape of the whole tensor of which `t` may be a shard."""
-    return t.unsharded_shape if isinstance(t, ShardedParameter) else t.shape
-
-
 def raise_problems(problems: list[Problem], *, what: str) -> None:
     """Raises all problems as one error, the first ones spelled out."""
     if not problems:
@@ -172,7 +168,7 @@ def _name_problems(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec
 
 
 def _tensor_problems(name: str, t: Tensor, spec: TensorSpec, *, strict: bool) -> list[Problem]:
-    shape = unsharded_shape(t)
+    shape = whole_shape(t)
     if shape != spec.shape:
         text = f"shape {tuple(spec.shape)} in the file, {tuple(shape)} in the model"
         return [Problem(name=name, text=text)]

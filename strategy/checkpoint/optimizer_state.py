@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.module_state import Problem, unsharded_shape
+from thunder_memsave.checkpoint.module_state import Problem
 from thunder_memsave.sharding import (
     DataParallel,
     gather_rows,
@@ -18,6 +18,7 @@ from thunder_memsave.sharding import (
     local_rows,
     own_rows,
     take_rows,
+    whole_shape,
 )
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -128,7 +129,7 @@ def set_optimizer_state(
 
 def local_part(whole: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
     """This rank's padded part of a state tensor of `p`, on the device where the moments live."""
-    if is_sharded(p) and whole.shape == unsharded_shape(p):
+    if is_sharded(p) and whole.shape == whole_shape(p):
         assert data_parallel is not None
         return take_rows(whole, own_rows(whole.shape, data_parallel)).to(p.device)
     return whole.clone()
@@ -196,14 +197,14 @@ def compare_state_shapes(
         for (name, key), shape in shapes.items()
         if name in parameters
         and is_sharded(parameters[name])
-        and shape != unsharded_shape(parameters[name])
+        and shape != whole_shape(parameters[name])
         and shape.numel() != 1
     ]
 
 
 def _gather(value: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
     if data_parallel is not None and is_sharded(p) and value.shape == p.shape:
-        return gather_rows(value.detach(), unsharded_shape(p), data_parallel)
+        return gather_rows(value.detach(), whole_shape(p), data_parallel)
     return local_rows(value, value)
 
 

@@ -31,7 +31,6 @@ from thunder_memsave.checkpoint.module_state import (
     first_stored_names,
     named_state,
     raise_problems,
-    unsharded_shape,
 )
 from thunder_memsave.checkpoint.optimizer_state import (
     NamedState,
@@ -42,7 +41,7 @@ from thunder_memsave.checkpoint.optimizer_state import (
     set_optimizer_state,
 )
 from thunder_memsave.checkpoint.sources import TensorSpec, load_mapped
-from thunder_memsave.sharding import DataParallel, is_sharded, local_rows
+from thunder_memsave.sharding import DataParallel, is_sharded, local_rows, whole_shape
 
 META_FILE = "meta.pt"
 Keys = tuple[str | int, ...]
@@ -219,7 +218,7 @@ class _StoredOptimizer:
         if not self.stored.is_tensor(flat):
             return None
         spec, p = self.stored.spec(flat), self.parameters[name]
-        if is_sharded(p) and spec.shape == unsharded_shape(p):
+        if is_sharded(p) and spec.shape == whole_shape(p):
             zeros = torch.zeros(p.shape, dtype=spec.dtype, device=p.device)
             return _for_dcp(zeros, p, data_parallel)
         return torch.zeros(spec.shape, dtype=spec.dtype)
@@ -240,7 +239,7 @@ def _for_dcp(t: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor
     """`t`, which belongs to parameter `p`, as DCP is to see it: without padding, in its place."""
     if data_parallel is None or not is_sharded(p) or t.shape != p.shape:
         return t.detach()
-    shape = unsharded_shape(p)
+    shape = whole_shape(p)
     mesh = DeviceMesh.from_group(data_parallel.group, t.device.type)
     stride = torch.empty(shape, device="meta").stride()
     # Thunder's shards are DTensor's Shard(0) plus padding.
