@@ -25,6 +25,7 @@ from thunder_memsave.autoload import install as _install
 
 if TYPE_CHECKING:
     from thunder_memsave.config import CompileConfig, ConfigError, ShardingConfig, StrategyConfig
+    from thunder_memsave.materialize import load_on_setup
     from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "StrategyConfig",
     "ThunderMemsaveStrategy",
     "__version__",
+    "load_on_setup",
 ]
 
 _HOME = {
@@ -44,6 +46,7 @@ _HOME = {
     "ShardingConfig": "thunder_memsave.config",
     "StrategyConfig": "thunder_memsave.config",
     "ThunderMemsaveStrategy": "thunder_memsave.strategy",
+    "load_on_setup": "thunder_memsave.materialize",
 }
 
 _install()

@@ -44,6 +44,7 @@ from thunder_memsave.digest import check_ranks_agree
 from thunder_memsave.forward_methods import take_redirection
 from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
+from thunder_memsave.materialize import materialize
 from thunder_memsave.precision import refuse_unsupported, share_found_inf
 from thunder_memsave.process_group import (
     init_default_group,
@@ -310,8 +311,6 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
         refuse_unsuitable(module)
         check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
         if _has_meta(module):
-            from thunder_memsave.materialize import materialize
-
             materialize(module, device=self.root_device, data_parallel=self.data_parallel)
         else:
             shard_module(module, self.data_parallel)
