@@ -123,7 +123,7 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
         CaptureError: the method cannot be one graph; names the user's file and line.
     """
     grad_enabled = torch.is_grad_enabled()
-    with _full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
+    with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
         output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
         if output.backend_input is None:
             raise CaptureError(f"{_describe(call)} runs no tensor operation, so there is nothing to compile.")
@@ -195,7 +195,7 @@ def _name_inputs(
 
 
 @contextmanager
-def _full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     """Swap sharded parameters for storage-less ones of full shape; yields id(stand-in) -> original."""
     stand_ins: dict[int, nn.Parameter] = {}
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []

@@ -46,6 +46,7 @@ from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
 from thunder_memsave.collectives import collectives_executor  # noqa: E402
 from thunder_memsave.config import CompileConfig  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
+from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
 from thunder_memsave.passes import JOINT_PASSES, JointTracePasses  # noqa: E402
@@ -61,7 +62,7 @@ class Compiled:
     """One captured call, compiled."""
 
     method: str
-    capture: Capture
+    capture: Capture | Interpretation
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
     """Empty when nothing needs a gradient."""
@@ -159,30 +160,70 @@ def compile_call(
 ) -> Compiled:
     """Capture and compile one call of a method of `module`."""
     start = time.perf_counter()
-    captured = capture(module, call, reason=reason)
-    opaque = OpaqueExecutor()
-    passes = JointTracePasses(JOINT_PASSES)
-    executors = (
-        opaque,
-        passes,
-        attention_executor,
-        collectives_executor,
-        *_executors(config),
-    )
-    compile_data = CompileData(
-        fn=module, executors_list=executors, disable_preprocessing=True, using_jit=True
-    )
-    with compile_data_and_stats(compile_data, CompileStats()):
-        lowered = lower(captured, compile_data=compile_data, data_parallel=data_parallel, opaque=opaque)
-        graph = _compile(lowered, compile_data)
+    frontend = _interpreter if config.frontend == "interpreter" else _dynamo
+    traced = frontend(module, call, reason, _executors(config), data_parallel)
+    with compile_data_and_stats(traced.compile_data, CompileStats()):
+        graph = _compile(traced.lowered, traced.compile_data)
     return Compiled(
         method=name,
-        capture=captured,
+        capture=traced.capture,
         forward_traces=graph.forward_traces,
         backward_traces=graph.backward_traces,
         seconds=time.perf_counter() - start,
-        run=captured.callable(graph.run),
+        run=traced.capture.callable(graph.run),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What a frontend gives: the trace, and when and how it may be run."""
+
+    capture: Capture | Interpretation
+    lowered: Lowered
+    compile_data: CompileData
+
+
+def _dynamo(
+    module: nn.Module,
+    call: Call,
+    reason: str,
+    executors: Sequence[Executor],
+    data_parallel: DataParallel | None,
+) -> _Traced:
+    captured = capture(module, call, reason=reason)
+    opaque = OpaqueExecutor()
+    compile_data = CompileData(
+        fn=module, executors_list=(opaque, *executors), disable_preprocessing=True, using_jit=True
+    )
+    with compile_data_and_stats(compile_data, CompileStats()):
+        lowered = lower(
+            captured, compile_data=compile_data, data_parallel=data_parallel, opaque=opaque
+        )
+    return _Traced(captured, lowered, compile_data)
+
+
+def _interpreter(
+    module: nn.Module,
+    call: Call,
+    reason: str,
+    executors: Sequence[Executor],
+    data_parallel: DataParallel | None,
+) -> _Traced:
+    interpretation = interpret(
+        module, call, reason=reason, executors=executors, data_parallel=data_parallel
+    )
+    return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
+
+
+def _executors(config: CompileConfig) -> tuple[Executor, ...]:
+    """The ordered list: the joint passes must come before whatever fuses."""
+    chosen = (
+        get_default_executors()
+        if config.executors is None
+        else resolve_executors(config.executors)
+    )
+    passes = JointTracePasses(JOINT_PASSES)
+    return (passes, attention_executor, collectives_executor, *chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +330,3 @@ def _plain_execution() -> Iterator[None]:
     """Shards are plain tensors to a trace. (Its casts are explicit: Thunder turns autocast off around it.)"""
     with torch._C.DisableTorchFunctionSubclass():
         yield
-
-
-def _executors(config: CompileConfig) -> Sequence[Executor]:
-    if config.executors is None:
-        return get_default_executors()  # type: ignore[no-any-return]
-    return resolve_executors(config.executors)  # type: ignore[no-any-return]

@@ -28,7 +28,12 @@ import thunder.torch as ltorch  # noqa: E402
 from thunder.common import CompileData  # noqa: E402
 from thunder.core import devices, dtypes, prims  # noqa: E402
 from thunder.core.codeutils import SigInfo  # noqa: E402
-from thunder.core.langctxs import Languages, langctx, resolve_language  # noqa: E402
+from thunder.core.langctxs import (  # noqa: E402
+    Languages,
+    reset_langctx,
+    resolve_language,
+    set_langctx,
+)
 from thunder.core.proxies import DistParallelType, TensorProxy  # noqa: E402
 from thunder.core.symbol import Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
@@ -128,8 +133,7 @@ class _Lowering:
         self.constants: dict[int, tuple[Tensor, TensorProxy]] = {}
 
     def run(self) -> Lowered:
-        language = resolve_language(Languages.TORCH)
-        with tracectx(self.trace), langctx_of(language), _no_ambient_autocast():
+        with tracectx(self.trace), in_language(), _no_ambient_autocast():
             inputs = [self._input_proxy(i) for i in self.capture.inputs]
             constants = self._constant_proxies()
             self.trace.args = (*(lazy.proxy for lazy in inputs), *(p for _, p in constants))
@@ -355,11 +359,9 @@ def _proxy(tensor: Tensor, name: str, kind: DistParallelType | None) -> TensorPr
 
 
 @contextmanager
-def langctx_of(language: Any) -> Iterator[None]:
-    """Thunder's language context as a `with` block."""
-    from thunder.core.langctxs import reset_langctx, set_langctx
-
-    token = set_langctx(language)
+def in_language() -> Iterator[None]:
+    """Operators and methods of proxies mean what they mean in torch."""
+    token = set_langctx(resolve_language(Languages.TORCH))
     try:
         yield
     finally:
