@@ -18,7 +18,18 @@ _IN_PLACE_OPERATORS = frozenset(
         operator.setitem,
         *(
             getattr(operator, f"i{name}")
-            for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+            for name in (
+                "add",
+                "sub",
+                "mul",
+                "truediv",
+                "floordiv",
+                "mod",
+                "pow",
+                "and",
+                "or",
+                "xor",
+            )
         ),
     }
 )

@@ -102,7 +102,9 @@ def _flash_grad(
     return output
 
 
-_flash = Symbol("flash_attention", meta=_flash_meta, id="thunder_memsave.flash_attention", is_prim=True)
+_flash = Symbol(
+    "flash_attention", meta=_flash_meta, id="thunder_memsave.flash_attention", is_prim=True
+)
 attention_executor.register_implementation(
     _flash, execution_transform=_flash_execution, grad_transform=_flash_grad
 )

@@ -42,7 +42,17 @@ _LOWER_PRECISION: frozenset[Callable[..., Any]] = frozenset(
         torch.mv,
         *(
             getattr(Tensor, name)
-            for name in ("__matmul__", "__rmatmul__", "addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm", "mv")
+            for name in (
+                "__matmul__",
+                "__rmatmul__",
+                "addbmm",
+                "addmm",
+                "baddbmm",
+                "bmm",
+                "matmul",
+                "mm",
+                "mv",
+            )
         ),
     }
 )

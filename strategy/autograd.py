@@ -41,7 +41,9 @@ class _Compiled(torch.autograd.Function):
         outputs, (tensors, numbers) = function.forward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.function, ctx.numbers, ctx.ran = function, numbers, False
-        ctx.like = [(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs]
+        ctx.like = [
+            (o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs
+        ]
         # A saved view of an output leaks (pytorch #94990); a detached alias does not.
         ctx.save_for_backward(*(t.detach() if t._base is not None else t for t in tensors))
         constant = [
@@ -62,7 +64,8 @@ class _Compiled(torch.autograd.Function):
         function = ctx.function
         wanted = _reached(function.output_depends_on, grad_outputs)
         cotangents = [
-            _cotangent(gradient, like) for gradient, like in zip(grad_outputs, ctx.like, strict=True)
+            _cotangent(gradient, like)
+            for gradient, like in zip(grad_outputs, ctx.like, strict=True)
         ]
         saved = _take_saved(ctx)
         gradients = function.backward([saved, ctx.numbers], cotangents)

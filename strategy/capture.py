@@ -116,7 +116,7 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
     """Trace `call` of a method of `module` into one graph.
 
     Sharded parameters are swapped for storage-less tensors of full shape while tracing, so the graph has full shapes
-    and nothing is gathered. Their guards would compare full shapes with shards: they are left out, and `Capture.matches`
+    and nothing is gathered. Their guards would compare full shapes with shards: they are left out; `Capture.matches`
     checks what they would have checked.
 
     Raises:
@@ -126,7 +126,9 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
         output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
         if output.backend_input is None:
-            raise CaptureError(f"{_describe(call)} runs no tensor operation, so there is nothing to compile.")
+            raise CaptureError(
+                f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
+            )
         guards = _build_guards(output, call, swapped=originals)
 
         def make_callable(run_graph: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +236,7 @@ def _dynamo_settings() -> Iterator[None]:
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
-    """Every method of `logging.Logger`, those that libraries add to it too: a call of one is a graph break otherwise."""
+    """Every method of `logging.Logger`, those that libraries add too: a call of one would be a graph break."""
     methods = (getattr(logging.Logger, name) for name in dir(logging.Logger))
     return {warnings.warn, *(m for m in methods if callable(m) and not isinstance(m, type))}
 

@@ -218,9 +218,7 @@ def _interpreter(
 def _executors(config: CompileConfig) -> tuple[Executor, ...]:
     """The ordered list: the joint passes must come before whatever fuses."""
     chosen = (
-        get_default_executors()
-        if config.executors is None
-        else resolve_executors(config.executors)
+        get_default_executors() if config.executors is None else resolve_executors(config.executors)
     )
     passes = JointTracePasses(JOINT_PASSES)
     return (passes, attention_executor, collectives_executor, *chosen)
@@ -299,7 +297,9 @@ def _all_dependencies(forward: TraceCtx, backward: TraceCtx) -> tuple[frozenset[
     with_gradient = frozenset(i for i, g in enumerate(backward.output) if g is not None)
     outputs = forward.output[0]["output"]
     return tuple(
-        with_gradient if isinstance(o, TensorProxy) and dtypes.is_inexact_dtype(o.dtype) else frozenset()
+        with_gradient
+        if isinstance(o, TensorProxy) and dtypes.is_inexact_dtype(o.dtype)
+        else frozenset()
         for o in outputs
     )
 
@@ -327,6 +327,6 @@ def _check_gradients(
 
 @contextmanager
 def _plain_execution() -> Iterator[None]:
-    """Shards are plain tensors to a trace. (Its casts are explicit: Thunder turns autocast off around it.)"""
+    """Shards are plain tensors to a trace; its casts are explicit, Thunder turns autocast off."""
     with torch._C.DisableTorchFunctionSubclass():
         yield

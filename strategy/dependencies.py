@@ -33,9 +33,7 @@ def output_dependencies(
         if changed_operand(node) is not None:
             # The changed tensor may be a view of any other: from here on, everything may depend on the operands.
             in_place |= operands
-    return tuple(
-        (reached.get(o, _NONE) | in_place) if _needs_grad(o) else _NONE for o in outputs
-    )
+    return tuple((reached.get(o, _NONE) | in_place) if _needs_grad(o) else _NONE for o in outputs)
 
 
 def _needs_grad(node: fx.Node) -> bool:

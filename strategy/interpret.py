@@ -20,12 +20,12 @@ compat.apply()
 import thunder  # noqa: E402
 from thunder.common import CompileData, transform_to_torch_types  # noqa: E402
 from thunder.core import prims  # noqa: E402
-from thunder.core.proxies import DistParallelType, TensorProxy, variableify  # noqa: E402
-from thunder.core.compile_data import compile_data_and_stats  # noqa: E402
 from thunder.core.codeutils import SigInfo  # noqa: E402
+from thunder.core.compile_data import compile_data_and_stats  # noqa: E402
+from thunder.core.proxies import DistParallelType, TensorProxy, variableify  # noqa: E402
 from thunder.core.trace import TraceCtx, from_trace, tracectx  # noqa: E402
-from thunder.executors.pythonex import ex as python_executor  # noqa: E402
 from thunder.executors.passes import transform_for_execution  # noqa: E402
+from thunder.executors.pythonex import ex as python_executor  # noqa: E402
 from thunder.extend import Executor  # noqa: E402
 from thunder.transforms.utils import get_checks  # noqa: E402
 
@@ -93,7 +93,7 @@ def interpret(
     jitted = thunder.jit(module, executors=executors)  # only its tracing is used
     data, stats = jitted._lc_cd, jitted._lc_cs
 
-    @thunder._with_cache_info_ctx
+    @thunder._with_cache_info_ctx  # type: ignore[untyped-decorator]
     def trace() -> Any:
         data.populate_cache_info(thunder._get_cache_info(), *call.args, **call.kwargs)
         ad_hoc_executor = data.executors_list[0]
@@ -116,7 +116,7 @@ def interpret(
         include_decorators=False
     )
 
-    @thunder._with_cache_info_ctx
+    @thunder._with_cache_info_ctx  # type: ignore[untyped-decorator]
     def checked_inputs(*args: Any, **kwargs: Any) -> Any:
         data.populate_cache_info(thunder._get_cache_info(), *args, **kwargs)
         with compile_data_and_stats(jitted._lc_cd, stats):  # by way of `jitted`: its parts are weak

@@ -24,7 +24,6 @@ from thunder_memsave import compat
 
 compat.apply()
 
-import thunder.torch as ltorch  # noqa: E402
 from thunder.common import CompileData  # noqa: E402
 from thunder.core import devices, dtypes, prims  # noqa: E402
 from thunder.core.codeutils import SigInfo  # noqa: E402
@@ -185,7 +184,7 @@ class _Lowering:
             function = self._function(node)
             args, kwargs = self.autocast.arguments(function, expected, args, kwargs)
             result = self._call(node, function, args, kwargs)
-            if self.autocast.enabled and _dtype_differs(result, expected):
+            if expected is not None and self.autocast.enabled and _dtype_differs(result, expected):
                 args, kwargs = self.autocast.cast_to(expected.dtype, args, kwargs)
                 result = self._call(node, function, args, kwargs)
         self._check(node, result, expected)
@@ -240,7 +239,9 @@ class _Lowering:
             return symbol(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if getattr(function, "__module__", None) == "_operator" or isinstance(args[0], (int, float)):
+        if getattr(function, "__module__", None) == "_operator" or isinstance(
+            args[0], (int, float)
+        ):
             return function(*args, **kwargs)
         raise NotImplementedError(f"{_name(function)} is not known to Thunder")
 
@@ -297,7 +298,11 @@ class _Lowering:
         name = "t_" + "".join(c if c.isalnum() else "_" for c in graph_input.name)
         kind = None
         if graph_input.kind == "parameter" and self.data_parallel is not None:
-            kind = DistParallelType.FULLY_SHARDED if is_sharded(tensor) else DistParallelType.REPLICATED
+            kind = (
+                DistParallelType.FULLY_SHARDED
+                if is_sharded(tensor)
+                else DistParallelType.REPLICATED
+            )
         return _Lazy(_proxy(tensor, name, kind), graph_input)
 
     def _constant_proxies(self) -> list[tuple[Tensor, TensorProxy]]:
@@ -330,15 +335,15 @@ def unshard(
 ) -> TensorProxy:
     """The full value of a parameter, padding included; its gradient is the mean over the ranks, of this rank's rows."""
     if training:
-        return dist_prims.synchronize(proxy, group, kind)  # type: ignore[no-any-return]
+        return dist_prims.synchronize(proxy, group, kind)
     # The gradient transform turns `synchronize` into this, and does not run without gradients.
     if kind is DistParallelType.REPLICATED:
         return proxy
-    return dist_prims.all_gather(proxy, group, True).wait()  # type: ignore[no-any-return]
+    return dist_prims.all_gather(proxy, group, True).wait()
 
 
 def _outputs(graph: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
-    outputs = tuple(graph.graph.output_node().args[0])
+    outputs = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
     computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
     return outputs, tuple(dict.fromkeys(computed))
 

@@ -68,7 +68,7 @@ def is_random(node: fx.Node) -> bool:
 
 class _RandomOps(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = False
 
     def __torch_dispatch__(

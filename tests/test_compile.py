@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from harness import models
-from harness.parity import Twins, weighted_sum
 from peft import LoraConfig, get_peft_model
-from thunder_memsave.compile import CompiledModule
-from thunder_memsave.errors import CaptureError, CompileError
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from harness import models
+from harness.parity import Twins, weighted_sum
+from thunder_memsave.compile import CompiledModule
+from thunder_memsave.errors import CaptureError, CompileError
 
 
 def _loss(output: CausalLMOutputWithPast) -> Tensor:
@@ -21,8 +23,8 @@ def _loss(output: CausalLMOutputWithPast) -> Tensor:
 
 
 def _lora(model: nn.Module, **changes: object) -> nn.Module:
-    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **changes}
-    return get_peft_model(model, LoraConfig(**settings))
+    settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**{**settings, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_lora_dropout_is_redrawn_and_reproducible() -> None:
 
 def test_a_mixture_of_experts_with_a_custom_operator_is_refused_by_name() -> None:
     ids = models.token_batch()
-    with pytest.raises(CompileError, match="Thunder cannot compile .*grouped_mm"):
+    with pytest.raises(CompileError, match=r"Thunder cannot compile .*grouped_mm"):
         CompiledModule(models.mixtral())(input_ids=ids, labels=ids)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
 from harness.parity import Twins, weighted_sum
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.errors import CaptureError, CompileError
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 class NestedAutocast(nn.Module):
@@ -44,8 +45,7 @@ class AutocastInside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y = self.linear(x)
-            y = F.softmax(torch.matmul(y, y.transpose(0, 1)), -1).to(y.dtype) + y.exp()
-        return y
+            return F.softmax(torch.matmul(y, y.transpose(0, 1)), -1).to(y.dtype) + y.exp()
 
 
 def test_autocast_opened_inside_the_model() -> None:
@@ -95,7 +95,10 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return grad * x * 7, None  # not the derivative of the forward, to see that it is the one that runs
+        return (
+            grad * x * 7,
+            None,
+        )  # not the derivative of the forward, to see that it is the one that runs
 
 
 class CustomFunction(nn.Module):
@@ -104,7 +107,7 @@ class CustomFunction(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Cube.apply(self.linear(x), 0.5)
+        return Cube.apply(self.linear(x), 0.5)  # type: ignore[no-untyped-call]
 
 
 def test_a_custom_autograd_function_runs_its_own_backward() -> None:
@@ -257,7 +260,9 @@ class InPlaceThroughAView(nn.Module):
 
 
 def test_an_in_place_operation_through_a_view_is_refused_with_file_and_line() -> None:
-    with pytest.raises(CompileError, match=r"changed in place at .*test_patterns.py:\d+ in forward"):
+    with pytest.raises(
+        CompileError, match=r"changed in place at .*test_patterns.py:\d+ in forward"
+    ):
         CompiledModule(InPlaceThroughAView())(torch.randn(3, 4))
 
 
@@ -335,7 +340,9 @@ class RandomWithoutAKnownRule(nn.Module):
 
 
 def test_a_random_operation_that_would_be_redrawn_in_backward_is_refused_by_name() -> None:
-    with pytest.raises(CompileError, match=r"dropout1d \(at .*test_patterns.py:\d+ in forward\) draws"):
+    with pytest.raises(
+        CompileError, match=r"dropout1d \(at .*test_patterns.py:\d+ in forward\) draws"
+    ):
         CompiledModule(RandomWithoutAKnownRule())(torch.randn(3, 8))
 
 
@@ -348,7 +355,8 @@ class DataDependent(nn.Module):
 
 def test_data_dependent_control_flow_is_refused_with_file_and_line() -> None:
     with pytest.raises(
-        CaptureError, match=r"DataDependent.forward cannot be captured .*test_patterns.py:\d+ in forward"
+        CaptureError,
+        match=r"DataDependent.forward cannot be captured .*test_patterns.py:\d+ in forward",
     ):
         CompiledModule(DataDependent())(torch.randn(3))
 

@@ -9,8 +9,9 @@ import logging
 
 import pytest
 import torch
-from harness.parity import Twins, weighted_sum
 from torch import Tensor, nn
+
+from harness.parity import Twins, weighted_sum
 
 
 class Switchable(nn.Module):

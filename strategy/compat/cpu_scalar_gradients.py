@@ -1,8 +1,8 @@
 """Thunder 0.2.6 gives a zero-dimensional CPU tensor the gradient of the whole tensor that it is combined with.
 
-`thunder.clang.maybe_broadcast` leaves such a tensor as it is, like a number, so that it may meet a CUDA tensor. When both
-are on one device nothing then sums the gradient over the broadcast dimensions: `y + y.mean()` fails in backward with a
-shape error on CPU, or gives a gradient of the wrong shape. The same on CUDA is right.
+`thunder.clang.maybe_broadcast` leaves such a tensor as it is, like a number, so that it may meet a CUDA tensor.
+When both are on one device nothing then sums the gradient over the broadcast dimensions: `y + y.mean()` fails in
+backward with a shape error on CPU, or gives a gradient of the wrong shape. The same on CUDA is right.
 
 Delete this file when `tests/compat/test_cpu_scalar_gradients.py` says that Thunder does it itself.
 """

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import Tensor, nn
+
 from harness.parity import Twins, weighted_sum
 from thunder_memsave.compat import cpu_scalar_gradients
-from torch import Tensor, nn
-import torch
 
 _PLAIN_THUNDER = """
 import warnings
@@ -39,8 +40,12 @@ def test_gradients_of_zero_dimensional_tensors_are_summed() -> None:
     Twins(AddsItsMean()).assert_equal(torch.randn(5, 4), loss=weighted_sum)
 
 
-@pytest.mark.skipif(not cpu_scalar_gradients.is_needed(), reason="this Thunder is newer than the defect")
+@pytest.mark.skipif(
+    not cpu_scalar_gradients.is_needed(), reason="this Thunder is newer than the defect"
+)
 def test_canary_plain_thunder_still_has_the_defect() -> None:
-    run = subprocess.run([sys.executable, "-c", _PLAIN_THUNDER], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", _PLAIN_THUNDER], capture_output=True, text=True, check=False
+    )
     assert run.returncode != 0, "Thunder is healed: delete strategy/compat/cpu_scalar_gradients.py"
     assert "expand" in run.stderr or "AssertionError" in run.stderr, run.stderr

@@ -32,9 +32,9 @@ def gpt2(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
         use_cache=False,
         bos_token_id=1,
         eos_token_id=2,
-        loss_type="ForCausalLM",
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **changes},
     )
+    config.loss_type = "ForCausalLM"  # else a warning says that this is the default
     return transformers.GPT2LMHeadModel(config)
 
 

@@ -59,7 +59,11 @@ class Twins:
             assert (p.grad is None) == (e.grad is None), f"{name}: {p.grad} against {e.grad}"
             if p.grad is not None:
                 torch.testing.assert_close(
-                    p.grad, e.grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+                    p.grad,
+                    e.grad,
+                    rtol=rtol,
+                    atol=atol,
+                    msg=f"gradient of {name}: {p.grad} against {e.grad}",
                 )
 
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+from thunder.core.trace import TraceCtx
+from thunder.dev_utils.check_trace import check_trace
 from torch import Tensor, nn
 
 import thunder_memsave.compile as compile_module
-from thunder.core.trace import TraceCtx
-from thunder.dev_utils.check_trace import check_trace
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.passes import JointPass
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from passes import contract
 from thunder.core import prims
 from thunder.core.proxies import variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
+
+from passes import contract
 from thunder_memsave.passes import JOINT_PASSES, JointPass
 
 
