@@ -7,6 +7,7 @@ after an attribute flip; here they are kept and checked on every call (about 2 u
 
 from __future__ import annotations
 
+import builtins
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,9 +133,9 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
         guards = _build_guards(output, call, swapped=originals)
 
         def make_callable(run_graph: Callable[..., Any]) -> Callable[..., Any]:
-            forward = output.forward_callable(
-                compiled_fn=run_graph, extra_globals=output.graph_capture_output.f_globals
-            )
+            # torch 2.11 wants to see the builtins among the globals too.
+            known = {**vars(builtins), **output.graph_capture_output.f_globals}
+            forward = output.forward_callable(compiled_fn=run_graph, extra_globals=known)
             instance = get_traced_fn(call.target)[1]
             return forward if instance is None else forward.__get__(instance)
 
