@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,21 +11,29 @@ import torch
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 
 class PlainModel:
     """A model directory with an adapter on it."""
 
     def __init__(self, *, model: Path, adapter: Path) -> None:
+        logging.disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         base = AutoModelForCausalLM.from_pretrained(model)
-        self.model = PeftModel.from_pretrained(base, adapter).eval()
+        with warnings.catch_warnings():
+            # peft asks transformers for an attribute that transformers is renaming.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            self.model = PeftModel.from_pretrained(base, adapter).eval()
 
     def answer(self, question: str, *, with_adapter: bool) -> str:
         """Write the likeliest answer, token by token."""
         with nullcontext() if with_adapter else self.model.disable_adapter():
             tokens = self.model.generate(
-                **self._encode(question), max_new_tokens=30, do_sample=False
+                **self._encode(question),
+                max_new_tokens=30,
+                do_sample=False,
+                no_repeat_ngram_size=3,
             )
         prompt_length = self._encode(question)["input_ids"].shape[1]
         text = self.tokenizer.decode(tokens[0, prompt_length:], skip_special_tokens=True)

@@ -75,7 +75,8 @@ def _train(config: str) -> None:
 
 
 def _show_answers(plain: PlainModel, docstrings: list[Docstring]) -> None:
-    asked = next(doc for doc in docstrings if doc.held_out and is_answerable(doc))
+    held_out = (doc for doc in docstrings if doc.held_out and doc.kind == "function")
+    asked = next(doc for doc in held_out if is_answerable(doc))
     print(f"Question:       {question(asked)}")
     print(f"Documentation:  {asked.summary}")
     print(f"Before:         {plain.answer(question(asked), with_adapter=False)!r}")

@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from thunder_memsave.finetune.config import ModelConfig, RunConfig
+from thunder_memsave.materialize import load_on_setup
 from thunder_memsave.settings import ConfigError, refuse_unknown, suggestion
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,9 +40,10 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
-    """Make the model that is trained; the same values on every rank.
+    """Describe the model that is trained: on the meta device, filled when Fabric sets it up.
 
-    Frozen weights have `model.dtype`, trained ones `model.trainable_dtype`.
+    Each rank then reads its own rows of the weights. Frozen weights have `model.dtype`, trained
+    ones `model.trainable_dtype`.
 
     Raises:
         ConfigError: the model cannot be made, or does not fit the tokenizer or the data.
@@ -51,7 +53,6 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     _check_fit(architecture, tokenizer, config)
     # A cache of keys and values is for generation; here it would only be more outputs to capture.
     architecture.use_cache = False
-    torch.manual_seed(config.train.seed)
     model = _causal_lm(architecture, config)
     if config.lora is not None:
         model = _add_adapters(model, config)
@@ -84,19 +85,22 @@ def _architecture(settings: ModelConfig) -> Any:
 
 def _causal_lm(architecture: Any, config: RunConfig) -> Any:
     settings = config.model
-    options = {"attn_implementation": settings.attn_implementation, "dtype": _load_dtype(config)}
     auto: Any = transformers.AutoModelForCausalLM
     try:
-        if settings.config is not None:
-            return auto.from_config(architecture, **options)
-        return auto.from_pretrained(
-            settings.name_or_path, config=architecture, local_files_only=True, **options
-        )
-    except (OSError, ValueError, RuntimeError) as error:
+        with torch.device("meta"):
+            model = auto.from_config(
+                architecture,
+                attn_implementation=settings.attn_implementation,
+                dtype=_load_dtype(config),
+            )
+        if settings.config is None:
+            load_on_setup(model, settings.name_or_path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot make a causal language model of type {architecture.model_type!r} from "
-            f"{'model.config' if settings.config is not None else settings.name_or_path}: {error}"
+            f"{settings.name_or_path}: {error}"
         ) from error
+    return model
 
 
 def _load_dtype(config: RunConfig) -> torch.dtype:
@@ -155,6 +159,11 @@ def _add_adapters(model: Any, config: RunConfig) -> nn.Module:
         with warnings.catch_warnings():
             # peft asks transformers for an attribute that transformers is renaming.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return peft.get_peft_model(model, adapter, autocast_adapter_dtype=not keep_dtype)
+            return peft.get_peft_model(
+                model,
+                adapter,
+                autocast_adapter_dtype=not keep_dtype,
+                low_cpu_mem_usage=True,  # its name for the meta device
+            )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"peft refuses the section 'lora': {error}") from error

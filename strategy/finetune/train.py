@@ -19,6 +19,7 @@ from thunder_memsave.callbacks import (
     ThroughputMonitor,
 )
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
+from thunder_memsave.checkpoint.module_state import StateMismatchError
 from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.class_spec import build, checked_init_args, import_class
 from thunder_memsave.finetune.config import RunConfig
@@ -51,7 +52,6 @@ def train(config: RunConfig) -> Path:
     plan = _plan(config, data, fabric)
     _check_same_data(resume_from, _identity(config, data))
     fabric.launch()
-    _announce(fabric, config, data, model, directory, resume_from)
     return _run(fabric, config, plan, data, model, tokenizer, directory, resume_from)
 
 
@@ -65,11 +65,16 @@ def _run(
     directory: RunDirectory,
     resume_from: CheckpointInfo | None,
 ) -> Path:
+    torch.manual_seed(config.train.seed)  # for the weights that no file has
+    try:
+        module = fabric.setup(model)
+    except StateMismatchError as error:
+        raise ConfigError(f"cannot load {config.model.name_or_path}: {error}") from error
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: Optimizer = build(
-        config.optimizer, trained, where="optimizer", default_module="torch.optim"
+    optimizer: Optimizer = fabric.setup_optimizers(
+        build(config.optimizer, trained, where="optimizer", default_module="torch.optim")
     )
-    module, optimizer = fabric.setup(model, optimizer)
+    _announce(fabric, config, data, model, directory, resume_from)
     state = {"model": module, "optimizer": optimizer, "step": 0, **_identity(config, data)}
     # Each rank drops other activations; what must be equal on all ranks is made by now.
     torch.manual_seed(config.train.seed + fabric.global_rank)
@@ -178,8 +183,10 @@ def _announce(
     fabric.barrier()
     if fabric.is_global_zero:
         directory.create(config)
-    num_all = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    fabric.print(f"{data.summary}\nmodel: {num_trained:,} of {num_all:,} parameters are trained")
+    sizes = {p: p.unsharded_shape.numel() for p in model.parameters()}
+    num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    fabric.print(
+        f"{data.summary}\nmodel: {num_trained:,} of {sum(sizes.values()):,} parameters are trained"
+    )
     if resume_from is not None:
         fabric.print(f"resuming from {resume_from.path}")

@@ -75,8 +75,9 @@ def prompt_rows(num_rows: int) -> list[dict[str, str]]:
     """Rows of different lengths; each is another one."""
     return [
         {
-            "prompt": f"{WORDS[row % 7]} {row} ",
-            "completion": " ".join(WORDS[(row + k) % len(WORDS)] for k in range(1 + row % 5)),
+            "prompt": f"{WORDS[row % 7]} {row}",
+            # The space is here, so that no token reaches over the border.
+            "completion": " " + " ".join(WORDS[(row + k) % len(WORDS)] for k in range(1 + row % 5)),
         }
         for row in range(num_rows)
     ]
