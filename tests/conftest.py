@@ -24,6 +24,7 @@ _SET_BY_LIBRARIES = (
     "CUDA_MODULE_LOADING",  # torch.cuda, once CUDA is initialised
     "KMP_",  # OpenMP's own registration
     "PL_GLOBAL_SEED",  # seed_everything
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning.fabric, at import
     "PL_SEED_WORKERS",
     "PYTEST_",
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
