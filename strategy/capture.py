@@ -80,7 +80,7 @@ class Capture:
     def why_not(self, call: Call) -> str:
         """The first reason why `matches` is False, in one line."""
         if not self._parameters_unchanged():
-            return "requires_grad, dtype or device of a parameter changed"
+            return "requires_grad, dtype, device or sharding of a parameter changed"
         result = self._guards.check_verbose(call.frame_locals)
         parts = result.verbose_code_parts
         return parts[0].split("  #")[0].strip() if parts else "a guard failed"
@@ -91,7 +91,10 @@ class Capture:
 
     def _parameters_unchanged(self) -> bool:
         return all(
-            p.requires_grad is requires_grad and p.dtype is dtype and p.device == device
+            is_sharded(p)
+            and p.requires_grad is requires_grad
+            and p.dtype is dtype
+            and p.device == device
             for p, requires_grad, dtype, device in self._parameter_state
         )
 

@@ -215,11 +215,13 @@ class _Lowering:
                 f"{_name(function)} (at {self._where(node)}) draws random numbers and Thunder would draw them again in "
                 "backward, which gives wrong gradients; use torch.nn.functional.dropout, or move it out of the model."
             )
+        num_scopes = len(self.trace.scopes)
         try:
             return self._call_thunder(node, symbol, function, args, kwargs)
         except CompileError:
             raise
         except Exception as error:
+            del self.trace.scopes[num_scopes:]  # those of the symbols that were left by the error
             if needs_grad or not isinstance(expected, Tensor):
                 raise CompileError(
                     f"Thunder cannot compile {_name(function)} (at {self._where(node)}): {error}. "
@@ -260,7 +262,7 @@ class _Lowering:
         return user_frame_of_text(node.meta.get("stack_trace"))
 
     def _read(self, argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-        return fx.node.map_arg(argument, lambda node: self._force(values[node]))
+        return _plain(fx.node.map_arg(argument, lambda node: self._force(values[node])))
 
     def _force(self, value: Any) -> Any:
         if not isinstance(value, _Lazy):
@@ -278,20 +280,13 @@ class _Lowering:
             return lazy.proxy
         kind = DistParallelType.FULLY_SHARDED if sharded else DistParallelType.REPLICATED
         with self._grad(enabled=parameter.requires_grad):
-            full = self._unshard(lazy.proxy, kind)
+            full = unshard(
+                lazy.proxy, self.data_parallel.group, kind, training=self.capture.training
+            )
             num_rows = parameter.unsharded_shape[0] if sharded else None  # type: ignore[attr-defined]
             if sharded and full.shape[0] != num_rows:
                 full = full[:num_rows]
         return full
-
-    def _unshard(self, proxy: TensorProxy, kind: DistParallelType) -> TensorProxy:
-        assert self.data_parallel is not None
-        if self.capture.grad_enabled:
-            return dist_prims.synchronize(proxy, self.data_parallel.group, kind)
-        # The gradient transform turns `synchronize` into this, and does not run without gradients.
-        if kind is DistParallelType.REPLICATED:
-            return proxy
-        return dist_prims.all_gather(proxy, self.data_parallel.group, True).wait()
 
     def _input_proxy(self, graph_input: GraphInput) -> _Lazy:
         tensor = graph_input.tensor
@@ -387,6 +382,17 @@ def _graphs(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
 def getattr_path(owner: Any, path: str) -> Any:
     """`getattr` along a dotted path."""
     return operator.attrgetter(path)(owner)
+
+
+def _plain(argument: Any) -> Any:
+    """FX keeps arguments in immutable containers of its own; Thunder knows lists and dictionaries."""
+    if isinstance(argument, slice):
+        return argument
+    if isinstance(argument, dict):
+        return {key: _plain(value) for key, value in argument.items()}
+    if type(argument) is tuple:
+        return tuple(map(_plain, argument))
+    return [_plain(a) for a in argument] if isinstance(argument, list) else argument
 
 
 def _needs_grad(expected: Any) -> bool:
