@@ -77,8 +77,9 @@ def test_a_misspelled_mode_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("section", ["memory", "fp8"])
 def test_sections_of_later_versions_are_refused(section: str) -> None:
+    arguments: dict[str, Any] = {section: {"budget": "1GiB"}}
     with pytest.raises(ConfigError, match=f"{section} has no keys yet in this version"):
-        ThunderMemsaveStrategy(**{section: {"budget": "1GiB"}})
+        ThunderMemsaveStrategy(**arguments)
 
 
 def test_the_yaml_file_sets_what_the_constructor_does(tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def test_devices_that_contradict_the_launcher_are_refused(monkeypatch: pytest.Mo
 def test_dataloaders_get_a_distributed_sampler() -> None:
     fabric = make_fabric()
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(batch()), batch_size=2))
+    assert isinstance(loader, DataLoader)
     assert isinstance(loader.sampler, torch.utils.data.DistributedSampler)
     assert len(list(loader)) == 3
 
@@ -191,23 +193,29 @@ def test_a_model_is_set_up_once() -> None:
         make_fabric().setup(model)
 
 
+def eagerly_compiled(model: nn.Module) -> nn.Module:
+    compiled = torch.compile(model, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
 def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"compiled with torch.compile, and Fabric would compile"):
-        make_fabric().setup(torch.compile(small_model(), backend="eager"))
+        make_fabric().setup(eagerly_compiled(small_model()))
     with pytest.raises(ValueError, match=r"OptimizedModule; .* before torch.compile"):
-        make_fabric().setup(torch.compile(small_model(), backend="eager"), _reapply_compile=False)
+        make_fabric().setup(eagerly_compiled(small_model()), _reapply_compile=False)
 
 
 def test_a_refused_model_is_unchanged() -> None:
     model = small_model()
     with pytest.raises(ValueError, match=r"torch.compile"):
-        make_fabric().setup(torch.compile(model, backend="eager"))
+        make_fabric().setup(eagerly_compiled(model))
     make_fabric().setup(model)
 
 
 def test_a_model_compiled_in_place_is_refused() -> None:
     model = small_model()
-    model[0].compile(backend="eager")
+    next(model.children()).compile(backend="eager")
     with pytest.raises(ValueError, match=r"0 was compiled in place with Module.compile\(\)"):
         make_fabric().setup(model)
 
@@ -363,6 +371,7 @@ def test_summon_full_on_one_device_changes_nothing() -> None:
     fabric = make_fabric()
     model = fabric.setup(small_model())
     before = [p.data_ptr() for p in model.parameters()]
+    assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
     with fabric.strategy.summon_full(model):
         assert [p.data_ptr() for p in model.parameters()] == before
 

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.fabric import all_reduced, make_fabric, on_fabric_rank, run_on_fabric_ranks
 
 NUM_RANKS = 2
 SHARDING = ("zero2", "none")
@@ -138,7 +138,7 @@ def train_on_ranks(make_model: Callable[[], nn.Module], result: Path) -> None:
             (result / sharding).write_text(json.dumps(losses))
 
 
-def train(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def train(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     losses = []
     for step in micro_batches():
         for i, batch in enumerate(step):
@@ -146,7 +146,7 @@ def train(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             with fabric.no_backward_sync(model, enabled=i < NUM_MICRO_BATCHES - 1):
                 loss = model(input_ids=rows, labels=rows)["loss"]
                 fabric.backward(loss / NUM_MICRO_BATCHES)
-            losses.append(fabric.all_reduce(loss.detach()).item())
+            losses.append(all_reduced(fabric, loss.detach()).item())
         fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()

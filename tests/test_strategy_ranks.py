@@ -11,7 +11,13 @@ from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.fabric import (
+    all_gathered,
+    all_reduced,
+    make_fabric,
+    on_fabric_rank,
+    run_on_fabric_ranks,
+)
 from thunder_memsave.digest import RankMismatchError
 from thunder_memsave.sharding import ShardedParameterError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -183,9 +189,9 @@ def check_ranks_that_differ_are_refused(fabric: Fabric) -> None:
 
 def check_collectives_and_samplers(fabric: Fabric) -> None:
     rank = torch.tensor(float(fabric.global_rank))
-    assert fabric.all_reduce(rank.clone()).item() == 0.5  # Fabric reduces in place
-    assert fabric.all_reduce(rank.clone(), reduce_op="sum").item() == 1.0
-    assert fabric.all_gather(rank).tolist() == [0.0, 1.0]
+    assert all_reduced(fabric, rank.clone()).item() == 0.5  # Fabric reduces in place
+    assert all_reduced(fabric, rank.clone(), reduce_op="sum").item() == 1.0
+    assert all_gathered(fabric, rank).tolist() == [0.0, 1.0]
     assert fabric.broadcast(fabric.global_rank, src=1) == 1
     assert not fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0)
     assert fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0, all=False)
@@ -201,7 +207,7 @@ def check_meta_models_start_alike(fabric: Fabric) -> None:
     model = fabric.setup(model)
     output = model(batch(0))
     assert output.isfinite().all()
-    assert len(set(fabric.all_gather(output.sum().detach()).tolist())) == 1
+    assert len(set(all_gathered(fabric, output.sum().detach()).tolist())) == 1
 
 
 def test_replicated_models_keep_fabrics_contract() -> None:
@@ -240,6 +246,7 @@ def check_overflow() -> None:
     if fabric.global_rank == 1:
         model.module.up.weight.grad[0, 0] = torch.inf
     before = copy.deepcopy(model.state_dict())
+    assert plugin.scaler is not None
     scale = plugin.scaler.get_scale()
     optimizer.step()
     assert plugin.scaler.get_scale() == scale / 2

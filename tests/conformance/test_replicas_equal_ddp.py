@@ -8,7 +8,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.fabric import all_gathered, make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 NUM_RANKS = 2
@@ -84,12 +84,14 @@ def equal_gradients(fabric: Fabric) -> tuple[nn.Module, torch.optim.Optimizer, T
 
 
 def whole_gradient(fabric: Fabric, model: nn.Module) -> Tensor:
+    (weight,) = model.parameters()
+    assert weight.grad is not None
     strategy = fabric.strategy
     assert isinstance(strategy, ThunderMemsaveStrategy)
     assert strategy.data_parallel is not None
     if not strategy.data_parallel.shards:
-        return model.weight.grad.clone()
-    return fabric.all_gather(model.weight.grad).flatten(0, 1)[:3]
+        return weight.grad.clone()
+    return all_gathered(fabric, weight.grad).flatten(0, 1)[:3]
 
 
 def check_clipping_by_norm(fabric: Fabric) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from harness.distributed import run_on_ranks
 from thunder_memsave import ThunderMemsaveStrategy
@@ -65,6 +66,20 @@ def run_on_fabric_ranks(fn: Callable[..., None], world_size: int, *args: object)
         TimeoutError: the ranks hung; they were killed.
     """
     run_on_ranks(fn, world_size, Path(), world_size, free_port(), *args, init=False)
+
+
+def all_reduced(fabric: Fabric, value: Tensor, **arguments: Any) -> Tensor:
+    """`fabric.all_reduce` of one tensor; Fabric's own type also allows collections."""
+    result = fabric.all_reduce(value, **arguments)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def all_gathered(fabric: Fabric, value: Tensor) -> Tensor:
+    """`fabric.all_gather` of one tensor; Fabric's own type also allows collections."""
+    result = fabric.all_gather(value)
+    assert isinstance(result, Tensor)
+    return result
 
 
 def free_port() -> int:
