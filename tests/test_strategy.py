@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -139,8 +140,7 @@ def test_devices_that_contradict_the_launcher_are_refused(monkeypatch: pytest.Mo
 
 def test_dataloaders_get_a_distributed_sampler() -> None:
     fabric = make_fabric()
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(batch()), batch_size=2))
-    assert isinstance(loader, DataLoader)
+    loader: Any = fabric.setup_dataloaders(DataLoader(TensorDataset(batch()), batch_size=2))
     assert isinstance(loader.sampler, torch.utils.data.DistributedSampler)
     assert len(list(loader)) == 3
 
@@ -242,6 +242,17 @@ def test_a_model_on_meta_is_made_in_setup() -> None:
     assert model(batch()).isfinite().all()
 
 
+def test_an_optimizer_made_on_meta_trains_after_joint_setup() -> None:
+    fabric = make_fabric()
+    with fabric.init_module(empty_init=True):
+        model = nn.Linear(4, 5)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    fabric.backward(model(batch()).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
 def test_init_module_makes_real_weights_by_default() -> None:
     with make_fabric().init_module():
         model = nn.Linear(4, 5)
@@ -274,6 +285,32 @@ def test_a_step_method_needs_no_mark_and_has_gradients() -> None:
     fabric.backward(model.training_step(batch()))
     reference.training_step(batch()).backward()
     torch.testing.assert_close(original.body.weight.grad, reference.body.weight.grad)
+
+
+class Lightning(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def training_step(self, x: Tensor, batch_index: int) -> Tensor:
+        return self.body(x).square().mean()
+
+    def validation_step(self, x: Tensor, batch_index: int) -> Tensor:
+        return self.body(x).sum()
+
+
+def test_a_lightning_module_trains_through_its_step_methods() -> None:
+    fabric, original = make_fabric(), Lightning()
+    reference = copy.deepcopy(original.body)
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for i in range(2):
+        torch.testing.assert_close(model.validation_step(batch(), i), reference(batch()).sum())
+        fabric.backward(model.training_step(batch(), i))
+        optimizer.step()
+        optimizer.zero_grad()
+        plain_step(reference, expected, batch())
+    torch.testing.assert_close(original.body.weight, reference.weight)
 
 
 def test_a_forward_that_the_user_patched_stays() -> None:
