@@ -38,7 +38,7 @@ def main() -> int:
     start = time.perf_counter()
     shutil.rmtree(DEMO, ignore_errors=True)
     docstrings = _make_data()
-    _headline("2/5  Pre-training a model of 2.6 million parameters, from random weights")
+    _headline("2/5  Pre-training a model of 2.4 million parameters, from random weights")
     _train("configs/demo_pretrain.yaml")
     _headline("3/5  Fine-tuning it with LoRA on two processes")
     _train("configs/demo_lora.yaml")

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from thunder_memsave.finetune.chat import render_chat
+from thunder_memsave.finetune.documents import DataSplit, Document, Part
+from thunder_memsave.finetune.jsonl import messages_of, read_jsonl, read_text, string_of
 from thunder_memsave.settings import ConfigError
-
-_MAX_REPORTED_ROWS = 10
 
 # Not the run's seed: runs that differ in seed only are compared on the same validation set.
 _SPLIT_SEED = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A piece of a document's text."""
-
-    text: str
-    assistant: bool = False
-    """Whether the model is to learn to write this piece (a completion, an assistant message)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Document:
-    """Text that belongs together; attention never crosses its ends."""
-
-    parts: tuple[Part, ...]
-    origin: str
-    """File and line, for messages."""
-
-    rendered: bool = False
-    """The text holds its special tokens already, from a chat template."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSplit:
-    """What is trained on and what is only evaluated."""
-
-    train: Sequence[Document]
-    validation: Sequence[Document]
-
-
-class Dataset(Protocol):
-    """What `data.dataset.class_path` must name; our classes and a user's own alike."""
-
-    has_assistant_part: bool
-    """Whether documents tell apart what the model writes; decides what `train_on` may be."""
-
-    continues_in_next_row: bool
-    """Whether a document longer than a row goes on in the next one, instead of being cut."""
-
-    def load(self, tokenizer: Any) -> DataSplit:
-        """Read everything; raise `ConfigError` with file and line for rows that cannot be used."""
 
 
 class _JSONL:
@@ -82,7 +39,7 @@ class _JSONL:
         return _split(train, self.val_fraction, path=self.path)
 
     def _read(self, path: Path, tokenizer: Any) -> list[Document]:
-        return _read_jsonl(path, lambda row: self.parts(row, tokenizer), self.rendered)
+        return read_jsonl(path, lambda row: self.parts(row, tokenizer), rendered=self.rendered)
 
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
         """Check one row and cut it into parts."""
@@ -97,7 +54,7 @@ class TextJSONL(_JSONL):
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
-        return (Part(text=_string(row, "text")),)
+        return (Part(text=string_of(row, "text")),)
 
 
 class PromptJSONL(_JSONL):
@@ -105,7 +62,7 @@ class PromptJSONL(_JSONL):
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
-        prompt, completion = _string(row, "prompt"), _string(row, "completion")
+        prompt, completion = string_of(row, "prompt"), string_of(row, "completion")
         return (Part(text=prompt), Part(text=completion, assistant=True))
 
 
@@ -125,7 +82,7 @@ class ChatJSONL(_JSONL):
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
-        return _render_chat(_messages(row), tokenizer)
+        return render_chat(messages_of(row), tokenizer)
 
 
 class PlainText:
@@ -143,7 +100,7 @@ class PlainText:
         """Read the files and cut the end off each."""
         train, validation = [], []
         for file in _text_files(self.path):
-            text = _read_text(file)
+            text = read_text(file)
             cut = len(text) - round(len(text) * self.val_fraction)
             train.append(Document(parts=(Part(text=text[:cut]),), origin=str(file)))
             if cut < len(text):
@@ -172,97 +129,6 @@ def _split(documents: list[Document], fraction: float, *, path: Path) -> DataSpl
     )
 
 
-def _read_jsonl(
-    path: Path, parts: Callable[[Mapping[str, Any]], tuple[Part, ...]], rendered: bool
-) -> list[Document]:
-    documents, problems = [], []
-    # Not `splitlines`, which also splits at characters that are legal within a JSON string.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        origin = f"{path} line {number}"
-        try:
-            row = _json_object(line)
-            documents.append(Document(parts=parts(row), origin=origin, rendered=rendered))
-        except ConfigError as error:
-            problems.append(f"  - {origin}: {error}")
-    if problems:
-        raise ConfigError(_bad_rows(path, problems))
-    if not documents:
-        raise ConfigError(f"{path} has no rows; write one JSON object per line.")
-    return documents
-
-
-def _bad_rows(path: Path, problems: Sequence[str]) -> str:
-    lines = [f"{path} has {len(problems)} row(s) that cannot be used:"]
-    lines += problems[:_MAX_REPORTED_ROWS]
-    if len(problems) > _MAX_REPORTED_ROWS:
-        lines.append(f"  - and {len(problems) - _MAX_REPORTED_ROWS} more")
-    return "\n".join(lines)
-
-
-def _json_object(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"this is not JSON: {error.msg} at column {error.colno}.") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"this is a {type(row).__name__}, but a row must be a JSON object.")
-    return row
-
-
-def _string(row: Mapping[str, Any], key: str) -> str:
-    if key not in row:
-        raise ConfigError(f"there is no {key!r}; the row has {', '.join(map(repr, row)) or 'no'}.")
-    if not isinstance(row[key], str) or not row[key]:
-        raise ConfigError(f"{key!r} is {row[key]!r}, but must be a text that is not empty.")
-    return str(row[key])
-
-
-def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ConfigError("there is no 'messages' list, or it is empty.")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise ConfigError(f"the message {message!r} must have 'role' and 'content'.")
-        _string(message, "role")
-        _string(message, "content")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError("there is no message with the role 'assistant' to learn from.")
-    return messages
-
-
-def _render_chat(messages: list[dict[str, str]], tokenizer: Any) -> tuple[Part, ...]:
-    """Render the growing conversation, so that each assistant message is what it adds."""
-    parts: list[Part] = []
-    done = ""
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = _render(messages[:index], tokenizer, add_generation_prompt=True)
-            parts.append(Part(text=_added(prompt, done)))
-            done = prompt
-        whole = _render(messages[: index + 1], tokenizer)
-        parts.append(Part(text=_added(whole, done), assistant=message["role"] == "assistant"))
-        done = whole
-    return tuple(parts)
-
-
-def _render(messages: list[dict[str, str]], tokenizer: Any, **options: bool) -> str:
-    if not messages:
-        return ""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-
-
-def _added(text: str, done: str) -> str:
-    if not text.startswith(done):
-        raise ConfigError(
-            "the chat template rewrites earlier messages when later ones follow, so the "
-            "assistant's tokens cannot be told apart; give single-turn conversations."
-        )
-    return text[len(done) :]
-
-
 def _text_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -270,13 +136,3 @@ def _text_files(path: Path) -> list[Path]:
     if not files:
         raise ConfigError(f"the directory {path} has no .txt files.")
     return files
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the data file {path}: {error}") from error
-    if not text.strip():
-        raise ConfigError(f"the data file {path} is empty.")
-    return text

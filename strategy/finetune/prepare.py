@@ -8,7 +8,7 @@ from typing import Any
 
 from thunder_memsave.finetune.class_spec import build
 from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.data import Dataset, Document
+from thunder_memsave.finetune.documents import Dataset, Document
 from thunder_memsave.finetune.packing import Rows, pack, pad
 from thunder_memsave.finetune.tokenize import TokenizedData, tokenize
 from thunder_memsave.settings import ConfigError

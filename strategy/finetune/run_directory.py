@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,22 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
         info = _named_checkpoint(Path(str(config.resume)))
     _check_same_run(info)
     return info
+
+
+def check_same_values(info: CheckpointInfo, values: Mapping[str, int]) -> None:
+    """Check that a step of the checkpoint is the same place in the data now.
+
+    Raises:
+        ConfigError: a value differs from the one that the checkpoint was written with.
+    """
+    for name, value in values.items():
+        written = info.values.get(name)
+        if written != value:
+            raise ConfigError(
+                f"{info.path} was written with {name} {written}, this run has {value}; its step "
+                f"{info.values.get('step')} would be another place in the data: restore the "
+                "setting, or start a new run in another output_dir."
+            )
 
 
 def _refuse_existing(directory: RunDirectory) -> None:

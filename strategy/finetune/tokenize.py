@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_memsave.finetune.data import Document
+from thunder_memsave.finetune.documents import Document
 from thunder_memsave.settings import ConfigError
 
 IGNORED = -100

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -19,117 +20,168 @@ from thunder_memsave.callbacks import (
     ThroughputMonitor,
 )
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
-from thunder_memsave.checkpoint.module_state import StateMismatchError
+from thunder_memsave.checkpoint import StateMismatchError
 from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.class_spec import build, checked_init_args, import_class
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.export import export
 from thunder_memsave.finetune.fabric import build_fabric
 from thunder_memsave.finetune.loop import Plan, fit
+from thunder_memsave.finetune.loss import MaskKind
 from thunder_memsave.finetune.model import build_model, load_tokenizer
 from thunder_memsave.finetune.prepare import PreparedData, prepare_data
-from thunder_memsave.finetune.run_directory import RunDirectory, checkpoint_to_resume
+from thunder_memsave.finetune.run_directory import (
+    RunDirectory,
+    check_same_values,
+    checkpoint_to_resume,
+)
 from thunder_memsave.settings import ConfigError
+
+_MASK_OF_ATTENTION: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run whose configuration, data and model have been found to be usable."""
+
+    config: RunConfig
+    directory: RunDirectory
+    tokenizer: Any
+    data: PreparedData
+    model: nn.Module
+    resume_from: CheckpointInfo | None
 
 
 def train(config: RunConfig) -> Path:
     """Run the whole training and return the directory of the trained model or adapter.
 
-    Everything that a user can get wrong is found before processes join and before anything is
-    written.
+    What a user can get wrong is found before anything is written, and nearly all of it before the
+    processes join.
 
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
+    """
+    job = prepare(config)
+    fabric = build_fabric(config, callbacks=_callbacks(job))
+    fabric.launch()
+    module, optimizer = _set_up(fabric, job)
+    _create_directory(fabric, job)
+    state = {"model": module, "optimizer": optimizer, "step": 0, **_identity(job.config, job.data)}
+    if job.resume_from is not None:
+        load_checkpoint(fabric, job.resume_from, state)
+    _fit(fabric, job, module, optimizer, state)
+    return _export(fabric, job, module)
+
+
+def prepare(config: RunConfig) -> Job:
+    """Check and load everything that a run needs, without writing and without other processes.
+
+    Raises:
+        ConfigError: something cannot be used.
     """
     transformers_logging.disable_progress_bar()  # the run has its own
     resume_from = checkpoint_to_resume(config)
     _check_optimizer(config)
     tokenizer = load_tokenizer(config.model)
     data = prepare_data(config, tokenizer)
-    model = build_model(config, tokenizer)
-    directory = RunDirectory(root=Path(config.output_dir))
-    fabric = build_fabric(config, callbacks=_callbacks(config, directory))
-    plan = _plan(config, data, fabric)
-    _check_same_data(resume_from, _identity(config, data))
-    fabric.launch()
-    return _run(fabric, config, plan, data, model, tokenizer, directory, resume_from)
-
-
-def _run(
-    fabric: Fabric,
-    config: RunConfig,
-    plan: Plan,
-    data: PreparedData,
-    model: nn.Module,
-    tokenizer: Any,
-    directory: RunDirectory,
-    resume_from: CheckpointInfo | None,
-) -> Path:
-    torch.manual_seed(config.train.seed)  # for the weights that no file has
-    try:
-        module = fabric.setup(model)
-    except StateMismatchError as error:
-        raise ConfigError(f"cannot load {config.model.name_or_path}: {error}") from error
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: Optimizer = fabric.setup_optimizers(
-        build(config.optimizer, trained, where="optimizer", default_module="torch.optim")
-    )
-    _announce(fabric, config, data, model, directory, resume_from)
-    state = {"model": module, "optimizer": optimizer, "step": 0, **_identity(config, data)}
-    # Each rank drops other activations; what must be equal on all ranks is made by now.
-    torch.manual_seed(config.train.seed + fabric.global_rank)
     if resume_from is not None:
-        load_checkpoint(fabric, resume_from, state)
-    try:
-        fit(
-            fabric,
-            module,
-            optimizer,
-            train_rows=data.train,
-            validation_rows=data.validation,
-            plan=plan,
-            state=state,
-        )
-    except BaseException:
-        fabric.call("on_exception", fabric=fabric)
-        raise
-    written = directory.model if config.lora is None else directory.adapter
-    export(fabric, module, tokenizer, written)
-    fabric.barrier()
-    fabric.print(f"{'model' if config.lora is None else 'adapter'}: {written}")
-    return written
+        check_same_values(resume_from, _identity(config, data))
+    return Job(
+        config=config,
+        directory=RunDirectory(root=Path(config.output_dir)),
+        tokenizer=tokenizer,
+        data=data,
+        model=build_model(config, tokenizer),
+        resume_from=resume_from,
+    )
 
 
-def _callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
+def _callbacks(job: Job) -> list[object]:
     """List the watchers: those that measure first, the checkpoint after all that write."""
-    checkpoint = config.checkpoint
+    checkpoint = job.config.checkpoint
     return [
         ThroughputMonitor(),
         LearningRateMonitor(),
-        MetricsCSV(directory.metrics),
+        MetricsCSV(job.directory.metrics),
         ProgressBar(),
         ModelCheckpoint(
-            directory.checkpoints,
+            job.directory.checkpoints,
             every_n_steps=checkpoint.every_n_steps,
             keep_last=checkpoint.keep_last,
         ),
     ]
 
 
-def _plan(config: RunConfig, data: PreparedData, fabric: Fabric) -> Plan:
+def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(job.config.train.seed)  # for weights that are in no file
+    try:
+        module = fabric.setup(job.model)
+    except StateMismatchError as error:
+        raise ConfigError(f"cannot load {job.config.model.name_or_path}: {error}") from error
+    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    optimizer = build(
+        job.config.optimizer, trained, where="optimizer", default_module="torch.optim"
+    )
+    # What must be equal on all ranks is made by now; dropout differs from rank to rank.
+    torch.manual_seed(job.config.train.seed + fabric.global_rank)
+    return module, cast(Optimizer, fabric.setup_optimizers(optimizer))
+
+
+def _create_directory(fabric: Fabric, job: Job) -> None:
+    """Create the output directory and say what is about to run."""
+    # Not before every rank has looked whether another run's files lie there.
+    fabric.barrier()
+    if fabric.is_global_zero:
+        job.directory.create(job.config)
+    sizes = {p: getattr(p, "unsharded_shape", p.shape).numel() for p in job.model.parameters()}
+    num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    fabric.print(job.data.summary)
+    fabric.print(f"model: {num_trained:,} of {sum(sizes.values()):,} parameters are trained")
+    if job.resume_from is not None:
+        fabric.print(f"resuming from {job.resume_from.path}")
+
+
+def _fit(
+    fabric: Fabric, job: Job, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+) -> None:
+    try:
+        fit(
+            fabric,
+            module,
+            optimizer,
+            train_rows=job.data.train,
+            validation_rows=job.data.validation,
+            plan=_plan(job, fabric),
+            state=state,
+        )
+    except BaseException:
+        fabric.call("on_exception", fabric=fabric)
+        raise
+
+
+def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
+    is_adapter = job.config.lora is not None
+    directory = job.directory.adapter if is_adapter else job.directory.model
+    export(fabric, module, job.tokenizer, directory)
+    fabric.barrier()
+    fabric.print(f"{'adapter' if is_adapter else 'model'}: {directory}")
+    return directory
+
+
+def _plan(job: Job, fabric: Fabric) -> Plan:
+    config = job.config
     sharding = Sharding(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        # Fabric knows its rank only after the launch on some launchers; torchrun's is known now.
         rank=fabric.global_rank,
         world_size=fabric.world_size,
     )
-    mask_of = {"sdpa": "boolean", "eager": "additive"}
+    mask = _MASK_OF_ATTENTION[config.model.attn_implementation]
     return Plan(
-        num_steps=_num_steps(config, num_steps_per_epoch(len(data.train), sharding)),
+        num_steps=_num_steps(config, num_steps_per_epoch(len(job.data.train), sharding)),
         sharding=sharding,
         seed=config.train.seed,
-        mask=mask_of[config.model.attn_implementation] if config.data.packing else "none",  # type: ignore[arg-type]
+        mask=mask if config.data.packing else "none",
         max_grad_norm=config.train.max_grad_norm,
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,
@@ -156,37 +208,3 @@ def _identity(config: RunConfig, data: PreparedData) -> dict[str, int]:
         "global_batch_size": config.train.global_batch_size,
         "num_rows": len(data.train),
     }
-
-
-def _check_same_data(resume_from: CheckpointInfo | None, identity: dict[str, int]) -> None:
-    if resume_from is None:
-        return
-    for name, value in identity.items():
-        if resume_from.values.get(name) != value:
-            raise ConfigError(
-                f"{resume_from.path} was written with {name} {resume_from.values.get(name)}, this "
-                f"run has {value}; its step {resume_from.values['step']} would be another place in "
-                "the data: restore the setting, or start a new run in another output_dir."
-            )
-
-
-def _announce(
-    fabric: Fabric,
-    config: RunConfig,
-    data: PreparedData,
-    model: nn.Module,
-    directory: RunDirectory,
-    resume_from: CheckpointInfo | None,
-) -> None:
-    """Create the output directory and say what is about to run."""
-    # Not before every rank has looked whether another run's files lie there.
-    fabric.barrier()
-    if fabric.is_global_zero:
-        directory.create(config)
-    sizes = {p: p.unsharded_shape.numel() for p in model.parameters()}
-    num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-    fabric.print(
-        f"{data.summary}\nmodel: {num_trained:,} of {sum(sizes.values()):,} parameters are trained"
-    )
-    if resume_from is not None:
-        fabric.print(f"resuming from {resume_from.path}")

@@ -4,16 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from harness.language_model import prompt_rows, write_jsonl
-from thunder_memsave.finetune.data import (
-    ChatJSONL,
-    Document,
-    Part,
-    PlainText,
-    PromptJSONL,
-    TextJSONL,
-)
+from thunder_memsave.finetune.data import ChatJSONL, PlainText, PromptJSONL, TextJSONL
+from thunder_memsave.finetune.documents import Document, Part
 from thunder_memsave.settings import ConfigError
 
 
@@ -152,8 +147,6 @@ def test_a_split_that_is_impossible_is_refused(tmp_path: Path, tokenizer: Any) -
 
 
 def test_chats_need_a_template_that_only_appends(tmp_path: Path, tokenizer_directory: Path) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
     messages = [
         {"role": "user", "content": "one"},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from thunder_memsave.finetune.data import Document, Part
+from thunder_memsave.finetune.documents import Document, Part
 from thunder_memsave.finetune.tokenize import IGNORED, TokenizedData, tokenize
 from thunder_memsave.settings import ConfigError
 

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from thunder_memsave.finetune.batches import Sharding, step_rows
+from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune.evaluate import evaluate
+from thunder_memsave.finetune.loop import Plan, fit
+from thunder_memsave.finetune.packing import Rows, pad
+from thunder_memsave.finetune.tokenize import IGNORED, Sample
+
+NUM_TOKENS = 11
+
+
+class TinyModel(nn.Module):
+    """Predicts the next token from the last one, in the form that transformers' models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_TOKENS, NUM_TOKENS)
+
+    def forward(self, *, input_ids: Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
+class Witness:
+    """Writes down which hooks were called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_start(self, *, step: int, num_steps: int) -> None:
+        self.calls.append(f"start {step}/{num_steps}")
+
+    def on_train_batch_start(self) -> None:
+        self.calls.append("step")
+
+    def on_validation_end(self, *, step: int) -> None:
+        self.calls.append(f"validated {step}")
+
+    def on_train_batch_end(self, *, step: int, metrics: dict[str, float]) -> None:
+        self.calls.append(f"done {step}")
+        self.metrics.append(metrics)
+
+    def on_train_end(self, *, step: int) -> None:
+        self.calls.append(f"end {step}")
+
+
+def rows_of(*lengths: int) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length in lengths:
+        ids = torch.randint(NUM_TOKENS, (length,), generator=generator).tolist()
+        samples.append(Sample(input_ids=ids, targets=[*ids[1:], IGNORED]))
+    return pad(samples, length=max(lengths), pad_id=0)
+
+
+def plan(**changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "num_steps": 3,
+        "sharding": Sharding(global_batch_size=4, micro_batch_size=2),
+        "seed": 0,
+        "mask": "none",
+        "max_grad_norm": None,
+        "lr_scheduler": LRSchedulerConfig(warmup_steps=0, min_lr_ratio=1.0),
+        "eval": EvalConfig(every_n_steps=2, max_batches=None),
+    }
+    return Plan(**{**settings, **changes})
+
+
+def train(rows: Rows, validation: Rows | None, plan: Plan, *, start: int = 0) -> Witness:
+    witness = Witness()
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[witness])
+    model = TinyModel()
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    state = {"model": module, "optimizer": optimizer, "step": start}
+    fit(
+        fabric,
+        module,
+        optimizer,
+        train_rows=rows,
+        validation_rows=validation,
+        plan=plan,
+        state=state,
+    )
+    assert state["step"] == plan.num_steps
+    return witness
+
+
+def test_hooks_come_in_order_and_an_evaluation_before_the_end_of_its_step() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    assert train(rows, rows, plan()).calls == [
+        "start 0/3",
+        "validated 0",
+        *("step", "done 1"),
+        *("step", "validated 2", "done 2"),
+        *("step", "validated 3", "done 3"),
+        "end 3",
+    ]
+
+
+def test_a_resumed_loop_does_not_evaluate_its_start_again() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    calls = train(rows, rows, plan(), start=2).calls
+    assert calls == ["start 2/3", "step", "validated 3", "done 3", "end 3"]
+
+
+def test_without_a_validation_set_nothing_is_evaluated() -> None:
+    assert "validated 0" not in train(rows_of(3, 4), None, plan()).calls
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
+    """Not a mean of the micro-batches' means: their numbers of tokens differ."""
+    rows = rows_of(2, 9, 3, 7, 5)
+    steps = plan(num_steps=4)
+    witness = train(rows, None, steps)
+    torch.manual_seed(0)
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(4):
+        chosen = [
+            row
+            for batch in step_rows(len(rows), steps.sharding, seed=0, step=step)
+            for row in batch
+            if row >= 0
+        ]
+        targets = rows.targets[chosen].flatten()
+        logits = model.table(rows.input_ids[chosen]).flatten(0, 1)
+        loss = cross_entropy(logits, targets, ignore_index=IGNORED)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        measured = witness.metrics[step]
+        # float32 sums in another order
+        assert measured["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+        assert measured["num_tokens"] == int((targets != IGNORED).sum())
+
+
+def test_the_gradient_norm_is_a_metric_only_where_it_is_clipped() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    assert "grad_norm" in train(rows, None, plan(max_grad_norm=1e-3)).metrics[0]
+    assert "grad_norm" not in train(rows, None, plan()).metrics[0]
+
+
+def test_evaluation_is_the_mean_over_all_tokens_and_leaves_the_mode_as_it_was() -> None:
+    rows = rows_of(2, 9, 3, 7, 5)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = TinyModel().train()
+    sharding = Sharding(global_batch_size=4, micro_batch_size=2)
+    measured = evaluate(fabric, model, rows, sharding=sharding, mask="none")
+    logits = model.table(rows.input_ids).flatten(0, 1)
+    expected = cross_entropy(logits, rows.targets.flatten(), ignore_index=IGNORED).detach()
+    assert measured == pytest.approx(float(expected), rel=1e-6)
+    assert model.training
+    two_rows = evaluate(fabric, model, rows, sharding=sharding, mask="none", max_batches=1)
+    assert two_rows != measured

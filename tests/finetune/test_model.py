@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.language_model import llama_config
+from thunder_memsave.finetune.config import ModelConfig, RunConfig, TrainConfig
+from thunder_memsave.finetune.model import build_model, precision_of
+from thunder_memsave.materialize import materialize
+
+
+def run_config(directory: Path, *, lora: dict[str, Any] | None, **model: Any) -> RunConfig:
+    config = RunConfig(
+        model=ModelConfig(name_or_path=str(directory), **model),
+        lora=lora,
+        train=TrainConfig(seed=3),
+    )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, max_seq_length=32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "lora", "precision"),
+    [
+        ("float32", "float32", True, "32-true"),
+        ("bfloat16", "float32", True, "32-true"),
+        ("bfloat16", "bfloat16", True, "32-true"),
+        ("bfloat16", "float32", False, "bf16-mixed"),
+        ("bfloat16", "bfloat16", False, "32-true"),
+    ],
+)
+def test_frozen_and_trained_weights_have_the_formats_asked_for(
+    model_directory: Path, tokenizer: Any, dtype: str, trainable: str, lora: bool, precision: str
+) -> None:
+    fields = {"r": 2, "target_modules": ["q_proj"]} if lora else None
+    config = run_config(model_directory, lora=fields, dtype=dtype, trainable_dtype=trainable)
+    model = build_model(config, tokenizer)
+    formats = {
+        is_trained: {str(p.dtype) for p in model.parameters() if p.requires_grad is is_trained}
+        for is_trained in (True, False)
+    }
+    assert formats == {
+        True: {f"torch.{trainable}"},
+        False: {f"torch.{dtype}"} if lora else set(),
+    }
+    assert precision_of(config) == precision
+
+
+def test_nothing_is_read_before_setup_and_then_the_files_values_are_there(
+    model_directory: Path, tokenizer: Any
+) -> None:
+    fields = {"r": 2, "target_modules": "all-linear"}
+    model: Any = build_model(run_config(model_directory, lora=fields, dtype="float32"), tokenizer)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialize(model, device=torch.device("cpu"), data_parallel=None)
+    stored = AutoModelForCausalLM.from_pretrained(model_directory)
+    ids = torch.tensor([[5, 6, 7]])
+    # A new adapter changes nothing: peft starts its second factor at zero.
+    torch.testing.assert_close(model(input_ids=ids).logits, stored(input_ids=ids).logits)
+
+
+def test_random_weights_depend_on_the_seed_only(tokenizer_directory: Path, tokenizer: Any) -> None:
+    architecture = {"model_type": "llama", **llama_config()}
+    config = run_config(tokenizer_directory, lora=None, config=architecture)
+
+    def weights(seed: int) -> torch.Tensor:
+        model: Any = build_model(config, tokenizer)
+        torch.manual_seed(seed)
+        materialize(model, device=torch.device("cpu"), data_parallel=None)
+        return model.lm_head.weight.detach()
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert weights(1).std() == pytest.approx(0.02, rel=0.1)
