@@ -17,7 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from thunder_memsave.config import ConfigError
 
-_SUPPORTED = "32-true, bf16-true, 16-true, bf16-mixed and 16-mixed"
+_SUPPORTED = "32-true, 64-true, bf16-true, 16-true, bf16-mixed and 16-mixed"
 _REFUSED: dict[type[Precision], str] = {
     TransformerEnginePrecision: "fp8 support is not there in this version",
     BitsandbytesPrecision: "weights quantized by bitsandbytes cannot be captured",

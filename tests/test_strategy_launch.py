@@ -16,6 +16,7 @@ TORCHRUN = ("-m", "torch.distributed.run")
 
 SCRIPT = """
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def train(fabric):
 fabric = Fabric(
     strategy="thunder_memsave", accelerator="cpu", devices=devices, num_nodes=num_nodes
 )
-fabric.launch(train)
+train(fabric) if "LT_CLI_USED" in os.environ else fabric.launch(train)
 """
 
 
@@ -108,6 +109,13 @@ def test_two_nodes_of_torchrun(script: Path, results: Path) -> None:
 
 def test_fabrics_own_launcher(script: Path, results: Path) -> None:
     run_python([script, 2, 1, results], MASTER_PORT=str(free_port()))
+    check_results(results, places=[[0, 0], [0, 1]])
+
+
+def test_fabrics_command(script: Path, results: Path) -> None:
+    options = ("--accelerator=cpu", "--strategy=thunder_memsave", "--devices=2")
+    port = f"--main-port={free_port()}"
+    run_python(["-m", "lightning.fabric.cli", *options, port, script, 2, 1, results])
     check_results(results, places=[[0, 0], [0, 1]])
 
 

@@ -21,7 +21,13 @@ from thunder_memsave import ConfigError, ThunderMemsaveStrategy
 from thunder_memsave.precision import refuse_unsupported
 
 # Of the largest value: one rounding of the type in which the products are summed, times a few.
-TOLERANCE = {"32-true": 1e-6, "16-true": 2e-3, "bf16-true": 2e-2, "bf16-mixed": 2e-2}
+TOLERANCE = {
+    "64-true": 1e-6,
+    "32-true": 1e-6,
+    "16-true": 2e-3,
+    "bf16-true": 2e-2,
+    "bf16-mixed": 2e-2,
+}
 
 
 class Small(nn.Module):
@@ -64,7 +70,7 @@ def check_equal_to_eager(tolerance: float, **precision: Any) -> None:
         torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "16-true", "bf16-true", "bf16-mixed"])
 def test_training_equals_eager(precision: str) -> None:
     check_equal_to_eager(TOLERANCE[precision], precision=precision)
 
