@@ -100,7 +100,8 @@ def test_frozen_weights_cost_no_matrix_product_in_backward() -> None:
 
 def test_dora_is_refused_with_the_line_in_peft_that_cannot_be_captured() -> None:
     ids = models.token_batch()
-    with pytest.raises(CaptureError, match=r"integrations.py:\d+ in dequantize_module_weight"):
+    # torch 2.11 captures it, and then Thunder refuses it.
+    with pytest.raises((CaptureError, CompileError), match=r"(integrations|dora).py:\d+ in "):
         CompiledModule(_lora(models.llama(), use_dora=True))(input_ids=ids, labels=ids)
 
 
