@@ -40,7 +40,7 @@ class ProgressBar:
         """Put up the bar, where there is a terminal."""
         if not fabric.is_global_zero:
             return
-        self._first_step, self._start = step, time.perf_counter()
+        self._first_step = step
         if self.every_n_steps is None:
             self.every_n_steps = max(num_steps // 20, 1)
         if self.console.is_terminal:
@@ -58,7 +58,10 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
         elif step == self._first_step + 1 or step % (self.every_n_steps or 1) == 0:
-            self._print(f"step {step}/{num_steps} | {text} | {self._time_left(step, num_steps)}")
+            self._print(f"step {step}/{num_steps} | {text}{self._time_left(step, num_steps)}")
+        if step == self._first_step + 1:
+            # Not from the start: the first step compiles, and says nothing of the others.
+            self._start = time.perf_counter()
 
     def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the validation loss, above the bar."""
@@ -82,9 +85,12 @@ class ProgressBar:
         self.console.print(line, soft_wrap=True, highlight=False)
 
     def _time_left(self, step: int, num_steps: int) -> str:
-        per_step = (time.perf_counter() - self._start) / (step - self._first_step)
+        num_timed = step - self._first_step - 1
+        if num_timed < 1:
+            return ""
+        per_step = (time.perf_counter() - self._start) / num_timed
         minutes, seconds = divmod(round(per_step * (num_steps - step)), 60)
-        return f"{minutes}:{seconds:02d} left"
+        return f" | {minutes}:{seconds:02d} left"
 
 
 def _make_bar(console: Console) -> Progress:

@@ -65,10 +65,14 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
     if config.resume == "auto":
         found = list_checkpoints(directory.checkpoints)
         if not found:
+            if not directory.config.exists():  # else a run that ended before its first checkpoint
+                _refuse_existing(directory)
             return None
         info = read_info(found[-1])
     else:
         info = _named_checkpoint(Path(str(config.resume)))
+        if info.path.resolve().parent != directory.checkpoints.resolve():
+            _refuse_existing(directory)
     _check_same_run(info)
     return info
 

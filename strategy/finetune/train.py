@@ -135,10 +135,17 @@ def _create_directory(fabric: Fabric, job: Job) -> None:
         job.directory.create(job.config)
     sizes = {p: getattr(p, "unsharded_shape", p.shape).numel() for p in job.model.parameters()}
     num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-    fabric.print(job.data.summary)
-    fabric.print(f"model: {num_trained:,} of {sum(sizes.values()):,} parameters are trained")
+    _say(fabric, job.data.summary)
+    _say(fabric, f"model: {num_trained:,} of {sum(sizes.values()):,} parameters are trained")
     if job.resume_from is not None:
-        fabric.print(f"resuming from {job.resume_from.path}")
+        _say(fabric, f"resuming from {job.resume_from.path}")
+    _say(fabric, "the first step compiles the model, the others are fast")
+
+
+def _say(fabric: Fabric, text: str) -> None:
+    # `fabric.print` prints once per node.
+    if fabric.is_global_zero:
+        print(text, flush=True)
 
 
 def _fit(
@@ -164,7 +171,7 @@ def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
     directory = job.directory.adapter if is_adapter else job.directory.model
     export(fabric, module, job.tokenizer, directory)
     fabric.barrier()
-    fabric.print(f"{'adapter' if is_adapter else 'model'}: {directory}")
+    _say(fabric, f"{'adapter' if is_adapter else 'model'}: {directory}")
     return directory
 
 

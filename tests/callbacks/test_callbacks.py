@@ -108,6 +108,7 @@ def test_without_a_terminal_progress_is_lines() -> None:
     lines = output.getvalue().splitlines()
     assert [line.split(" |")[0] for line in lines] == ["step 1/4", "step 2/4", "step 4/4", "step 4"]
     assert "loss 2.0000 | lr 1.00e-03 | grad norm 0.500 | tokens/s 1,234 | 0:00 left" in lines[2]
+    assert "left" not in lines[0]  # the first step compiles
     assert lines[3] == "step 4 | val_loss 1.5000"
 
 

@@ -124,6 +124,20 @@ def test_a_directory_with_files_in_it_is_refused_and_kept(
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
+def test_files_that_are_no_run_are_not_mixed_with_one_that_resumes(
+    tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
+    elsewhere = tmp_path / "other" / "checkpoints" / "step-00000001"
+    write_checkpoint_info(elsewhere, world_size=1, values={"step": 1})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious.txt").write_text("mine")
+    for resume in ("auto", str(elsewhere)):
+        assert main(["train", str(path), f"--resume={resume}"]) == 2
+        assert "exists and is not empty" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["precious.txt"]
+
+
 @pytest.mark.parametrize(
     ("world_size", "values", "message"),
     [
