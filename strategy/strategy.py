@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import ParallelStrategy
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _Sharded
-from lightning.fabric.utilities.distributed import (
-    ReduceOp,
-    _get_default_process_group_backend_for_device,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.wrappers import _FabricModule
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from thunder_memsave import checkpoint
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import (
-    ConfigError,
     ShardingConfig,
-    StrategyConfig,
     load_strategy_config,
     parse_strategy,
     refuse_keys,
@@ -46,15 +31,9 @@ from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
 from thunder_memsave.materialize import materialize
 from thunder_memsave.precision import refuse_unsupported, share_found_inf
-from thunder_memsave.process_group import (
-    init_default_group,
-    make_data_parallel,
-    needs_process_group,
-)
 from thunder_memsave.refusals import refuse_unsuitable
-from thunder_memsave.sharding import DataParallel, shard_module, summon_full
-
-T = TypeVar("T")
+from thunder_memsave.sharding import shard_module
+from thunder_memsave.state_hooks import StateHooks
 
 
 class ForwardModule(CompiledModule):
@@ -65,7 +44,7 @@ class ForwardModule(CompiledModule):
         return self.call_method(take_redirection(self.module), *args, **kwargs)
 
 
-class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
+class ThunderMemsaveStrategy(StateHooks, _Sharded):
     """Trains with sharded parameters and graphs compiled by Thunder.
 
     Args:
@@ -106,15 +85,9 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
     ) -> None:
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # raises
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision=precision,
-        )
         refuse_keys(memory, where="memory")
         refuse_keys(fp8, where="fp8")
-        self.config: StrategyConfig = parse_strategy(
+        config = parse_strategy(
             {
                 "sharding": sharding,
                 "frontend": frontend,
@@ -124,20 +97,27 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
             },
             where=type(self).__name__,
         )
-        self.data_parallel: DataParallel | None = None
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            precision,
+            config=config,
+            process_group_backend=process_group_backend,
+        )
         self._backward_sync_control = _ReduceInEveryBackward()
 
     @classmethod
-    def from_config(cls, path: str | Path, **fabric_arguments: Any) -> ThunderMemsaveStrategy:
+    def from_config(
+        cls, path: str | Path, *, process_group_backend: str | None = None
+    ) -> ThunderMemsaveStrategy:
         """Build the strategy from the `strategy`, `memory` and `fp8` parts of a YAML file.
 
         Raises:
             ConfigError: the file cannot be read, or one of the three parts is wrong.
         """
         config = load_strategy_config(path)
-        strategy = cls(**fabric_arguments)
+        strategy = cls(process_group_backend=process_group_backend)
         strategy.config = config
         return strategy
 
@@ -145,51 +125,6 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         strategy_registry.register(STRATEGY_NAME, cls, description=DESCRIPTION)
-
-    # What Fabric asks about the processes.
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend of the process group; None until it is known."""
-        return self._process_group_backend
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        raise NotImplementedError(f"{type(self).__name__} does not use the CheckpointIO plugin.")
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__} does not use the CheckpointIO plugin: every rank writes and "
-            f"reads its own part of a checkpoint; leave {type(io).__name__} out."
-        )
 
     @property
     @override
@@ -203,80 +138,11 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
             refuse_unsupported(precision)
         self._precision = precision
 
-    # Launch.
-
     @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        alone = self.num_nodes * self.num_processes == 1
-        if not alone and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    @override
-    def setup_environment(self) -> None:
-        self._check_world_size()
-        super().setup_environment()
-        self._setup_distributed()
-
-    def _check_world_size(self) -> None:
-        # Fabric checks this in a launcher, and there is none under torchrun.
-        if self.world_size != self.num_nodes * self.num_processes:
-            raise ConfigError(
-                f"Fabric(devices={self.num_processes}, num_nodes={self.num_nodes}) asks for "
-                f"{self.num_nodes * self.num_processes} processes, but "
-                f"{type(self.cluster_environment).__name__} started {self.world_size}; pass "
-                "devices=<processes per node> and num_nodes=<nodes> as they were launched."
-            )
-
     def _setup_distributed(self) -> None:
-        reset_seed()
-        self._set_world_ranks()
-        if not needs_process_group(self.world_size):
-            return
-        assert self.cluster_environment is not None
-        if self._process_group_backend is None:
-            backend = _get_default_process_group_backend_for_device(self.root_device)
-            self._process_group_backend = backend
-        init_default_group(
-            backend=self._process_group_backend,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            main_address=self.cluster_environment.main_address,
-            main_port=self.cluster_environment.main_port,
-            timeout=self.config.timeout,
-            device=self.root_device,
-        )
-        self.data_parallel = make_data_parallel(
-            self.config.sharding.mode, timeout=self.config.timeout
-        )
-        assert self.data_parallel is not None
-        if self.data_parallel.shards:
+        super()._setup_distributed()
+        if self.data_parallel is not None and self.data_parallel.shards:
             share_found_inf(self.precision, self.data_parallel.group)
-
-    def _set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for only_on_rank_zero in (rank_zero_only, utils_rank_zero_only):
-            vars(only_on_rank_zero)["rank"] = self.global_rank
-
-    @override
-    def teardown(self) -> None:
-        self.precision.teardown()
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-
-    # Models and optimizers.
-
-    @property
-    def _shards(self) -> bool:
-        return self.data_parallel is not None and self.data_parallel.shards
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -356,123 +222,6 @@ class ThunderMemsaveStrategy(ParallelStrategy, _Sharded):
         self.precision.unscale_gradients(optimizer)
         clip_value(self.precision.main_params(optimizer), clip_value=clip_val)
 
-    # Communication for the user's script.
-
-    @override
-    def all_reduce(
-        self,
-        tensor: Tensor | Any,
-        group: Any | None = None,
-        reduce_op: ReduceOp | str | None = "mean",
-    ) -> Tensor | Any:
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        if sync_grads or not dist.is_initialized():
-            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-        # Fabric's own way to do this warns about a deprecation in torch 2.13.
-        tensor = tensor.detach().contiguous()
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, tensor, group=group)
-        return torch.stack(gathered)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    # State.
-
-    @override
-    def save_checkpoint(
-        self,
-        path: str | Path,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Save the model, optimizers and the rest of `state` as `state_dict_type` says."""
-        if storage_options is not None:
-            raise ConfigError(
-                f"storage_options={storage_options!r} is for CheckpointIO plugins, which "
-                f"{type(self).__name__} does not use; leave it out."
-            )
-        checkpoint.save_checkpoint(
-            path,
-            _originals(state),
-            state_dict_type=self.config.state_dict_type,
-            data_parallel=self.data_parallel,
-            filter=filter,
-        )
-
-    @override
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        state: nn.Module | Optimizer | dict[str, Any] | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Restore `state` in place; a module alone is loaded from raw weights.
-
-        Returns what the checkpoint has beyond it. Raw weights are read without running code,
-        whatever `weights_only` says.
-        """
-        if isinstance(state, nn.Module | Optimizer):
-            module = _original(state) if isinstance(state, nn.Module) else state
-            checkpoint.load_raw(path, module, data_parallel=self.data_parallel, strict=strict)
-            return {}
-        state = {} if state is None else state
-        originals = _originals(state)
-        remainder = checkpoint.load_checkpoint(
-            path,
-            originals,
-            data_parallel=self.data_parallel,
-            strict=strict,
-            weights_only=weights_only,
-        )
-        others = (k for k in state if not isinstance(state[k], nn.Module | Optimizer))
-        state.update({key: originals[key] for key in others})
-        return remainder
-
-    @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole CPU tensors under the model's own names, on every rank. A collective."""
-        return checkpoint.unsharded_state_dict(_original(module), self.data_parallel)
-
-    @override
-    def load_module_state_dict(
-        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> None:
-        """Copy whole tensors into the model, each rank its own rows."""
-        checkpoint.load_state_dict(_original(module), state_dict, strict=strict)
-
-    def summon_full(
-        self, module: nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[None]:
-        """Make every parameter of the model whole inside the context. A collective.
-
-        With `writeback`, changes made inside are kept, each rank keeping its own rows.
-        """
-        return summon_full(_original(module), self.data_parallel, writeback=writeback)
-
 
 class _ReduceInEveryBackward(_BackwardSyncControl):
     """Reduces gradients in every micro-batch, so that accumulation is exact and never whole.
@@ -489,17 +238,6 @@ class _ReduceInEveryBackward(_BackwardSyncControl):
                 f"{type(module).__name__}."
             )
         return nullcontext()
-
-
-def _original(module: nn.Module) -> nn.Module:
-    """The user's model inside what Fabric and we put around it."""
-    if isinstance(module, _FabricModule):
-        return module.module
-    return module.module if isinstance(module, CompiledModule) else module
-
-
-def _originals(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _original(v) if isinstance(v, nn.Module) else v for k, v in state.items()}
 
 
 def _has_meta(module: nn.Module) -> bool:

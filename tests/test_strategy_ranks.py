@@ -80,6 +80,7 @@ def check_sharded() -> None:
     check_accumulation_and_clipping(fabric)
     check_methods(fabric)
     check_whole_weights(fabric)
+    check_optimizer_implementations(fabric)
     check_optimizers_with_whole_state_are_refused(fabric)
     check_ranks_that_differ_are_refused(fabric)
     check_collectives_and_samplers(fabric)
@@ -169,6 +170,21 @@ def check_whole_weights(fabric: Fabric) -> None:
     with torch.no_grad():
         reference.up.weight.mul_(2)
     torch.testing.assert_close(model(batch(0)), reference(batch(0)))
+
+
+def check_optimizer_implementations(fabric: Fabric) -> None:
+    for options in ({"foreach": True}, {"fused": True}, {"amsgrad": True}):
+        model, reference = build(), build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+        expected = torch.optim.AdamW(reference.parameters(), lr=0.1, **options)
+        model, optimizer = fabric.setup(model, optimizer)
+        for i in range(2):
+            fabric.backward(model(batch(i)).square().mean())
+            optimizer.step()
+            reference(batch(i)).square().mean().backward()
+            expected.step()
+        for p, full in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.detach(), padded_own(fabric, full.detach()))
 
 
 def check_optimizers_with_whole_state_are_refused(fabric: Fabric) -> None:
