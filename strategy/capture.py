@@ -135,13 +135,7 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
             )
         guards = _build_guards(output, call, swapped=originals)
 
-        def make_callable(run_graph: Callable[..., Any]) -> Callable[..., Any]:
-            # torch 2.11 wants to see the builtins among the globals too.
-            known = {**vars(builtins), **output.graph_capture_output.f_globals}
-            forward = output.forward_callable(compiled_fn=run_graph, extra_globals=known)
-            instance = get_traced_fn(call.target)[1]
-            return forward if instance is None else forward.__get__(instance)
-
+        make_callable = _callable_maker(output, call)
         flat = _flat_inputs(make_callable, call)
     graph = output.backend_input.graph_module
     inputs = _name_inputs(module, graph, [originals.get(id(t), t) for t in flat])
@@ -158,6 +152,24 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
             if isinstance(i.tensor, nn.Parameter) and is_sharded(i.tensor)
         ),
     )
+
+
+def _callable_maker(output: Any, call: Call) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Dynamo's bytecode, to be bound to the function that runs the graph.
+
+    Keeps neither `output` nor `call`: they hold the first batch.
+    """
+    environment = output.graph_capture_output.get_runtime_env()
+    backend_id = output.backend_input.backend_id
+    # torch 2.11 wants to see the builtins among the globals too.
+    known = {**vars(builtins), **output.graph_capture_output.f_globals}
+    instance = get_traced_fn(call.target)[1]
+
+    def make_callable(run_graph: Callable[..., Any]) -> Callable[..., Any]:
+        forward = environment.forward_callable(backend_id, run_graph, extra_globals=known)
+        return forward if instance is None else forward.__get__(instance)  # type: ignore[no-any-return]
+
+    return make_callable
 
 
 class _InputsSeen(BaseException):

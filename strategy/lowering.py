@@ -206,6 +206,8 @@ class _Lowering:
         expected = node.meta.get("example_value")
         if function is torch.Tensor.detach or function is torch.detach:
             return prims.shallow_copy(args[0])
+        if function is torch.cat:
+            args = (_without_legacy_empties(args[0]), *args[1:])
         if function is torch.nn.functional.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **kwargs)
         needs_grad = _node_needs_grad(node)
@@ -418,6 +420,12 @@ def _dtype_differs(result: Any, expected: Any) -> bool:
 
 def _is_auto_registered(symbol: Any) -> bool:
     return isinstance(symbol, Symbol) and prims.OpTags.AUTO_REGISTERED in (symbol.tags or ())
+
+
+def _without_legacy_empties(tensors: Sequence[TensorProxy]) -> Sequence[TensorProxy]:
+    """`torch.cat` skips tensors of shape (0,) whatever the others are; transformers' caches start as such."""
+    kept = [t for t in tensors if tuple(t.shape) != (0,)]
+    return kept if kept else tensors
 
 
 def _callable(node: fx.Node) -> Callable[..., Any]:

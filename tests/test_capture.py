@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
 from thunder_memsave.capture import Call, capture
+from thunder_memsave.compile import CompiledModule
 
 
 class Model(nn.Module):
@@ -48,6 +51,16 @@ def test_the_callable_returns_what_the_graph_returned() -> None:
     captured = capture(model, Call.of(model, (x,), {}), reason="first call")
     run = captured.callable(lambda *inputs: (torch.tensor(7.0),))
     assert run(x).item() == 7.0
+
+
+def test_a_capture_keeps_no_batch_alive() -> None:
+    model, x = Model(), torch.randn(3, 4)
+    alive = weakref.ref(x)
+    compiled = CompiledModule(model)
+    compiled(x).sum().backward()
+    del x
+    gc.collect()
+    assert alive() is None
 
 
 def test_canary_the_private_functions_of_torch_are_there() -> None:

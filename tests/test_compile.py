@@ -39,6 +39,25 @@ def test_transformers_models_match_eager_and_return_their_own_output_type(
     assert output.logits.shape == (2, 12, models.VOCAB_SIZE)
 
 
+def test_evaluation_with_a_key_value_cache_returns_the_cache() -> None:
+    model, ids = models.llama(use_cache=True).eval(), models.token_batch()
+    with torch.no_grad():
+        ours, theirs = CompiledModule(model)(input_ids=ids), model(input_ids=ids)
+    torch.testing.assert_close(ours.logits, theirs.logits)
+    assert type(ours.past_key_values) is type(theirs.past_key_values)
+    assert ours.past_key_values.get_seq_length() == ids.shape[1]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_of_transformers_matches_eager(use_reentrant: bool) -> None:
+    model = models.llama(num_layers=2)
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    twins, ids = Twins(model.train()), models.token_batch()
+    if use_reentrant:
+        twins.change(lambda m: m.enable_input_require_grads())
+    twins.assert_equal(input_ids=ids, labels=ids, loss=_loss)
+
+
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 def test_left_padding_matches_eager(attn_implementation: str) -> None:
     ids, mask = models.token_batch(), torch.ones(2, 12, dtype=torch.long)
