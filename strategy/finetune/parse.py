@@ -15,7 +15,7 @@ import yaml
 
 from thunder_memsave.config import load_yaml, parse_strategy, refuse_keys
 from thunder_memsave.finetune.checks import config_problems
-from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.settings import ConfigError, field_names, suggestion
 
 # Sections of the run file that this version knows by name only.
@@ -23,6 +23,16 @@ _RESERVED_SECTIONS = ("memory", "fp8")
 
 # PyYAML follows YAML 1.1, where a number with an exponent needs a dot and a sign.
 _EXPONENT_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+# What a value must be, in the words of somebody who writes YAML.
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "dict": "a mapping",
+    "NoneType": "null",
+}
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -102,15 +112,31 @@ def _structure_problems(values: Any, cls: type, *, where: str) -> Iterator[str]:
     known = field_names(cls)
     for key, value in values.items():
         if key not in known:
-            yield f"{_section_named(where)} has no key {key!r}{suggestion(key, known)}."
+            yield f"{_section_named(where)} has no key {key!r}{suggestion(key, known) or '.'}"
             continue
         name = f"{where}.{key}" if where else key
         hint = get_type_hints(cls)[key]
         if dataclasses.is_dataclass(hint):
             yield from _structure_problems(value, hint, where=name)  # type: ignore[arg-type]
+        elif hint is ClassSpec:
+            yield from _class_problems(value, where=name)
         elif value is None and not _is_optional(hint):
             # jsonargparse takes null for every type.
             yield f"{name} is null, but needs a value; leave it out for the default."
+
+
+def _class_problems(value: Any, *, where: str) -> Iterator[str]:
+    known = list(get_type_hints(ClassSpec))
+    if not isinstance(value, Mapping):
+        yield f"{where} is {value!r}, but must be a mapping with {' and '.join(known)}."
+        return
+    for key in value:
+        if key not in known:
+            yield f"{where} has no key {key!r}{suggestion(key, known) or '.'}"
+    if not isinstance(value.get("class_path", ""), str):
+        yield f"{where}.class_path is {value['class_path']!r}, but must be the name of a class."
+    if not isinstance(value.get("init_args") or {}, Mapping):
+        yield f"{where}.init_args is {value['init_args']!r}, but must be a mapping."
 
 
 def _complete_optimizer(values: dict[str, Any]) -> None:
@@ -144,10 +170,21 @@ def _instantiate(values: dict[str, Any], path: str | Path) -> RunConfig:
 
 
 def _readable(error: ArgumentError) -> str:
-    """Reduce jsonargparse's message to one line: the key, what it takes, what it got."""
+    """Reduce jsonargparse's message to one sentence: the key, its value, what it takes."""
     text = " ".join(str(error).replace("typing.", "").split())
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
-    return re.sub(r'^Parser key "([^"]+)":', r"\1:", text)
+    key = re.match(r'Parser key "([^"]+)":', text)
+    kinds = re.findall(r"Expected (?:a )?(Literal\[[^\]]*\]|\w+)", text)
+    value = re.search(r"(?:Got|Given) value: (.*?)\.?$", text)
+    if not (key and kinds and value):
+        return text
+    wanted = " or ".join(_KINDS.get(kind, _choices(kind)) for kind in dict.fromkeys(kinds))
+    return f"{key[1]} is {value[1]!r}, but must be {wanted}."
+
+
+def _choices(kind: str) -> str:
+    """Write `Literal['a', 'b']` as `'a' or 'b'`."""
+    return kind.removeprefix("Literal[").removesuffix("]").replace(", ", " or ")
 
 
 def _strategy_problems(config: RunConfig) -> list[str]:

@@ -78,9 +78,13 @@ def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
         (
             GOOD + "train: {global_batch_size: many}",
             [],
-            "train.global_batch_size: Expected a int. Got value: many",
+            "train.global_batch_size is 'many', but must be a whole number.",
         ),
-        (GOOD + "train: {max_steps: 1.5}", [], "train.max_steps"),
+        (
+            GOOD + "train: {max_steps: 1.5}",
+            [],
+            "train.max_steps is '1.5', but must be a whole number or null.",
+        ),
         (
             GOOD + "train: {micro_batch_size: 0}",
             [],
@@ -94,7 +98,11 @@ def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
         (GOOD + "train: {max_grad_norm: 0}", [], "write null for no clipping"),
         (GOOD + "train: {max_steps: 0}", [], "train.max_steps is 0"),
         (GOOD, ["--data.max_seq_length=1"], "max_seq_length is 1, but must be at least 2"),
-        (GOOD, ["--model.dtype=float64"], "model.dtype: Expected a Literal"),
+        (
+            GOOD,
+            ["--model.dtype=float64"],
+            "model.dtype is 'float64', but must be 'float32' or 'bfloat16'.",
+        ),
         (
             GOOD,
             ["--model.dtype=float32", "--model.trainable_dtype=bfloat16"],
@@ -103,6 +111,13 @@ def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
         (GOOD, ["--lr_scheduler.warmup_steps=-1"], "must not be negative"),
         (GOOD, ["--lr_scheduler.warmup_steps=2.5"], "a whole number of steps or a fraction"),
         (GOOD, ["--lr_scheduler.min_lr_ratio=2"], "must be from 0 to 1"),
+        (GOOD, ["--lr_scheduler.warmup_steps=a"], "'a', but must be a whole number or a number."),
+        (GOOD, ["--lora=3"], "lora is '3', but must be a mapping or null."),
+        (GOOD, ["--optimizer=3"], "optimizer is 3, but must be a mapping with class_path"),
+        (GOOD, ["--optimizer=null"], "optimizer is None, but must be a mapping with class_path"),
+        (GOOD, ["--optimizer.lr=3"], "optimizer has no key 'lr'"),
+        (GOOD, ["--optimizer.class_path=3"], "class_path is 3, but must be the name of a class"),
+        (GOOD, ["--optimizer.init_args=3"], "optimizer.init_args is 3, but must be a mapping"),
         (GOOD, ["--resume=true"], "resume is true; write 'auto'"),
         (GOOD, ["--strategy.sharding=zero9"], "'zero9', but must be one of"),
         (GOOD, ["--strategy.shardin=zero2"], "did you mean 'sharding'"),
