@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,8 @@ def check_whole_weights(fabric: Fabric) -> None:
 
 
 def check_optimizer_implementations(fabric: Fabric) -> None:
-    for options in ({"foreach": True}, {"fused": True}, {"amsgrad": True}):
+    variants: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}, {"amsgrad": True}]
+    for options in variants:
         model, reference = build(), build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
         expected = torch.optim.AdamW(reference.parameters(), lr=0.1, **options)
