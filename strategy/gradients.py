@@ -65,20 +65,24 @@ def global_norm(
     if data_parallel is None or not any(is_sharded(p) for p in parameters):
         return nn.utils.get_total_norm(whole, norm_type)
     shards = [p.grad for p in parameters if p.grad is not None and is_sharded(p)]
-    device = parameters[0].device
-    sharded_norms = torch.empty(data_parallel.world_size, device=device)
-    local_norm = _norm(shards, norm_type, device).reshape(1)
-    all_gather(sharded_norms, local_norm, data_parallel)
-    replicated_norm = _norm(whole, norm_type, device).reshape(1)
+    like = torch.zeros((), dtype=_norm_dtype(parameters), device=parameters[0].device)
+    sharded_norms = like.new_empty(data_parallel.world_size)
+    all_gather(sharded_norms, _norm(shards, norm_type, like).reshape(1), data_parallel)
+    replicated_norm = _norm(whole, norm_type, like).reshape(1)
     # A norm of norms is the norm of everything, for any order, and does not overflow first.
-    return _norm([sharded_norms, replicated_norm], norm_type, device)
+    return _norm([sharded_norms, replicated_norm], norm_type, like)
 
 
-def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """In float32: bfloat16 has 8 bits for what is summed over a whole model."""
+def _norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """At least float32: bfloat16 has 8 bits for what is summed over a whole model."""
+    is_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    return torch.float64 if is_double else torch.float32
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
     if not grads:
-        return torch.zeros((), device=device)
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in grads]
+        return torch.zeros_like(like)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=like.dtype) for g in grads]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total
 

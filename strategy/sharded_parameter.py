@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_memsave.compat import foreach_subclasses
+
 # These read a weight as a whole even where the shapes of a shard happen to fit.
 _REFUSED = frozenset(
     {"linear", "bilinear", "embedding", "embedding_bag", "one_hot", "multi_head_attention_forward"}
@@ -64,6 +66,11 @@ class ShardedParameter(nn.Parameter):
         copied_once: ShardedParameter = memo[id(self)]
         return copied_once
 
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickles as what it is: torch's own way gives a parameter that looks whole."""
+        plain = nn.Parameter(self.data, self.requires_grad)
+        return _rebuild, (plain, {k.lstrip("_"): vars(self)[k] for k in _STATE})
+
 
 def mark_sharded(
     p: nn.Parameter,
@@ -80,7 +87,12 @@ def mark_sharded(
     p._first_row = first_row
     p._num_real_rows = num_real_rows
     p._parameter_name = parameter_name
+    foreach_subclasses.allow(ShardedParameter)
     return p
+
+
+def _rebuild(plain: nn.Parameter, state: dict[str, Any]) -> ShardedParameter:
+    return mark_sharded(plain, **state)
 
 
 def is_sharded(p: Tensor) -> bool:

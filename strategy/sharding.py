@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 
+_CHANGES_ARE_KEPT = "_changes_are_kept"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallel:
     """How parameters are spread over the ranks of one process group."""
@@ -92,7 +95,7 @@ def can_shard(unsharded_shape: torch.Size, data_parallel: DataParallel | None) -
     """Whether a parameter of this shape is split: 0-dim and empty ones are replicated."""
     if data_parallel is None or not data_parallel.shards:
         return False
-    return len(unsharded_shape) > 0 and unsharded_shape[0] > 0
+    return len(unsharded_shape) > 0 and unsharded_shape.numel() > 0
 
 
 def is_module_sharded(module: nn.Module) -> bool:
@@ -204,16 +207,24 @@ def summon_full(
     """Makes every parameter of `module` whole inside the context. A collective.
 
     Gradients of the shards are set aside and come back at the end. With `writeback`, this rank's
-    rows of what the parameters then hold are kept; otherwise changes are dropped.
+    rows of what the parameters then hold are kept; otherwise changes are dropped. Inside another
+    `summon_full`, what that one made whole stays whole until it ends.
 
     Raises:
-        ValueError: a gradient was computed inside; it has no place among the shards' gradients.
+        ValueError: a gradient was computed inside, which has no place among the shards' gradients;
+            or `writeback` was asked for inside a context that drops changes.
     """
-    if data_parallel is None or not is_module_sharded(module):
+    if data_parallel is None:
         yield
         return
-    summoned = [_Summoned.of(p, data_parallel) for p in module.parameters() if is_sharded(p)]
+    if writeback:
+        _refuse_lost_writeback(module)
+    summoned: list[_Summoned] = []
     try:
+        for p in module.parameters():
+            if is_sharded(p):
+                summoned.append(_Summoned.set_aside(p, writeback=writeback))
+                summoned[-1].gather(data_parallel)
         yield
     finally:
         with_grad = [s.name for s in summoned if s.parameter.grad is not None]
@@ -227,6 +238,15 @@ def summon_full(
         )
 
 
+def _refuse_lost_writeback(module: nn.Module) -> None:
+    for name, p in module.named_parameters():
+        if vars(p).get(_CHANGES_ARE_KEPT) is False:
+            raise ValueError(
+                f"{name!r} is whole already, inside a summon_full that will drop the changes that "
+                "this one is to write back; pass writeback=True to the outer one."
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Summoned:
     parameter: nn.Parameter
@@ -236,7 +256,7 @@ class _Summoned:
     unsharded_shape: torch.Size
 
     @classmethod
-    def of(cls, p: nn.Parameter, data_parallel: DataParallel) -> _Summoned:
+    def set_aside(cls, p: nn.Parameter, *, writeback: bool) -> _Summoned:
         assert isinstance(p, ShardedParameter)
         kept = cls(
             parameter=p,
@@ -245,15 +265,20 @@ class _Summoned:
             name=p._parameter_name,
             unsharded_shape=p.unsharded_shape,
         )
-        whole = gather_full(p, data_parallel)
         p.grad = None
-        p.__class__ = nn.Parameter  # type: ignore[assignment]
-        p.data = whole
+        setattr(p, _CHANGES_ARE_KEPT, writeback)
         return kept
+
+    def gather(self, data_parallel: DataParallel) -> None:
+        p = self.parameter
+        whole = gather_full(p, data_parallel)
+        p.__class__ = nn.Parameter
+        p.data = whole
 
     def restore(self, data_parallel: DataParallel, *, writeback: bool) -> None:
         p, rows = self.parameter, own_rows(self.unsharded_shape, data_parallel)
-        if writeback:
+        delattr(p, _CHANGES_ARE_KEPT)
+        if writeback and not is_sharded(p):
             self.shard.copy_(take_rows(p.detach(), rows))
         p.grad = None
         p.data = self.shard
@@ -262,20 +287,41 @@ class _Summoned:
 
 
 def _refuse_unshardable(named: dict[str, nn.Parameter]) -> None:
-    storages: dict[tuple[object, ...], str] = {}
     for name, p in named.items():
         if p.grad is not None:
             raise ValueError(
                 f"{name!r} has a gradient, which sharding would drop; call "
                 "optimizer.zero_grad() before setup, or set up before the first backward()."
             )
-        key = (p.untyped_storage().data_ptr(), p.storage_offset(), p.shape)
-        if key[0] and key in storages:
+    for (name, p), (other_name, other) in _neighbours_in_memory(named):
+        if _bytes_of(other).stop > _bytes_of(p).start:
             raise ValueError(
-                f"{name!r} and {storages[key]!r} are two Parameters over one storage; sharding "
+                f"{name!r} and {other_name!r} are two Parameters over one storage; sharding "
                 "would untie them. Assign the same Parameter object to both modules."
             )
-        storages[key] = name
+
+
+def _neighbours_in_memory(
+    named: dict[str, nn.Parameter],
+) -> Iterator[tuple[tuple[str, nn.Parameter], tuple[str, nn.Parameter]]]:
+    """Each parameter and the one of its storage that reaches furthest among those before it."""
+    of_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named.items():
+        if p.numel() and (address := p.untyped_storage().data_ptr()):
+            of_storage.setdefault(address, []).append((name, p))
+    for sharing in of_storage.values():
+        sharing.sort(key=lambda item: _bytes_of(item[1]).start)
+        furthest = sharing[0]
+        for item in sharing[1:]:
+            yield item, furthest
+            furthest = max(furthest, item, key=lambda item: _bytes_of(item[1]).stop)
+
+
+def _bytes_of(p: Tensor) -> range:
+    """From the first to the last byte of `p` within its storage."""
+    last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+    start = p.storage_offset() * p.element_size()
+    return range(start, start + (last + 1) * p.element_size())
 
 
 def _mark(p: nn.Parameter, name: str, shape: torch.Size, rows: RowRange) -> None:

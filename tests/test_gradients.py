@@ -36,7 +36,8 @@ def set_gradients(net: nn.Module, dp: DataParallel | None = None) -> nn.Module:
     """The same gradients of the whole parameters, each rank its rows of them."""
     generator = torch.Generator().manual_seed(1)
     for name, p in net.named_parameters():
-        grad = torch.randn(vars(p).get("unsharded_shape", p.shape), generator=generator)
+        shape = vars(p).get("unsharded_shape", p.shape)
+        grad = torch.randn(shape, generator=generator, dtype=p.dtype)
         if name != "unused":
             sharded = dp is not None and is_sharded(p)
             p.grad = take_rows(grad, own_rows(grad.shape, dp)) if dp and sharded else grad
@@ -53,6 +54,27 @@ def check_clipping(rank: int) -> None:
         _check_value(dp)
         _check_nonfinite(rank, dp)
         _check_no_gradients(dp)
+        _check_double(dp)
+    _check_bfloat16(DataParallel(mode="zero2", group=group))
+
+
+def _check_double(dp: DataParallel) -> None:
+    net, reference = make_net().double(), set_gradients(make_net().double())
+    shard_module(net, dp)
+    norm = clip_norm(set_gradients(net, dp).parameters(), max_norm=0.5, data_parallel=dp)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    assert norm.dtype is torch.float64
+    assert float(norm) == pytest.approx(float(expected), rel=1e-12)  # the order of summation
+
+
+def _check_bfloat16(dp: DataParallel) -> None:
+    """The norm itself is not rounded to the gradients' eight bits."""
+    net, exact = make_net().bfloat16(), set_gradients(make_net().bfloat16()).float()
+    shard_module(net, dp)
+    parameters = list(set_gradients(net, dp).parameters())
+    norm = global_norm(parameters, data_parallel=dp)
+    grads = [p.grad.float() for p in exact.parameters() if p.grad is not None]
+    assert float(norm) == pytest.approx(float(nn.utils.get_total_norm(grads)), rel=1e-6)
 
 
 def _sharded_net(dp: DataParallel) -> nn.Module:

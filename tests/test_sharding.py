@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.distributed import run_on_ranks
-from thunder_memsave.sharded_parameter import mark_sharded
+from thunder_memsave import sharding
+from thunder_memsave.sharded_parameter import ShardedParameter, mark_sharded
 from thunder_memsave.sharding import (
     DataParallel,
     ShardedParameterError,
@@ -63,10 +65,15 @@ def check_sharding(rank: int) -> None:
     _check_layout(rank, dp)
     _check_optimizer_made_before_trains(dp)
     _check_summon(dp)
+    _check_summon_within_summon(dp)
+    _check_summon_that_fails_midway(dp)
     _check_refusals(dp)
     _check_replicas()
     _check_meta(rank, dp)
     _check_deepcopy(dp)
+    _check_pickle(dp)
+    _check_empty_parameters_are_replicated(dp)
+    _check_shared_storage_is_refused(dp)
     _check_float8_gathers(dp)
 
 
@@ -138,6 +145,51 @@ def _check_summon(dp: DataParallel) -> None:
     assert is_sharded(net.emb.weight)
 
 
+def _check_summon_within_summon(dp: DataParallel) -> None:
+    net, whole = make_odd_net(), make_odd_net()
+    shard_module(net, dp)
+    for outer in (True, False):
+        with summon_full(net, dp, writeback=outer), summon_full(net, dp):
+            assert torch.equal(net.emb.weight, whole.emb.weight)
+        assert is_sharded(net.emb.weight)
+    with (
+        summon_full(net, dp),
+        pytest.raises(ValueError, match=r"'mixed'.* drop the changes .*pass writeback=True to the"),
+        summon_full(net, dp, writeback=True),
+    ):
+        pass
+    with (
+        summon_full(net, dp, writeback=True),
+        summon_full(net, dp, writeback=True),
+        torch.no_grad(),
+    ):
+        net.emb.weight.fill_(3.0)
+    assert torch.equal(gather_full(net.emb.weight, dp), torch.full((7, 3), 3.0))
+
+
+def _check_summon_that_fails_midway(dp: DataParallel) -> None:
+    """As where the second gathered weight does not fit the device any more."""
+    net, whole = make_odd_net(), make_odd_net()
+    shard_module(net, dp)
+    net.emb.weight.grad = grad = torch.ones(4, 3)
+    gathered: list[torch.Tensor] = []
+
+    def gather(p: torch.Tensor, data_parallel: DataParallel) -> torch.Tensor:
+        if len(gathered) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        gathered.append(gather_full(p, data_parallel))
+        return gathered[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "gather_full", gather)
+        with pytest.raises(torch.OutOfMemoryError), summon_full(net, dp):
+            raise AssertionError("not reached")
+    assert is_sharded(net.emb.weight)
+    assert net.emb.weight.grad is grad
+    for name, p in net.named_parameters():
+        assert torch.equal(gather_full(p, dp), whole.get_parameter(name)), name
+
+
 def _check_refusals(dp: DataParallel) -> None:
     net = make_odd_net()
     shard_module(net, dp)
@@ -175,6 +227,37 @@ def _check_deepcopy(dp: DataParallel) -> None:
     assert copied.emb.weight is not net.emb.weight
     assert num_real_rows(copied.emb.weight) == num_real_rows(net.emb.weight)
     assert torch.equal(gather_full(copied.emb.weight, dp), make_odd_net().emb.weight)
+
+
+def _check_pickle(dp: DataParallel) -> None:
+    net = make_odd_net()
+    shard_module(net, dp)
+    loaded = pickle.loads(pickle.dumps(net))
+    assert isinstance(loaded.emb.weight, ShardedParameter)
+    assert loaded.emb.weight is loaded.head.weight
+    assert not loaded.up.weight.requires_grad
+    for name, p in make_odd_net().named_parameters():
+        assert torch.equal(gather_full(loaded.get_parameter(name), dp), p), name
+    assert is_sharded(copy.copy(net.emb.weight))
+
+
+def _check_empty_parameters_are_replicated(dp: DataParallel) -> None:
+    for shape in ((0, 4), (4, 0)):
+        net = nn.ParameterDict({"empty": torch.empty(shape)})
+        shard_module(net, dp)
+        assert not is_sharded(net["empty"])
+        assert net["empty"].shape == net["empty"].unsharded_shape == shape
+
+
+def _check_shared_storage_is_refused(dp: DataParallel) -> None:
+    storage = torch.randn(6, 4)
+    for other in (storage[:2], storage.t(), storage[2:], storage.view(-1)[20:]):
+        net = nn.ParameterDict({"one": storage, "other": nn.Parameter(other)})
+        with pytest.raises(ValueError, match=r"'one' are two Parameters over one storage"):
+            shard_module(net, dp)
+    halves = nn.ParameterDict({"low": storage[:3], "high": nn.Parameter(storage[3:])})
+    shard_module(halves, dp)
+    assert torch.equal(gather_full(halves["high"], dp), storage[3:])
 
 
 def _check_float8_gathers(dp: DataParallel) -> None:
