@@ -11,24 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.checkpoint.agreement import broadcast
-from thunder_memsave.sharding import DataParallel, whole_shape
+from thunder_memsave.sharding import whole_shape
 
 Initialised = tuple[str, Tensor, Tensor]
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
-def initialize(module: nn.Module, data_parallel: DataParallel | None) -> Iterator[Initialised]:
+def initialize(module: nn.Module, *, seed: int) -> Iterator[Initialised]:
     """Yields (name, meta tensor, its whole initial value on the CPU), and expects it to be filled.
 
-    The same values on all ranks: rank 0's seed counts, and the global generator is left as it was.
+    One seed gives the same values on all ranks; the global generators are left as they were.
 
     Raises:
         ValueError: nothing says what a tensor starts as; names it.
     """
-    seed = broadcast(torch.initial_seed(), data_parallel)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        # Of the CPU only: `torch.manual_seed` would give all ranks one CUDA seed, for good.
+        torch.default_generator.manual_seed(seed)
         for unit in _units(module, "", ()):
             yield from _initialize_unit(unit)
     _refuse_rest(module)

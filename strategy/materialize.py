@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from thunder_memsave.checkpoint.agreement import OtherRankError, broadcast, together
 from thunder_memsave.checkpoint.module_state import Problem, StateMismatchError, copy_rows
 from thunder_memsave.checkpoint.sources import TensorSource, TensorSpec, open_source
 from thunder_memsave.initialize import initialize
@@ -94,9 +95,24 @@ def materialize(
     Raises:
         StateMismatchError: names or shapes in the files do not fit; nothing was changed.
         ValueError: nothing says what a parameter or buffer starts as; names it.
+        OtherRankError: another rank raised one of these, or could not read its rows.
     """
     if weights is not None:
         load_on_setup(module, weights, rename=rename)
+    seed = broadcast(torch.initial_seed(), data_parallel)
+
+    def fill() -> None:
+        _fill_from_files(module, device, data_parallel)
+        for name, target, whole in initialize(module, seed=seed):
+            _fill(target, name, _rows_of(whole), device, data_parallel)
+        shard_rest(module, data_parallel)
+
+    together(fill, data_parallel, error_elsewhere=OtherRankError)
+
+
+def _fill_from_files(
+    module: nn.Module, device: torch.device, data_parallel: DataParallel | None
+) -> None:
     reads = list(_plan_reads(module))
     for read in reads:
         if read.target.is_meta:
@@ -104,9 +120,6 @@ def materialize(
         else:
             with torch.no_grad():
                 copy_rows(read.source, read.stored_name, read.target)
-    for name, target, whole in initialize(module, data_parallel):
-        _fill(target, name, _rows_of(whole), device, data_parallel)
-    shard_rest(module, data_parallel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

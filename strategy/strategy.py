@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
+from thunder_memsave.checkpoint.agreement import OtherRankError, together
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import (
     ShardingConfig,
@@ -173,17 +174,21 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         Raises:
             ValueError: the model is compiled, distributed or set up already.
             RankMismatchError: the ranks' models differ.
+            OtherRankError: another rank's model could not be set up.
         """
-        refuse_unsuitable(module)
+        self._on_all_ranks(lambda: refuse_unsuitable(module))
         check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
         if _has_meta(module):
             materialize(module, device=self.root_device, data_parallel=self.data_parallel)
         else:
-            shard_module(module, self.data_parallel)
+            self._on_all_ranks(lambda: shard_module(module, self.data_parallel))
         if self._shards:
             module.to(self.root_device)
             hide_padding(module)
         return ForwardModule(module, config=self.config.compile, data_parallel=self.data_parallel)
+
+    def _on_all_ranks(self, act: Callable[[], None]) -> None:
+        together(act, self.data_parallel, error_elsewhere=OtherRankError)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -302,3 +302,13 @@ def test_a_module_with_values_is_not_noted_for_later(tmp_path: Path) -> None:
 )
 def test_names_before_peft_wrapped_the_model(name: str, stored: str | None) -> None:
     assert without_adapters(name) == stored
+
+
+def test_initial_values_do_not_reseed_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` seeds every device, and one seed on all ranks is one dropout mask."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    with torch.device("meta"):
+        net = nn.Linear(3, 3)
+    materialize(net, device=CPU, data_parallel=None)
+    assert not seeds

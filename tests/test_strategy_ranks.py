@@ -19,6 +19,7 @@ from harness.fabric import (
     on_fabric_rank,
     run_on_fabric_ranks,
 )
+from thunder_memsave.checkpoint.agreement import OtherRankError
 from thunder_memsave.digest import RankMismatchError
 from thunder_memsave.sharding import ShardedParameterError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -84,6 +85,7 @@ def check_sharded() -> None:
     check_optimizer_implementations(fabric)
     check_optimizers_with_whole_state_are_refused(fabric)
     check_ranks_that_differ_are_refused(fabric)
+    check_a_model_that_one_rank_cannot_set_up(fabric)
     check_collectives_and_samplers(fabric)
     check_meta_models_start_alike(fabric)
 
@@ -203,6 +205,23 @@ def check_ranks_that_differ_are_refused(fabric: Fabric) -> None:
     torch.manual_seed(fabric.global_rank)
     with pytest.raises(RankMismatchError, match=r"'up.weight' has other initial values on rank 1"):
         fabric.setup(Odd())
+
+
+def check_a_model_that_one_rank_cannot_set_up(fabric: Fabric) -> None:
+    """The other rank stops with the reason, instead of waiting for the timeout."""
+    bad = fabric.global_rank == 1
+    expected = ValueError if bad else OtherRankError
+    with_gradient, in_place, on_meta = build(), build(), build().to("meta")
+    if bad:
+        with_gradient(batch(0)).sum().backward()
+        in_place.compile()
+        vars(on_meta.down)["reset_parameters"] = None
+    with pytest.raises(expected, match=r"'up.weight' has a gradient"):
+        fabric.setup(with_gradient)
+    with pytest.raises(expected, match=r"compiled in place"):
+        fabric.setup(in_place)
+    with pytest.raises(expected, match=r"'down.weight' is on the meta device"):
+        fabric.setup(on_meta)
 
 
 def check_collectives_and_samplers(fabric: Fabric) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks must agree on around files: names, and whether it worked."""
+"""What all ranks must agree on around files and setup: names, and whether it worked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from thunder_memsave.sharding import DataParallel
 T = TypeVar("T")
 
 
-class CheckpointError(RuntimeError):
+class OtherRankError(RuntimeError):
+    """Another rank could not do its part."""
+
+
+class CheckpointError(OtherRankError):
     """Another rank could not do its part of saving or loading."""
 
 
@@ -30,14 +34,19 @@ def broadcast(value: T, data_parallel: DataParallel | None) -> T:
     return values[0]
 
 
-def together(act: Callable[[], T], data_parallel: DataParallel | None) -> T:
+def together(
+    act: Callable[[], T],
+    data_parallel: DataParallel | None,
+    *,
+    error_elsewhere: type[OtherRankError] = CheckpointError,
+) -> T:
     """Runs `act` on every rank, and fails on all ranks if it failed on one. A collective.
 
     Otherwise the other ranks would wait for the failed one until the timeout. `act` may not
     communicate.
 
     Raises:
-        CheckpointError: `act` raised on another rank; the rank itself raises the original.
+        OtherRankError: `act` raised on another rank; the rank itself raises the original.
     """
     if data_parallel is None:
         return act()
@@ -53,7 +62,7 @@ def together(act: Callable[[], T], data_parallel: DataParallel | None) -> T:
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
-            raise CheckpointError(f"rank {rank} failed, so this rank stops too: {message}")
+            raise error_elsewhere(f"rank {rank} failed, so this rank stops too: {message}")
     return result
 
 

@@ -35,7 +35,7 @@ def commit(temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
     else:
         aside = temporary.with_name(temporary.name.replace(".tmp-", ".old-", 1))
-        if path.exists():
+        if os.path.lexists(path):
             os.rename(path, aside)
         os.rename(temporary, path)
         remove(aside)
@@ -44,7 +44,7 @@ def commit(temporary: Path, path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file or directory that may not exist."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.agreement import is_rank_zero, once
+from thunder_memsave.checkpoint.agreement import is_rank_zero, once, together
 from thunder_memsave.checkpoint.commit import save_synced, write_file
 from thunder_memsave.checkpoint.contents import Contents
 from thunder_memsave.checkpoint.module_state import (
@@ -41,18 +41,44 @@ def save_full(
 ) -> None:
     """Gathers tensor by tensor to rank 0, which writes the file. A collective."""
     checkpoint: dict[str, Any] = {}
+    filters = {key: _Filter(keep) for key, keep in filter.items()}
     for key, module in contents.modules.items():
         checkpoint[key] = unsharded_state_dict(
-            module, data_parallel, rank_zero_only=True, keep=filter.get(key)
+            module, data_parallel, rank_zero_only=True, keep=filters.get(key)
         )
     for key, optimizer in contents.optimizers.items():
         parameters = named_parameters_of(optimizer, contents.modules.values())
         keep = is_rank_zero(data_parallel)
         named = gather_optimizer_state(optimizer, parameters, data_parallel, keep=keep)
-        checkpoint[key] = _filtered(named.as_dict(), filter.get(key))
-    for key, value in contents.state_of_others().items():
-        checkpoint[key] = _filtered(value, filter.get(key))
-    once(lambda: write_file(path, lambda file: save_synced(checkpoint, file)), data_parallel)
+        checkpoint[key] = _filtered(named.as_dict(), filters.get(key))
+    for key, value in together(contents.state_of_others, data_parallel).items():
+        checkpoint[key] = _filtered(value, filters.get(key))
+
+    def write() -> None:
+        for keep in filters.values():
+            keep.raise_error()
+        write_file(path, lambda file: save_synced(checkpoint, file))
+
+    once(write, data_parallel)
+
+
+class _Filter:
+    """A user's filter that lets rank 0, which alone calls it, go on to where all ranks stop."""
+
+    def __init__(self, keep: Callable[[str, Any], bool]) -> None:
+        self.keep = keep
+        self.error: Exception | None = None
+
+    def __call__(self, name: str, value: Any) -> bool:
+        try:
+            return self.error is None and self.keep(name, value)
+        except Exception as error:  # raised by `raise_error`
+            self.error = error
+            return False
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def load_full(

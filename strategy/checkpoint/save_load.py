@@ -85,14 +85,9 @@ def load_checkpoint(
     path = Path(broadcast(path, data_parallel))
     contents = Contents.of(state, asked="load")
     weights_only = True if weights_only is None else weights_only
-    if is_sharded_checkpoint(path):
+    if together(lambda: _is_sharded(path), data_parallel):
         return load_sharded(
             path, contents, data_parallel=data_parallel, strict=strict, weights_only=weights_only
-        )
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is neither a directory with shards and a meta.pt, nor a file; check the path "
-            "(a name that starts with .tmp- is a save that was interrupted)."
         )
 
     def load() -> dict[str, Any]:
@@ -126,6 +121,15 @@ def load_raw(
     path = Path(broadcast(path, data_parallel))
     act: Callable[[], None] = lambda: load_state_dict(module, open_source(path), strict=strict)  # noqa: E731
     together(act, data_parallel)
+
+
+def _is_sharded(path: Path) -> bool:
+    if not is_sharded_checkpoint(path) and not path.is_file():
+        raise ValueError(
+            f"{path} is neither a directory with shards and a meta.pt, nor a file; check the path "
+            "(a name that starts with .tmp- is a save that was interrupted)."
+        )
+    return is_sharded_checkpoint(path)
 
 
 def _refuse_taken(path: Path) -> None:

@@ -64,9 +64,10 @@ def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel 
     temporary = broadcast(temporary_name(path), data_parallel)
     once(lambda: temporary.mkdir(parents=True), data_parallel)
     try:
+        together(lambda: _require_shared(temporary), data_parallel)
         with _dcp_options(data_parallel) as options:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), **options)
-        meta = contents.state_of_others()
+        meta = together(contents.state_of_others, data_parallel)
         once(lambda: save_synced(meta, temporary / META_FILE), data_parallel)
         once(lambda: commit(temporary, path), data_parallel)
     finally:
@@ -110,8 +111,17 @@ def load_sharded(
         _dcp_load(template, path, data_parallel)
     for o in optimizers:
         o.restore(template, groups)
-    contents.restore_others(meta)
+    together(lambda: contents.restore_others(meta), data_parallel)
     return dict(meta)
+
+
+def _require_shared(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ValueError(
+            f"{directory.parent} is not the same directory on all nodes, and a sharded checkpoint "
+            "is written by all of them; save to a file system that they share, or use "
+            "state_dict_type='full', which rank 0 writes."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

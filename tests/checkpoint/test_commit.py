@@ -31,6 +31,20 @@ def test_commit_replaces_whatever_was_there(tmp_path: Path, old: str | None, new
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_is_replaced_and_what_it_led_to_stays(tmp_path: Path, dangling: bool) -> None:
+    path, target, temporary = (tmp_path / name for name in ("latest", "step-1", ".tmp-latest"))
+    path.symlink_to(target, target_is_directory=True)
+    if not dangling:
+        fill(target, "directory", "old")
+    fill(temporary, "directory", "new")
+    commit(temporary, path)
+    assert not path.is_symlink()
+    assert (path / "shard").read_text() == "new"
+    assert sorted(tmp_path.iterdir()) == ([path] if dangling else [path, target])
+    assert dangling or (target / "shard").read_text() == "old"
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     path.write_text("old")

@@ -279,10 +279,71 @@ def _check_errors(rank: int, root: Path, dp: DataParallel) -> None:
         target = root / "taken"
         with pytest.raises(ValueError, match=r"taken was to become a checkpoint, and is a direct"):
             save_checkpoint(target, {"model": net}, state_dict_type=format, data_parallel=dp)
+    _check_errors_on_one_rank(rank, root, net, dp)
     # What fails on one rank only, fails on the others too instead of leaving them waiting.
     expected = FileExistsError if rank == 0 else CheckpointError
     with pytest.raises(expected, match=r"File exists"):
         once((root / "taken").mkdir, dp)
+
+
+class FailsOn:
+    """State that one rank cannot give or take."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise OSError("the data are gone")
+        return {"position": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state_dict()
+
+
+def _check_errors_on_one_rank(rank: int, root: Path, net: Net, dp: DataParallel) -> None:
+    """The others do not wait for the timeout, and no unfinished checkpoint is left."""
+    for format in FORMATS:
+        for bad_rank in (0, 1):
+            expected = OSError if rank == bad_rank else CheckpointError
+            state = {"model": net, "loader": FailsOn(fails=rank == bad_rank)}
+            with pytest.raises(expected, match="the data are gone"):
+                save_checkpoint(root / "bad", state, state_dict_type=format, data_parallel=dp)
+            good = {"model": net, "loader": FailsOn(fails=False)}
+            save_checkpoint(root / "good", good, state_dict_type=format, data_parallel=dp)
+            with pytest.raises(expected, match="the data are gone"):
+                load_checkpoint(root / "good", state, data_parallel=dp)
+            dist.barrier(dp.group)  # rank 0 cleans up
+            assert not (root / "bad").exists()
+            assert not list(root.glob(".tmp-*"))
+
+    def keep(name: str, value: Tensor) -> bool:
+        raise KeyError(name)
+
+    with pytest.raises(KeyError if rank == 0 else CheckpointError, match=r"emb\.weight|mixed"):
+        save_checkpoint(
+            root / "bad",
+            {"model": net},
+            state_dict_type="full",
+            data_parallel=dp,
+            filter={"model": keep},
+        )
+    _check_a_directory_that_one_rank_does_not_see(rank, root, net, dp)
+
+
+def _check_a_directory_that_one_rank_does_not_see(
+    rank: int, root: Path, net: Net, dp: DataParallel
+) -> None:
+    state, is_dir = {"model": net}, Path.is_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_dir", lambda path: rank == 0 and is_dir(path))
+        expected = CheckpointError if rank == 0 else ValueError
+        with pytest.raises(expected, match=r"neither a directory with shards"):
+            load_checkpoint(root / "sharded", state, data_parallel=dp)
+        with pytest.raises(expected, match=r"is not the same directory on all nodes"):
+            save_checkpoint(root / "bad", state, state_dict_type="sharded", data_parallel=dp)
+    dist.barrier(dp.group)
+    assert not list(root.glob(".tmp-*"))
 
 
 @pytest.fixture

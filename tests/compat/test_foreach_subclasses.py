@@ -73,7 +73,7 @@ def test_the_lists_are_those_that_torchs_own_subclass_is_in() -> None:
     sharded()
     lists: list[list[Any]] = [
         torch_optimizer._foreach_supported_types,
-        _foreach_utils._foreach_supported_types,  # type: ignore[list-item]
+        _foreach_utils._foreach_supported_types,
     ]
     for types in lists:
         assert DTensor in types
