@@ -1,11 +1,16 @@
-"""Refuses models that cannot be set up, before anything about them has changed."""
+"""Refuses models and optimizers that cannot be set up."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+
+from thunder_memsave.config import ConfigError
+from thunder_memsave.sharding import is_sharded
 
 # Class name by defining module: asking `sys.modules` imports none of them.
 _WRAPPERS = (
@@ -16,6 +21,27 @@ _WRAPPERS = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "pass the model that it wraps"),
     ("torch.distributed.fsdp", "FSDPModule", "pass the model without fully_shard"),
 )
+
+# These norm, factor or orthogonalize a weight, or all of them, and would do so to each rank's rows.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+
+
+def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of PyTorch's whose step on shards differs from that on whole weights.
+
+    Raises:
+        ConfigError: names it, and what to use.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if not any(is_sharded(p) for p in parameters):
+        return
+    for name in _NOT_ELEMENTWISE:
+        cls = getattr(torch.optim, name, None)
+        if cls is not None and isinstance(optimizer, cls):
+            raise ConfigError(
+                f"{name} computes with whole weights, and every rank has only its rows of them; "
+                "use an elementwise optimizer such as AdamW or SGD, or sharding='none'."
+            )
 
 
 def refuse_unsuitable(module: nn.Module) -> None:

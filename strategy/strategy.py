@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -32,7 +33,7 @@ from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
 from thunder_memsave.materialize import materialize
 from thunder_memsave.precision import refuse_unsupported, share_found_inf
-from thunder_memsave.refusals import refuse_unsuitable
+from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
 from thunder_memsave.sharding import shard_module
 from thunder_memsave.state_hooks import StateHooks
 
@@ -43,6 +44,16 @@ class ForwardModule(CompiledModule):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call_method(take_redirection(self.module), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:
+        """A copy compiles anew: compiled graphs hold on to the model that they were captured from."""
+        module = copy.deepcopy(self.module, memo)
+        for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
+            vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
+        copied = ForwardModule(module, config=self._config, data_parallel=self._data_parallel)
+        copied.training = self.training
+        memo[id(self)] = copied
+        return copied
 
 
 class ThunderMemsaveStrategy(StateHooks, _Sharded):
@@ -107,6 +118,10 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             process_group_backend=process_group_backend,
         )
         self._backward_sync_control = _ReduceInEveryBackward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
+        """Copies of a model that Fabric set up share the strategy, with its process groups."""
+        return self
 
     @classmethod
     def from_config(
@@ -192,11 +207,13 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Check that the optimizer's state fits the shards.
+        """Check that the optimizer can work on shards, and that its state fits them.
 
         Raises:
+            ConfigError: it computes with whole weights.
             ValueError: it has taken a step on the whole weights.
         """
+        refuse_unsuitable_optimizer(optimizer)
         for parameter, state in optimizer.state.items():
             _refuse_whole_state(parameter, state)
         return optimizer

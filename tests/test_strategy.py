@@ -423,3 +423,21 @@ def test_the_forward_module_reports_its_captures() -> None:
     model(batch(2))
     assert isinstance(model._forward_module, ForwardModule)
     assert [c.capture.reason for c in model._forward_module.captures] == ["first call"]
+
+
+def test_a_copy_of_a_model_runs_with_weights_of_its_own() -> None:
+    model = make_fabric().setup(small_model())
+    x = batch()
+    before = model(x)
+    for _ in range(2):  # a copy of the copy as well
+        copied = copy.deepcopy(model)
+        assert isinstance(copied.module, nn.Sequential)
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.mul_(2)
+        torch.testing.assert_close(copied(x), copied.module(x))
+        torch.testing.assert_close(model(x), before)
+        assert [p.unsharded_shape for p in copied.parameters()] == [
+            p.shape for p in model.parameters()
+        ]
+    assert copied._strategy is model._strategy

@@ -20,6 +20,7 @@ from harness.fabric import (
     run_on_fabric_ranks,
 )
 from thunder_memsave.checkpoint.agreement import OtherRankError
+from thunder_memsave.config import ConfigError
 from thunder_memsave.digest import RankMismatchError
 from thunder_memsave.sharding import ShardedParameterError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -86,6 +87,8 @@ def check_sharded() -> None:
     check_optimizers_with_whole_state_are_refused(fabric)
     check_ranks_that_differ_are_refused(fabric)
     check_a_model_that_one_rank_cannot_set_up(fabric)
+    check_optimizers_that_see_only_shards_are_refused(fabric)
+    check_copies(fabric)
     check_collectives_and_samplers(fabric)
     check_meta_models_start_alike(fabric)
 
@@ -222,6 +225,29 @@ def check_a_model_that_one_rank_cannot_set_up(fabric: Fabric) -> None:
         fabric.setup(in_place)
     with pytest.raises(expected, match=r"'down.weight' is on the meta device"):
         fabric.setup(on_meta)
+
+
+def check_optimizers_that_see_only_shards_are_refused(fabric: Fabric) -> None:
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
+        model = build()
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        with pytest.raises(
+            ConfigError, match=rf"{cls.__name__} computes with whole weights.*AdamW"
+        ):
+            fabric.setup(model, cls(weights))
+
+
+def check_copies(fabric: Fabric) -> None:
+    model = fabric.setup(build())
+    before = model(batch(0))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    assert not copied(batch(0)).any()
+    torch.testing.assert_close(model(batch(0)), before)
+    for p, original in zip(copied.parameters(), model.parameters(), strict=True):
+        assert p.unsharded_shape == original.unsharded_shape
 
 
 def check_collectives_and_samplers(fabric: Fabric) -> None:

@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
+import torch
 from lightning.fabric import Fabric
 from torch import nn
+
+from thunder_memsave.checkpoint import unsharded_state_dict
+from thunder_memsave.checkpoint.agreement import once
+from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
 def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write what was trained, gathered from all ranks. A collective; rank 0 writes.
+
+    Of a model with an adapter only what peft saves is gathered.
 
     Args:
         fabric: Launched.
         module: As `fabric.setup` returned it.
         tokenizer: Saved beside a whole model; an adapter uses its base model's.
         directory: Where to; overwritten.
+
+    Raises:
+        CheckpointError: rank 0 could not write; rank 0 itself raises the reason.
     """
+    assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
     model: Any = getattr(module, "module", module)
-    weights = fabric.strategy.get_module_state_dict(module)
-    if not fabric.is_global_zero:
-        return
-    model.save_pretrained(directory, state_dict=weights)
-    if not isinstance(model, peft.PeftModel):
-        tokenizer.save_pretrained(directory)
+    data_parallel = fabric.strategy.data_parallel
+    is_adapter = isinstance(model, peft.PeftModel)
+    names = _saved_by_peft(model) if is_adapter else None
+    weights = unsharded_state_dict(model, data_parallel, rank_zero_only=True, names=names)
+
+    def write() -> None:
+        model.save_pretrained(directory, state_dict=weights)
+        if not is_adapter:
+            tokenizer.save_pretrained(directory)
+
+    once(write, data_parallel)
+
+
+def _saved_by_peft(model: Any) -> Callable[[str], bool]:
+    """Asks peft itself, with placeholders, for it knows what else an adapter consists of."""
+    placeholders = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says the same again when it saves
+        saved = {
+            id(placeholder)
+            for adapter in model.peft_config
+            for placeholder in peft.get_peft_model_state_dict(
+                model, state_dict=placeholders, adapter_name=adapter
+            ).values()
+        }
+    return lambda name: id(placeholders[name]) in saved
