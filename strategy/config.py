@@ -110,4 +110,4 @@ def _refuse_misspelled_section(name: str, path: str | Path) -> None:
         return
     # Other names are not ours to judge, but a near miss would silently train with the defaults.
     if difflib.get_close_matches(name, _OUR_SECTIONS, n=1, cutoff=0.75):
-        raise ConfigError(f"{path} has no section {name!r}{suggestion(name, _OUR_SECTIONS)}.")
+        raise ConfigError(f"{path} has no section {name!r}{suggestion(name, _OUR_SECTIONS)}")

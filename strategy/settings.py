@@ -42,7 +42,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     return dict(require_mapping({} if content is None else content, where=str(path)))
 
@@ -148,7 +148,7 @@ def _one_of(value: object, choices: Iterable[str], *, where: str) -> str:
             return choice
     raise ConfigError(
         f"{where} is {value!r}, but must be one of {', '.join(map(repr, choices))}"
-        f"{suggestion(value, choices)}."
+        f"{suggestion(value, choices)}"
     )
 
 
@@ -177,15 +177,15 @@ def refuse_unknown(given: Mapping[str, Any], *, known: list[str], where: str) ->
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"{where} has no key {key!r}{suggestion(key, known)}. "
+                f"{where} has no key {key!r}{suggestion(key, known)} "
                 f"Its keys are {', '.join(sorted(known))}."
             )
 
 
 def suggestion(value: object, known: Iterable[str]) -> str:
-    """End a message with the nearest known name, when there is a near one."""
+    """End a sentence with the nearest known name, when there is a near one."""
     nearest = difflib.get_close_matches(str(value), list(known), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"; did you mean {nearest[0]!r}?" if nearest else "."
 
 
 def field_names(cls: Any) -> list[str]:

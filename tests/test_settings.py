@@ -29,7 +29,7 @@ def test_a_mapping_none_and_a_section_are_accepted() -> None:
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_name() -> None:
-    message = r"sharding has no key 'mod'; did you mean 'mode'\?\. Its keys are mode\."
+    message = r"sharding has no key 'mod'; did you mean 'mode'\? Its keys are mode\."
     with pytest.raises(ConfigError, match=message):
         parse_section(ShardingConfig, {"mod": "none"}, where="sharding")
 

@@ -27,7 +27,7 @@ def import_class(spec: ClassSpec, *, where: str, default_module: str) -> Any:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
         raise ConfigError(
             f"{where}.class_path is {path!r}, but {module.__name__} has no class {name!r}"
-            f"{suggestion(name, classes)}."
+            f"{suggestion(name, classes)}"
         )
     return found
 

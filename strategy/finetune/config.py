@@ -71,7 +71,8 @@ class TrainConfig:
     """Optimizer steps."""
 
     max_grad_norm: float | None = 1.0
-    """Norm to which the gradients of a step are clipped; null for no clipping."""
+    """Norm to which the gradients of a step are clipped; null for no clipping. A norm that is not
+    finite ends the run either way."""
 
     seed: int = 42
     """Decides initial values, the order of the data and dropout."""

@@ -15,6 +15,7 @@ that measure add to it, so they stand before the ones that write in `Fabric(call
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from thunder_memsave.finetune.evaluate import evaluate
 from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
 from thunder_memsave.finetune.packing import Rows
 from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
+from thunder_memsave.finetune.stop import NotFiniteError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,10 @@ def fit(
         validation_rows: What is evaluated on at the start, every n steps and at the end, if any.
         plan: Everything else.
         state: What checkpoints hold; `step` in it is kept up to date.
+
+    Raises:
+        NotFiniteError: a loss or the norm of a step's gradients is not finite; on all ranks, and
+            before those gradients change a weight.
     """
     start = state["step"]
     fabric.call("on_train_start", fabric=fabric, step=start, num_steps=plan.num_steps, state=state)
@@ -98,20 +104,43 @@ def fit(
 def _train_step(
     fabric: Fabric, model: nn.Module, optimizer: Optimizer, rows: Rows, *, plan: Plan, step: int
 ) -> dict[str, float]:
-    """Take one optimizer step and return its metrics."""
+    """Take one optimizer step and return its metrics, or refuse gradients that are not finite."""
     chosen = step_rows(len(rows), plan.sharding, seed=plan.seed, step=step)
     batches = [make_batch(rows, numbers).to(fabric.device) for numbers in chosen]
     set_learning_rate(optimizer, lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps))
     tokens = _sum_over_ranks(fabric, num_targets(batches))
-    loss = _accumulate(fabric, model, batches, num_tokens=tokens, mask=plan.mask)
-    metrics = {"epoch": _epoch(rows, plan, step)}
-    if plan.max_grad_norm is not None:
-        norm = fabric.clip_gradients(model, optimizer, max_norm=plan.max_grad_norm)
-        assert isinstance(norm, Tensor)
-        metrics["grad_norm"] = float(norm)
+    loss = float(_accumulate(fabric, model, batches, num_tokens=tokens, mask=plan.mask))
+    norm = _clip(fabric, model, optimizer, max_norm=plan.max_grad_norm)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        lr = optimizer.param_groups[0]["lr"]
+        raise NotFiniteError(
+            f"step {step + 1} was not taken: its loss is {loss:g} and the norm of its gradients "
+            f"{norm:g}; lower the learning rate (optimizer.init_args.lr; it was {lr:.3g} in this "
+            "step), or check the data."
+        )
     optimizer.step()
     optimizer.zero_grad()
-    return {**metrics, "loss": float(loss), "num_tokens": float(tokens)}
+    return {
+        "epoch": _epoch(rows, plan, step),
+        "grad_norm": norm,
+        "loss": loss,
+        "num_tokens": float(tokens),
+    }
+
+
+def _clip(
+    fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, max_norm: float | None
+) -> float:
+    """Clip the gradients and return their norm before, which is the same on all ranks."""
+    norm = fabric.clip_gradients(
+        model,
+        optimizer,
+        # The norm is needed without clipping too: weights that it makes infinite stay so.
+        max_norm=math.inf if max_norm is None else max_norm,
+        error_if_nonfinite=False,  # the caller knows the step
+    )
+    assert isinstance(norm, Tensor)
+    return float(norm)
 
 
 def _accumulate(
@@ -162,3 +191,8 @@ def _validate(
         max_batches=plan.eval.max_batches,
     )
     fabric.call("on_validation_end", fabric=fabric, step=step, metrics={"val_loss": loss})
+    if not math.isfinite(loss):
+        raise NotFiniteError(
+            f"the validation loss after step {step} is {loss:g}; lower the learning rate "
+            "(optimizer.init_args.lr), or check the model and the data."
+        )

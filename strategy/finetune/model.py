@@ -115,7 +115,7 @@ def _inline_config(values: dict[str, Any]) -> Any:
     if model_type not in known_types:
         raise ConfigError(
             f"model.config.model_type is {model_type!r}, which transformers does not know"
-            f"{suggestion(model_type, known_types)}."
+            f"{suggestion(model_type, known_types)}"
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
     signature = inspect.signature(config_class)

@@ -112,7 +112,7 @@ def _structure_problems(values: Any, cls: type, *, where: str) -> Iterator[str]:
     known = field_names(cls)
     for key, value in values.items():
         if key not in known:
-            yield f"{_section_named(where)} has no key {key!r}{suggestion(key, known) or '.'}"
+            yield f"{_section_named(where)} has no key {key!r}{suggestion(key, known)}"
             continue
         name = f"{where}.{key}" if where else key
         hint = get_type_hints(cls)[key]
@@ -132,7 +132,7 @@ def _class_problems(value: Any, *, where: str) -> Iterator[str]:
         return
     for key in value:
         if key not in known:
-            yield f"{where} has no key {key!r}{suggestion(key, known) or '.'}"
+            yield f"{where} has no key {key!r}{suggestion(key, known)}"
     if not isinstance(value.get("class_path", ""), str):
         yield f"{where}.class_path is {value['class_path']!r}, but must be the name of a class."
     if not isinstance(value.get("init_args") or {}, Mapping):
@@ -162,24 +162,29 @@ def _instantiate(values: dict[str, Any], path: str | Path) -> RunConfig:
         # The dataclasses have the defaults; jsonargparse would merge a default class's arguments.
         parsed = parser.parse_object(values, defaults=False)
     except ArgumentError as error:
-        raise ConfigError(_listed(path, [_readable(error)])) from error
+        raise ConfigError(_listed(path, [_readable(error, values)])) from error
     # `instantiate_classes` is the older name; jsonargparse 5 removes it.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     fields = instantiate(parsed)
     return RunConfig(**{name: fields[name] for name in values})
 
 
-def _readable(error: ArgumentError) -> str:
+def _readable(error: ArgumentError, values: Mapping[str, Any]) -> str:
     """Reduce jsonargparse's message to one sentence: the key, its value, what it takes."""
     text = " ".join(str(error).replace("typing.", "").split())
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
     key = re.match(r'Parser key "([^"]+)":', text)
     kinds = re.findall(r"Expected (?:a )?(Literal\[[^\]]*\]|\w+)", text)
-    value = re.search(r"(?:Got|Given) value: (.*?)\.?$", text)
-    if not (key and kinds and value):
+    if not (key and kinds):
         return text
     wanted = " or ".join(_KINDS.get(kind, _choices(kind)) for kind in dict.fromkeys(kinds))
-    return f"{key[1]} is {value[1]!r}, but must be {wanted}."
+    return f"{key[1]} is {_value_at(key[1], values)!r}, but must be {wanted}."
+
+
+def _value_at(key: str, values: Any) -> Any:
+    for name in key.split("."):
+        values = values[name]
+    return values
 
 
 def _choices(kind: str) -> str:

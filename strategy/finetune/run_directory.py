@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,16 @@ class RunDirectory:
         return self.root / "model"
 
     def create(self, config: RunConfig) -> None:
-        """Make the directory and write the resolved run file into it."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.config.write_text(dump_run_config(config), encoding="utf-8")
+        """Make the directory and write the resolved run file into it.
+
+        Raises:
+            ConfigError: nothing can be written there.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(dump_run_config(config), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write to output_dir {self.root}: {error}") from error
 
 
 def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
@@ -68,13 +76,35 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
             if not directory.config.exists():  # else a run that ended before its first checkpoint
                 _refuse_existing(directory)
             return None
-        info = read_info(found[-1])
+        info = _readable_info(found[-1])
     else:
         info = _named_checkpoint(Path(str(config.resume)))
         if info.path.resolve().parent != directory.checkpoints.resolve():
             _refuse_existing(directory)
     _check_same_run(info)
     return info
+
+
+def how_to_go_on(
+    directory: RunDirectory, *, started_from: CheckpointInfo | None, change: str = ""
+) -> str:
+    """Name the last checkpoint of a run that ended early, and the command that goes on from it.
+
+    Args:
+        directory: Of that run.
+        started_from: The checkpoint that it resumed from, if any.
+        change: An override that the command needs in order to end differently.
+    """
+    command = f"{_launcher()}thunder-memsave train {shlex.quote(str(directory.config))}{change}"
+    own = list_checkpoints(directory.checkpoints)
+    if own:
+        return f"the last checkpoint is {own[-1]}; go on with: {command} --resume=auto"
+    if started_from is not None:
+        return (
+            f"the last checkpoint is {started_from.path}, which this run started from; start again "
+            f"with: {command} --resume={shlex.quote(str(started_from.path))} --output_dir=ANOTHER"
+        )
+    return f"there is no checkpoint yet; start again with: {command} --resume=auto"
 
 
 def check_same_values(info: CheckpointInfo, values: Mapping[str, int]) -> None:
@@ -94,7 +124,9 @@ def check_same_values(info: CheckpointInfo, values: Mapping[str, int]) -> None:
 
 
 def _refuse_existing(directory: RunDirectory) -> None:
-    if directory.root.exists() and (not directory.root.is_dir() or any(directory.root.iterdir())):
+    if directory.root.exists() and not directory.root.is_dir():
+        raise ConfigError(f"output_dir {directory.root} is a file; name a directory.")
+    if directory.root.exists() and any(directory.root.iterdir()):
         raise ConfigError(
             f"output_dir {directory.root} exists and is not empty; name another directory, or go "
             "on with the run in it by --resume=auto."
@@ -102,12 +134,21 @@ def _refuse_existing(directory: RunDirectory) -> None:
 
 
 def _named_checkpoint(path: Path) -> CheckpointInfo:
-    try:
-        return read_info(path)
-    except (OSError, json.JSONDecodeError) as error:
+    if not path.is_dir():
         raise ConfigError(
             f"resume is {str(path)!r}, which is not a checkpoint; name a directory such as "
             "runs/first/checkpoints/step-00000100, or write 'auto'."
+        )
+    return _readable_info(path)
+
+
+def _readable_info(path: Path) -> CheckpointInfo:
+    try:
+        return read_info(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not a checkpoint: its checkpoint.json cannot be read ({error}); remove or "
+            "rename the directory, or resume from another one."
         ) from error
 
 
@@ -118,3 +159,13 @@ def _check_same_run(info: CheckpointInfo) -> None:
             f"{info.path} was written by {info.world_size} processes, this launch has "
             f"{world_size}; start {info.world_size} to go on exactly."
         )
+
+
+def _launcher() -> str:
+    """Write the launch of this very run, because a checkpoint needs as many processes."""
+    world_size = world_size_of_launch()
+    if world_size == 1:
+        return ""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    nodes = f"--nnodes {world_size // num_local} ... " if world_size > num_local else ""
+    return f"torchrun {nodes}--nproc-per-node {num_local} --no-python "

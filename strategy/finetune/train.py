@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from thunder_memsave.callbacks import (
     ThroughputMonitor,
 )
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
-from thunder_memsave.checkpoint import StateMismatchError
+from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.class_spec import build, checked_init_args, import_class
 from thunder_memsave.finetune.config import RunConfig
@@ -34,7 +35,9 @@ from thunder_memsave.finetune.run_directory import (
     RunDirectory,
     check_same_values,
     checkpoint_to_resume,
+    how_to_go_on,
 )
+from thunder_memsave.finetune.stop import NotFiniteError, RunInterruptedError
 from thunder_memsave.settings import ConfigError
 
 _MASK_OF_ATTENTION: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
@@ -60,17 +63,29 @@ def train(config: RunConfig) -> Path:
 
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
+        RunStoppedError: Ctrl-C, or a loss or gradients that are not finite.
     """
     job = prepare(config)
     fabric = build_fabric(config, callbacks=_callbacks(job))
     fabric.launch()
     module, optimizer = _set_up(fabric, job)
-    _create_directory(fabric, job)
-    state = {"model": module, "optimizer": optimizer, "step": 0, **_identity(job.config, job.data)}
+    state: dict[str, Any] = {"model": module, "optimizer": optimizer, "step": 0}
+    state.update(_identity(job.config, job.data))
     if job.resume_from is not None:
-        load_checkpoint(fabric, job.resume_from, state)
-    _fit(fabric, job, module, optimizer, state)
-    return _export(fabric, job, module)
+        _load(fabric, job.resume_from, job.config, state)
+    plan = _plan(job, fabric)
+    # After the checkpoint: one that does not fit this run file must not replace its own.
+    _create_directory(fabric, job)
+    _announce(fabric, job, num_left=plan.num_steps - state["step"])
+    try:
+        return _run(fabric, job, plan, state)
+    except KeyboardInterrupt as error:
+        how = how_to_go_on(job.directory, started_from=job.resume_from)
+        raise RunInterruptedError(f"interrupted at step {state['step']}: {how}") from error
+    except NotFiniteError as error:
+        change = " --optimizer.init_args.lr=LOWER"
+        how = how_to_go_on(job.directory, started_from=job.resume_from, change=change)
+        raise NotFiniteError(f"{error} After that, {how}") from error
 
 
 def prepare(config: RunConfig) -> Job:
@@ -127,19 +142,42 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     return module, cast(Optimizer, fabric.setup_optimizers(optimizer))
 
 
+def _load(
+    fabric: Fabric, checkpoint: CheckpointInfo, config: RunConfig, state: dict[str, Any]
+) -> None:
+    """Load the checkpoint; the optimizer's arguments stay those of this run's file."""
+    cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
+    given = inspect.signature(cls).parameters
+    groups = state["optimizer"].param_groups
+    arguments = [{key: group[key] for key in group if key in given} for group in groups]
+    try:
+        load_checkpoint(fabric, checkpoint, state)
+    except (ValueError, KeyError, OSError, CheckpointError) as error:
+        raise ConfigError(f"cannot go on from {checkpoint.path}: {error}") from error
+    for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
+        group.update(values)
+        group.pop("initial_lr", None)  # what the schedule scales, of the run that saved
+
+
 def _create_directory(fabric: Fabric, job: Job) -> None:
-    """Create the output directory and say what is about to run."""
     # Not before every rank has looked whether another run's files lie there.
     fabric.barrier()
     if fabric.is_global_zero:
         job.directory.create(job.config)
+
+
+def _announce(fabric: Fabric, job: Job, *, num_left: int) -> None:
+    """Say what is about to run."""
     sizes = {p: getattr(p, "unsharded_shape", p.shape).numel() for p in job.model.parameters()}
     num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     _say(fabric, job.data.summary)
     _say(fabric, f"model: {num_trained:,} of {sum(sizes.values()):,} parameters are trained")
     if job.resume_from is not None:
         _say(fabric, f"resuming from {job.resume_from.path}")
-    _say(fabric, "the first step compiles the model, the others are fast")
+    if num_left > 0:
+        _say(fabric, "the first step compiles the model, the others are fast")
+    else:
+        _say(fabric, "all steps are done; what they trained is written again")
 
 
 def _say(fabric: Fabric, text: str) -> None:
@@ -148,19 +186,19 @@ def _say(fabric: Fabric, text: str) -> None:
         print(text, flush=True)
 
 
-def _fit(
-    fabric: Fabric, job: Job, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
-) -> None:
+def _run(fabric: Fabric, job: Job, plan: Plan, state: dict[str, Any]) -> Path:
+    """Train and export; tell the callbacks if that does not come to its end."""
     try:
         fit(
             fabric,
-            module,
-            optimizer,
+            state["model"],
+            state["optimizer"],
             train_rows=job.data.train,
             validation_rows=job.data.validation,
-            plan=_plan(job, fabric),
+            plan=plan,
             state=state,
         )
+        return _export(fabric, job, state["model"])
     except BaseException:
         fabric.call("on_exception", fabric=fabric)
         raise

@@ -66,6 +66,9 @@ def test_a_mistake_in_the_arguments_gives_one_message_and_exit_code_2(
         (["lora.r=0"], "peft refuses the section 'lora'"),
         (["lora.target_modules=[nothing]"], "peft refuses the section 'lora'"),
         (["resume=nowhere"], "resume is 'nowhere', which is not a checkpoint"),
+        (["resume=."], ". is not a checkpoint: its checkpoint.json cannot be read"),
+        (["output_dir=/proc/self/run"], "cannot write to output_dir /proc/self/run"),
+        (["output_dir=/proc/self/status"], "output_dir /proc/self/status is a file"),
     ],
 )
 def test_a_mistake_in_the_run_leaves_no_output_directory(
@@ -136,6 +139,19 @@ def test_files_that_are_no_run_are_not_mixed_with_one_that_resumes(
         assert main(["train", str(path), f"--resume={resume}"]) == 2
         assert "exists and is not empty" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["precious.txt"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(
+    tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    for content in ("{", "{}", "[]"):
+        (checkpoint / "checkpoint.json").write_text(content)
+        assert main(["train", str(path), "--resume=auto"]) == 2
+        message = f"{checkpoint} is not a checkpoint: its checkpoint.json cannot be read"
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

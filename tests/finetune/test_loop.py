@@ -14,6 +14,7 @@ from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.evaluate import evaluate
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.packing import Rows, pad
+from thunder_memsave.finetune.stop import NotFiniteError
 from thunder_memsave.finetune.tokenize import IGNORED, Sample
 
 NUM_TOKENS = 11
@@ -145,10 +146,90 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
         assert measured["num_tokens"] == int((targets != IGNORED).sum())
 
 
-def test_the_gradient_norm_is_a_metric_only_where_it_is_clipped() -> None:
+def test_the_gradient_norm_is_a_metric_with_and_without_clipping() -> None:
     rows = rows_of(3, 4, 5, 6)
-    assert "grad_norm" in train(rows, None, plan(max_grad_norm=1e-3)).metrics[0]
-    assert "grad_norm" not in train(rows, None, plan()).metrics[0]
+    clipped, free = train(rows, None, plan(max_grad_norm=1e-3)), train(rows, None, plan())
+    assert free.metrics[0]["grad_norm"] == clipped.metrics[0]["grad_norm"] > 1e-3
+    assert free.metrics[1]["loss"] < clipped.metrics[1]["loss"]
+
+
+class Poison(torch.autograd.Function):
+    """The identity, with gradients that are not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float("inf")
+
+
+def poison(logits: Tensor) -> Tensor:
+    return Poison.apply(logits)  # type: ignore[no-untyped-call]
+
+
+class PoisonedModel(TinyModel):
+    """Fails in its third step, either in the loss or in the gradients only."""
+
+    def __init__(self, *, in_loss: bool) -> None:
+        super().__init__()
+        self.in_loss = in_loss
+        self.num_calls = 0
+        self.before = torch.empty(0)
+
+    def forward(self, *, input_ids: Tensor, use_cache: bool) -> Any:
+        self.num_calls += 1
+        logits = self.table(input_ids)
+        if self.num_calls == 5:  # two forward passes per step
+            self.before = self.table.weight.detach().clone()
+            logits = logits * float("nan") if self.in_loss else poison(logits)
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_a_step_whose_loss_or_gradients_are_not_finite_changes_no_weight(
+    in_loss: bool, max_grad_norm: float | None
+) -> None:
+    rows = rows_of(3, 4, 5, 6)
+    witness = Witness()
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[witness])
+    model = PoisonedModel(in_loss=in_loss)
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    state = {"model": module, "optimizer": optimizer, "step": 0}
+    with pytest.raises(NotFiniteError, match=r"step 3 was not taken.*it was 0\.5 in this step"):
+        fit(
+            fabric,
+            module,
+            optimizer,
+            train_rows=rows,
+            validation_rows=None,
+            plan=plan(num_steps=4, max_grad_norm=max_grad_norm),
+            state=state,
+        )
+    assert torch.equal(model.table.weight, model.before)
+    assert state["step"] == 2
+    assert witness.calls[-2:] == ["done 2", "step"]
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = TinyModel()
+    torch.nn.init.constant_(model.table.weight, float("nan"))
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    state = {"model": module, "optimizer": optimizer, "step": 0}
+    with pytest.raises(NotFiniteError, match="the validation loss after step 0 is nan"):
+        fit(
+            fabric,
+            module,
+            optimizer,
+            train_rows=rows,
+            validation_rows=rows,
+            plan=plan(),
+            state=state,
+        )
 
 
 def test_evaluation_is_the_mean_over_all_tokens_and_leaves_the_mode_as_it_was() -> None:

@@ -83,7 +83,7 @@ def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
         (
             GOOD + "train: {max_steps: 1.5}",
             [],
-            "train.max_steps is '1.5', but must be a whole number or null.",
+            "train.max_steps is 1.5, but must be a whole number or null.",
         ),
         (
             GOOD + "train: {micro_batch_size: 0}",
@@ -112,7 +112,7 @@ def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
         (GOOD, ["--lr_scheduler.warmup_steps=2.5"], "a whole number of steps or a fraction"),
         (GOOD, ["--lr_scheduler.min_lr_ratio=2"], "must be from 0 to 1"),
         (GOOD, ["--lr_scheduler.warmup_steps=a"], "'a', but must be a whole number or a number."),
-        (GOOD, ["--lora=3"], "lora is '3', but must be a mapping or null."),
+        (GOOD, ["--lora=3"], "lora is 3, but must be a mapping or null."),
         (GOOD, ["--optimizer=3"], "optimizer is 3, but must be a mapping with class_path"),
         (GOOD, ["--optimizer=null"], "optimizer is None, but must be a mapping with class_path"),
         (GOOD, ["--optimizer.lr=3"], "optimizer has no key 'lr'"),

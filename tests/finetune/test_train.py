@@ -176,7 +176,7 @@ def test_full_fine_tuning_of_a_packed_tied_model_writes_a_model_that_loads(
     assert model.config.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight
     metrics = metrics_of(tmp_path / "run")
-    assert all("grad_norm" not in row for row in metrics)
+    assert all("grad_norm" in row for row in metrics if "loss" in row)
     measured = plain_loss(model, tokenizer, tmp_path / "rows.jsonl")
     assert measured == pytest.approx(last_loss(tmp_path / "run", "val_loss"), rel=SUM_ORDER)
 
@@ -262,3 +262,34 @@ def assert_same_adapter(first: Path, second: Path) -> None:
     assert weights.keys() == expected.keys()
     different = [name for name in weights if not torch.equal(weights[name], expected[name])]
     assert not different
+
+
+def test_a_resumed_run_takes_the_optimizers_arguments_from_its_run_file(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    values = run_values(tmp_path, model_directory, train={"max_steps": 2})
+    values["lr_scheduler"] = {"warmup_steps": 0, "min_lr_ratio": 1.0}
+    run(write_run_file(tmp_path, values), num_processes=1)
+    path = tmp_path / "run" / "config.yaml"
+    changes = ("--train.max_steps=3", "--optimizer.init_args.lr=5e-4", "--resume=auto")
+    run(path, *changes, num_processes=1)
+    assert [row["lr"] for row in metrics_of(tmp_path / "run") if "lr" in row] == [1e-2, 1e-2, 5e-4]
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(two_ranks: Path) -> None:
+    path = two_ranks / "run" / "config.yaml"
+    before = path.read_text()
+    arguments = command(path, "--resume=auto", "--lora.r=8", num_processes=2)
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert result.stderr.count("error: cannot go on from ") == 1
+    assert "shape (4, 32) in the file, (8, 32) in the model" in result.stderr
+    assert "finetune/" not in result.stderr
+    assert path.read_text() == before
+
+
+def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(two_ranks: Path) -> None:
+    metrics = (two_ranks / "run" / "metrics.csv").read_text()
+    output = run(two_ranks / "run" / "config.yaml", "--resume=auto", num_processes=2)
+    assert "all steps are done" in output
+    assert (two_ranks / "run" / "metrics.csv").read_text() == metrics

@@ -1,0 +1,139 @@
+"""Runs that end early: what they say, what they leave, and that they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.language_model import run_values, write_run_file
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints
+from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
+
+
+def write_long_run(directory: Path, model_directory: Path) -> Path:
+    train, checkpoint = {"max_steps": 5000}, {"every_n_steps": 2, "keep_last": 2}
+    values = run_values(directory, model_directory, train=train, checkpoint=checkpoint)
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # one capture less to wait for
+    return write_run_file(directory, values)
+
+
+def start(path: Path, *, num_processes: int) -> subprocess.Popen[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    return subprocess.Popen(
+        [
+            # pytest-xdist's workers ignore the signal, and what they start would too.
+            *("env", "--default-signal=INT", sys.executable),
+            *(launch if num_processes > 1 else []),
+            *("-m", "thunder_memsave", "train", str(path)),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def interrupt_at_first_checkpoint(process: subprocess.Popen[str], directory: Path) -> str:
+    """Press Ctrl-C, which a terminal sends to the foreground group; returns standard error."""
+    try:
+        while not list_checkpoints(directory / "checkpoints"):
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        return process.communicate(timeout=60)[1]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_ctrl_c_says_once_where_the_run_is_and_how_it_goes_on(
+    num_processes: int, tmp_path: Path, model_directory: Path
+) -> None:
+    directory = tmp_path / "run"
+    process = start(write_long_run(tmp_path, model_directory), num_processes=num_processes)
+    error = interrupt_at_first_checkpoint(process, directory)
+    (line,) = [line for line in error.splitlines() if line.startswith("interrupted at step ")]
+    last = list_checkpoints(directory / "checkpoints")[-1]
+    launch = "" if num_processes == 1 else "torchrun --nproc-per-node 2 --no-python "
+    resume = f"{launch}thunder-memsave train {directory / 'config.yaml'} --resume=auto"
+    assert line.endswith(f": the last checkpoint is {last}; go on with: {resume}")
+    # torchrun ends with a traceback and an exit code of its own.
+    assert "thunder_memsave" not in error.partition("Traceback")[2].replace(str(last), "")
+    if num_processes == 1:
+        assert process.returncode == 130
+        assert error == f"{line}\n"
+        step = int(last.name.removeprefix("step-"))
+        assert main(["train", *resume.split()[2:], f"--train.max_steps={step + 1}"]) == 0
+
+
+def test_gradients_that_are_not_finite_end_all_ranks_with_one_message(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    values = run_values(tmp_path, model_directory, train={"max_steps": 20})
+    values["optimizer"]["init_args"]["lr"] = 1e6
+    del values["data"]["dataset"]["init_args"]["val_fraction"]
+    process = start(write_run_file(tmp_path, values), num_processes=2)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 1
+    (line,) = [line for line in error.splitlines() if line.startswith("error: step ")]
+    (last,) = list_checkpoints(tmp_path / "run" / "checkpoints")[-1:]
+    failed = int(last.name.removeprefix("step-")) + 1
+    assert line.startswith(f"error: step {failed} was not taken: its loss is ")
+    assert "lower the learning rate (optimizer.init_args.lr; it was 1e+06" in line
+    assert line.endswith("config.yaml --optimizer.init_args.lr=LOWER --resume=auto")
+    assert "finetune/" not in error.replace(line, "")
+
+
+def test_ctrl_c_before_the_training_is_one_line(
+    tmp_path: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thunder_memsave.finetune.train.prepare", interrupted)
+    path = write_long_run(tmp_path, model_directory)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["train", str(path)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert capsys.readouterr().err == "interrupted before training began; start it again.\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_checkpoint_the_run_starts_again(tmp_path: Path) -> None:
+    directory = RunDirectory(root=tmp_path / "my run")
+    text = how_to_go_on(directory, started_from=None)
+    command = f"thunder-memsave train '{directory.config}' --resume=auto"
+    assert text == f"there is no checkpoint yet; start again with: {command}"
+
+
+def test_a_run_without_a_checkpoint_of_its_own_starts_again_from_where_it_started(
+    tmp_path: Path,
+) -> None:
+    other = CheckpointInfo(path=tmp_path / "step-00000004", world_size=1, values={})
+    text = how_to_go_on(RunDirectory(root=tmp_path / "run"), started_from=other)
+    assert f"the last checkpoint is {other.path}, which this run started from" in text
+    assert text.endswith(f"--resume={other.path} --output_dir=ANOTHER")
+
+
+def test_a_run_on_nodes_is_resumed_on_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    text = how_to_go_on(RunDirectory(root=tmp_path), started_from=None)
+    assert "torchrun --nnodes 2 ... --nproc-per-node 4 --no-python thunder-memsave" in text
