@@ -122,7 +122,8 @@ def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
     them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta.
 
     Raises:
-        ValueError: the module is sharded already, has gradients, or ties weights by storage only.
+        ValueError: the module is sharded already, has gradients, ties weights by storage only, or
+            has parameters of another type than `nn.Parameter`.
     """
     for name, p in module.named_parameters():
         if is_sharded(p):
@@ -137,6 +138,7 @@ def shard_rest(module: nn.Module, data_parallel: DataParallel | None) -> None:
     """`shard_module` for a module of which some parameters are sharded already."""
     rest = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
     _refuse_unshardable(rest)
+    _refuse_subclasses(rest, data_parallel)
     for name, p in rest.items():
         shape = p.shape
         p.unsharded_shape = shape  # type: ignore[attr-defined]
@@ -298,6 +300,16 @@ def _refuse_unshardable(named: dict[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"{name!r} and {other_name!r} are two Parameters over one storage; sharding "
                 "would untie them. Assign the same Parameter object to both modules."
+            )
+
+
+def _refuse_subclasses(named: dict[str, nn.Parameter], data_parallel: DataParallel | None) -> None:
+    for name, p in named.items():
+        if type(p) is not nn.Parameter and can_shard(p.shape, data_parallel):
+            raise ValueError(
+                f"{name!r} is a {type(p).__name__}, and only torch.nn.Parameter itself is known to "
+                "hold a weight row by row; build the model with plain parameters, or use "
+                "sharding='none'."
             )
 
 

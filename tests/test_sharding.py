@@ -74,6 +74,7 @@ def check_sharding(rank: int) -> None:
     _check_pickle(dp)
     _check_empty_parameters_are_replicated(dp)
     _check_shared_storage_is_refused(dp)
+    _check_other_parameter_types_are_refused(dp)
     _check_float8_gathers(dp)
 
 
@@ -258,6 +259,19 @@ def _check_shared_storage_is_refused(dp: DataParallel) -> None:
     halves = nn.ParameterDict({"low": storage[:3], "high": nn.Parameter(storage[3:])})
     shard_module(halves, dp)
     assert torch.equal(gather_full(halves["high"], dp), storage[3:])
+
+
+class Packed(nn.Parameter):
+    """As of quantized weights, whose data are not the weight's rows."""
+
+
+def _check_other_parameter_types_are_refused(dp: DataParallel) -> None:
+    net = nn.ParameterDict({"plain": torch.ones(4), "packed": Packed(torch.ones(4))})
+    with pytest.raises(ValueError, match=r"'packed' is a Packed, .*sharding='none'"):
+        shard_module(net, dp)
+    assert not is_module_sharded(net)
+    shard_module(net, data_parallel("none"))
+    assert type(net["packed"]) is Packed
 
 
 def _check_float8_gathers(dp: DataParallel) -> None:
