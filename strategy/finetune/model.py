@@ -12,6 +12,7 @@ import peft
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from thunder_memsave.finetune.config import ModelConfig, RunConfig
@@ -95,7 +96,7 @@ def _causal_lm(architecture: Any, config: RunConfig) -> Any:
             )
         if settings.config is None:
             load_on_setup(model, settings.name_or_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"cannot make a causal language model of type {architecture.model_type!r} from "
             f"{settings.name_or_path}: {error}"

@@ -107,8 +107,8 @@ def how_to_go_on(
     return f"there is no checkpoint yet; start again with: {command} --resume=auto"
 
 
-def check_same_values(info: CheckpointInfo, values: Mapping[str, int]) -> None:
-    """Check that a step of the checkpoint is the same place in the data now.
+def check_same_values(info: CheckpointInfo, values: Mapping[str, int | str]) -> None:
+    """Check that a step of the checkpoint, and its optimizer's state, mean the same now.
 
     Raises:
         ConfigError: a value differs from the one that the checkpoint was written with.
@@ -117,9 +117,9 @@ def check_same_values(info: CheckpointInfo, values: Mapping[str, int]) -> None:
         written = info.values.get(name)
         if written != value:
             raise ConfigError(
-                f"{info.path} was written with {name} {written}, this run has {value}; its step "
-                f"{info.values.get('step')} would be another place in the data: restore the "
-                "setting, or start a new run in another output_dir."
+                f"{info.path} was written with {name} {written}, this run has {value}, so "
+                "it cannot go on from there; restore the setting, or start a new run in another "
+                "output_dir."
             )
 
 

@@ -246,9 +246,10 @@ def _check_optimizer(config: RunConfig) -> None:
     checked_init_args(cls, config.optimizer, where="optimizer", given_by_us=1)
 
 
-def _identity(config: RunConfig, data: PreparedData) -> dict[str, int]:
-    """Collect what gives a step number its meaning; it must not change when a run goes on."""
+def _identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
+    """Collect what gives a step and its state their meaning; it must not change in a run."""
     return {
+        "optimizer": config.optimizer["class_path"].rpartition(".")[2],
         "seed": config.train.seed,
         "global_batch_size": config.train.global_batch_size,
         "num_rows": len(data.train),

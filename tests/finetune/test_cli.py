@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,20 @@ def test_packing_is_refused_for_a_sliding_window_that_it_would_widen(
     assert "the model's sliding window of 8 tokens" in capsys.readouterr().err
 
 
+def test_weights_that_cannot_be_read_are_refused_before_anything_is_written(
+    tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = shutil.copytree(model_directory, tmp_path / "broken")
+    content = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(content[:100])  # a download that broke off
+    path = write_run_file(tmp_path, run_values(tmp_path, broken))
+    assert main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot make a causal language model of type 'llama' from ")
+    assert "invalid header" in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_directory_with_files_in_it_is_refused_and_kept(
     tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +174,8 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     ("world_size", "values", "message"),
     [
         (2, {}, "was written by 2 processes, this launch has 1; start 2"),
-        (1, {"seed": 1}, "was written with seed 1, this run has 42"),
+        (1, {"optimizer": "SGD"}, "was written with optimizer SGD, this run has AdamW, so"),
+        (1, {"optimizer": "AdamW", "seed": 1}, "was written with seed 1, this run has 42, so"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -166,7 +183,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     model_directory: Path,
     capsys: pytest.CaptureFixture[str],
     world_size: int,
-    values: dict[str, int],
+    values: dict[str, int | str],
     message: str,
 ) -> None:
     path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
@@ -176,7 +193,9 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def write_checkpoint_info(directory: Path, *, world_size: int, values: dict[str, int]) -> None:
+def write_checkpoint_info(
+    directory: Path, *, world_size: int, values: Mapping[str, int | str]
+) -> None:
     directory.mkdir(parents=True)
     content = {"world_size": world_size, "values": values}
     (directory / "checkpoint.json").write_text(json.dumps(content))
