@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from thunder_memsave.errors import CompileError, user_frame_of_text
@@ -43,10 +44,10 @@ def changed_operand(node: fx.Node) -> fx.Node | None:
     in_place = (
         node.target in _IN_PLACE_OPERATORS
         or (name.endswith("_") and not name.endswith("__"))
-        or node.kwargs.get("inplace") is True
+        or _has_inplace_flag(node)
     )
     operand = node.args[0]
-    return operand if in_place and isinstance(operand, fx.Node) and _storage(operand) else None
+    return operand if in_place and isinstance(operand, fx.Node) and storage(operand) else None
 
 
 def refuse_lost_changes(graph: fx.GraphModule) -> None:
@@ -55,28 +56,78 @@ def refuse_lost_changes(graph: fx.GraphModule) -> None:
     Raises:
         CompileError: names the user's line of the change.
     """
+    for node in graph.graph.find_nodes(op="get_attr"):
+        body = operator.attrgetter(node.target)(graph)
+        if isinstance(body, fx.GraphModule):
+            refuse_changed_inputs(body, where="A custom autograd function")
+            refuse_lost_changes(body)
     nodes = list(graph.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     for node in nodes:
+        _refuse_other_changes(node)
         operand = changed_operand(node)
         if operand is None:
             continue
         for other in nodes[: position[node]]:
-            if other is operand or _storage(other) != _storage(operand) or _is_same(other, operand):
+            if storage(other) != storage(operand) or _origin(other) is _origin(operand):
                 continue
             if any(position[user] > position[node] for user in other.users):
                 raise CompileError(
-                    f"A tensor is changed in place at {user_frame_of_text(node.meta.get('stack_trace'))} while another "
+                    f"A tensor is changed in place at {_where(node)} while another "
                     "view of it is used later; Thunder would lose the change. Write the operation out of place."
                 )
 
 
-def _storage(node: fx.Node) -> Any:
+def refuse_changed_inputs(body: fx.GraphModule, *, where: str) -> None:
+    """Raise where the body of a higher-order operator changes a tensor that comes from outside of it.
+
+    Thunder would lose what a custom autograd function changes; eager changes it twice in a checkpointed region.
+
+    Raises:
+        CompileError: names the user's line of the change.
+    """
+    inputs = {storage(n) for n in body.graph.nodes if n.op == "placeholder"}
+    for node in body.graph.nodes:
+        operand = changed_operand(node)
+        if operand is not None and storage(operand) in inputs:
+            raise CompileError(
+                f"{where} changes a tensor from outside of it in place (at {_where(node)}), which would not have the "
+                "effect that it has in eager. Write the operation out of place, or keep it out of the region."
+            )
+
+
+def storage(node: fx.Node) -> Any:
+    """Identifies the memory of the node's value; None when it is not a tensor."""
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def _is_same(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether `node` is `operand` itself, as the result of an earlier in-place operation is."""
+def _origin(node: fx.Node) -> fx.Node:
+    """The tensor that a chain of in-place operations has changed: each of them returns its operand."""
     changed = changed_operand(node)
-    return changed is not None and (changed is operand or _is_same(changed, operand))
+    return node if changed is None else _origin(changed)
+
+
+def _has_inplace_flag(node: fx.Node) -> bool:
+    code = getattr(node.target, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    by_position = dict(zip(names, node.args, strict=False))
+    return {**by_position, **node.kwargs}.get("inplace") is True
+
+
+def _refuse_other_changes(node: fx.Node) -> None:
+    """Changes of an operand other than the first."""
+    if node.kwargs.get("out") is not None:
+        raise CompileError(
+            f"The result is written to out= at {_where(node)}; Thunder would lose it. Use the returned tensor instead."
+        )
+    statistics = (*node.args[1:3], node.kwargs.get("running_mean"))
+    if node.target is F.instance_norm and any(isinstance(s, fx.Node) for s in statistics):
+        raise CompileError(
+            f"instance_norm updates running statistics at {_where(node)}; Thunder would lose the update. Use "
+            "track_running_stats=False, or batch_norm."
+        )
+
+
+def _where(node: fx.Node) -> str:
+    return user_frame_of_text(node.meta.get("stack_trace"))

@@ -119,16 +119,21 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    mask_needs_grad: bool = False,
 ) -> TensorProxy:
-    """`torch.nn.functional.scaled_dot_product_attention` on proxies; the arguments are the same."""
+    """`torch.nn.functional.scaled_dot_product_attention` on proxies; the arguments are the same.
+
+    `mask_needs_grad`: whether the mask is trained, as a position bias is. The kernels give it no gradient.
+    """
     if enable_gqa:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    if query.device.devicetype is not devices.DeviceType.CPU:
+    if query.device.devicetype is not devices.DeviceType.CPU and not mask_needs_grad:
         return ltorch.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
     mask = _additive(attn_mask, query)
-    if _flash_applies(query, key, value, mask, dropout_p):
+    if not mask_needs_grad and _flash_applies(query, key, value, mask, dropout_p):
         return _flash(query, key, value, mask, is_causal, scale)
     return _decomposed(query, key, value, mask, dropout_p, is_causal, scale)
 
@@ -145,7 +150,7 @@ def _flash_applies(
         dropout_p == 0.0
         and all(t.ndim == 4 and t.shape[-1] == query.shape[-1] for t in operands)
         and all(t.shape[:2] == query.shape[:2] for t in operands)
-        and (mask is None or (mask.ndim in (2, 4) and not mask.requires_grad))
+        and (mask is None or mask.ndim in (2, 4))
     )
 
 

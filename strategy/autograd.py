@@ -46,13 +46,14 @@ class _Compiled(torch.autograd.Function):
         ]
         # A saved view of an output leaks (pytorch #94990); a detached alias does not.
         ctx.save_for_backward(*(t.detach() if t._base is not None else t for t in tensors))
+        outputs = _separate(outputs)
         constant = [
             o
             for o, inputs in zip(outputs, function.output_depends_on, strict=True)
             if not inputs and isinstance(o, Tensor)
         ]
         ctx.mark_non_differentiable(*constant)
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
@@ -70,6 +71,16 @@ class _Compiled(torch.autograd.Function):
         saved = _take_saved(ctx)
         gradients = function.backward([saved, ctx.numbers], cotangents)
         return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
+
+
+def _separate(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """One tensor object per output, as autograd needs: `y` and `y.detach()` may come out of the trace as one."""
+    seen: set[int] = set()
+    separate = []
+    for o in outputs:
+        separate.append(o.detach() if isinstance(o, Tensor) and id(o) in seen else o)
+        seen.add(id(o))
+    return tuple(separate)
 
 
 def _take_saved(ctx: Any) -> list[Tensor]:

@@ -111,8 +111,18 @@ class Call:
 
     @classmethod
     def of(cls, target: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Bind the arguments; raises TypeError as calling the method would."""
-        frame = _get_frame(target, args, dict(kwargs))
+        """Bind the arguments.
+
+        Raises:
+            TypeError: as calling the method would.
+            CaptureError: what runs is not a Python function.
+        """
+        try:
+            frame = _get_frame(target, args, dict(kwargs))
+        except RuntimeError as error:
+            raise CaptureError(
+                f"{type(target).__name__} cannot be captured: {error}. Its forward must be a function or a method."
+            ) from error
         return cls(target, args, kwargs, frame.locals)
 
 

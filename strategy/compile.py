@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from thunder.common import CompileData, CompileStats  # noqa: E402
 from thunder.core import dtypes  # noqa: E402
 from thunder.core.compile_data import compile_data_and_stats  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder.core.transform_common import (  # noqa: E402
     _inplace_copy_sanity_check,
@@ -53,6 +55,10 @@ from thunder_memsave.passes import JOINT_PASSES, JointTracePasses  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
 _MANY_CAPTURES = 8
+_NO_GRADIENT = (
+    "Thunder computes no gradient for {name!r} although eager PyTorch does: an operation that uses it is not "
+    "differentiable in Thunder. Freeze the parameter, or write the operation with others."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -243,7 +249,8 @@ def _compile(lowered: Lowered, compile_data: CompileData) -> _Graph:
     trace = then(insert_alias_updates(trace, []))
     trace = then(dce(trace))
     if lowered.training:
-        trace = then(grad_transform_on_trace(trace))
+        with _errors_name_user_code():
+            trace = then(grad_transform_on_trace(trace))
     # Executors claim operations, then the joint passes run, then whatever fuses.
     trace = then(transform_for_execution(trace, compile_data.executors_list))
     backward = None
@@ -252,6 +259,7 @@ def _compile(lowered: Lowered, compile_data: CompileData) -> _Graph:
     trace = then(del_last_used(trace))
     _inplace_copy_sanity_check(trace)
     if backward is None:
+        _refuse_gradients(lowered)
         trace = then(unwrap_return_value(trace))
         return _Graph(_inference(lowered, trace), traces, ())
     backward = del_last_used(backward, clear_mutable_collections=True)
@@ -304,6 +312,27 @@ def _all_dependencies(forward: TraceCtx, backward: TraceCtx) -> tuple[frozenset[
     )
 
 
+@contextmanager
+def _errors_name_user_code() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+        found = (f["bsym"] for f in frames if isinstance(f.get("bsym"), BoundSymbol))
+        if (bsym := next(found, None)) is None:
+            raise
+        raise CompileError(
+            f"Thunder cannot differentiate {bsym.sym.name} (at {bsym.source_filename or 'an unknown line'}): {error}. "
+            "Write it with other operations, or keep it out of the compiled model."
+        ) from error
+
+
+def _refuse_gradients(lowered: Lowered) -> None:
+    """Raise where eager gives a gradient and Thunder's trace has no backward at all."""
+    for index in sorted(frozenset().union(*(lowered.depends_on or ()))):
+        raise CompileError(_NO_GRADIENT.format(name=lowered.input_names[index]))
+
+
 def _check_gradients(
     names: Sequence[str],
     forward: TraceCtx,
@@ -314,10 +343,7 @@ def _check_gradients(
     for index in sorted(frozenset().union(*depends_on)):
         proxy, gradient = forward.args[index], backward.output[index]
         if gradient is None:
-            raise CompileError(
-                f"Thunder computes no gradient for {names[index]!r} although eager PyTorch does: an operation that "
-                "uses it is not differentiable in Thunder. Freeze the parameter, or write the operation with others."
-            )
+            raise CompileError(_NO_GRADIENT.format(name=names[index]))
         if (gradient.shape, gradient.dtype) != (proxy.shape, proxy.dtype):
             raise CompileError(
                 f"Thunder computes the gradient of {names[index]!r} as {tuple(gradient.shape)} {gradient.dtype}, the "

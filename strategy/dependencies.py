@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from thunder_memsave.aliasing import changed_operand
+from thunder_memsave.aliasing import changed_operand, storage
 
 _NONE: frozenset[int] = frozenset()
 
@@ -24,16 +24,16 @@ def output_dependencies(
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     for index, node in enumerate(placeholders):
         reached[node] = frozenset({index}) if _needs_grad(node) else _NONE
-    in_place: frozenset[int] = _NONE
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         operands = frozenset().union(*(reached.get(n, _NONE) for n in node.all_input_nodes))
         reached[node] = operands if _needs_grad(node) else _NONE
-        if changed_operand(node) is not None:
-            # The changed tensor may be a view of any other: from here on, everything may depend on the operands.
-            in_place |= operands
-    return tuple((reached.get(o, _NONE) | in_place) if _needs_grad(o) else _NONE for o in outputs)
+        if (changed := changed_operand(node)) is not None:
+            # Every view of the changed memory depends on the operands from here on.
+            for other in [n for n in reached if storage(n) == storage(changed)]:
+                reached[other] |= operands
+    return tuple(reached.get(o, _NONE) if _needs_grad(o) else _NONE for o in outputs)
 
 
 def _needs_grad(node: fx.Node) -> bool:

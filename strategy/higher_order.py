@@ -1,7 +1,8 @@
-"""Lowers the higher-order operators of a captured graph: checkpointed regions and custom autograd functions."""
+"""Higher-order operators of a captured graph: checkpointed regions are inlined, custom autograd functions lowered."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
@@ -17,7 +18,10 @@ from thunder.core import prims  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import Symbol  # noqa: E402
 
+from thunder_memsave.aliasing import refuse_changed_inputs  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 _ids = count()
 
@@ -31,15 +35,42 @@ class Evaluator(Protocol):
         """Run a subgraph on values."""
 
 
-def _checkpoint(
-    lowering: Evaluator, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Inline the region: its values are then kept or recomputed like all others, and dropout is drawn once.
+def inline_checkpoints(graph: fx.GraphModule) -> None:
+    """Replace each checkpointed region by its nodes: they are then kept or recomputed like all others.
 
     Thunder's own rule recomputes the region and draws its dropout again, which gives wrong gradients.
     """
-    body, *inputs = args
-    return lowering.evaluate(body, inputs)
+    for node in graph.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        region, *arguments = node.args
+        body = getattr(graph, region.target)
+        refuse_changed_inputs(body, where="A checkpointed region")
+        inline_checkpoints(body)
+        with graph.graph.inserting_before(node):
+            results = _copy_nodes(body, graph, region.target, arguments)
+        for user in list(node.users):
+            assert user.target is operator.getitem, "the region returns a tuple"
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+        if not region.users:
+            graph.graph.erase_node(region)
+
+
+def _copy_nodes(
+    body: fx.GraphModule, graph: fx.GraphModule, name: str, arguments: Sequence[Any]
+) -> Sequence[Any]:
+    values: dict[fx.Node, Any] = {}
+    remaining = iter(arguments)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], values.__getitem__)
+        else:
+            values[node] = graph.graph.node_copy(node, values.__getitem__)
+            if node.op == "get_attr":
+                values[node].target = f"{name}.{node.target}"
+    raise AssertionError("a graph has an output")
 
 
 def _autograd_function(
@@ -79,6 +110,5 @@ def _sequence(value: Any) -> Sequence[Any]:
 
 
 HIGHER_ORDER: Mapping[Any, Callable[[Any, fx.Node, Sequence[Any], Mapping[str, Any]], Any]] = {
-    torch.ops.higher_order.tag_activation_checkpoint: _checkpoint,
     torch.ops.higher_order.autograd_function_apply: _autograd_function,
 }

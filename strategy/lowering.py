@@ -10,8 +10,9 @@ PyTorch's own kernels (`node.meta["example_value"]`); these decide three things 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -39,13 +40,14 @@ from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
 from thunder.distributed import prims as dist_prims  # noqa: E402
 from thunder.torch import _torch_to_thunder_function_map  # noqa: E402
 
-from thunder_memsave.aliasing import refuse_lost_changes  # noqa: E402
+from thunder_memsave.aliasing import changed_operand, refuse_lost_changes  # noqa: E402
 from thunder_memsave.attention import scaled_dot_product_attention  # noqa: E402
 from thunder_memsave.autocast import Autocast  # noqa: E402
 from thunder_memsave.capture import Capture, GraphInput  # noqa: E402
+from thunder_memsave.cross_entropy import cross_entropy  # noqa: E402
 from thunder_memsave.dependencies import output_dependencies  # noqa: E402
 from thunder_memsave.errors import CompileError, user_frame_of_text  # noqa: E402
-from thunder_memsave.higher_order import HIGHER_ORDER  # noqa: E402
+from thunder_memsave.higher_order import HIGHER_ORDER, inline_checkpoints  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor, is_random  # noqa: E402
 from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
 
@@ -82,9 +84,21 @@ def lower(
         CompileError: Thunder does not know an operation that needs a gradient, or gives another shape or dtype than
             PyTorch; the message names the user's line.
     """
+    inline_checkpoints(capture.graph)
     refuse_lost_changes(capture.graph)
+    _refuse_gradients_under_no_grad(capture)
     lowering = _Lowering(capture, compile_data, data_parallel, opaque)
     return lowering.run()
+
+
+def _refuse_gradients_under_no_grad(capture: Capture) -> None:
+    outputs, _ = _outputs(capture.graph)
+    computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
+    if not capture.grad_enabled and any(map(_needs_grad, _examples(computed))):
+        raise CompileError(
+            "The method was called under no_grad and returns a tensor that requires a gradient, because it turns "
+            "gradients on itself. Call it with gradients enabled."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +157,7 @@ class _Lowering:
             outputs, computed = _outputs(self.capture.graph)
             values = self._values(self.capture.graph, inputs)
             with self._grad(enabled=True):
-                prims.python_return(tuple(values[node] for node in computed))
+                prims.python_return(tuple(map(_distinct(), (values[node] for node in computed))))
         return Lowered(
             trace=self.trace,
             constants=tuple(t for t, _ in constants),
@@ -171,6 +185,7 @@ class _Lowering:
         return values
 
     def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        self.trace.set_current_source_location(self._where(node), None)
         target = node.target
         if target in _IGNORED or target is torch._C._set_grad_enabled:
             return None  # which values need a gradient is read off `example_value`
@@ -209,7 +224,11 @@ class _Lowering:
         if function is torch.cat:
             args = (_without_legacy_empties(args[0]), *args[1:])
         if function is torch.nn.functional.scaled_dot_product_attention:
-            return scaled_dot_product_attention(*args, **kwargs)
+            mask = [*node.args[3:4], node.kwargs.get("attn_mask")]
+            trained = _needs_grad(_examples(mask))
+            return scaled_dot_product_attention(*args, **kwargs, mask_needs_grad=trained)
+        if function is torch.nn.functional.cross_entropy:
+            return cross_entropy(*args, **kwargs)
         needs_grad = _node_needs_grad(node)
         symbol = _torch_to_thunder_function_map.get(function)
         if _is_auto_registered(symbol) and needs_grad and is_random(node):
@@ -217,6 +236,8 @@ class _Lowering:
                 f"{_name(function)} (at {self._where(node)}) draws random numbers and Thunder would draw them again in "
                 "backward, which gives wrong gradients; use torch.nn.functional.dropout, or move it out of the model."
             )
+        if needs_grad:
+            self._refuse_lost_gradient(node, symbol)
         num_scopes = len(self.trace.scopes)
         try:
             return self._call_thunder(node, symbol, function, args, kwargs)
@@ -229,7 +250,30 @@ class _Lowering:
                     f"Thunder cannot compile {_name(function)} (at {self._where(node)}): {error}. "
                     "Write it with other operations, or keep it out of the compiled model."
                 ) from error
-            return self.opaque.call(_callable(node), expected, args, kwargs)
+            if changed_operand(node) is None:
+                return self.opaque.call(_callable(node), expected, args, kwargs)
+            changed = self.opaque.call(_on_a_copy(_callable(node)), expected, args, kwargs)
+            return args[0].copy_(changed)
+
+    def _refuse_lost_gradient(self, node: fx.Node, symbol: Any) -> None:
+        """Thunder's rules for some operations leave out the gradient of an operand, or give its conjugate."""
+        values = [node.meta.get("example_value"), *_examples(node.all_input_nodes)]
+        tensors = [a for a in node.args if isinstance(a, fx.Node)]
+        nested = [n for n in node.all_input_nodes if n not in tensors]
+        if any(isinstance(v, Tensor) and v.is_complex() for v in values):
+            what = "complex numbers"
+        elif _is_auto_registered(symbol) and any(map(_needs_grad, _examples(nested))):
+            what = "tensors in a list or as keywords"
+        elif _name(self._function(node)).endswith("index_put") and _needs_grad(
+            [*_examples(node.args[2:3]), *_examples([node.kwargs.get("values")])]
+        ):
+            what = "the values that are put"
+        else:
+            return
+        raise CompileError(
+            f"Thunder computes wrong gradients of {_name(self._function(node))} (at {self._where(node)}) with respect "
+            f"to {what}. Write it with other operations, or keep it out of the compiled model."
+        )
 
     def _call_thunder(
         self,
@@ -345,6 +389,19 @@ def _outputs(graph: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[fx.Node, ...
     return outputs, tuple(dict.fromkeys(computed))
 
 
+def _distinct() -> Callable[[Any], Any]:
+    """Copies a value that was returned before: `y` and `y.float()` are one proxy, and each output has a gradient."""
+    seen: set[str] = set()
+
+    def distinct(value: Any) -> Any:
+        if isinstance(value, TensorProxy) and value.name in seen:
+            return prims.shallow_copy(value)
+        seen.add(getattr(value, "name", ""))
+        return value
+
+    return distinct
+
+
 def _computation() -> None:
     """Names the trace."""
 
@@ -397,6 +454,10 @@ def _plain(argument: Any) -> Any:
     return [_plain(a) for a in argument] if isinstance(argument, list) else argument
 
 
+def _examples(nodes: Iterable[Any]) -> list[Any]:
+    return [n.meta.get("example_value") for n in nodes if isinstance(n, fx.Node)]
+
+
 def _needs_grad(expected: Any) -> bool:
     if isinstance(expected, (tuple, list)):
         return any(_needs_grad(e) for e in expected)
@@ -405,6 +466,10 @@ def _needs_grad(expected: Any) -> bool:
 
 def _node_needs_grad(node: fx.Node) -> bool:
     expected = node.meta.get("example_value")
+    if not node.all_input_nodes:
+        return (
+            False  # a new tensor; if it requires a gradient, that is by a later in-place operation
+        )
     if expected is None:  # an operation on its operand, such as `x[0] = y`
         return any(_needs_grad(n.meta.get("example_value")) for n in node.all_input_nodes)
     return _needs_grad(expected)
@@ -430,6 +495,18 @@ def _without_legacy_empties(tensors: Sequence[TensorProxy]) -> Sequence[TensorPr
 
 def _callable(node: fx.Node) -> Callable[..., Any]:
     return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target  # type: ignore[return-value]
+
+
+def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An in-place function as one that returns the changed tensor."""
+
+    @functools.wraps(function)
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = tensor.clone()
+        function(result, *args, **kwargs)
+        return result
+
+    return run
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -78,3 +78,16 @@ def test_attention_dropout_keeps_the_expected_value() -> None:
     output = twins.compiled(q, k, torch.ones(1, 1, 64, 8))
     assert not torch.equal(output, torch.ones_like(output))
     assert abs(output.mean().item() - 1.0) < 0.1  # 64 rows of 64 weights, each kept or doubled
+
+
+class PositionBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=(self.bias * 2)[None])
+
+
+def test_a_trained_mask_gets_its_gradient() -> None:
+    Twins(PositionBias()).assert_equal(torch.randn(3, 2, 5, 4), loss=weighted_sum)

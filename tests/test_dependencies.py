@@ -48,3 +48,19 @@ class ChangedInPlace(nn.Module):
 
 def test_an_in_place_operation_adds_what_its_operands_reach() -> None:
     assert _reached(ChangedInPlace(), torch.randn(3)) == [{"a", "b"}]
+
+
+class OneOfTwoInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        changed = torch.zeros(3)
+        view = changed.view(3)
+        view.add_(self.b * x)
+        return self.a * x, view, changed.detach()
+
+
+def test_an_in_place_operation_reaches_only_what_shares_its_memory() -> None:
+    assert _reached(OneOfTwoInPlace(), torch.randn(3)) == [{"a"}, {"b"}, set()]

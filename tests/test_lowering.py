@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -99,3 +100,38 @@ def test_no_grad_regions_get_no_backward() -> None:
     twins.assert_equal(torch.randn(3, 4), loss=weighted_sum)
     backward = twins.compiled.captures[0].backward_traces[-1]
     assert not any(b.sym.name in ("sin", "cos") for b in backward.bound_symbols)
+
+
+class Applies(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda y: torch.hstack([y, y * 2]), "tensors in a list"),
+        (lambda y: F.cosine_similarity(x1=y, x2=y * 2), "tensors in a list or as keywords"),
+        (lambda y: torch.zeros(4).index_put((torch.tensor([1]),), y[0, :1]), "the values that"),
+        (lambda y: torch.view_as_real(torch.view_as_complex(y.view(3, 2, 2))), "complex numbers"),
+    ],
+)
+def test_operations_whose_gradient_thunder_gets_wrong_are_refused_with_file_and_line(
+    function: Callable[[Tensor], Tensor], what: str
+) -> None:
+    with pytest.raises(
+        CompileError, match=rf"wrong gradients of .*test_lowering\.py:\d+ .*respect to {what}"
+    ):
+        CompiledModule(Applies(function))(torch.randn(3, 4))
+
+
+def test_an_operation_without_a_gradient_rule_is_refused_with_file_and_line() -> None:
+    with pytest.raises(
+        CompileError, match=r"cannot differentiate flip \(at .*test_lowering\.py:\d+ in "
+    ):
+        CompiledModule(Applies(lambda y: y.flip(1)))(torch.randn(3, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -419,3 +420,172 @@ def test_a_meta_device_model_is_captured_and_traced() -> None:
     output = CompiledModule(model)(x)
     assert output.device.type == "meta"
     assert output.shape == (3, 4)
+
+
+class TwoCheckpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def region(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = checkpoint(self.right, x + torch.tensor([1.0, 2.0, 3.0, 4.0]), use_reentrant=False)
+        return self.left(x), inner
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return checkpoint(self.region, x, use_reentrant=False)
+
+
+def test_a_parameter_of_a_checkpointed_region_without_gradient_has_none() -> None:
+    twins = Twins(TwoCheckpointed())
+    twins.assert_equal(torch.randn(3, 4), loss=lambda o: weighted_sum(o[0]))
+    assert twins.model.get_parameter("right.weight").grad is None
+
+
+class CheckpointedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
+def test_a_checkpointed_region_that_changes_a_buffer_is_refused() -> None:
+    """Eager updates the running statistics twice, once more when it recomputes."""
+    with pytest.raises(CompileError, match=r"A checkpointed region changes a tensor from outside"):
+        CompiledModule(CheckpointedNorm())(torch.randn(3, 4, requires_grad=True))
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class ChangesInAFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        Dirty.apply(y)  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_a_custom_function_that_changes_its_input_is_refused_with_file_and_line() -> None:
+    with pytest.raises(CompileError, match=r"custom autograd function .*test_patterns.py:\d+"):
+        CompiledModule(ChangesInAFunction())(torch.randn(3, requires_grad=True))
+
+
+class InPlaceUnknownToThunder(nn.Module):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.clone()
+        kept.clamp_(0, 1).fill_diagonal_(9.0)
+        self.table.index_fill_(0, torch.tensor([1]), 3.0)
+        return self.linear(kept) * self.table + kept
+
+
+def test_an_in_place_operation_unknown_to_thunder_keeps_its_effect() -> None:
+    Twins(InPlaceUnknownToThunder()).assert_equal(torch.randn(3, 4), loss=weighted_sum)
+
+
+class MovingAverage(nn.Module):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(y.mean(0).detach())
+        return y - self.mean
+
+
+def test_a_chain_of_in_place_operations_on_a_buffer() -> None:
+    twins = Twins(MovingAverage())
+    for _ in range(3):
+        twins.assert_equal(torch.randn(3, 4), loss=weighted_sum)
+
+
+class FilledWithResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(3, 4)
+        out[:, :2] = self.linear(x)[:, :2]
+        return out
+
+
+def test_a_new_tensor_filled_with_results_gets_their_gradient() -> None:
+    Twins(FilledWithResults()).assert_equal(torch.randn(3, 4), loss=weighted_sum)
+
+
+class WritesOut(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        torch.add(x, 1, out=y)
+        return y * 2
+
+
+def test_out_is_refused_with_file_and_line() -> None:
+    with pytest.raises(CompileError, match=r"written to out= at .*test_patterns.py:\d+"):
+        CompiledModule(WritesOut())(torch.randn(3))
+
+
+def test_running_statistics_of_instance_norm_are_refused() -> None:
+    with pytest.raises(CompileError, match="instance_norm updates running statistics"):
+        CompiledModule(nn.InstanceNorm1d(4, track_running_stats=True))(torch.randn(3, 4, 5))
+
+
+class SameValueTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        return y, y.float(), y.contiguous(), y.detach(), y.view(-1), x.detach(), y
+
+
+def test_outputs_that_are_one_value_each_have_their_gradient() -> None:
+    def loss(outputs: tuple[Tensor, ...]) -> Tensor:
+        terms = [weighted_sum(o) * (i + 1) for i, o in enumerate(outputs)]
+        return torch.stack(terms).sum()
+
+    Twins(SameValueTwice()).assert_equal(torch.randn(3, 4), loss=loss)
+
+
+class GradInsideNoGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self.linear(x)
+
+
+def test_gradients_turned_on_inside_no_grad_are_refused() -> None:
+    with torch.no_grad(), pytest.raises(CompileError, match="turns gradients on itself"):
+        CompiledModule(GradInsideNoGrad())(torch.randn(3, 4))
+
+
+def test_a_forward_that_is_no_function_is_refused() -> None:
+    module = nn.Identity()
+    module.forward = partial(torch.add, 1)  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match="must be a function or a method"):
+        CompiledModule(module)(torch.randn(3))
