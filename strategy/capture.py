@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -64,9 +64,7 @@ class Capture:
     grad_enabled: bool
     _guards: Any
     _make_callable: Callable[[Callable[..., Any]], Callable[..., Any]]
-    _parameter_state: tuple[tuple[nn.Parameter, bool, torch.dtype, torch.device], ...] = field(
-        default=(), repr=False
-    )
+    _sharded: tuple[_ShardedSlot, ...] = field(default=(), repr=False)
 
     @property
     def training(self) -> bool:
@@ -80,7 +78,7 @@ class Capture:
     def why_not(self, call: Call) -> str:
         """The first reason why `matches` is False, in one line."""
         if not self._parameters_unchanged():
-            return "requires_grad, dtype, device or sharding of a parameter changed"
+            return "requires_grad, dtype, device, sharding or tying of a parameter changed"
         result = self._guards.check_verbose(call.frame_locals)
         parts = result.verbose_code_parts
         return parts[0].split("  #")[0].strip() if parts else "a guard failed"
@@ -90,13 +88,29 @@ class Capture:
         return self._make_callable(run_graph)
 
     def _parameters_unchanged(self) -> bool:
+        now = [slot.parameters.get(slot.name) for slot in self._sharded]
         return all(
-            is_sharded(p)
-            and p.requires_grad is requires_grad
-            and p.dtype is dtype
-            and p.device == device
-            for p, requires_grad, dtype, device in self._parameter_state
+            p is not None
+            and is_sharded(p)
+            and p is now[slot.same_as]
+            and p.requires_grad is slot.requires_grad
+            and p.dtype is slot.dtype
+            and p.device == slot.device
+            for p, slot in zip(now, self._sharded, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedSlot:
+    """Where a module keeps a sharded parameter, and what the capture assumes of it."""
+
+    parameters: Mapping[str, nn.Parameter | None]
+    name: str
+    same_as: int
+    """The first slot that held the same parameter: tied weights are one input of the graph."""
+    requires_grad: bool
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +170,20 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
         grad_enabled=grad_enabled,
         _guards=guards,
         _make_callable=make_callable,
-        _parameter_state=tuple(
-            (i.tensor, i.tensor.requires_grad, i.tensor.dtype, i.tensor.device)
-            for i in inputs
-            if isinstance(i.tensor, nn.Parameter) and is_sharded(i.tensor)
-        ),
+        _sharded=_sharded_slots(module, used={id(i.tensor) for i in inputs}),
     )
+
+
+def _sharded_slots(module: nn.Module, *, used: Collection[int]) -> tuple[_ShardedSlot, ...]:
+    first: dict[int, int] = {}
+    slots: list[_ShardedSlot] = []
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None and is_sharded(p) and id(p) in used:
+                same_as = first.setdefault(id(p), len(slots))
+                state = (p.requires_grad, p.dtype, p.device)
+                slots.append(_ShardedSlot(owner._parameters, name, same_as, *state))
+    return tuple(slots)
 
 
 def _callable_maker(output: Any, call: Call) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -5,13 +5,19 @@ Each test calls the compiled module, changes something, calls it again and compa
 
 from __future__ import annotations
 
+import copy
 import logging
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.distributed import run_on_ranks
 from harness.parity import Twins, weighted_sum
+from thunder_memsave.compile import CompiledModule
+from thunder_memsave.sharding import DataParallel, shard_module
 
 
 class Switchable(nn.Module):
@@ -184,3 +190,32 @@ def test_many_captures_are_warned_about_once(caplog: pytest.LogCaptureFixture) -
         for rows in range(1, 10):
             twins.assert_equal(torch.randn(rows, 4))
     assert caplog.text.count("Pad or pack batches to one shape") == 1
+
+
+class TiedPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) + self.c(x)
+
+
+def _untie_shards(rank: int) -> None:
+    torch.manual_seed(0)
+    model = TiedPair()
+    eager = copy.deepcopy(model)
+    data_parallel = DataParallel(mode="zero2", group=dist.group.WORLD)  # type: ignore[arg-type]
+    shard_module(model, data_parallel)
+    compiled = CompiledModule(model, data_parallel=data_parallel)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(compiled(x), eager(x))
+    for m in (model, eager):
+        m.b.weight = m.c.weight
+    torch.testing.assert_close(compiled(x), eager(x))
+    assert len(compiled.captures) == 2
+
+
+def test_untied_shards_are_noticed(tmp_path: Path) -> None:
+    run_on_ranks(_untie_shards, 2, tmp_path / "rendezvous")
