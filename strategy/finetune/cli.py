@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from thunder_memsave.finetune.parse import load_run_config, run_parser
-from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError
+from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError, watch_interrupts
 from thunder_memsave.settings import ConfigError, suggestion
 
 _USAGE = """\
@@ -79,6 +79,7 @@ def _train(arguments: list[str]) -> int:
         raise ConfigError("train needs a run file: thunder-memsave train CONFIG [--key=value ...].")
     path, *overrides = arguments
     config = load_run_config(path, overrides)
+    watch_interrupts()
     # After the configuration is known to be good: these imports take seconds.
     from thunder_memsave.finetune.train import train
 

@@ -36,7 +36,7 @@ from thunder_memsave.finetune.evaluate import evaluate
 from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
 from thunder_memsave.finetune.packing import Rows
 from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
-from thunder_memsave.finetune.stop import NotFiniteError
+from thunder_memsave.finetune.stop import NotFiniteError, was_interrupted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +83,8 @@ def fit(
         _validate(fabric, model, validation_rows, plan=plan, step=0)
     model.train()
     for step in range(start, plan.num_steps):
+        if was_interrupted():  # and something swallowed the exception
+            raise KeyboardInterrupt
         fabric.call("on_train_batch_start", fabric=fabric, step=step)
         metrics = _train_step(fabric, model, optimizer, train_rows, plan=plan, step=step)
         state["step"] = step + 1

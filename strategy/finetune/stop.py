@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+from types import FrameType
 from typing import ClassVar
+
+_interrupted = False
 
 
 class RunStoppedError(Exception):
@@ -21,3 +25,27 @@ class NotFiniteError(RunStoppedError):
     """A loss or a norm of gradients is infinite or not a number, on every rank."""
 
     exit_code = 1
+
+
+def watch_interrupts() -> None:
+    """Remember Ctrl-C from now on, besides the `KeyboardInterrupt` that it raises.
+
+    That exception alone is not enough: libraries turn it into errors of their own, and Python drops
+    it when it comes up in a finalizer or a callback of the garbage collector.
+    """
+    global _interrupted
+    _interrupted = False
+    # Not where the signal is ignored, as in a shell's background job.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def was_interrupted() -> bool:
+    """Tell whether Ctrl-C was pressed since `watch_interrupts`."""
+    return _interrupted
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt

@@ -37,7 +37,7 @@ from thunder_memsave.finetune.run_directory import (
     checkpoint_to_resume,
     how_to_go_on,
 )
-from thunder_memsave.finetune.stop import NotFiniteError, RunInterruptedError
+from thunder_memsave.finetune.stop import NotFiniteError, RunInterruptedError, was_interrupted
 from thunder_memsave.settings import ConfigError
 
 _MASK_OF_ATTENTION: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
@@ -79,10 +79,12 @@ def train(config: RunConfig) -> Path:
     _announce(fabric, job, num_left=plan.num_steps - state["step"])
     try:
         return _run(fabric, job, plan, state)
-    except KeyboardInterrupt as error:
-        how = how_to_go_on(job.directory, started_from=job.resume_from)
-        raise RunInterruptedError(f"interrupted at step {state['step']}: {how}") from error
-    except NotFiniteError as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or was_interrupted():
+            how = how_to_go_on(job.directory, started_from=job.resume_from)
+            raise RunInterruptedError(f"interrupted at step {state['step']}: {how}") from error
+        if not isinstance(error, NotFiniteError):
+            raise
         change = " --optimizer.init_args.lr=LOWER"
         how = how_to_go_on(job.directory, started_from=job.resume_from, change=change)
         raise NotFiniteError(f"{error} After that, {how}") from error
@@ -249,7 +251,7 @@ def _check_optimizer(config: RunConfig) -> None:
 def _identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
     """Collect what gives a step and its state their meaning; it must not change in a run."""
     return {
-        "optimizer": config.optimizer["class_path"].rpartition(".")[2],
+        "optimizer_class": config.optimizer["class_path"].rpartition(".")[2],
         "seed": config.train.seed,
         "global_batch_size": config.train.global_batch_size,
         "num_rows": len(data.train),

@@ -174,8 +174,16 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     ("world_size", "values", "message"),
     [
         (2, {}, "was written by 2 processes, this launch has 1; start 2"),
-        (1, {"optimizer": "SGD"}, "was written with optimizer SGD, this run has AdamW, so"),
-        (1, {"optimizer": "AdamW", "seed": 1}, "was written with seed 1, this run has 42, so"),
+        (
+            1,
+            {"optimizer_class": "SGD"},
+            "was written with optimizer_class SGD, this run has AdamW, so",
+        ),
+        (
+            1,
+            {"optimizer_class": "AdamW", "seed": 1},
+            "was written with seed 1, this run has 42, so",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(

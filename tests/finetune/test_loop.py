@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,13 +10,14 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from typing_extensions import override
 
 from thunder_memsave.finetune.batches import Sharding, step_rows
 from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.evaluate import evaluate
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.packing import Rows, pad
-from thunder_memsave.finetune.stop import NotFiniteError
+from thunder_memsave.finetune.stop import NotFiniteError, watch_interrupts
 from thunder_memsave.finetune.tokenize import IGNORED, Sample
 
 NUM_TOKENS = 11
@@ -77,8 +80,15 @@ def plan(**changes: Any) -> Plan:
     return Plan(**{**settings, **changes})
 
 
-def train(rows: Rows, validation: Rows | None, plan: Plan, *, start: int = 0) -> Witness:
-    witness = Witness()
+def train(
+    rows: Rows,
+    validation: Rows | None,
+    plan: Plan,
+    *,
+    start: int = 0,
+    witness: Witness | None = None,
+) -> Witness:
+    witness = Witness() if witness is None else witness
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[witness])
     model = TinyModel()
@@ -211,6 +221,30 @@ def test_a_step_whose_loss_or_gradients_are_not_finite_changes_no_weight(
     assert torch.equal(model.table.weight, model.before)
     assert state["step"] == 2
     assert witness.calls[-2:] == ["done 2", "step"]
+
+
+class Swallower(Witness):
+    """Does what a library may do with Ctrl-C in the second step."""
+
+    @override
+    def on_train_batch_end(self, *, step: int, metrics: dict[str, float]) -> None:
+        super().on_train_batch_end(step=step, metrics=metrics)
+        if step == 2:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_a_library_swallows_ends_the_run_with_its_step() -> None:
+    rows, witness = rows_of(3, 4, 5, 6), Swallower()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        watch_interrupts()
+        with pytest.raises(KeyboardInterrupt):
+            train(rows, None, plan(num_steps=4), witness=witness)
+    finally:
+        watch_interrupts()
+        signal.signal(signal.SIGINT, handler)
+    assert witness.calls[-1] == "done 2"
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run() -> None:
