@@ -6,6 +6,7 @@ import importlib
 from thunder_memsave.compat import (
     absent_transformer_engine,
     cpu_scalar_gradients,
+    derivatives_by_name,
     torch211_compile_metrics,
     torch213_named_tensors,
 )
@@ -17,4 +18,5 @@ def apply() -> None:
     with torch213_named_tensors.stubs(), absent_transformer_engine.silence():
         importlib.import_module("thunder")
     cpu_scalar_gradients.apply()
+    derivatives_by_name.apply()
     torch211_compile_metrics.apply()
