@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from thunder_memsave.aliasing import changed_operand, storage
+from thunder_memsave.fx_nodes import value_needs_grad
 
 _NONE: frozenset[int] = frozenset()
 
@@ -37,10 +37,4 @@ def output_dependencies(
 
 
 def _needs_grad(node: fx.Node) -> bool:
-    return _any_needs_grad(node.meta.get("example_value"))
-
-
-def _any_needs_grad(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_any_needs_grad, value))
-    return isinstance(value, Tensor) and value.requires_grad
+    return value_needs_grad(node.meta.get("example_value"))

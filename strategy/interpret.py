@@ -31,8 +31,9 @@ from thunder.transforms.utils import get_checks  # noqa: E402
 
 from thunder_memsave.capture import Call, full_shapes  # noqa: E402
 from thunder_memsave.errors import CaptureError  # noqa: E402
-from thunder_memsave.lowering import Lowered, in_language, unshard  # noqa: E402
+from thunder_memsave.lowering import Lowered, in_language  # noqa: E402
 from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
+from thunder_memsave.unshard import unshard  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)

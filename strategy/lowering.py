@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed import ProcessGroup
 
 from thunder_memsave import compat
 
@@ -37,7 +36,6 @@ from thunder.core.langctxs import (  # noqa: E402
 from thunder.core.proxies import DistParallelType, TensorProxy  # noqa: E402
 from thunder.core.symbol import Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
-from thunder.distributed import prims as dist_prims  # noqa: E402
 from thunder.torch import _torch_to_thunder_function_map  # noqa: E402
 
 from thunder_memsave.aliasing import changed_operand, refuse_lost_changes  # noqa: E402
@@ -47,9 +45,18 @@ from thunder_memsave.capture import Capture, GraphInput  # noqa: E402
 from thunder_memsave.cross_entropy import cross_entropy  # noqa: E402
 from thunder_memsave.dependencies import output_dependencies  # noqa: E402
 from thunder_memsave.errors import CompileError, user_frame_of_text  # noqa: E402
+from thunder_memsave.fx_nodes import (  # noqa: E402
+    example_values,
+    function_name,
+    node_callable,
+    node_needs_grad,
+    value_needs_grad,
+)
+from thunder_memsave.graph_outputs import OutputOrder, distinct_values, graph_outputs  # noqa: E402
 from thunder_memsave.higher_order import HIGHER_ORDER, inline_checkpoints  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor, is_random  # noqa: E402
 from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
+from thunder_memsave.unshard import unshard  # noqa: E402
 
 _IGNORED = {torch._C._log_api_usage_once}
 
@@ -92,32 +99,13 @@ def lower(
 
 
 def _refuse_gradients_under_no_grad(capture: Capture) -> None:
-    outputs, _ = _outputs(capture.graph)
+    outputs, _ = graph_outputs(capture.graph)
     computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
-    if not capture.grad_enabled and any(map(_needs_grad, _examples(computed))):
+    if not capture.grad_enabled and any(map(value_needs_grad, example_values(computed))):
         raise CompileError(
             "The method was called under no_grad and returns a tensor that requires a gradient, because it turns "
             "gradients on itself. Call it with gradients enabled."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputOrder:
-    """Puts the computed values and the inputs that are returned as they are into the graph's order."""
-
-    order: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, graph: fx.GraphModule, outputs: Sequence[Any], computed: Sequence[fx.Node]) -> Self:
-        inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        position = {n: ("input", i) for i, n in enumerate(inputs)}
-        position.update({n: ("computed", i) for i, n in enumerate(computed)})
-        return cls(tuple(position[o] if isinstance(o, fx.Node) else ("value", o) for o in outputs))
-
-    def __call__(self, inputs: Sequence[Tensor], computed: Sequence[Any]) -> Sequence[Any]:
-        """`(inputs, computed values)` -> what the graph returns."""
-        sources = {"input": inputs, "computed": computed}
-        return [value if kind == "value" else sources[kind][value] for kind, value in self.order]
 
 
 @dataclass(slots=True)
@@ -154,17 +142,19 @@ class _Lowering:
             self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
             for proxy in self.trace.args:
                 prims.unpack_trivial(proxy, name=proxy.name)
-            outputs, computed = _outputs(self.capture.graph)
+            outputs, computed = graph_outputs(self.capture.graph)
             values = self._values(self.capture.graph, inputs)
             with self._grad(enabled=True):
-                prims.python_return(tuple(map(_distinct(), (values[node] for node in computed))))
+                prims.python_return(
+                    tuple(map(distinct_values(), (values[node] for node in computed)))
+                )
         return Lowered(
             trace=self.trace,
             constants=tuple(t for t, _ in constants),
             input_names=tuple(i.name for i in self.capture.inputs),
             depends_on=output_dependencies(self.capture.graph, computed),
             training=self.capture.training,
-            outputs=_OutputOrder.of(self.capture.graph, outputs, computed),
+            outputs=OutputOrder.of(self.capture.graph, outputs, computed),
         )
 
     def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
@@ -193,10 +183,10 @@ class _Lowering:
         if self.autocast.handles(target):
             return self.autocast.switch(target, args)
         expected = node.meta.get("example_value")
-        with self._grad(enabled=_node_needs_grad(node)):
+        with self._grad(enabled=node_needs_grad(node)):
             if (higher_order := HIGHER_ORDER.get(target)) is not None:
                 return higher_order(self, node, args, kwargs)
-            function = self._function(node)
+            function = node_callable(node)
             args, kwargs = self.autocast.arguments(function, expected, args, kwargs)
             result = self._call(node, function, args, kwargs)
             if expected is not None and self.autocast.enabled and _dtype_differs(result, expected):
@@ -204,12 +194,6 @@ class _Lowering:
                 result = self._call(node, function, args, kwargs)
         self._check(node, result, expected)
         return result
-
-    def _function(self, node: fx.Node) -> Callable[..., Any]:
-        if node.op == "call_method":
-            return getattr(torch.Tensor, str(node.target))  # type: ignore[no-any-return]
-        assert callable(node.target), f"Dynamo inlines modules, got {node.op}"
-        return node.target
 
     def _call(
         self,
@@ -225,16 +209,17 @@ class _Lowering:
             args = (_without_legacy_empties(args[0]), *args[1:])
         if function is torch.nn.functional.scaled_dot_product_attention:
             mask = [*node.args[3:4], node.kwargs.get("attn_mask")]
-            trained = _needs_grad(_examples(mask))
+            trained = value_needs_grad(example_values(mask))
             return scaled_dot_product_attention(*args, **kwargs, mask_needs_grad=trained)
         if function is torch.nn.functional.cross_entropy:
             return cross_entropy(*args, **kwargs)
-        needs_grad = _node_needs_grad(node)
+        needs_grad = node_needs_grad(node)
         symbol = _torch_to_thunder_function_map.get(function)
         if _is_auto_registered(symbol) and needs_grad and is_random(node):
             raise CompileError(
-                f"{_name(function)} (at {self._where(node)}) draws random numbers and Thunder would draw them again in "
-                "backward, which gives wrong gradients; use torch.nn.functional.dropout, or move it out of the model."
+                f"{function_name(function)} (at {self._where(node)}) draws random numbers and Thunder would draw them "
+                "again in backward, which gives wrong gradients; use torch.nn.functional.dropout, or move it out of "
+                "the model."
             )
         if needs_grad:
             self._refuse_lost_gradient(node, symbol)
@@ -247,32 +232,32 @@ class _Lowering:
             del self.trace.scopes[num_scopes:]  # those of the symbols that were left by the error
             if needs_grad or not isinstance(expected, Tensor):
                 raise CompileError(
-                    f"Thunder cannot compile {_name(function)} (at {self._where(node)}): {error}. "
+                    f"Thunder cannot compile {function_name(function)} (at {self._where(node)}): {error}. "
                     "Write it with other operations, or keep it out of the compiled model."
                 ) from error
             if changed_operand(node) is None:
-                return self.opaque.call(_callable(node), expected, args, kwargs)
-            changed = self.opaque.call(_on_a_copy(_callable(node)), expected, args, kwargs)
+                return self.opaque.call(node_callable(node), expected, args, kwargs)
+            changed = self.opaque.call(_on_a_copy(node_callable(node)), expected, args, kwargs)
             return args[0].copy_(changed)
 
     def _refuse_lost_gradient(self, node: fx.Node, symbol: Any) -> None:
         """Thunder's rules for some operations leave out the gradient of an operand, or give its conjugate."""
-        values = [node.meta.get("example_value"), *_examples(node.all_input_nodes)]
+        values = [node.meta.get("example_value"), *example_values(node.all_input_nodes)]
         tensors = [a for a in node.args if isinstance(a, fx.Node)]
         nested = [n for n in node.all_input_nodes if n not in tensors]
         if any(isinstance(v, Tensor) and v.is_complex() for v in values):
             what = "complex numbers"
-        elif _is_auto_registered(symbol) and any(map(_needs_grad, _examples(nested))):
+        elif _is_auto_registered(symbol) and any(map(value_needs_grad, example_values(nested))):
             what = "tensors in a list or as keywords"
-        elif _name(self._function(node)).endswith("index_put") and _needs_grad(
-            [*_examples(node.args[2:3]), *_examples([node.kwargs.get("values")])]
+        elif function_name(node_callable(node)).endswith("index_put") and value_needs_grad(
+            [*example_values(node.args[2:3]), *example_values([node.kwargs.get("values")])]
         ):
             what = "the values that are put"
         else:
             return
         raise CompileError(
-            f"Thunder computes wrong gradients of {_name(self._function(node))} (at {self._where(node)}) with respect "
-            f"to {what}. Write it with other operations, or keep it out of the compiled model."
+            f"Thunder computes wrong gradients of {function_name(node_callable(node))} (at {self._where(node)}) with "
+            f"respect to {what}. Write it with other operations, or keep it out of the compiled model."
         )
 
     def _call_thunder(
@@ -291,7 +276,7 @@ class _Lowering:
             args[0], (int, float)
         ):
             return function(*args, **kwargs)
-        raise NotImplementedError(f"{_name(function)} is not known to Thunder")
+        raise NotImplementedError(f"{function_name(function)} is not known to Thunder")
 
     def _check(self, node: fx.Node, result: Any, expected: Any) -> None:
         if not isinstance(expected, Tensor) or not isinstance(result, TensorProxy):
@@ -300,8 +285,9 @@ class _Lowering:
         eager = (tuple(expected.shape), expected.dtype)
         if ours != eager:
             raise CompileError(
-                f"Thunder computes {_name(self._function(node))} (at {self._where(node)}) as {ours[0]} {ours[1]}, "
-                f"PyTorch as {eager[0]} {eager[1]}; the result would differ from eager, so it is not compiled."
+                f"Thunder computes {function_name(node_callable(node))} (at {self._where(node)}) as {ours[0]} "
+                f"{ours[1]}, PyTorch as {eager[0]} {eager[1]}; the result would differ from eager, so it is not "
+                "compiled."
             )
 
     def _where(self, node: fx.Node) -> str:
@@ -371,37 +357,6 @@ class _Lowering:
             self.compile_data.is_grad_enabled = before
 
 
-def unshard(
-    proxy: TensorProxy, group: ProcessGroup, kind: DistParallelType, *, training: bool
-) -> TensorProxy:
-    """The full value of a parameter, padding included; its gradient is the mean over the ranks, of this rank's rows."""
-    if training:
-        return dist_prims.synchronize(proxy, group, kind)
-    # The gradient transform turns `synchronize` into this, and does not run without gradients.
-    if kind is DistParallelType.REPLICATED:
-        return proxy
-    return dist_prims.all_gather(proxy, group, True).wait()
-
-
-def _outputs(graph: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
-    outputs = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
-    computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
-    return outputs, tuple(dict.fromkeys(computed))
-
-
-def _distinct() -> Callable[[Any], Any]:
-    """Copies a value that was returned before: `y` and `y.float()` are one proxy, and each output has a gradient."""
-    seen: set[str] = set()
-
-    def distinct(value: Any) -> Any:
-        if isinstance(value, TensorProxy) and value.name in seen:
-            return prims.shallow_copy(value)
-        seen.add(getattr(value, "name", ""))
-        return value
-
-    return distinct
-
-
 def _computation() -> None:
     """Names the trace."""
 
@@ -454,27 +409,6 @@ def _plain(argument: Any) -> Any:
     return [_plain(a) for a in argument] if isinstance(argument, list) else argument
 
 
-def _examples(nodes: Iterable[Any]) -> list[Any]:
-    return [n.meta.get("example_value") for n in nodes if isinstance(n, fx.Node)]
-
-
-def _needs_grad(expected: Any) -> bool:
-    if isinstance(expected, (tuple, list)):
-        return any(_needs_grad(e) for e in expected)
-    return isinstance(expected, Tensor) and expected.requires_grad
-
-
-def _node_needs_grad(node: fx.Node) -> bool:
-    expected = node.meta.get("example_value")
-    if not node.all_input_nodes:
-        return (
-            False  # a new tensor; if it requires a gradient, that is by a later in-place operation
-        )
-    if expected is None:  # an operation on its operand, such as `x[0] = y`
-        return any(_needs_grad(n.meta.get("example_value")) for n in node.all_input_nodes)
-    return _needs_grad(expected)
-
-
 def _dtype_differs(result: Any, expected: Any) -> bool:
     return (
         isinstance(result, TensorProxy)
@@ -493,10 +427,6 @@ def _without_legacy_empties(tensors: Sequence[TensorProxy]) -> Sequence[TensorPr
     return kept if kept else tensors
 
 
-def _callable(node: fx.Node) -> Callable[..., Any]:
-    return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target  # type: ignore[return-value]
-
-
 def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     """An in-place function as one that returns the changed tensor."""
 
@@ -507,8 +437,3 @@ def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
-
-
-def _name(function: Callable[..., Any]) -> str:
-    module = getattr(function, "__module__", None) or "torch"
-    return f"{module}.{getattr(function, '__name__', function)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from datetime import timedelta
 from typing import Literal
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from thunder_memsave.sharding import DataParallel
+
+_SETTLE_SECONDS = 0.1
 
 
 def needs_process_group(world_size: int) -> bool:
@@ -54,9 +57,8 @@ def init_default_group(
         timeout=timeout,
         device_id=device if device is not None and device.type != "cpu" else None,
     )
-    if "nccl" in backend:
-        # nccl warns, and may hang, when a process ends with its group alive.
-        atexit.register(destroy_groups)
+    # nccl warns, and may hang, when a process ends with its group alive; gloo needs what `destroy_groups` does.
+    atexit.register(destroy_groups)
 
 
 def make_data_parallel(
@@ -74,9 +76,14 @@ def make_data_parallel(
 
 
 def destroy_groups() -> None:
-    """Leaves every process group of this process."""
+    """Leaves every process group of this process.
+
+    A thread of gloo that is still letting go of the last collective's tensors needs the interpreter's lock. Once the
+    interpreter shuts down it does not get it, and the process ends with SIGABRT; so it is given a moment here.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(_SETTLE_SECONDS)
 
 
 def _store(
