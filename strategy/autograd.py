@@ -40,7 +40,7 @@ class _Compiled(torch.autograd.Function):
     def forward(ctx: Any, function: Differentiable, *inputs: Any) -> tuple[Any, ...]:
         outputs, (tensors, numbers) = function.forward(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.numbers, ctx.ran = function, numbers, False
+        ctx.function, ctx.numbers = function, numbers
         ctx.like = [
             (o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs
         ]

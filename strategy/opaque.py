@@ -18,6 +18,8 @@ from thunder.core import devices, dtypes  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.extend import TemporaryExecutor  # noqa: E402
 
+from thunder_memsave.fx_nodes import node_callable  # noqa: E402
+
 
 class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
     """Holds the opaque operations of one trace."""
@@ -57,12 +59,11 @@ def is_random(node: fx.Node) -> bool:
         return argument.meta.get("example_value")
 
     args, kwargs = fx.node.map_arg(node.args, fake), fx.node.map_arg(node.kwargs, fake)
-    function = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
     mode = _fake_mode((args, kwargs))
     if mode is None:
         return False
     with mode, seen:
-        function(*args, **kwargs)  # type: ignore[operator]
+        node_callable(node)(*args, **kwargs)
     return seen.found
 
 
