@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,7 +20,34 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 
 
 class ConfigError(ValueError):
-    """A setting cannot be used; the message says which, why, and what to write instead."""
+    """A setting cannot be used; the message says which, why, and what to write instead.
+
+    Args:
+        message: For the user.
+        key: The setting's dotted name in the run file, such as `train.epochs`, where it has one;
+            reports find the line by it.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class ConfigErrors(ConfigError):  # noqa: N818 - several of them
+    """All that is wrong with a run, found in one go.
+
+    Args:
+        problems: At least one; a `ConfigErrors` among them is flattened.
+    """
+
+    def __init__(self, problems: Sequence[ConfigError]) -> None:
+        self.problems: tuple[ConfigError, ...] = tuple(_flattened(problems))
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def _flattened(problems: Sequence[ConfigError]) -> Iterator[ConfigError]:
+    for problem in problems:
+        yield from problem.problems if isinstance(problem, ConfigErrors) else (problem,)
 
 
 class Section:

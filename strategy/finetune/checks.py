@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from thunder_memsave.finetune.batch_sizes import batch_sizes
 from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.launch import world_size
+from thunder_memsave.settings import ConfigError
 
 # Fabric lets these replace what its constructor was given, without a word.
 _FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
@@ -19,11 +22,6 @@ def config_problems(config: RunConfig) -> Iterator[str]:
     yield from _dtype_problems(config)
     yield from _resume_problems(config)
     yield from _environment_problems()
-
-
-def world_size_of_launch() -> int:
-    """Read the number of processes from torchrun's environment; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _missing(config: RunConfig) -> Iterator[str]:
@@ -47,6 +45,7 @@ def _out_of_range(config: RunConfig) -> Iterator[str]:
     positive = {
         "train.global_batch_size": train.global_batch_size,
         "train.micro_batch_size": train.micro_batch_size,
+        "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
         "train.epochs": train.epochs,
         "train.max_steps": train.max_steps,
         "eval.every_n_steps": config.eval.every_n_steps,
@@ -66,19 +65,19 @@ def _out_of_range(config: RunConfig) -> Iterator[str]:
             f"lr_scheduler.warmup_steps is {scheduler.warmup_steps}; write a whole number of steps "
             "or a fraction of the run below 1."
         )
-    if not 0 <= scheduler.min_lr_ratio <= 1:
+    if scheduler.min_lr_ratio is not None and not 0 <= scheduler.min_lr_ratio <= 1:
         yield f"lr_scheduler.min_lr_ratio is {scheduler.min_lr_ratio}, but must be from 0 to 1."
 
 
 def _batch_problems(config: RunConfig) -> Iterator[str]:
-    train, world_size = config.train, world_size_of_launch()
-    rows_per_pass = train.micro_batch_size * world_size
-    if rows_per_pass > 0 and train.global_batch_size % rows_per_pass:
-        yield (
-            f"train.global_batch_size is {train.global_batch_size}, which is not a multiple of "
-            f"train.micro_batch_size ({train.micro_batch_size}) times the number of processes "
-            f"({world_size}); make it a multiple of {rows_per_pass}."
-        )
+    train = config.train
+    given = (train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps)
+    if any(value is not None and value < 1 for value in given):
+        return
+    try:
+        batch_sizes(train, world_size=world_size(config))
+    except ConfigError as error:
+        yield str(error)
 
 
 def _dtype_problems(config: RunConfig) -> Iterator[str]:

@@ -18,7 +18,11 @@ class ModelConfig:
     """Which model is trained, and in which number formats."""
 
     name_or_path: str = ""
-    """Directory with the tokenizer and, unless `config` is given, the config and the weights."""
+    """A directory, or a name on the Hugging Face hub, with the tokenizer and, unless `config` is
+    given, the model's config and safetensors weights."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null takes its main branch. Not for a directory."""
 
     config: dict[str, Any] | None = None
     """A transformers config (`model_type: llama`, ...): random weights instead of loaded ones."""
@@ -57,11 +61,16 @@ class DataConfig:
 class TrainConfig:
     """Batch sizes, length and seed of the run."""
 
-    global_batch_size: int = 16
-    """Rows per optimizer step, over all ranks and micro-batches."""
+    global_batch_size: int | None = None
+    """Rows per optimizer step, over all ranks and micro-batches: `micro_batch_size` times
+    `gradient_accumulation_steps` times the number of processes. Give any two of the three; 16 when
+    neither this nor `gradient_accumulation_steps` is given."""
 
-    micro_batch_size: int = 1
-    """Rows per forward pass on one rank; the rest is gradient accumulation."""
+    micro_batch_size: int | None = None
+    """Rows per forward pass on one rank; 1 unless the other two are given."""
+
+    gradient_accumulation_steps: int | None = None
+    """Forward and backward passes per optimizer step on each rank."""
 
     epochs: int | None = None
     """Passes over the data; one when neither this nor `max_steps` is given. With both, the run
@@ -82,14 +91,14 @@ class TrainConfig:
 class LRSchedulerConfig:
     """How the learning rate changes from step to step."""
 
-    name: Literal["cosine"] = "cosine"
+    name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warmup."""
 
     warmup_steps: int | float = 0.03
     """Steps of linear warmup; below 1 it is a fraction of the run."""
 
-    min_lr_ratio: float = 0.1
-    """Final learning rate as a fraction of the optimizer's."""
+    min_lr_ratio: float | None = None
+    """Final learning rate as a fraction of the optimizer's; null is 0.1. Not for `constant`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +129,11 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: dict[str, Any] | None = None
-    """Fields of `peft.LoraConfig` under their own names; null trains every weight."""
+    """Fields of `peft.LoraConfig` under their own names; null, with `adapter` null too, trains every
+    weight."""
+
+    adapter: ClassSpec | None = None
+    """Another adapter of peft: its config class, such as `LoHaConfig`, and the class's fields."""
 
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -137,6 +150,16 @@ class RunConfig:
 
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    loggers: list[ClassSpec] = field(default_factory=list)
+    """Lightning loggers besides `metrics.csv`, such as `TensorBoardLogger`, and their arguments."""
+
+    callbacks: list[ClassSpec] = field(default_factory=list)
+    """Callbacks besides the ones that every run has; one of these classes replaces that one."""
+
+    devices: int | Literal["auto"] = "auto"
+    """Processes on this machine, one per device: `auto` is what torchrun started, else all GPUs, else
+    one process. Another number than torchrun's is refused."""
+
     output_dir: str = ""
     """Where the run writes; must not hold another run unless `resume` continues it."""
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 from lightning.fabric import Fabric
 
-from thunder_memsave.finetune.checks import world_size_of_launch
 from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.launch import num_local_processes, world_size
 from thunder_memsave.finetune.model import precision_of
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
 def build_fabric(config: RunConfig, *, callbacks: Sequence[object]) -> Fabric:
     """Make Fabric with our strategy on as many processes as torchrun started, else on one."""
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_local = num_local_processes(config)
     return Fabric(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=num_local,
-        num_nodes=world_size_of_launch() // num_local,
+        num_nodes=world_size(config) // num_local,
         strategy=ThunderMemsaveStrategy(**config.strategy),
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
-from thunder_memsave.finetune.checks import world_size_of_launch
 from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.parse import dump_run_config
 from thunder_memsave.settings import ConfigError
 
@@ -81,7 +81,7 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
         info = _named_checkpoint(Path(str(config.resume)))
         if info.path.resolve().parent != directory.checkpoints.resolve():
             _refuse_existing(directory)
-    _check_same_run(info)
+    _check_same_run(info, num_processes=world_size(config))
     return info
 
 
@@ -152,20 +152,18 @@ def _readable_info(path: Path) -> CheckpointInfo:
         ) from error
 
 
-def _check_same_run(info: CheckpointInfo) -> None:
-    world_size = world_size_of_launch()
-    if info.world_size != world_size:
+def _check_same_run(info: CheckpointInfo, *, num_processes: int) -> None:
+    if info.world_size != num_processes:
         raise ConfigError(
             f"{info.path} was written by {info.world_size} processes, this launch has "
-            f"{world_size}; start {info.world_size} to go on exactly."
+            f"{num_processes}; start {info.world_size} to go on exactly."
         )
 
 
 def _launcher() -> str:
     """Write the launch of this very run, because a checkpoint needs as many processes."""
-    world_size = world_size_of_launch()
-    if world_size == 1:
+    if not is_under_torchrun():
         return ""
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    nodes = f"--nnodes {world_size // num_local} ... " if world_size > num_local else ""
+    num_local, num_processes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    nodes = f"--nnodes {num_processes // num_local} ... " if num_processes > num_local else ""
     return f"torchrun {nodes}--nproc-per-node {num_local} --no-python "

@@ -26,7 +26,8 @@ def lr_factor(config: LRSchedulerConfig, *, step: int, num_steps: int) -> float:
         return (step + 1) / warmup
     progress = (step - warmup) / max(num_steps - 1 - warmup, 1)
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine
+    lowest = 0.1 if config.min_lr_ratio is None else config.min_lr_ratio
+    return lowest + (1 - lowest) * cosine
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:

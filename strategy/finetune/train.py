@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.optim import Optimizer
-from transformers.utils import logging as transformers_logging
 
 from thunder_memsave.callbacks import (
     LearningRateMonitor,
@@ -23,36 +21,20 @@ from thunder_memsave.callbacks import (
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
-from thunder_memsave.finetune.class_spec import build, checked_init_args, import_class
+from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.export import export
 from thunder_memsave.finetune.fabric import build_fabric
+from thunder_memsave.finetune.job import Job, identity, prepare
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loss import MaskKind
-from thunder_memsave.finetune.model import build_model, load_tokenizer
-from thunder_memsave.finetune.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.run_directory import (
-    RunDirectory,
-    check_same_values,
-    checkpoint_to_resume,
     how_to_go_on,
 )
 from thunder_memsave.finetune.stop import NotFiniteError, RunInterruptedError, was_interrupted
 from thunder_memsave.settings import ConfigError
 
 _MASK_OF_ATTENTION: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """A run whose configuration, data and model have been found to be usable."""
-
-    config: RunConfig
-    directory: RunDirectory
-    tokenizer: Any
-    data: PreparedData
-    model: nn.Module
-    resume_from: CheckpointInfo | None
 
 
 def train(config: RunConfig) -> Path:
@@ -70,7 +52,7 @@ def train(config: RunConfig) -> Path:
     fabric.launch()
     module, optimizer = _set_up(fabric, job)
     state: dict[str, Any] = {"model": module, "optimizer": optimizer, "step": 0}
-    state.update(_identity(job.config, job.data))
+    state.update(identity(job.config, job.data))
     if job.resume_from is not None:
         _load(fabric, job.resume_from, job.config, state)
     plan = _plan(job, fabric)
@@ -88,29 +70,6 @@ def train(config: RunConfig) -> Path:
         change = " --optimizer.init_args.lr=LOWER"
         how = how_to_go_on(job.directory, started_from=job.resume_from, change=change)
         raise NotFiniteError(f"{error} After that, {how}") from error
-
-
-def prepare(config: RunConfig) -> Job:
-    """Check and load everything that a run needs, without writing and without other processes.
-
-    Raises:
-        ConfigError: something cannot be used.
-    """
-    transformers_logging.disable_progress_bar()  # the run has its own
-    resume_from = checkpoint_to_resume(config)
-    _check_optimizer(config)
-    tokenizer = load_tokenizer(config.model)
-    data = prepare_data(config, tokenizer)
-    if resume_from is not None:
-        check_same_values(resume_from, _identity(config, data))
-    return Job(
-        config=config,
-        directory=RunDirectory(root=Path(config.output_dir)),
-        tokenizer=tokenizer,
-        data=data,
-        model=build_model(config, tokenizer),
-        resume_from=resume_from,
-    )
 
 
 def _callbacks(job: Job) -> list[object]:
@@ -218,8 +177,8 @@ def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
 def _plan(job: Job, fabric: Fabric) -> Plan:
     config = job.config
     sharding = Sharding(
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=job.batch_sizes.global_batch_size,
+        micro_batch_size=job.batch_sizes.micro_batch_size,
         rank=fabric.global_rank,
         world_size=fabric.world_size,
     )
@@ -241,18 +200,3 @@ def _num_steps(config: RunConfig, steps_per_epoch: int) -> int:
         epochs = 1
     limits = [epochs * steps_per_epoch if epochs is not None else None, max_steps]
     return min(limit for limit in limits if limit is not None)
-
-
-def _check_optimizer(config: RunConfig) -> None:
-    cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
-    checked_init_args(cls, config.optimizer, where="optimizer", given_by_us=1)
-
-
-def _identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
-    """Collect what gives a step and its state their meaning; it must not change in a run."""
-    return {
-        "optimizer_class": config.optimizer["class_path"].rpartition(".")[2],
-        "seed": config.train.seed,
-        "global_batch_size": config.train.global_batch_size,
-        "num_rows": len(data.train),
-    }

@@ -1,0 +1,59 @@
+"""Global batch, micro-batch and accumulation: any two of the three give the third."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thunder_memsave.finetune.config import TrainConfig
+from thunder_memsave.settings import ConfigError
+
+_DEFAULT_GLOBAL_BATCH_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSizes:
+    """`global_batch_size` is the product of the other two and the number of processes."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+
+
+def batch_sizes(train: TrainConfig, *, world_size: int) -> BatchSizes:
+    """Complete what the run file gives; all values in it are positive.
+
+    Raises:
+        ConfigError: the three contradict each other, or the global batch cannot be divided evenly.
+    """
+    in_all, micro = train.global_batch_size, train.micro_batch_size
+    accumulation = train.gradient_accumulation_steps
+    if in_all is None:
+        if accumulation is not None:
+            micro = micro or 1
+            in_all = micro * accumulation * world_size
+        else:
+            in_all = _DEFAULT_GLOBAL_BATCH_SIZE
+    if micro is None:
+        micro = _exact(in_all, accumulation * world_size) if accumulation else 1
+    if accumulation is None:
+        accumulation = _exact(in_all, micro * world_size)
+    if micro * accumulation * world_size != in_all:
+        raise ConfigError(
+            f"train.global_batch_size is {in_all}, but micro_batch_size {micro} x "
+            f"gradient_accumulation_steps {accumulation} x {world_size} processes is "
+            f"{micro * accumulation * world_size}; leave one of the three out.",
+            key="train.global_batch_size",
+        )
+    return BatchSizes(
+        global_batch_size=in_all, micro_batch_size=micro, gradient_accumulation_steps=accumulation
+    )
+
+
+def _exact(in_all: int, share: int) -> int:
+    if in_all % share:
+        raise ConfigError(
+            f"train.global_batch_size is {in_all}, which is not a multiple of {share}, the rows "
+            f"of one pass over all processes; make it a multiple of {share}.",
+            key="train.global_batch_size",
+        )
+    return in_all // share
