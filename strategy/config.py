@@ -6,20 +6,21 @@ import difflib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from thunder_memsave.settings import (
     ConfigError,
     Section,
     field_names,
-    load_yaml,
     parse_duration,
     parse_section,
+    raise_all,
     refuse_keys,
-    refuse_unknown,
     require_mapping,
     suggestion,
+    unknown_keys,
 )
+from thunder_memsave.yaml_file import load_yaml
 
 __all__ = [
     "CompileConfig",
@@ -95,14 +96,23 @@ def parse_strategy(values: object, *, where: str = "strategy") -> StrategyConfig
     given = require_mapping({} if values is None else values, where=where)
     compile_keys = field_names(CompileConfig)
     own_keys = [name for name in field_names(StrategyConfig) if name != "compile"]
-    refuse_unknown(given, known=[*own_keys, *compile_keys], where=where)
+    problems = list(unknown_keys(given, known=[*own_keys, *compile_keys], where=where))
     if "sharding" in given and given["sharding"] is None:
         # Taking the default here would shard for somebody who wrote null for "none".
-        raise ConfigError(f"{where}.sharding is null; write 'none' or 'zero2', or leave it out.")
-    section = {name: value for name, value in given.items() if name in own_keys}
-    compile_values = {name: value for name, value in given.items() if name in compile_keys}
-    section["compile"] = parse_section(CompileConfig, compile_values, where=where)
-    return parse_section(StrategyConfig, section, where=where)
+        message = f"{where}.sharding is null; write 'none' or 'zero2', or leave it out."
+        problems.append(ConfigError(message, key=f"{where}.sharding"))
+    section: dict[str, Any] = {name: given[name] for name in own_keys if name in given}
+    compile_values = {name: given[name] for name in compile_keys if name in given}
+    try:
+        section["compile"] = parse_section(CompileConfig, compile_values, where=where)
+    except ConfigError as error:
+        problems.append(error)
+    try:
+        config = parse_section(StrategyConfig, section, where=where)
+    except ConfigError as error:
+        problems.append(error)
+    raise_all(problems)
+    return config
 
 
 def _refuse_misspelled_section(name: str, path: str | Path) -> None:

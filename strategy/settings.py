@@ -6,12 +6,9 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import yaml
 
 SectionT = TypeVar("SectionT")
 
@@ -26,11 +23,13 @@ class ConfigError(ValueError):
         message: For the user.
         key: The setting's dotted name in the run file, such as `train.epochs`, where it has one;
             reports find the line by it.
+        place: Where the mistake stands if that is known, such as `rows.jsonl:7`.
     """
 
-    def __init__(self, message: str, *, key: str | None = None) -> None:
+    def __init__(self, message: str, *, key: str | None = None, place: str | None = None) -> None:
         super().__init__(message)
         self.key = key
+        self.place = place
 
 
 class ConfigErrors(ConfigError):  # noqa: N818 - several of them
@@ -61,19 +60,6 @@ class Section:
             object.__setattr__(self, name, value)
 
 
-def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML mapping; a key given twice is refused, where YAML would keep the last one.
-
-    Raises:
-        ConfigError: there is no such file, it is not YAML, or it is not a mapping of names.
-    """
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
-    return dict(require_mapping({} if content is None else content, where=str(path)))
-
-
 def parse_section(
     cls: type[SectionT], value: str | Mapping[str, Any] | SectionT | None, *, where: str
 ) -> SectionT:
@@ -94,9 +80,16 @@ def parse_section(
     if isinstance(value, str):
         value = {names[0]: value}
     given = require_mapping({} if value is None else value, where=where)
-    refuse_unknown(given, known=names, where=where)
+    problems: list[ConfigError] = list(unknown_keys(given, known=names, where=where))
     hints = get_type_hints(cls)
-    return cls(**{key: _convert(hints[key], given[key], where=f"{where}.{key}") for key in given})
+    converted: dict[str, Any] = {}
+    for key in given.keys() & hints.keys():
+        try:
+            converted[key] = _convert(hints[key], given[key], where=f"{where}.{key}")
+        except ConfigError as error:
+            problems.append(error)
+    raise_all(problems)
+    return cls(**converted)
 
 
 def refuse_keys(value: object, *, where: str) -> None:
@@ -108,7 +101,8 @@ def refuse_keys(value: object, *, where: str) -> None:
     # An empty section counts: `fp8: {}` asks for fp8 with its defaults.
     if value is not None:
         raise ConfigError(
-            f"{where} has no keys yet in this version, but it is set to {value!r}; remove it."
+            f"{where} has no keys yet in this version, but it is set to {value!r}; remove it.",
+            key=where,
         )
 
 
@@ -131,23 +125,6 @@ def parse_duration(text: str | timedelta) -> timedelta:
     if duration <= timedelta(0):
         raise ConfigError(f"the duration {text!r} is not positive.")
     return duration
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice in one mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
-                raise ConfigError(
-                    f"the key {key.value!r} is given twice, on lines {seen[key.value]} and {line}; "
-                    "remove one."
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen[key.value] = line
-        return super().construct_mapping(node, deep=deep)
 
 
 def _convert(hint: Any, value: Any, *, where: str) -> Any:
@@ -175,13 +152,16 @@ def _one_of(value: object, choices: Iterable[str], *, where: str) -> str:
             return choice
     raise ConfigError(
         f"{where} is {value!r}, but must be one of {', '.join(map(repr, choices))}"
-        f"{suggestion(value, choices)}"
+        f"{suggestion(value, choices)}",
+        key=where,
     )
 
 
 def _names(value: object, *, where: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{where} is {value!r}, but must be a list of names, such as ['torch'].")
+        raise ConfigError(
+            f"{where} is {value!r}, but must be a list of names, such as ['torch'].", key=where
+        )
     return tuple(value)
 
 
@@ -189,24 +169,45 @@ def _duration(value: Any, *, where: str) -> timedelta:
     try:
         return parse_duration(value)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {error}", key=where) from None
 
 
 def require_mapping(value: Any, *, where: str) -> Mapping[str, Any]:
     """Return the value, or refuse it when it is no mapping with names for keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{where} is {value!r}, but must be a mapping of names to values.")
+        raise ConfigError(
+            f"{where} is {value!r}, but must be a mapping of names to values.", key=where
+        )
     return value
 
 
+def raise_all(problems: Sequence[ConfigError]) -> None:
+    """Raise what was found: a single problem as it is, several together."""
+    if problems:
+        raise problems[0] if len(problems) == 1 else ConfigErrors(problems)
+
+
 def refuse_unknown(given: Mapping[str, Any], *, known: list[str], where: str) -> None:
-    """Refuse the first key that is not known, with the nearest one that is."""
+    """Refuse every key that is not known, with the nearest one that is."""
+    raise_all(list(unknown_keys(given, known=known, where=where)))
+
+
+def unknown_keys(
+    given: Mapping[str, Any], *, known: list[str], where: str
+) -> Iterator[ConfigError]:
+    """Yield a problem for every key that is not known."""
     for key in given:
         if key not in known:
-            raise ConfigError(
-                f"{where} has no key {key!r}{suggestion(key, known)} "
-                f"Its keys are {', '.join(sorted(known))}."
+            yield ConfigError(
+                f"{where}.{key} is not a key of {where!r}{suggestion_or_all(key, known)}",
+                key=f"{where}.{key}",
             )
+
+
+def suggestion_or_all(key: str, known: Sequence[str]) -> str:
+    """End a sentence with the nearest known name, or else with all of them."""
+    nearest = suggestion(key, known)
+    return nearest if nearest != "." else f"; its keys are {', '.join(sorted(known))}."
 
 
 def suggestion(value: object, known: Iterable[str]) -> str:

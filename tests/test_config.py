@@ -19,6 +19,7 @@ from thunder_memsave.config import (
     parse_strategy,
     refuse_keys,
 )
+from thunder_memsave.settings import ConfigErrors
 
 
 def write(folder: Path, text: str) -> Path:
@@ -40,9 +41,17 @@ def write(folder: Path, text: str) -> Path:
         ("timeout", 30, r"strategy\.timeout: 30 is not a duration; write a number and one"),
         ("timeout", None, r"strategy\.timeout: None is not a duration"),
         ("state_dict_type", True, r"strategy\.state_dict_type is True, but must be one of"),
-        ("executor", ["torch"], r"strategy has no key 'executor'; did you mean 'executors'\?"),
-        ("compile", {}, r"strategy has no key 'compile'"),
-        ("prefetch", "auto", r"strategy has no key 'prefetch'.*Its keys are executors, frontend, "),
+        (
+            "executor",
+            ["torch"],
+            r"strategy\.executor is not a key of 'strategy'; did you mean 'executors'\?",
+        ),
+        ("compile", {}, r"strategy\.compile is not a key of 'strategy'"),
+        (
+            "prefetch",
+            "auto",
+            r"strategy\.prefetch is not a key.*; its keys are executors, frontend, ",
+        ),
     ],
 )
 def test_a_wrong_strategy_setting_is_refused(key: str, value: Any, message: str) -> None:
@@ -73,6 +82,20 @@ def test_flat_keys_reach_their_sections() -> None:
         timeout=timedelta(seconds=90),
         state_dict_type="full",
     )
+
+
+def test_all_problems_of_the_strategy_are_found_together() -> None:
+    values = {"sharding": "zero9", "frontend": "x", "executors": 1, "timeout": 3, "jit": True}
+    with pytest.raises(ConfigErrors) as error:
+        parse_strategy(values)
+    keys = {problem.key for problem in error.value.problems}
+    assert keys == {
+        "strategy.sharding.mode",
+        "strategy.frontend",
+        "strategy.executors",
+        "strategy.timeout",
+        "strategy.jit",
+    }
 
 
 def test_no_strategy_section_means_the_defaults() -> None:
