@@ -5,15 +5,36 @@ it needs. Callbacks that measure add to `metrics` and stand before the ones that
 """
 
 from thunder_memsave.callbacks.checkpoint import ModelCheckpoint
+from thunder_memsave.callbacks.control import TrainingControl
+from thunder_memsave.callbacks.early_stopping import EarlyStopping
+from thunder_memsave.callbacks.gradient_norm import GradientNormMonitor
 from thunder_memsave.callbacks.learning_rate import LearningRateMonitor
+from thunder_memsave.callbacks.memory import MemoryMonitor
 from thunder_memsave.callbacks.metrics_csv import MetricsCSV
+from thunder_memsave.callbacks.metrics_logger import MetricsLogger
 from thunder_memsave.callbacks.progress import ProgressBar
+from thunder_memsave.callbacks.state import CallbackStates
 from thunder_memsave.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
+    "CallbackStates",
+    "EarlyStopping",
+    "GradientNormMonitor",
     "LearningRateMonitor",
+    "LossCurve",
+    "MemoryMonitor",
     "MetricsCSV",
+    "MetricsLogger",
     "ModelCheckpoint",
     "ProgressBar",
     "ThroughputMonitor",
+    "TrainingControl",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LossCurve":  # its matplotlib comes with the extra `hf` only
+        from thunder_memsave.callbacks.loss_curve import LossCurve
+
+        return LossCurve
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

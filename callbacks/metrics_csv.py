@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ _COLUMNS = (
     "epoch",
     "loss",
     "val_loss",
+    "val_perplexity",
     "lr",
     "grad_norm",
     "num_tokens",
-    "tokens_per_s",
-    "step_seconds",
 )
 
 
@@ -30,17 +29,27 @@ class MetricsCSV:
         path: The file. Rows of steps after the one that a run starts from are dropped: a killed
             run may have written them after its last checkpoint.
         columns: Names of metrics; others are left out.
+        monitors: Callbacks whose `metric_names` are further columns.
     """
 
-    def __init__(self, path: str | Path, *, columns: tuple[str, ...] = _COLUMNS) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        columns: Sequence[str] = _COLUMNS,
+        monitors: Iterable[object] = (),
+    ) -> None:
         self.path = Path(path)
-        self.columns = columns
+        self.columns = tuple(columns)
+        self.monitors = tuple(monitors)
 
     def on_train_start(self, *, fabric: Fabric, step: int) -> None:
         """Start the file, or cut it back to the step that the run goes on from."""
+        added = (name for m in self.monitors for name in getattr(m, "metric_names", ()))
+        self.columns = tuple(dict.fromkeys((*self.columns, *added)))
         if fabric.is_global_zero:
-            kept = [row for row in self._rows() if int(row["step"]) <= step] if step else []
-            self._rewrite(kept)
+            rows = read_metrics(self.path) if step else []
+            self._rewrite([row for row in rows if int(row["step"]) <= step])
 
     def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the row of an evaluation."""
@@ -56,13 +65,6 @@ class MetricsCSV:
         with self.path.open("a", newline="", encoding="utf-8") as file:
             self._writer(file).writerow({**metrics, "step": step})
 
-    def _rows(self) -> list[dict[str, str]]:
-        """Read the whole rows; the last may have been cut off by a kill."""
-        if not self.path.exists():
-            return []
-        text = self.path.read_text(encoding="utf-8")
-        return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
-
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.partial")
@@ -76,3 +78,11 @@ class MetricsCSV:
         return csv.DictWriter(
             file, self.columns, restval="", extrasaction="ignore", lineterminator="\n"
         )
+
+
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    """Read the whole rows; the last may have been cut off by a kill."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))

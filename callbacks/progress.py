@@ -3,74 +3,109 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric import Fabric
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.table import Column
+
+_MIN_BAR_WIDTH = 8
 
 
 class ProgressBar:
-    """Rank 0 prints loss, learning rate, tokens per second, and each validation loss.
+    """Rank 0 prints what is going on: losses, learning rate, speed, memory, time left.
+
+    On a terminal it is one line that never wraps: what does not fit is left out, the least
+    important first. The first step is shown as compiling, and is in no average.
 
     Args:
         every_n_steps: Steps between two lines where there is no terminal; None prints about
             twenty lines per run.
         console: Where to; None is standard output.
+        clock: Gives seconds.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.every_n_steps = every_n_steps
         self.console = console if console is not None else Console(highlight=False)
+        self._clock = clock
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._first_step = 0
+        self._num_steps = 0
         self._start = 0.0
+        self._first_step_end: float | None = None
+        self._tokens = self._seconds = 0.0
+        self._losses: dict[int, float] = {}
+        self._captured: set[str] = set()
 
     def on_train_start(self, *, fabric: Fabric, step: int, num_steps: int) -> None:
         """Put up the bar, where there is a terminal."""
         if not fabric.is_global_zero:
             return
-        self._first_step = step
+        self._first_step, self._num_steps, self._start = step, num_steps, self._clock()
         if self.every_n_steps is None:
             self.every_n_steps = max(num_steps // 20, 1)
-        if self.console.is_terminal:
+        if self.console.is_terminal and step < num_steps:
             self._bar = _make_bar(self.console)
-            self._task = self._bar.add_task("train", total=num_steps, completed=step, text="")
+            self._task = self._bar.add_task("", total=num_steps, completed=step, done="", left="")
             self._bar.start()
 
-    def on_train_batch_end(
-        self, *, fabric: Fabric, step: int, num_steps: int, metrics: Mapping[str, Any]
-    ) -> None:
+    def on_train_batch_start(self, *, step: int) -> None:
+        """Say that the first step takes long."""
+        if step == self._first_step:
+            self._announce("compiling the training step")
+
+    def on_train_batch_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         """Move the bar, or print a line if it is time."""
         if not fabric.is_global_zero:
             return
-        text = _summary(metrics)
+        is_first = self._first_step_end is None
+        if is_first:
+            self._first_step_end = self._clock()
+        else:
+            self._tokens += metrics.get("num_tokens", 0.0)
+            self._seconds += metrics.get("step_seconds", 0.0)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=text)
-        elif step == self._first_step + 1 or step % (self.every_n_steps or 1) == 0:
-            self._print(f"step {step}/{num_steps} | {text}{self._time_left(step, num_steps)}")
-        if step == self._first_step + 1:
-            # Not from the start: the first step compiles, and says nothing of the others.
-            self._start = time.perf_counter()
+            self._move(step, metrics)
+        elif is_first or step % (self.every_n_steps or 1) == 0:
+            fields = [f"step {step}/{self._num_steps}", *_fields(metrics).values()]
+            left = self._seconds_left(step)
+            self._print(" | ".join([*fields, *([f"{_clock_text(left)} left"] if left else [])]))
+
+    def on_validation_start(self, *, step: int) -> None:
+        """Say so where the bar stands still meanwhile."""
+        self._announce(
+            f"evaluating after step {step}"
+            if "validation" in self._captured
+            else "compiling the evaluation"
+        )
 
     def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the validation loss, above the bar."""
-        if fabric.is_global_zero:
-            self._print(f"step {step} | val_loss {metrics['val_loss']:.4f}")
+        self._captured.add("validation")
+        if not fabric.is_global_zero:
+            return
+        loss = self._losses[step] = metrics["val_loss"]
+        perplexity = metrics.get("val_perplexity")
+        more = "" if perplexity is None else f" | perplexity {perplexity:,.2f}"
+        best = " | best so far" if len(self._losses) > 1 and loss == self._best()[1] else ""
+        self._print(f"step {step}/{self._num_steps} | val_loss {loss:.4f}{more}{best}")
+        self._announce("")
 
-    def on_train_end(self) -> None:
-        """Take the bar down."""
+    def on_train_end(self, *, fabric: Fabric, step: int) -> None:
+        """Take the bar down and sum up."""
         self._stop()
+        if fabric.is_global_zero and step > self._first_step:
+            self._print(self._summary(step))
 
     def on_exception(self) -> None:
         """Take the bar down, so that the error is readable."""
@@ -81,36 +116,104 @@ class ProgressBar:
             self._bar.stop()
             self._bar = None
 
-    def _print(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, highlight=False)
+    def _announce(self, what: str) -> None:
+        """Show what goes on in place of the numbers."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what, left="")
 
-    def _time_left(self, step: int, num_steps: int) -> str:
+    def _move(self, step: int, metrics: Mapping[str, Any]) -> None:
+        assert self._bar is not None
+        left = self._seconds_left(step)
+        left_text = "" if left is None else f"{_clock_text(left)} left"
+        done = f"{step}/{self._num_steps}"
+        # Spinner, bar, elapsed time, and the spaces between columns.
+        taken = 1 + _MIN_BAR_WIDTH + len("0:00:00") + len(done) + len(left_text) + 6
+        text = _fitting(_fields(metrics), self.console.width - taken)
+        self._bar.update(self._task, completed=step, description=text, done=done, left=left_text)
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def _seconds_left(self, step: int) -> float | None:
+        """Guess from all steps but the first, which compiles and says nothing of the others."""
         num_timed = step - self._first_step - 1
-        if num_timed < 1:
-            return ""
-        per_step = (time.perf_counter() - self._start) / num_timed
-        minutes, seconds = divmod(round(per_step * (num_steps - step)), 60)
-        return f" | {minutes}:{seconds:02d} left"
+        if num_timed < 1 or self._first_step_end is None:
+            return None
+        return (self._clock() - self._first_step_end) / num_timed * (self._num_steps - step)
+
+    def _best(self) -> tuple[int, float]:
+        return min(self._losses.items(), key=lambda item: item[1])
+
+    def _summary(self, step: int) -> str:
+        num_taken = step - self._first_step
+        text = f"trained {num_taken} steps in {_clock_text(self._clock() - self._start)}"
+        if self._seconds > 0 and self._tokens > 0:
+            text += f" | {self._tokens / self._seconds:,.0f} tokens/s after the first step"
+        if self._losses:
+            best_step, best = self._best()
+            last = list(self._losses.values())[-1]
+            text += f" | val_loss {last:.4f}"
+            text += "" if last == best else f" (best {best:.4f} after step {best_step})"
+        return text
 
 
 def _make_bar(console: Console) -> Progress:
+    def column() -> Column:
+        return Column(no_wrap=True)
+
     return Progress(
-        TextColumn("{task.description}"),
+        SpinnerColumn(),
         BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeElapsedColumn(),
-        TextColumn("<"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[done]}", table_column=column()),
+        TextColumn("{task.description}", table_column=column()),
+        _ElapsedColumn("", table_column=column()),
+        TextColumn("{task.fields[left]}", table_column=column()),
         console=console,
+        expand=True,
     )
 
 
-def _summary(metrics: Mapping[str, Any]) -> str:
-    formats = {"loss": "{:.4f}", "lr": "{:.2e}", "grad_norm": "{:.3f}", "tokens_per_s": "{:,.0f}"}
-    names = {"grad_norm": "grad norm", "tokens_per_s": "tokens/s"}
-    return " | ".join(
-        f"{names.get(key, key)} {template.format(metrics[key])}"
-        for key, template in formats.items()
-        if key in metrics
-    )
+class _ElapsedColumn(TextColumn):
+    """Time since the bar was put up, as short as it can be."""
+
+    def render(self, task: Any) -> Any:
+        return type(super().render(task))(_clock_text(task.elapsed or 0.0))
+
+
+def _fields(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Write the metrics that there are, the most important first."""
+    formats: dict[str, Callable[[float], str]] = {
+        "loss": lambda value: f"loss {value:.4f}",
+        "tokens_per_s": lambda value: f"{_short(value)} tokens/s",
+        "lr": lambda value: f"lr {value:.2e}",
+        "mfu": lambda value: f"MFU {value:.1%}",
+        "peak_allocated_gib": lambda value: f"{value:.1f} GiB",
+        "process_peak_rss_gib": lambda value: f"RSS {value:.1f} GiB",
+        "grad_norm": lambda value: f"grad norm {value:.3g}",
+    }
+    return {key: write(metrics[key]) for key, write in formats.items() if key in metrics}
+
+
+def _fitting(fields: Mapping[str, str], width: int) -> str:
+    """Join as many as fit, from the first on."""
+    text = ""
+    for field in fields.values():
+        longer = f"{text} | {field}" if text else field
+        if len(longer) > width:
+            break
+        text = longer
+    return text
+
+
+def _short(value: float) -> str:
+    """Write about three digits: 812, 12.3k, 1.23M."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def _clock_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -6,18 +6,76 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from lightning.fabric import Fabric
+
+from thunder_memsave.callbacks.peak_flops import MatmulFormat, peak_tflops
+
 
 class ThroughputMonitor:
-    """Metrics `step_seconds` and `tokens_per_s`, the latter from the metric `num_tokens`.
+    """Metrics of a step's speed, from the metrics `num_tokens` and `num_input_tokens`.
 
-    A step counts from its start to its end, without the evaluation in it. `num_tokens` counts
-    target tokens over all ranks, so `tokens_per_s` leaves out padding and prompts.
+    - `step_seconds`: from the step's start to its end, without the evaluation in it;
+    - `tokens_per_s`, `tokens_per_s_per_device`: target tokens, so without padding and prompts;
+    - `input_tokens_per_s`: everything that the model was given;
+    - `mfu`: model FLOPs utilisation, the FLOPs that the model needs for all it was given (without
+      recomputation) over what the devices could do in that time. Only where both are known;
+    - `total_tokens`: target tokens since the beginning of the run, also of a resumed one.
+
+    Args:
+        flops_per_token: Of training, as `callbacks.flops.training_flops` counts, per input token.
+        matmul_format: What the model mostly computes in; "float32" is TF32 where torch allows it.
+        peak_tflops: Of one device; None looks it up by the device's name.
+        clock: Gives seconds.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        *,
+        flops_per_token: float | None = None,
+        matmul_format: MatmulFormat = "bfloat16",
+        peak_tflops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ValueError(f"peak_tflops is {peak_tflops}, but must be positive.")
+        self.flops_per_token = flops_per_token
+        self.matmul_format: MatmulFormat = matmul_format
+        self.peak_tflops = peak_tflops
+        self.total_tokens = 0.0
         self._clock = clock
         self._start: float | None = None
         self._pause: float | None = None
+        self._peak: float | None = None
+        self._num_devices = 1
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that this callback adds, known from `on_train_start` on."""
+        names = ("tokens_per_s", "tokens_per_s_per_device", "input_tokens_per_s", "step_seconds")
+        return (*names, "total_tokens", *(("mfu",) if self._gives_mfu else ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tokens so far."""
+        return {"total_tokens": self.total_tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.total_tokens = state_dict["total_tokens"]
+
+    def peak_of(self, device: torch.device) -> float | None:
+        """Tell the peak of one device in TFLOPS, if it is known."""
+        if self.peak_tflops is not None or device.type != "cuda":
+            return self.peak_tflops
+        matmul_format = self.matmul_format
+        if matmul_format == "float32" and torch.get_float32_matmul_precision() != "highest":
+            matmul_format = "tf32"
+        return peak_tflops(torch.cuda.get_device_name(device), matmul_format)
+
+    def on_train_start(self, *, fabric: Fabric) -> None:
+        """Look at the devices."""
+        self._num_devices = fabric.world_size
+        self._peak = self.peak_of(fabric.device)
 
     def on_train_batch_start(self) -> None:
         """Start the clock."""
@@ -39,5 +97,17 @@ class ThroughputMonitor:
             return
         seconds = self._clock() - self._start
         metrics["step_seconds"] = seconds
-        if "num_tokens" in metrics and seconds > 0:
+        if "num_tokens" in metrics:
+            self.total_tokens += metrics["num_tokens"]
+            metrics["total_tokens"] = self.total_tokens
             metrics["tokens_per_s"] = metrics["num_tokens"] / seconds
+            metrics["tokens_per_s_per_device"] = metrics["tokens_per_s"] / self._num_devices
+        if "num_input_tokens" in metrics:
+            speed = metrics["input_tokens_per_s"] = metrics["num_input_tokens"] / seconds
+            if self.flops_per_token is not None and self._peak is not None:
+                tflops = speed * self.flops_per_token / self._num_devices / 1e12
+                metrics["mfu"] = tflops / self._peak
+
+    @property
+    def _gives_mfu(self) -> bool:
+        return self.flops_per_token is not None and self._peak is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import cast
 
@@ -44,3 +45,11 @@ def evaluate(
     total = cast(Tensor, fabric.all_reduce(total, reduce_op="sum"))
     model.train(was_training)
     return float(total[0] / total[1])
+
+
+def perplexity(loss: float) -> float:
+    """Turn a mean loss per token into a perplexity; infinite where a float ends."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

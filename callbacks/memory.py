@@ -1,0 +1,64 @@
+"""Adds the peak memory of a step to its metrics."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+_GIB = 2**30
+
+
+class MemoryMonitor:
+    """Metrics of this rank's memory; what it is depends on the device.
+
+    On CUDA, from torch's allocator, since the row before (so with an evaluation in between):
+
+    - `peak_allocated_gib`: what tensors held at most;
+    - `peak_reserved_gib`: what the allocator held at most, with what it keeps for later;
+    - `num_alloc_retries`: how often it had to give memory back to go on; each costs time.
+
+    Elsewhere `process_peak_rss_gib`: what the whole process held at most since it started, with
+    Python and its libraries.
+    """
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+        self._num_retries_before = 0
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that this callback adds, known from `on_train_start` on."""
+        if self._device is None:
+            return ("process_peak_rss_gib",)
+        return ("peak_allocated_gib", "peak_reserved_gib", "num_alloc_retries")
+
+    def on_train_start(self, *, fabric: Fabric) -> None:
+        """Start from the memory of now."""
+        self._device = fabric.device if fabric.device.type == "cuda" else None
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._num_retries_before = self._num_retries()
+
+    def on_train_batch_end(self, *, metrics: dict[str, Any]) -> None:
+        """Add the metrics of the step."""
+        if self._device is None:
+            metrics["process_peak_rss_gib"] = round(_peak_rss_bytes() / _GIB, 4)
+            return
+        allocated = torch.cuda.max_memory_allocated(self._device)
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        metrics["peak_allocated_gib"] = round(allocated / _GIB, 4)
+        metrics["peak_reserved_gib"] = round(reserved / _GIB, 4)
+        metrics["num_alloc_retries"] = self._num_retries() - self._num_retries_before
+
+    def _num_retries(self) -> int:
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+def _peak_rss_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

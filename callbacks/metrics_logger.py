@@ -1,0 +1,55 @@
+"""Hands metrics to Fabric's loggers, such as TensorBoard's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric import Fabric
+
+
+class MetricsLogger:
+    """Rank 0 logs every step's and evaluation's metrics to all of `Fabric(loggers=...)`.
+
+    Args:
+        hyperparameters: Logged once at the start, where the logger can.
+        every_n_steps: Steps between two that are logged; evaluations always are.
+    """
+
+    def __init__(
+        self, hyperparameters: Mapping[str, Any] | None = None, *, every_n_steps: int = 1
+    ) -> None:
+        self.hyperparameters = hyperparameters
+        self.every_n_steps = every_n_steps
+
+    def on_train_start(self, *, fabric: Fabric) -> None:
+        """Log what the run was started with."""
+        if fabric.is_global_zero and self.hyperparameters is not None:
+            for logger in fabric.loggers:
+                logger.log_hyperparams(dict(self.hyperparameters))
+
+    def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log an evaluation."""
+        self._log(fabric, step, metrics)
+
+    def on_train_batch_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log a step if it is time."""
+        if step % self.every_n_steps == 0:
+            self._log(fabric, step, metrics)
+
+    def on_train_end(self, *, fabric: Fabric) -> None:
+        """Write what the loggers still hold."""
+        self._finalize(fabric, "success")
+
+    def on_exception(self, *, fabric: Fabric) -> None:
+        """Write what the loggers still hold."""
+        self._finalize(fabric, "failed")
+
+    def _log(self, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
+        if fabric.is_global_zero:
+            fabric.log_dict(metrics, step=step)
+
+    def _finalize(self, fabric: Fabric, status: str) -> None:
+        if fabric.is_global_zero:
+            for logger in fabric.loggers:
+                logger.finalize(status)
