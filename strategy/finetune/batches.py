@@ -5,34 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from thunder_memsave.finetune.packing import Rows
-from thunder_memsave.finetune.tokenize import IGNORED
+from thunder_memsave.finetune.packing import Batch, Rows
 
 NO_ROW = -1
 """Stands for a row of padding, which fills the last batch and counts nowhere."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """The rows of one forward pass; tensors of shape (micro_batch_size, length)."""
-
-    input_ids: Tensor
-    targets: Tensor
-    position_ids: Tensor
-    document_ids: Tensor
-
-    def to(self, device: torch.device) -> Batch:
-        """Copy the batch to a device."""
-        return Batch(
-            input_ids=self.input_ids.to(device),
-            targets=self.targets.to(device),
-            position_ids=self.position_ids.to(device),
-            document_ids=self.document_ids.to(device),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +38,15 @@ def step_rows(num_rows: int, sharding: Sharding, *, seed: int, step: int) -> lis
     the ones before, and every rank and world size agrees on the global batch.
     """
     epoch, batch = divmod(step, num_steps_per_epoch(num_rows, sharding))
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(num_rows, generator=generator).tolist()
     start = batch * sharding.global_batch_size
-    return _rank_share(order[start : start + sharding.global_batch_size], sharding)
+    order = _order_of_epoch(num_rows, seed, epoch)[start : start + sharding.global_batch_size]
+    return _rank_share(order.tolist(), sharding)
+
+
+@lru_cache(maxsize=1)
+def _order_of_epoch(num_rows: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_rows, generator=generator)
 
 
 def ordered_rows(num_rows: int, sharding: Sharding) -> Iterator[list[int]]:
@@ -78,17 +64,8 @@ def ordered_rows(num_rows: int, sharding: Sharding) -> Iterator[list[int]]:
 
 
 def make_batch(rows: Rows, chosen: Sequence[int]) -> Batch:
-    """Gather rows by number; `NO_ROW` gives a row without targets."""
-    index = torch.tensor(chosen)
-    is_padding = (index == NO_ROW)[:, None]
-    # Any row will do for the tokens of padding, as long as no target counts.
-    index = index.clamp(min=0)
-    return Batch(
-        input_ids=rows.input_ids[index],
-        targets=rows.targets[index].masked_fill(is_padding, IGNORED),
-        position_ids=rows.position_ids[index],
-        document_ids=rows.document_ids[index],
-    )
+    """Lay out rows by number; `NO_ROW` gives a row without targets."""
+    return rows.lay_out([None if row == NO_ROW else row for row in chosen])
 
 
 def _rank_share(chosen: list[int], sharding: Sharding) -> list[list[int]]:

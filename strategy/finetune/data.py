@@ -11,11 +11,12 @@ from typing_extensions import override
 
 from thunder_memsave.finetune.chat import render_chat
 from thunder_memsave.finetune.documents import DataSplit, Document, Part
-from thunder_memsave.finetune.jsonl import messages_of, read_jsonl, read_text, string_of
+from thunder_memsave.finetune.jsonl import read_jsonl, read_text, string_of
 from thunder_memsave.settings import ConfigError
 
 # Not the run's seed: runs that differ in seed only are compared on the same validation set.
 _SPLIT_SEED = 0
+_ARGUMENTS = "data.dataset.init_args"
 
 
 class _JSONL:
@@ -26,7 +27,8 @@ class _JSONL:
     rendered: ClassVar[bool] = False
 
     def __init__(self, *, path: str, val_path: str | None = None, val_fraction: float = 0.0):
-        _check_split(val_path=val_path, val_fraction=val_fraction)
+        _check_fraction(val_fraction)
+        _check_one_source(path=path, val_path=val_path, val_fraction=val_fraction)
         self.path = Path(path)
         self.val_path = None if val_path is None else Path(val_path)
         self.val_fraction = val_fraction
@@ -47,7 +49,11 @@ class _JSONL:
 
 
 class TextJSONL(_JSONL):
-    """Rows `{"text": ...}`: every token is trained on, long texts go on in the next row."""
+    """Rows `{"text": ...}`: every token is trained on, long texts go on in the next row.
+
+    The tokenizer adds what it puts before any text (a `bos_token`, if it has one), and each text
+    ends with the `eos_token`.
+    """
 
     has_assistant_part = False
     continues_in_next_row = True
@@ -58,7 +64,11 @@ class TextJSONL(_JSONL):
 
 
 class PromptJSONL(_JSONL):
-    """Rows `{"prompt": ..., "completion": ...}`, joined as they are, without a space between."""
+    """Rows `{"prompt": ..., "completion": ...}`, joined as they are, without a space between.
+
+    The `eos_token` follows the completion and is trained on with it; rows that are too long lose
+    their end.
+    """
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
@@ -67,7 +77,12 @@ class PromptJSONL(_JSONL):
 
 
 class ChatJSONL(_JSONL):
-    """Rows `{"messages": [{"role": ..., "content": ...}, ...]}`, by the tokenizer's template."""
+    """Rows `{"messages": [{"role": ..., "content": ...}, ...]}`, by the tokenizer's template.
+
+    All special tokens come from the template, the ends of turns too; what it writes after the
+    prompt for an answer is trained on. A row may have `tools`, and messages whatever fields the
+    template uses (`tool_calls`, ...); one that it does not use is refused.
+    """
 
     rendered = True
 
@@ -76,23 +91,27 @@ class ChatJSONL(_JSONL):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError(
                 "ChatJSONL needs a tokenizer with a chat template, and this one has none; "
-                "use PromptJSONL, or add chat_template.jinja to the model's directory."
+                "use PromptJSONL, or add chat_template.jinja to the model's directory.",
+                key="data.dataset.class_path",
             )
         return super().load(tokenizer)
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
-        return render_chat(messages_of(row), tokenizer)
+        return render_chat(row, tokenizer)
 
 
 class PlainText:
-    """A text file, or every `.txt` file of a directory; the end of each is the validation set."""
+    """A text file, or every `.txt` file of a directory; the end of each is the validation set.
+
+    Each file is one document: it ends with the `eos_token`, and goes on from row to row.
+    """
 
     has_assistant_part: bool = False
     continues_in_next_row: bool = True
 
     def __init__(self, *, path: str, val_fraction: float = 0.0):
-        _check_split(val_path=None, val_fraction=val_fraction)
+        _check_fraction(val_fraction)
         self.path = Path(path)
         self.val_fraction = val_fraction
 
@@ -101,31 +120,54 @@ class PlainText:
         train, validation = [], []
         for file in _text_files(self.path):
             text = read_text(file)
-            cut = len(text) - round(len(text) * self.val_fraction)
+            cut = max(len(text) - round(len(text) * self.val_fraction), 1)
             train.append(Document(parts=(Part(text=text[:cut]),), origin=str(file)))
             if cut < len(text):
                 validation.append(Document(parts=(Part(text=text[cut:]),), origin=str(file)))
+        if self.val_fraction and not validation:
+            raise _empty_split(self.val_fraction, f"each file in {self.path}")
         return DataSplit(train=train, validation=validation)
 
 
-def _check_split(*, val_path: str | None, val_fraction: float) -> None:
+def _check_fraction(val_fraction: float) -> None:
     if not 0 <= val_fraction < 1:
-        raise ConfigError(f"val_fraction is {val_fraction}, but must be at least 0 and below 1.")
-    if val_path is not None and val_fraction:
-        raise ConfigError("val_path and val_fraction are both given; give one of them.")
+        raise ConfigError(
+            f"val_fraction is {val_fraction}, but must be at least 0 and below 1.",
+            key=f"{_ARGUMENTS}.val_fraction",
+        )
+
+
+def _check_one_source(*, path: str, val_path: str | None, val_fraction: float) -> None:
+    if val_path is None:
+        return
+    if val_fraction:
+        raise ConfigError(
+            "val_path and val_fraction are both given; give one of them.",
+            key=f"{_ARGUMENTS}.val_path",
+        )
+    if Path(val_path).resolve() == Path(path).resolve():
+        raise ConfigError(
+            f"val_path is {val_path}, the file that is trained on; give another file, or hold a "
+            "part of it out by val_fraction.",
+            key=f"{_ARGUMENTS}.val_path",
+        )
 
 
 def _split(documents: list[Document], fraction: float, *, path: Path) -> DataSplit:
     num_validation = round(len(documents) * fraction)
     if fraction and not 0 < num_validation < len(documents):
-        raise ConfigError(
-            f"val_fraction {fraction} of the {len(documents)} rows of {path} leaves an empty "
-            "training or validation set; change it, or give val_path."
-        )
+        raise _empty_split(fraction, f"the {len(documents)} rows of {path}")
     held_out = set(random.Random(_SPLIT_SEED).sample(range(len(documents)), num_validation))
     return DataSplit(
         train=[doc for index, doc in enumerate(documents) if index not in held_out],
         validation=[doc for index, doc in enumerate(documents) if index in held_out],
+    )
+
+
+def _empty_split(fraction: float, of: str) -> ConfigError:
+    return ConfigError(
+        f"val_fraction {fraction} of {of} leaves an empty training or validation set; change it.",
+        key=f"{_ARGUMENTS}.val_fraction",
     )
 
 
@@ -134,5 +176,5 @@ def _text_files(path: Path) -> list[Path]:
         return [path]
     files = sorted(path.glob("*.txt"))
     if not files:
-        raise ConfigError(f"the directory {path} has no .txt files.")
+        raise ConfigError(f"the directory {path} has no .txt files.", key=f"{_ARGUMENTS}.path")
     return files

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from thunder_memsave.finetune.batches import Batch
-from thunder_memsave.finetune.packing import block_diagonal_mask
+from thunder_memsave.finetune.packing import Batch, block_diagonal_mask
 from thunder_memsave.finetune.tokenize import IGNORED
 
 MaskKind = Literal["none", "boolean", "additive"]

@@ -10,7 +10,7 @@ from thunder_memsave.finetune.class_spec import build
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.documents import Dataset, Document
 from thunder_memsave.finetune.packing import Rows, pack, pad
-from thunder_memsave.finetune.tokenize import TokenizedData, tokenize
+from thunder_memsave.finetune.tokenize import Sample, TokenizedData, tokenize
 from thunder_memsave.settings import ConfigError
 
 DATA_MODULE = "thunder_memsave.finetune.data"
@@ -25,6 +25,9 @@ class PreparedData:
     summary: str
     """One line per set for the user: documents, rows, what was cut."""
 
+    example: Sample
+    """The first sample that is trained on; `describe_sample` shows it."""
+
 
 def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
     """Load, tokenize and pack both sets.
@@ -37,10 +40,13 @@ def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
     _check_train_on(dataset, config)
     split = dataset.load(tokenizer)
     train, summary = _rows(split.train, dataset, config, tokenizer, name="train")
-    if not split.validation:
-        return PreparedData(train=train, validation=None, summary=summary)
-    validation, more = _rows(split.validation, dataset, config, tokenizer, name="validation")
-    return PreparedData(train=train, validation=validation, summary=f"{summary}\n{more}")
+    validation = None
+    if split.validation:
+        validation, more = _rows(split.validation, dataset, config, tokenizer, name="validation")
+        summary = f"{summary}\n{more}"
+    return PreparedData(
+        train=train, validation=validation, summary=summary, example=train.samples[0]
+    )
 
 
 def _check_train_on(dataset: Dataset, config: RunConfig) -> None:
@@ -61,6 +67,7 @@ def _rows(
         max_seq_length=length,
         assistant_only=dataset.has_assistant_part and config.data.train_on != "all",
         continue_long=dataset.continues_in_next_row,
+        name=name,
     )
     pad_id = tokenizer.pad_token_id
     pad_id = 0 if pad_id is None else pad_id

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from thunder_memsave.finetune.counting import Counting
 from thunder_memsave.finetune.documents import Document
 from thunder_memsave.settings import ConfigError
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
 
 IGNORED = -100
 """Target of a position that does not count in the loss; torch's default `ignore_index`."""
 
+# A fast tokenizer works on the documents of a call in parallel.
+_DOCUMENTS_PER_CALL = 1000
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """A document's tokens, or as many of them as fit into a row."""
+    """A document's tokens, or as many of them as fit into a row: 8 bytes for each."""
 
-    input_ids: list[int]
-    targets: list[int]
+    input_ids: Tokens
+    targets: Tokens
     """The token that position i is to predict (`input_ids[i + 1]`), or `IGNORED`."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
 
     @property
     def num_targets(self) -> int:
         """Count the positions that count in the loss."""
-        return sum(target != IGNORED for target in self.targets)
+        return int(np.count_nonzero(self.targets != IGNORED))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +58,12 @@ def tokenize(
     max_seq_length: int,
     assistant_only: bool,
     continue_long: bool,
+    name: str = "data",
 ) -> TokenizedData:
     """Tokenize each document as a whole and mark the tokens that are trained on.
+
+    A document that no chat template rendered ends with the tokenizer's `eos_token`, which is
+    trained on when the text before it is. What does not fit is cut off at the right.
 
     Args:
         documents: What to tokenize.
@@ -55,31 +72,30 @@ def tokenize(
         max_seq_length: Longest sample.
         assistant_only: Train on the parts marked `assistant`, and on the end after them.
         continue_long: Make several samples of a long document, instead of cutting it.
+        name: Of the set, for messages.
 
     Raises:
-        ConfigError: the tokenizer is not a fast one, or no document has anything to train on.
+        ConfigError: the tokenizer is not a fast one or has no end token, or no document has
+            anything to train on.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer; the model's directory needs a "
-            "tokenizer.json."
-        )
+    _check_tokenizer(tokenizer, documents)
     samples: list[Sample] = []
     num_truncated = num_without_targets = 0
-    for document in documents:
-        whole = _tokenize_document(document, tokenizer, assistant_only=assistant_only)
+    counting = Counting(f"tokenizing the {name} documents", total=len(documents))
+    for whole in _tokenize_all(documents, tokenizer, assistant_only=assistant_only):
         # The last position has no token to predict, so one more token than a row fits.
-        is_long = len(whole.input_ids) > max_seq_length + 1
-        pieces = list(_pieces(whole, max_seq_length))
-        pieces = pieces if continue_long else pieces[:1]
+        is_long = len(whole) > max_seq_length + 1
+        pieces = islice(_pieces(whole, max_seq_length), None if continue_long else 1)
         useful = [piece for piece in pieces if piece.num_targets]
         num_truncated += is_long and not continue_long
         num_without_targets += not useful
         samples += useful
+        counting.add(1)
     if not samples:
         raise ConfigError(
-            f"none of the {len(documents)} documents has a token to train on within "
-            f"data.max_seq_length ({max_seq_length}); look at data.train_on and the data."
+            f"none of the {len(documents)} {name} documents has a token to train on within "
+            f"data.max_seq_length ({max_seq_length}); look at data.train_on and the data.",
+            key="data.max_seq_length",
         )
     return TokenizedData(
         samples=samples,
@@ -89,45 +105,78 @@ def tokenize(
     )
 
 
-def _tokenize_document(document: Document, tokenizer: Any, *, assistant_only: bool) -> Sample:
-    text = "".join(part.text for part in document.parts)
-    encoded = tokenizer(
-        text,
-        add_special_tokens=not document.rendered,
-        return_offsets_mapping=True,
-        verbose=False,  # its warning about the model's length; rows are cut here
-    )
-    ids = list(encoded["input_ids"])
-    trained = _trained(document, encoded["offset_mapping"], assistant_only=assistant_only)
-    eos = tokenizer.eos_token_id
-    if not document.rendered and eos is not None and ids[-1:] != [eos]:
-        ids.append(eos)
-        trained.append(document.parts[-1].assistant or not assistant_only)
-    targets = [
-        token if is_trained else IGNORED
-        for token, is_trained in zip(ids[1:], trained[1:], strict=True)
-    ]
-    return Sample(input_ids=ids, targets=[*targets, IGNORED])
+def _check_tokenizer(tokenizer: Any, documents: Sequence[Document]) -> None:
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer; the model's directory needs a "
+            "tokenizer.json.",
+            key="model.name_or_path",
+        )
+    if tokenizer.eos_token_id is None and any(not document.rendered for document in documents):
+        raise ConfigError(
+            "the tokenizer has no eos_token, which ends each document; set it in the model's "
+            "tokenizer_config.json.",
+            key="model.name_or_path",
+        )
 
 
-def _trained(
-    document: Document, offsets: Sequence[tuple[int, int]], *, assistant_only: bool
-) -> list[bool]:
+def _tokenize_all(
+    documents: Sequence[Document], tokenizer: Any, *, assistant_only: bool
+) -> Iterator[Sample]:
+    for start in range(0, len(documents), _DOCUMENTS_PER_CALL):
+        some = documents[start : start + _DOCUMENTS_PER_CALL]
+        for rendered, group in groupby(some, key=lambda document: document.rendered):
+            alike = list(group)
+            encoded = tokenizer(
+                ["".join(part.text for part in document.parts) for document in alike],
+                add_special_tokens=not rendered,
+                return_offsets_mapping=assistant_only,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # its warning about the model's length; rows are cut here
+            )
+            for index, document in enumerate(alike):
+                ids = encoded["input_ids"][index]
+                offsets = encoded["offset_mapping"][index] if assistant_only else None
+                yield _whole_sample(document, ids, offsets, eos=tokenizer.eos_token_id)
+
+
+def _whole_sample(
+    document: Document, ids: list[int], offsets: Sequence[tuple[int, int]] | None, *, eos: int
+) -> Sample:
+    """Put the end token on, and each token under the position that predicts it."""
+    tokens = np.array(ids, dtype=np.int32)
+    trained = np.ones(len(ids), bool) if offsets is None else _trained(document, offsets)
+    if not document.rendered and ids[-1:] != [eos]:
+        tokens = np.append(tokens, np.int32(eos))
+        trained = np.append(trained, offsets is None or document.parts[-1].assistant)
+    targets = np.full(len(tokens), IGNORED, dtype=np.int32)
+    targets[:-1] = np.where(trained[1:], tokens[1:], IGNORED)
+    return Sample(input_ids=tokens, targets=targets)
+
+
+def _trained(document: Document, offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
     """Mark each token that holds a character to train on; a token without text is not trained."""
-    if not assistant_only:
-        return [True] * len(offsets)
-    spans, start = [], 0
+    first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    trained = np.zeros(len(first), bool)
+    start = 0
     for part in document.parts:
         end = start + len(part.text)
         if part.assistant:
-            spans.append((start, end))
+            trained |= (first < end) & (last > start)
         start = end
-    return [any(first < end and last > start for start, end in spans) for first, last in offsets]
+    return trained
 
 
 def _pieces(whole: Sample, length: int) -> Iterator[Sample]:
     """Cut into samples; each position keeps its target, also the last one of a piece."""
+    if len(whole) <= length:
+        yield whole
+        return
     # The final token predicts nothing: it gets no piece of its own, but stays where it fits.
-    for start in range(0, max(len(whole.input_ids) - 1, 1), length):
+    for start in range(0, len(whole) - 1, length):
         end = start + length
-        yield Sample(input_ids=whole.input_ids[start:end], targets=whole.targets[start:end])
+        # Copies: a view would keep what is cut off.
+        yield Sample(
+            input_ids=whole.input_ids[start:end].copy(), targets=whole.targets[start:end].copy()
+        )

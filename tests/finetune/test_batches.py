@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
 
+from harness.language_model import sample_of
 from thunder_memsave.finetune.batches import (
     NO_ROW,
     Sharding,
@@ -14,7 +14,7 @@ from thunder_memsave.finetune.batches import (
     step_rows,
 )
 from thunder_memsave.finetune.packing import pad
-from thunder_memsave.finetune.tokenize import IGNORED, Sample
+from thunder_memsave.finetune.tokenize import IGNORED
 
 
 def shardings(world_size: int, global_batch_size: int, micro_batch_size: int) -> list[Sharding]:
@@ -76,7 +76,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_a_row_of_padding_has_no_targets() -> None:
-    rows = pad([Sample(input_ids=[5, 6, 7], targets=[6, 7, IGNORED])], length=4, pad_id=0)
+    rows = pad([sample_of([5, 6, 7])], length=4, pad_id=0)
     batch = make_batch(rows, [0, NO_ROW])
     assert batch.targets.tolist() == [[6, 7, IGNORED, IGNORED], [IGNORED] * 4]
-    assert batch.input_ids.shape == torch.Size([2, 4])
+    assert batch.input_ids.tolist() == [[5, 6, 7, 0], [0] * 4]

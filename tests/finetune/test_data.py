@@ -9,14 +9,14 @@ from transformers import AutoTokenizer
 from harness.language_model import prompt_rows, write_jsonl
 from thunder_memsave.finetune.data import ChatJSONL, PlainText, PromptJSONL, TextJSONL
 from thunder_memsave.finetune.documents import Document, Part
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.settings import ConfigError, ConfigErrors
 
 
 def test_prompt_rows_know_what_the_model_is_to_write(tmp_path: Path, tokenizer: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "two ", "completion": "three"}])
     (document,) = PromptJSONL(path=str(path)).load(tokenizer).train
     assert document == Document(
-        parts=(Part(text="two "), Part(text="three", assistant=True)), origin=f"{path} line 1"
+        parts=(Part(text="two "), Part(text="three", assistant=True)), origin=f"{path}:1"
     )
 
 
@@ -58,7 +58,7 @@ def test_the_split_has_every_row_once_and_is_always_the_same(
     assert splits[0] == splits[1]
     assert len(splits[0].validation) == 5
     origins = {document.origin for document in [*splits[0].train, *splits[0].validation]}
-    assert origins == {f"{path} line {number}" for number in range(1, 21)}
+    assert origins == {f"{path}:{number}" for number in range(1, 21)}
 
 
 def test_a_validation_file_is_read_beside_the_training_file(tmp_path: Path, tokenizer: Any) -> None:
@@ -74,25 +74,29 @@ def test_a_line_separator_within_a_json_string_does_not_end_the_row(
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one\u2028two"}\n\n{"text": "three"}\n', encoding="utf-8")
     documents = TextJSONL(path=str(path)).load(tokenizer).train
-    assert [document.origin for document in documents] == [f"{path} line 1", f"{path} line 3"]
+    assert [document.origin for document in documents] == [f"{path}:1", f"{path}:3"]
 
 
 @pytest.mark.parametrize(
     ("dataset", "line", "message"),
     [
-        (TextJSONL, '{"text": "a"', "line 2: this is not JSON: .* at column"),
-        (TextJSONL, "[1]", "line 2: this is a list, but a row must be a JSON object"),
-        (TextJSONL, '{"txt": "a"}', "line 2: there is no 'text'; the row has 'txt'"),
-        (TextJSONL, '{"text": ""}', "line 2: 'text' is '', but must be a text that is not empty"),
-        (TextJSONL, '{"text": 3}', "line 2: 'text' is 3, but must be a text"),
-        (PromptJSONL, '{"prompt": "a"}', "line 2: there is no 'completion'"),
-        (ChatJSONL, '{"messages": []}', "line 2: there is no 'messages' list, or it is empty"),
-        (ChatJSONL, '{"messages": ["a"]}', "line 2: the message 'a' must have 'role'"),
-        (ChatJSONL, '{"messages": [{"role": "user"}]}', "line 2: there is no 'content'"),
+        (TextJSONL, '{"text": "a"', r"a\.jsonl:2: this is not JSON: .* at column"),
+        (TextJSONL, "[1]", r"a\.jsonl:2: this is a list, but a row must be a JSON object"),
+        (TextJSONL, '{"txt": "a"}', r"a\.jsonl:2: there is no 'text'; there is 'txt'"),
+        (
+            TextJSONL,
+            '{"text": ""}',
+            r"a\.jsonl:2: 'text' is '', but must be a text that is not empty",
+        ),
+        (TextJSONL, '{"text": 3}', r"a\.jsonl:2: 'text' is 3, but must be a text"),
+        (PromptJSONL, '{"prompt": "a"}', r"a\.jsonl:2: there is no 'completion'"),
+        (ChatJSONL, '{"messages": []}', r"a\.jsonl:2: there is no 'messages' list, or it is empty"),
+        (ChatJSONL, '{"messages": ["a"]}', r"a\.jsonl:2: the message 'a' must have 'role'"),
+        (ChatJSONL, '{"messages": [{"role": "user"}]}', r"a\.jsonl:2: there is no 'content'"),
         (
             ChatJSONL,
             '{"messages": [{"role": "user", "content": "a"}]}',
-            "line 2: there is no message with the role 'assistant'",
+            r"a\.jsonl:2: there is no message with the role 'assistant'",
         ),
     ],
 )
@@ -109,31 +113,66 @@ def test_a_malformed_line_is_reported_with_its_number(
         dataset(path=str(path)).load(tokenizer)
 
 
-def test_all_malformed_lines_are_counted_and_the_first_ten_shown(
+def test_all_malformed_lines_are_found_and_the_first_twenty_shown(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text("x\n" * 12)
-    with pytest.raises(ConfigError) as error:
+    path.write_text("x\n" * 22 + '{"text": "a"}\n')
+    with pytest.raises(ConfigErrors) as error:
         TextJSONL(path=str(path)).load(tokenizer)
-    assert "has 12 row(s) that cannot be used" in str(error.value)
-    assert "line 10:" in str(error.value)
-    assert "line 11:" not in str(error.value)
-    assert "and 2 more" in str(error.value)
+    messages = [str(problem) for problem in error.value.problems]
+    assert [message.split(": this is not")[0] for message in messages[:-1]] == [
+        f"{path}:{number}" for number in range(1, 21)
+    ]
+    assert messages[-1] == f"{path}: 2 more rows cannot be used."
 
 
-def test_files_that_are_missing_or_empty_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot read the data file"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n", "is empty; write one JSON object per line"),
+        (b"\x1f\x8b\x08\x00", r"is compressed \(gzip\); unpack it first"),
+        (b"PAR1....", "is in the Parquet format; write it as JSONL"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl:2: the byte 0xff is not UTF-8"),
+        (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "is one JSON value over several lines"),
+        (b'{"text": "a", "n": NaN}', r"a\.jsonl:1: this is not JSON: NaN is not a JSON number"),
+        (b'{"text": "a", "text": "b"}', r"a\.jsonl:1: the key 'text' is given twice"),
+        (b'{"text": "a\\ud83d"}', r"half of a surrogate pair, '\\ud83d'"),
+        (b"[" * 100_000, "JSON nested too deeply"),
+        (b'{"text": ["' + b"a" * 1000 + b'"]}', r"'text' is \['a{50,}\.\.\., but must be a text"),
+        (b'{"Text": "a"}', "there is no 'text'; there is 'Text'"),
+    ],
+)
+def test_a_file_that_is_not_jsonl_is_refused_by_what_it_is(
+    tmp_path: Path, tokenizer: Any, content: bytes, message: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        TextJSONL(path=str(path)).load(tokenizer)
+
+
+def test_byte_order_marks_carriage_returns_and_long_lines_are_read(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    path = tmp_path / "a.jsonl"
+    long = "red " * 100_000
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "%s"}' % long.encode())
+    documents = TextJSONL(path=str(path)).load(tokenizer).train
+    assert [document.parts[0].text for document in documents] == ["one", long]
+
+
+def test_files_that_are_missing_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot read the data file .*: No such file"):
         TextJSONL(path=str(tmp_path / "none.jsonl")).load(tokenizer)
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        TextJSONL(path=str(tmp_path / "empty.jsonl")).load(tokenizer)
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ConfigError, match="cannot read the data file"):
+    (tmp_path / "binary.txt").write_bytes(b"one\n\xff\xfe\xff")
+    with pytest.raises(ConfigError, match=r"binary\.txt:2: the byte 0xff is not UTF-8"):
         PlainText(path=str(tmp_path / "binary.txt")).load(tokenizer)
     (tmp_path / "directory").mkdir()
     with pytest.raises(ConfigError, match=r"has no \.txt files"):
         PlainText(path=str(tmp_path / "directory")).load(tokenizer)
+    with pytest.raises(ConfigError, match="is a directory; name a file in it"):
+        TextJSONL(path=str(tmp_path / "directory")).load(tokenizer)
 
 
 def test_a_split_that_is_impossible_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -146,18 +185,19 @@ def test_a_split_that_is_impossible_is_refused(tmp_path: Path, tokenizer: Any) -
         TextJSONL(path=str(path), val_path="b", val_fraction=0.1)
 
 
-def test_chats_need_a_template_that_only_appends(tmp_path: Path, tokenizer_directory: Path) -> None:
+def test_the_validation_file_is_another_than_the_training_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the file that is trained on; give another file"):
+        TextJSONL(path="a.jsonl", val_path="./a.jsonl")
+
+
+def test_a_text_too_short_to_hold_any_out_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ConfigError, match="each file in .* leaves an empty"):
+        PlainText(path=str(tmp_path / "a.txt"), val_fraction=0.01).load(tokenizer)
+
+
+def test_chats_need_a_template(tmp_path: Path, tokenizer_directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
-    messages = [
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three"},
-        {"role": "assistant", "content": "list"},
-    ]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
-    tokenizer.chat_template = "{{ messages | length }}{{ messages[-1]['content'] }}"
-    with pytest.raises(ConfigError, match="the chat template rewrites earlier messages"):
-        ChatJSONL(path=str(path)).load(tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="needs a tokenizer with a chat template"):
-        ChatJSONL(path=str(path)).load(tokenizer)
+        ChatJSONL(path="a.jsonl").load(tokenizer)

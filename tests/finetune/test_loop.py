@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
+from harness.language_model import sample_of
 from thunder_memsave.finetune.batches import Sharding, step_rows
 from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.evaluate import evaluate
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.packing import Rows, pad
 from thunder_memsave.finetune.stop import NotFiniteError, watch_interrupts
-from thunder_memsave.finetune.tokenize import IGNORED, Sample
+from thunder_memsave.finetune.tokenize import IGNORED
 
 NUM_TOKENS = 11
 
@@ -63,7 +64,7 @@ def rows_of(*lengths: int) -> Rows:
     samples = []
     for length in lengths:
         ids = torch.randint(NUM_TOKENS, (length,), generator=generator).tolist()
-        samples.append(Sample(input_ids=ids, targets=[*ids[1:], IGNORED]))
+        samples.append(sample_of(ids))
     return pad(samples, length=max(lengths), pad_id=0)
 
 
@@ -144,8 +145,9 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
             for row in batch
             if row >= 0
         ]
-        targets = rows.targets[chosen].flatten()
-        logits = model.table(rows.input_ids[chosen]).flatten(0, 1)
+        batch = rows.lay_out(chosen)
+        targets = batch.targets.flatten()
+        logits = model.table(batch.input_ids).flatten(0, 1)
         loss = cross_entropy(logits, targets, ignore_index=IGNORED)
         loss.backward()
         optimizer.step()
@@ -272,8 +274,9 @@ def test_evaluation_is_the_mean_over_all_tokens_and_leaves_the_mode_as_it_was() 
     model = TinyModel().train()
     sharding = Sharding(global_batch_size=4, micro_batch_size=2)
     measured = evaluate(fabric, model, rows, sharding=sharding, mask="none")
-    logits = model.table(rows.input_ids).flatten(0, 1)
-    expected = cross_entropy(logits, rows.targets.flatten(), ignore_index=IGNORED).detach()
+    batch = rows.lay_out(range(len(rows)))
+    logits = model.table(batch.input_ids).flatten(0, 1)
+    expected = cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED).detach()
     assert measured == pytest.approx(float(expected), rel=1e-6)
     assert model.training
     two_rows = evaluate(fabric, model, rows, sharding=sharding, mask="none", max_batches=1)

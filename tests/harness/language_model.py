@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, set_seed
+
+from thunder_memsave.finetune.tokenize import IGNORED, Sample
 
 VOCAB_SIZE = 320
 
@@ -81,6 +84,14 @@ def prompt_rows(num_rows: int) -> list[dict[str, str]]:
         }
         for row in range(num_rows)
     ]
+
+
+def sample_of(ids: Sequence[int], targets: Sequence[int] | None = None) -> Sample:
+    """A sample of these tokens, of which each predicts the next unless targets are given."""
+    targets = [*ids[1:], IGNORED] if targets is None else targets
+    return Sample(
+        input_ids=np.array(ids, dtype=np.int32), targets=np.array(targets, dtype=np.int32)
+    )
 
 
 def run_values(directory: Path, model_directory: Path, **sections: Any) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""Says now and then how far a long count has come, on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from thunder_memsave.finetune.launch import is_first_local
+
+_FIRST_AFTER_S = 3.0
+_THEN_EVERY_S = 5.0
+
+
+class Counting:
+    """Counts towards a total; short counts are silent, and so is every process but the first."""
+
+    def __init__(self, what: str, *, total: int) -> None:
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._start = time.monotonic()
+        self._next_report = self._start + _FIRST_AFTER_S
+
+    def add(self, number: int) -> None:
+        """Count so many more."""
+        self._done += number
+        now = time.monotonic()
+        if now >= self._next_report and is_first_local():
+            self._next_report = now + _THEN_EVERY_S
+            rate = self._done / (now - self._start)
+            line = f"{self._what}: {self._done:,} of {self._total:,} ({rate:,.0f}/s)"
+            print(line, file=sys.stderr, flush=True)
