@@ -21,11 +21,6 @@ from transformers import PreTrainedTokenizerFast
 _DIRECTORY = Path("tiny")
 
 _DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-_HALF_YEARS = [
-    ["January", "February", "March", "April", "May", "June"],
-    ["July", "August", "September", "October", "November", "December"],
-]
-_MONTHS = [month for half_year in _HALF_YEARS for month in half_year]
 _NUMBERS = [str(number) for number in range(400)]
 
 _PAD, _END = "<|pad|>", "<|end|>"
@@ -71,7 +66,7 @@ def write_tokenizer(directory: Path) -> None:
 
 def _facts() -> Iterator[tuple[str, str]]:
     """Yield a question and its answer, for each neighbour in each series."""
-    for series in (_DAYS, _MONTHS, _NUMBERS):
+    for series in (_DAYS, _NUMBERS):
         for first, second in _neighbours(series):
             yield f"What comes after {first}?", f"After {first} comes {second}."
             yield f"What comes before {second}?", f"Before {second} comes {first}."
@@ -79,7 +74,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 def _neighbours(series: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield from itertools.pairwise(series)
-    if series[0].isalpha():  # days and months start over
+    if series[0].isalpha():  # days start over
         yield series[-1], series[0]
 
 
