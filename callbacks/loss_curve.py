@@ -30,7 +30,8 @@ class LossCurve:
 
     Args:
         path: The PNG.
-        metrics: The CSV file, with the columns `step`, `loss`, `val_loss` and `lr`.
+        metrics: The CSV file, with the columns `step`, `loss`, `val_loss` and `lr`; None is
+            `metrics.csv` beside the PNG.
         min_seconds: Between two drawings; the last one always comes.
         clock: Gives seconds.
     """
@@ -39,12 +40,12 @@ class LossCurve:
         self,
         path: str | Path,
         *,
-        metrics: str | Path,
+        metrics: str | Path | None = None,
         min_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = Path(path)
-        self.metrics = Path(metrics)
+        self.metrics = self.path.with_name("metrics.csv") if metrics is None else Path(metrics)
         self.min_seconds = min_seconds
         self._clock = clock
         self._drawn_at: float | None = None

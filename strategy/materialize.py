@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,35 @@ def load_on_setup(
         )
     pending = PendingWeights(source=open_source(weights), rename=rename)
     setattr(module, _PENDING, pending)
+
+
+def names_in_files(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers that `load_on_setup` is going to fill, tied twins too.
+
+    To be called before the module is set up.
+    """
+    filled: set[int] = set()
+    for owner, pending in _pending(module):
+        stored = set(pending.source.names())
+        wanted = _wanted(owner, pending.rename).values()
+        filled |= {id(target) for stored_name, target in wanted if stored_name in stored}
+    state = module.state_dict(keep_vars=True)
+    return frozenset(name for name, value in state.items() if id(value) in filled)
+
+
+def fingerprint_of_files(module: nn.Module) -> str:
+    """Tell apart the files that `load_on_setup` is going to read, without reading them whole.
+
+    Names, shapes and dtypes of all tensors count, and the values in each one's first row.
+    """
+    digest = hashlib.sha256()
+    for _, pending in _pending(module):
+        for name in sorted(pending.source.names()):
+            spec = pending.source.spec(name)
+            digest.update(f"{name} {tuple(spec.shape)} {spec.dtype}\n".encode())
+            row = pending.source.read(name, slice(0, 1) if spec.shape else None)
+            digest.update(row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def materialize(
@@ -177,6 +207,13 @@ def _plan_reads(module: nn.Module) -> Iterator[_Read]:
             "names to theirs with rename=."
         )
     yield from planned.values()
+
+
+def _pending(module: nn.Module) -> Iterator[tuple[nn.Module, PendingWeights]]:
+    for owner in module.modules():
+        pending = vars(owner).get(_PENDING)
+        if isinstance(pending, PendingWeights):
+            yield owner, pending
 
 
 def _reads_of(

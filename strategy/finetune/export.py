@@ -34,7 +34,7 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
     assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
     model: Any = getattr(module, "module", module)
     data_parallel = fabric.strategy.data_parallel
-    is_adapter = isinstance(model, peft.PeftModel)
+    is_adapter = is_adapted(model)
     names = _saved_by_peft(model) if is_adapter else None
     weights = unsharded_state_dict(model, data_parallel, rank_zero_only=True, names=names)
 
@@ -44,6 +44,11 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
             tokenizer.save_pretrained(directory)
 
     once(write, data_parallel)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Tell whether a model has adapters of peft, so that these are what is exported."""
+    return isinstance(model, peft.PeftModel)
 
 
 def _saved_by_peft(model: Any) -> Callable[[str], bool]:

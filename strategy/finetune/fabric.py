@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -13,8 +14,10 @@ from thunder_memsave.finetune.model import precision_of
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
-def build_fabric(config: RunConfig, *, callbacks: Sequence[object]) -> Fabric:
-    """Make Fabric with our strategy on as many processes as torchrun started, else on one."""
+def build_fabric(
+    config: RunConfig, *, callbacks: Sequence[object], loggers: Sequence[Any] = ()
+) -> Fabric:
+    """Make Fabric with our strategy on as many processes as torchrun or `devices` says."""
     num_local = num_local_processes(config)
     return Fabric(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
@@ -23,4 +26,5 @@ def build_fabric(config: RunConfig, *, callbacks: Sequence[object]) -> Fabric:
         strategy=ThunderMemsaveStrategy(**config.strategy),
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),
+        loggers=list(loggers),
     )

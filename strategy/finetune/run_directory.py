@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
+from thunder_memsave.finetune.batch_sizes import batch_sizes
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.parse import dump_run_config
@@ -32,13 +34,23 @@ class RunDirectory:
         return self.root / "metrics.csv"
 
     @property
+    def environment(self) -> Path:
+        """Versions, devices and command of every start."""
+        return self.root / "environment.json"
+
+    @property
+    def loss_curve(self) -> Path:
+        """Losses and learning rate, drawn."""
+        return self.root / "loss.png"
+
+    @property
     def checkpoints(self) -> Path:
         """Where the run can go on from."""
         return self.root / "checkpoints"
 
     @property
     def adapter(self) -> Path:
-        """What a LoRA run trains, in PEFT's format."""
+        """What a run with adapters trains, in PEFT's format."""
         return self.root / "adapter"
 
     @property
@@ -49,14 +61,27 @@ class RunDirectory:
     def create(self, config: RunConfig) -> None:
         """Make the directory and write the resolved run file into it.
 
+        Of the three batch sizes it gets two, so that an override of one does not contradict it.
+
         Raises:
             ConfigError: nothing can be written there.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(dump_run_config(config), encoding="utf-8")
+            self.config.write_text(dump_run_config(_with_two_sizes(config)), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write to output_dir {self.root}: {error}") from error
+
+
+def _with_two_sizes(config: RunConfig) -> RunConfig:
+    sizes = batch_sizes(config.train, world_size=world_size(config))
+    train = dataclasses.replace(
+        config.train,
+        global_batch_size=sizes.global_batch_size,
+        micro_batch_size=sizes.micro_batch_size,
+        gradient_accumulation_steps=None,
+    )
+    return dataclasses.replace(config, train=train)
 
 
 def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
@@ -86,16 +111,23 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
 
 
 def how_to_go_on(
-    directory: RunDirectory, *, started_from: CheckpointInfo | None, change: str = ""
+    directory: RunDirectory,
+    *,
+    num_processes: int,
+    started_from: CheckpointInfo | None,
+    change: str = "",
 ) -> str:
     """Name the last checkpoint of a run that ended early, and the command that goes on from it.
 
     Args:
         directory: Of that run.
+        num_processes: Of that run; it goes on with as many.
         started_from: The checkpoint that it resumed from, if any.
         change: An override that the command needs in order to end differently.
     """
-    command = f"{_launcher()}thunder-memsave train {shlex.quote(str(directory.config))}{change}"
+    devices = f" --devices={num_processes}" if num_processes > 1 and not is_under_torchrun() else ""
+    run_file = shlex.quote(str(directory.config))
+    command = f"{_launcher()}thunder-memsave train {run_file}{devices}{change}"
     own = list_checkpoints(directory.checkpoints)
     if own:
         return f"the last checkpoint is {own[-1]}; go on with: {command} --resume=auto"

@@ -27,6 +27,12 @@ class NotFiniteError(RunStoppedError):
     exit_code = 1
 
 
+class ProcessDiedError(RunStoppedError):
+    """Another process of this machine ended, so that the run cannot go on."""
+
+    exit_code = 1
+
+
 def watch_interrupts() -> None:
     """Remember Ctrl-C from now on, besides the `KeyboardInterrupt` that it raises.
 

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_memsave.callbacks import (
-    LearningRateMonitor,
-    MetricsCSV,
-    ModelCheckpoint,
-    ProgressBar,
-    ThroughputMonitor,
-)
+from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
+from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.export import export
+from thunder_memsave.finetune.environment import add_start
+from thunder_memsave.finetune.export import export, is_adapted
 from thunder_memsave.finetune.fabric import build_fabric
 from thunder_memsave.finetune.job import Job, identity, prepare
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loss import MaskKind
-from thunder_memsave.finetune.run_directory import (
-    how_to_go_on,
+from thunder_memsave.finetune.processes import LocalProcesses, local_processes
+from thunder_memsave.finetune.run_directory import check_same_values, how_to_go_on
+from thunder_memsave.finetune.stop import (
+    NotFiniteError,
+    ProcessDiedError,
+    RunInterruptedError,
+    RunStoppedError,
+    was_interrupted,
 )
-from thunder_memsave.finetune.stop import NotFiniteError, RunInterruptedError, was_interrupted
+from thunder_memsave.finetune.trained_part import trained_part
+from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
+from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError
 
 _MASK_OF_ATTENTION: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
@@ -45,47 +52,126 @@ def train(config: RunConfig) -> Path:
 
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
-        RunStoppedError: Ctrl-C, or a loss or gradients that are not finite.
+        RunStoppedError: Ctrl-C, a loss or gradients that are not finite, or a process that died.
     """
+    with local_processes(config) as processes:
+        return _train(config, processes)
+
+
+def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     job = prepare(config)
-    fabric = build_fabric(config, callbacks=_callbacks(job))
+    base = _base_files(job)
+    callbacks = build_callbacks(config, job.directory)
+    loggers = build_loggers(config, job.directory)
+    fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
+    _describe_model(callbacks, job, fabric)
     fabric.launch()
     module, optimizer = _set_up(fabric, job)
-    state: dict[str, Any] = {"model": module, "optimizer": optimizer, "step": 0}
-    state.update(identity(job.config, job.data))
+    state: dict[str, Any] = {
+        "model": trained_part(job.model, in_files=base.names),
+        "optimizer": optimizer,
+        "step": 0,
+        "callbacks": CallbackStates(callbacks),
+        **identity(job.config, job.data),
+        **base.identity,
+    }
     if job.resume_from is not None:
         _load(fabric, job.resume_from, job.config, state)
     plan = _plan(job, fabric)
     # After the checkpoint: one that does not fit this run file must not replace its own.
-    _create_directory(fabric, job)
+    _create_directory(fabric, job, step=state["step"])
     _announce(fabric, job, num_left=plan.num_steps - state["step"])
+    processes.watch(lambda how: _explained(how, fabric, job, state))
     try:
-        return _run(fabric, job, plan, state)
+        return _run(fabric, job, module, plan, state)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or was_interrupted():
-            how = how_to_go_on(job.directory, started_from=job.resume_from)
-            raise RunInterruptedError(f"interrupted at step {state['step']}: {how}") from error
-        if not isinstance(error, NotFiniteError):
+        told = _as_told(error, fabric, job, state, processes)
+        if told is None:
             raise
-        change = " --optimizer.init_args.lr=LOWER"
-        how = how_to_go_on(job.directory, started_from=job.resume_from, change=change)
-        raise NotFiniteError(f"{error} After that, {how}") from error
+        raise told from error
 
 
-def _callbacks(job: Job) -> list[object]:
-    """List the watchers: those that measure first, the checkpoint after all that write."""
-    checkpoint = job.config.checkpoint
-    return [
-        ThroughputMonitor(),
-        LearningRateMonitor(),
-        MetricsCSV(job.directory.metrics),
-        ProgressBar(),
-        ModelCheckpoint(
-            job.directory.checkpoints,
-            every_n_steps=checkpoint.every_n_steps,
-            keep_last=checkpoint.keep_last,
-        ),
-    ]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BaseFiles:
+    """What of the model can be read again from its own files, and need not be in checkpoints."""
+
+    names: frozenset[str]
+    identity: dict[str, str]
+    """For checkpoints: which files those are."""
+
+
+def _base_files(job: Job) -> _BaseFiles:
+    """Look at the files of a model of which a part is frozen.
+
+    Raises:
+        ConfigError: the checkpoint to resume from belongs to other files.
+    """
+    if all(parameter.requires_grad for parameter in job.model.parameters()):
+        return _BaseFiles(names=frozenset(), identity={})
+    names = names_in_files(job.model)
+    identity = {"base_model": fingerprint_of_files(job.model)} if names else {}
+    if job.resume_from is not None:
+        check_same_values(job.resume_from, identity)
+    return _BaseFiles(names=names, identity=identity)
+
+
+def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> None:
+    """Tell the throughput monitor what a token costs, where it knows what the device can do."""
+    for monitor in callbacks:
+        if isinstance(monitor, ThroughputMonitor):
+            monitor.matmul_format = job.config.model.dtype
+            if monitor.flops_per_token is None and monitor.peak_of(fabric.device) is not None:
+                monitor.flops_per_token = _flops_per_token(job)
+
+
+def _flops_per_token(job: Job) -> float | None:
+    """Count on one row; a model that decides by values of tensors cannot be counted."""
+    length = job.data.train.length
+    model: Any = job.model
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    with torch.device("meta"):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        mask = torch.zeros(1, 1, length, length, dtype=dtype)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
+    try:
+        return training_flops(model, lambda: cast(Tensor, model(**inputs).logits)) / length
+    except (RuntimeError, NotImplementedError) as error:
+        warnings.warn(
+            f"there is no MFU, because the FLOPs of a {type(model).__name__} cannot be counted "
+            f"({error}); give ThroughputMonitor its flops_per_token under 'callbacks'.",
+            stacklevel=2,
+        )
+        return None
+
+
+def _as_told(
+    error: BaseException, fabric: Fabric, job: Job, state: Any, processes: LocalProcesses
+) -> RunStoppedError | None:
+    """Turn what ends runs now and then into one message; None for other errors."""
+    if isinstance(error, KeyboardInterrupt) or was_interrupted():
+        how = _how_to_go_on(fabric, job)
+        return RunInterruptedError(f"interrupted at step {state['step']}: {how}")
+    if isinstance(error, NotFiniteError):
+        how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
+        return NotFiniteError(f"{error} After that, {how}")
+    if isinstance(error, RuntimeError):  # as collectives raise when another process is gone
+        died = processes.died(wait_seconds=3)
+        if died is not None:
+            return ProcessDiedError(_explained(died, fabric, job, state))
+    return None
+
+
+def _explained(died: str, fabric: Fabric, job: Job, state: Any) -> str:
+    return f"{died} at step {state['step']}, so the run ends too; {_how_to_go_on(fabric, job)}"
+
+
+def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:
+    return how_to_go_on(
+        job.directory,
+        num_processes=fabric.world_size,
+        started_from=job.resume_from,
+        change=change,
+    )
 
 
 def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
@@ -93,7 +179,9 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     try:
         module = fabric.setup(job.model)
     except StateMismatchError as error:
-        raise ConfigError(f"cannot load {job.config.model.name_or_path}: {error}") from error
+        raise ConfigError(
+            f"cannot load {job.config.model.name_or_path}: {error}", key="model.name_or_path"
+        ) from error
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     optimizer = build(
         job.config.optimizer, trained, where="optimizer", default_module="torch.optim"
@@ -114,17 +202,19 @@ def _load(
     try:
         load_checkpoint(fabric, checkpoint, state)
     except (ValueError, KeyError, OSError, CheckpointError) as error:
-        raise ConfigError(f"cannot go on from {checkpoint.path}: {error}") from error
+        message = f"cannot go on from {checkpoint.path}: {error}"
+        raise ConfigError(message, key="resume") from error
     for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
         group.update(values)
         group.pop("initial_lr", None)  # what the schedule scales, of the run that saved
 
 
-def _create_directory(fabric: Fabric, job: Job) -> None:
+def _create_directory(fabric: Fabric, job: Job, *, step: int) -> None:
     # Not before every rank has looked whether another run's files lie there.
     fabric.barrier()
     if fabric.is_global_zero:
         job.directory.create(job.config)
+        add_start(job.directory.environment, fabric, step=step)
 
 
 def _announce(fabric: Fabric, job: Job, *, num_left: int) -> None:
@@ -147,26 +237,28 @@ def _say(fabric: Fabric, text: str) -> None:
         print(text, flush=True)
 
 
-def _run(fabric: Fabric, job: Job, plan: Plan, state: dict[str, Any]) -> Path:
+def _run(fabric: Fabric, job: Job, module: nn.Module, plan: Plan, state: dict[str, Any]) -> Path:
     """Train and export; tell the callbacks if that does not come to its end."""
     try:
-        fit(
+        reason = fit(
             fabric,
-            state["model"],
+            module,
             state["optimizer"],
             train_rows=job.data.train,
             validation_rows=job.data.validation,
             plan=plan,
             state=state,
         )
-        return _export(fabric, job, state["model"])
+        if reason is not None:
+            _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {reason}")
+        return _export(fabric, job, module)
     except BaseException:
         fabric.call("on_exception", fabric=fabric)
         raise
 
 
 def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
-    is_adapter = job.config.lora is not None
+    is_adapter = is_adapted(job.model)
     directory = job.directory.adapter if is_adapter else job.directory.model
     export(fabric, module, job.tokenizer, directory)
     fabric.barrier()

@@ -1,0 +1,39 @@
+"""The part of a model that its checkpoints hold: all but frozen weights that are in its files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+
+def trained_part(model: nn.Module, *, in_files: Collection[str]) -> nn.Module:
+    """Make a module that shares what a checkpoint needs with `model`, under the same names.
+
+    With adapters that is little, where the whole model may be large.
+
+    Args:
+        model: Set up, so that its parameters are what they stay.
+        in_files: Names that can be read again from the model's own files.
+    """
+    part = nn.Module()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if value.requires_grad or name not in in_files:
+            *path, last = name.split(".")
+            _register(_submodule(part, path), last, value)
+    return part
+
+
+def _submodule(part: nn.Module, path: list[str]) -> nn.Module:
+    for name in path:
+        if name not in part._modules:
+            part.add_module(name, nn.Module())
+        part = part.get_submodule(name)
+    return part
+
+
+def _register(owner: nn.Module, name: str, value: Tensor) -> None:
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(name, value)
+    else:
+        owner.register_buffer(name, value)

@@ -1,0 +1,130 @@
+"""Makes the callbacks and loggers of a run: those that every run has, and those of its file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from thunder_memsave.callbacks import (
+    LearningRateMonitor,
+    MemoryMonitor,
+    MetricsCSV,
+    MetricsLogger,
+    ModelCheckpoint,
+    ProgressBar,
+    ThroughputMonitor,
+)
+from thunder_memsave.callbacks.loss_curve import LossCurve
+from thunder_memsave.finetune.class_kinds import CALLBACK, LOGGER
+from thunder_memsave.finetune.class_spec import build, import_class
+from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_directory import RunDirectory
+from thunder_memsave.settings import ConfigError
+
+# What has to be installed for Lightning's loggers.
+_PACKAGE_OF_LOGGER = {
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "CometLogger": "comet-ml",
+    "NeptuneLogger": "neptune",
+}
+
+
+def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
+    """List the callbacks: those that measure, the run file's, those that write, the checkpoint.
+
+    One of the run file takes the place of a default one of its class.
+
+    Raises:
+        ConfigError: a class or an argument cannot be used.
+    """
+    own = [
+        _callback(spec, directory, where=f"callbacks.{index}")
+        for index, spec in enumerate(config.callbacks)
+    ]
+    monitors = _replaced([ThroughputMonitor(), LearningRateMonitor(), MemoryMonitor()], own)
+    writers = _replaced(_writers(config, directory), own)
+    checkpoint = _replaced([_checkpoint(config, directory)], own)
+    placed = {id(callback) for callback in (*monitors, *writers, *checkpoint)}
+    added = [callback for callback in own if id(callback) not in placed]
+    for writer in writers:
+        if isinstance(writer, MetricsCSV):
+            writer.monitors = (*monitors, *added)
+    return [*monitors, *added, *writers, *checkpoint]
+
+
+def build_loggers(config: RunConfig, directory: RunDirectory) -> list[Any]:
+    """Make the run file's loggers; they write into the run's directory unless they say otherwise.
+
+    Raises:
+        ConfigError: a class or an argument cannot be used, or a package is not installed.
+    """
+    return [
+        _logger(spec, directory, where=f"loggers.{index}")
+        for index, spec in enumerate(config.loggers)
+    ]
+
+
+def _callback(spec: ClassSpec, directory: RunDirectory, *, where: str) -> Any:
+    cls = import_class(spec, where=where, default_module=CALLBACK.default_module)
+    places: dict[type, dict[str, Path]] = {
+        ModelCheckpoint: {"directory": directory.checkpoints},
+        MetricsCSV: {"path": directory.metrics},
+        LossCurve: {"path": directory.loss_curve},
+    }
+    filled = _with_defaults(spec, places.get(cls, {}))
+    return build(filled, where=where, default_module=CALLBACK.default_module)
+
+
+def _with_defaults(spec: ClassSpec, defaults: Mapping[str, Path]) -> ClassSpec:
+    given = spec.get("init_args") or {}
+    arguments = {**{name: str(path) for name, path in defaults.items()}, **given}
+    return ClassSpec(class_path=spec["class_path"], init_args=arguments)
+
+
+def _replaced(defaults: list[object], own: list[object]) -> list[object]:
+    of_class = {type(callback): callback for callback in own}
+    return [of_class.get(type(default), default) for default in defaults]
+
+
+def _writers(config: RunConfig, directory: RunDirectory) -> list[object]:
+    logger = [MetricsLogger(asdict(config))] if config.loggers else []
+    return [
+        MetricsCSV(directory.metrics),
+        LossCurve(directory.loss_curve, metrics=directory.metrics),
+        *logger,
+        ProgressBar(),
+    ]
+
+
+def _checkpoint(config: RunConfig, directory: RunDirectory) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        directory.checkpoints,
+        every_n_steps=config.checkpoint.every_n_steps,
+        keep_last=config.checkpoint.keep_last,
+    )
+
+
+def _logger(spec: ClassSpec, directory: RunDirectory, *, where: str) -> Any:
+    cls = import_class(spec, where=where, default_module=LOGGER.default_module)
+    takes = inspect.signature(cls).parameters
+    places = {name: directory.root for name in ("save_dir", "root_dir") if name in takes}
+    filled = _with_defaults(spec, places)
+    try:
+        return build(filled, where=where, default_module=LOGGER.default_module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(_missing_package(cls, error, where=where), key=where) from error
+
+
+def _missing_package(cls: type, error: ModuleNotFoundError, *, where: str) -> str:
+    package = _PACKAGE_OF_LOGGER.get(cls.__name__, error.name)
+    return (
+        f"{where}.class_path is {cls.__name__}, which needs a package that is not installed: "
+        f"pip install {package}"
+        if package is not None
+        else f"{where}.class_path is {cls.__name__}, which needs a package: {error}"
+    )
