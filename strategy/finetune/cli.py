@@ -5,24 +5,74 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from thunder_memsave.finetune.parse import load_run_config, run_parser
+from thunder_memsave import __version__
+from thunder_memsave.errors import CaptureError, CompileError
+from thunder_memsave.finetune.launch import is_first_local
+from thunder_memsave.finetune.parse import RunFile, read_run_file
+from thunder_memsave.finetune.report import Source, report
+from thunder_memsave.finetune.shipped import (
+    copy_shipped,
+    find_config,
+    find_shipped,
+    first_line,
+    shipped_configs,
+)
 from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError, watch_interrupts
 from thunder_memsave.settings import ConfigError, suggestion
 
 _USAGE = """\
 usage: thunder-memsave train CONFIG [--key=value ...]
-       torchrun --nproc-per-node N --no-python thunder-memsave train CONFIG [--key=value ...]
+       thunder-memsave validate CONFIG [--key=value ...]
+       thunder-memsave configs list
+       thunder-memsave configs show NAME
+       thunder-memsave configs copy NAME [DESTINATION]
+       thunder-memsave --version
 
-Fine-tunes or pre-trains a language model as the YAML file CONFIG says; --key=value overrides one
-of its keys, such as --train.max_steps=10. `thunder-memsave train --help` lists all keys.
+  train      fine-tunes or pre-trains a language model as the YAML file CONFIG says
+  validate   checks everything that train would use, and says what would run; writes nothing
+  configs    the run files that come with the package
+
+CONFIG is a path, or the name of a shipped run file. --key=value (also `key=value` and
+`--key value`) overrides one of its keys, such as --train.max_steps=10.
+`thunder-memsave train --help` lists all keys.
+
+Several processes: --devices=N on one machine, or on each of several
+
+       torchrun ... --no-python thunder-memsave train CONFIG [--key=value ...]
 
 Exit codes: 0 the run is finished; 1 a loss or gradient was not finite, or something failed; 2 the
 arguments, the run file or what it names cannot be used; 130 Ctrl-C.
 """
 
-_COMMANDS = ("train",)
+_TRAIN_HELP = """\
+usage: thunder-memsave {command} CONFIG [--key=value ...]
+
+{what}
+CONFIG is a path, or the name of a shipped run file (`thunder-memsave configs list`).
+These are its keys; each can be overridden on the command line, such as --train.max_steps=10.
+
+{keys}
+"""
+
+_WHAT = {
+    "train": "Fine-tunes or pre-trains a language model as the YAML file CONFIG says.",
+    "validate": (
+        "Checks everything that `train` would use, reports all problems together, and says what\n"
+        "would run, with one sample of the data as the model sees it. Needs no GPU, writes nothing."
+    ),
+}
+
+_CONFIGS_HELP = """\
+usage: thunder-memsave configs list                      names, and what each is for
+       thunder-memsave configs show NAME                 the text of one
+       thunder-memsave configs copy NAME [DESTINATION]   a copy to change; overwrites nothing
+
+The run files that come with the package; `thunder-memsave train NAME` runs one as it is.
+"""
+
+_FAILURE = 1
 _USER_ERROR = 2
 
 
@@ -31,21 +81,144 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 2 for what the user can correct before training, 1 for a loss or gradients that are
-        not finite, 130 for Ctrl-C.
+        not finite and for what cannot be compiled or saved, 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _reader_left()
     except ConfigError as error:
-        # Every rank finds the same mistake; one message per node is enough.
-        _print_on("LOCAL_RANK", f"error: {error}")
-        return _USER_ERROR
+        return _refused(report(error, Source()))
     except RunInterruptedError as stop:
         return _stopped(stop, str(stop))
     except RunStoppedError as stop:
         return _stopped(stop, f"error: {stop}")
     except KeyboardInterrupt:
         return _stopped(RunInterruptedError(), "interrupted before training began; start it again.")
+    except Exception as error:
+        if not _is_for_the_user(error):
+            raise
+        _print_on("LOCAL_RANK", f"error: {error}")
+        return _FAILURE
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0 if arguments else _USER_ERROR
+    if arguments[0] == "--version":
+        print(f"thunder-memsave {__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in _COMMANDS:
+        raise ConfigError(f"there is no command {command!r}{suggestion(command, _COMMANDS)}")
+    return _COMMANDS[command](rest)
+
+
+def _train(arguments: list[str]) -> int:
+    if _wants_help(arguments):
+        return _print_key_help("train")
+    return _with_run_file("train", arguments, _run)
+
+
+def _validate(arguments: list[str]) -> int:
+    if _wants_help(arguments):
+        return _print_key_help("validate")
+    return _with_run_file("validate", arguments, _describe)
+
+
+def _configs(arguments: list[str]) -> int:
+    if _wants_help(arguments) or not arguments:
+        print(_CONFIGS_HELP)
+        return 0 if arguments else _USER_ERROR
+    action, *rest = arguments
+    match action, rest:
+        case "list", []:
+            _list_configs()
+        case "show", [name]:
+            print(find_shipped(name).read_text(encoding="utf-8"), end="")
+        case "copy", [name]:
+            print(copy_shipped(name, None))
+        case "copy", [name, destination]:
+            print(copy_shipped(name, destination))
+        case _:
+            raise ConfigError(f"'configs {' '.join(arguments)}' is no command.\n{_CONFIGS_HELP}")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "validate": _validate,
+    "configs": _configs,
+}
+
+
+def _list_configs() -> None:
+    shipped = shipped_configs()
+    width = max(map(len, shipped))
+    for name, path in shipped.items():
+        print(f"{name:<{width}}  {first_line(path)}")
+
+
+def _with_run_file(command: str, arguments: list[str], action: Callable[[RunFile], None]) -> int:
+    """Read the run file that the arguments name, and do something with it."""
+    if not arguments or arguments[0].startswith("--"):
+        raise ConfigError(
+            f"{command} needs a run file: thunder-memsave {command} CONFIG [--key=value ...]."
+        )
+    name, *overrides = arguments
+    path = find_config(name)
+    source = Source(path=path)
+    try:
+        run_file = read_run_file(path, overrides)
+        source = Source(path=path, lines=run_file.lines, overrides=run_file.overrides)
+        action(run_file)
+    except ConfigError as error:
+        return _refused(report(error, source))
+    return 0
+
+
+def _run(run_file: RunFile) -> None:
+    watch_interrupts()
+    # These imports take seconds; mistakes in the arguments are known before.
+    from thunder_memsave.finetune.job import prepare
+    from thunder_memsave.finetune.problems import Problems
+    from thunder_memsave.finetune.train import train
+
+    if run_file.problems:
+        # What else is wrong is found by preparing, which then does not start.
+        prepare(run_file.config, Problems(run_file.problems))
+    train(run_file.config)
+
+
+def _describe(run_file: RunFile) -> None:
+    from thunder_memsave.finetune.describe_job import describe_job
+    from thunder_memsave.finetune.job import prepare
+    from thunder_memsave.finetune.problems import Problems
+
+    job = prepare(run_file.config, Problems(run_file.problems))
+    if is_first_local():
+        print(f"{run_file.path} is usable.\n\n{describe_job(job)}")
+
+
+def _print_key_help(command: str) -> int:
+    from thunder_memsave.finetune.key_help import help_text
+
+    print(_TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text()))
+    return 0
+
+
+def _wants_help(arguments: list[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
+
+
+def _refused(message: str) -> int:
+    # Every rank finds the same mistake; one message per machine is enough.
+    _print_on("LOCAL_RANK", message)
+    return _USER_ERROR
 
 
 def _stopped(stop: RunStoppedError, message: str) -> int:
@@ -55,33 +228,23 @@ def _stopped(stop: RunStoppedError, message: str) -> int:
     return stop.exit_code
 
 
+def _reader_left() -> int:
+    """End quietly when the reader of a pipe, such as `head`, has seen enough."""
+    # The interpreter flushes once more when it ends, and must not find the pipe again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
 def _print_on(variable: str, message: str) -> None:
     """Print where this variable of torchrun is 0, or not set."""
     if os.environ.get(variable, "0") == "0":
         print(message, file=sys.stderr, flush=True)
 
 
-def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE)
-        return 0 if arguments else _USER_ERROR
-    command, *rest = arguments
-    if command not in _COMMANDS:
-        raise ConfigError(f"there is no command {command!r}{suggestion(command, _COMMANDS)}")
-    if "-h" in rest or "--help" in rest:
-        run_parser().print_help()
-        return 0
-    return _train(rest)
+def _is_for_the_user(error: Exception) -> bool:
+    """Tell whether the message says all that a user needs, so that a traceback would hide it."""
+    from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
+    from thunder_memsave.digest import RankMismatchError
 
-
-def _train(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("--"):
-        raise ConfigError("train needs a run file: thunder-memsave train CONFIG [--key=value ...].")
-    path, *overrides = arguments
-    config = load_run_config(path, overrides)
-    watch_interrupts()
-    # After the configuration is known to be good: these imports take seconds.
-    from thunder_memsave.finetune.train import train
-
-    train(config)
-    return 0
+    ours = (CaptureError, CompileError, CheckpointError, StateMismatchError, RankMismatchError)
+    return isinstance(error, ours)

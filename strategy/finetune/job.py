@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
+import torch
+from huggingface_hub import constants
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.finetune.batch_sizes import BatchSizes, batch_sizes
-from thunder_memsave.finetune.class_spec import checked_init_args, import_class
-from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.launch import world_size
+from thunder_memsave.finetune.class_kinds import (
+    CALLBACK,
+    DATASET,
+    LOGGER,
+    OPTIMIZER,
+    ClassKind,
+    check_class,
+)
+from thunder_memsave.finetune.class_spec import argument_problems, build
+from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.data import PlainText, PromptJSONL, TextJSONL
+from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.model import build_model, load_tokenizer
 from thunder_memsave.finetune.prepare import PreparedData, prepare_data
+from thunder_memsave.finetune.problems import Problems
 from thunder_memsave.finetune.run_directory import (
     RunDirectory,
     check_same_values,
     checkpoint_to_resume,
 )
+from thunder_memsave.settings import ConfigError, raise_all
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,26 +56,50 @@ class Job:
     resume_from: CheckpointInfo | None
 
 
-def prepare(config: RunConfig) -> Job:
+def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     """Check and load everything that a run needs, without writing and without other processes.
 
+    Args:
+        config: The run; a key that is wrong has its default.
+        problems: What is known to be wrong with the run file; the rest is checked all the same.
+
     Raises:
-        ConfigError: something cannot be used.
+        ConfigErrors: all that cannot be used.
     """
     transformers_logging.disable_progress_bar()  # the run has its own
-    resume_from = checkpoint_to_resume(config)
-    _check_optimizer(config)
-    tokenizer = load_tokenizer(config.model)
-    data = prepare_data(config, tokenizer)
-    if resume_from is not None:
-        check_same_values(resume_from, identity(config, data))
+    problems = Problems() if problems is None else problems
+    _check_classes(config, problems)
+    sizes = problems.check(
+        lambda: batch_sizes(config.train, world_size=world_size(config)),
+        reads=("devices", *_keys("train", "global_batch_size", "micro_batch_size"), _ACCUMULATION),
+        about="train.global_batch_size",
+    )
+    resume_from = problems.check(
+        lambda: checkpoint_to_resume(config),
+        reads=("output_dir", "resume", "devices"),
+        about="output_dir" if config.resume is False else "resume",
+    )
+    tokenizer = _tokenizer(config, problems)
+    data = _data(config, tokenizer, problems)
+    if resume_from is not None and sizes is not None and data is not None:
+        checkpoint, rows = resume_from, data
+        problems.check(
+            lambda: check_same_values(checkpoint, identity(config, rows)),
+            reads=("train.seed", "optimizer"),
+            about="resume",
+        )
+    model = _model(config, tokenizer, problems)
+    problems.raise_all()
+    assert sizes is not None
+    assert data is not None
+    assert model is not None
     return Job(
         config=config,
         directory=RunDirectory(root=Path(config.output_dir)),
-        batch_sizes=batch_sizes(config.train, world_size=world_size(config)),
+        batch_sizes=sizes,
         tokenizer=tokenizer,
         data=data,
-        model=build_model(config, tokenizer),
+        model=model,
         resume_from=resume_from,
     )
 
@@ -71,6 +115,119 @@ def identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
     }
 
 
+_ACCUMULATION = "train.gradient_accumulation_steps"
+
+
+def _keys(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
+
+def _check_classes(config: RunConfig, problems: Problems) -> None:
+    """Check everything that a `class_path` names, before anything is made of it."""
+    places = [
+        ("optimizer", config.optimizer, OPTIMIZER),
+        ("data.dataset", config.data.dataset, DATASET),
+        *((f"loggers[{i}]", spec, LOGGER) for i, spec in enumerate(config.loggers)),
+        *((f"callbacks[{i}]", spec, CALLBACK) for i, spec in enumerate(config.callbacks)),
+    ]
+    for where, spec, kind in places:
+        problems.check(_class_check(spec, kind, where), reads=(where,), about=where)
+    problems.check(lambda: _check_optimizer(config), reads=("optimizer",), about="optimizer")
+    problems.check(lambda: _check_lora(config), reads=("lora",), about="lora")
+    problems.check(lambda: _check_devices(config), reads=("devices",), about="devices")
+    problems.check(lambda: _check_output(config), reads=("output_dir",), about="output_dir")
+
+
+def _class_check(spec: ClassSpec, kind: ClassKind, where: str) -> Callable[[], object]:
+    return lambda: check_class(spec, kind, where=where)
+
+
 def _check_optimizer(config: RunConfig) -> None:
-    cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
-    checked_init_args(cls, config.optimizer, where="optimizer", given_by_us=1)
+    """Make the optimizer for one weight: only its constructor knows which values it takes."""
+    weight = nn.Parameter(torch.zeros(1))
+    build(config.optimizer, [weight], where="optimizer", default_module=OPTIMIZER.default_module)
+
+
+def _check_lora(config: RunConfig) -> None:
+    raise_all(list(argument_problems(peft.LoraConfig, config.lora or {}, where="lora")))
+
+
+def _check_devices(config: RunConfig) -> None:
+    num_gpus = torch.cuda.device_count()
+    # Under torchrun they were compared with its number already.
+    if config.devices != "auto" and not is_under_torchrun() and 0 < num_gpus < config.devices:
+        raise ConfigError(
+            f"devices is {config.devices}, but this machine has {num_gpus} GPUs; write {num_gpus}, "
+            "or 'auto'.",
+            key="devices",
+        )
+
+
+def _check_output(config: RunConfig) -> None:
+    """Refuse a directory that cannot be made; a run's files are written after minutes only."""
+    nearest = Path(config.output_dir).absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(
+            f"cannot write to output_dir {config.output_dir}: {nearest} is a file; name a directory."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"cannot write to output_dir {config.output_dir}: {nearest} is not writable."
+        )
+
+
+def _tokenizer(config: RunConfig, problems: Problems) -> Any:
+    if problems.found and _would_download(config):
+        return None  # a mistake should not wait for gigabytes
+    return problems.check(
+        lambda: load_tokenizer(config.model),
+        reads=_keys("model", "name_or_path", "revision"),
+        about="model.name_or_path",
+    )
+
+
+def _would_download(config: RunConfig) -> bool:
+    name = config.model.name_or_path
+    is_hub_name = _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+    return is_hub_name and not constants.HF_HUB_OFFLINE
+
+
+def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData | None:
+    data = None
+    if tokenizer is not None:
+        data = problems.check(
+            lambda: prepare_data(config, tokenizer), reads=("data",), about="data.dataset"
+        )
+    if data is None:
+        problems.check(lambda: _check_rows(config), reads=("data.dataset",), about="data.dataset")
+    return data
+
+
+def _check_rows(config: RunConfig) -> None:
+    """Check the rows of data that can be read without a tokenizer."""
+    spec = config.data.dataset
+    dataset = build(spec, where="data.dataset", default_module=DATASET.default_module)
+    if isinstance(dataset, TextJSONL | PromptJSONL | PlainText):
+        dataset.load(None)
+
+
+def _model(config: RunConfig, tokenizer: Any, problems: Problems) -> nn.Module | None:
+    if tokenizer is None:
+        return None
+    return problems.check(
+        lambda: build_model(_without_broken(config, problems), tokenizer),
+        reads=("model",),
+        about="model.name_or_path",
+    )
+
+
+def _without_broken(config: RunConfig, problems: Problems) -> RunConfig:
+    """Leave out what is wrong, so that the rest of the model is checked."""
+    if problems.is_broken("lora") or problems.is_broken("adapter"):
+        config = dataclasses.replace(config, lora=None, adapter=None)
+    if problems.is_broken("data.max_seq_length") or problems.is_broken("data.packing"):
+        data = dataclasses.replace(config.data, max_seq_length=2, packing=False)
+        config = dataclasses.replace(config, data=data)
+    return config

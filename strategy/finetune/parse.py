@@ -1,204 +1,245 @@
-"""Reads a run file and command-line overrides into a checked `RunConfig`."""
+"""Reads a run file and command-line overrides into a checked `RunConfig`, without torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import types
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
 
-from thunder_memsave.config import load_yaml, parse_strategy, refuse_keys
-from thunder_memsave.finetune.checks import config_problems
+from thunder_memsave.config import parse_strategy, refuse_keys
+from thunder_memsave.finetune.checks import check_config
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
-from thunder_memsave.settings import ConfigError, field_names, suggestion
+from thunder_memsave.finetune.overrides import (
+    RESERVED_SECTIONS,
+    Override,
+    apply_override,
+    parse_overrides,
+)
+from thunder_memsave.finetune.problems import Problems
+from thunder_memsave.finetune.unknown_keys import unknown_key
+from thunder_memsave.finetune.value_kinds import misfit
+from thunder_memsave.settings import ConfigError, ConfigErrors, field_names
+from thunder_memsave.yaml_file import PlainDumper, YamlFile, read_yaml
 
-# Sections of the run file that this version knows by name only.
-_RESERVED_SECTIONS = ("memory", "fp8")
-
-# PyYAML follows YAML 1.1, where a number with an exponent needs a dot and a sign.
-_EXPONENT_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-
-# What a value must be, in the words of somebody who writes YAML.
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "bool": "true or false",
-    "dict": "a mapping",
-    "NoneType": "null",
+# What to write where a section is given as a single value.
+_EXAMPLES = {
+    "model": "{name_or_path: meta-llama/Llama-3.2-1B}",
+    "lora": "{r: 16, lora_alpha: 32, target_modules: all-linear}",
+    "adapter": "{class_path: LoHaConfig, init_args: {r: 8}}; LoRA has the section 'lora'",
+    "data.dataset": "{class_path: ChatJSONL, init_args: {path: train.jsonl}}",
+    "optimizer": "{class_path: torch.optim.AdamW, init_args: {lr: 2e-4}}",
+    "lr_scheduler": "{name: cosine, warmup_steps: 0.03}",
+    "strategy": "{sharding: zero2}",
+    "loggers": "[{class_path: TensorBoardLogger}]",
+    "callbacks": "[{class_path: EarlyStopping, init_args: {patience: 3}}]",
 }
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file, apply `--key=value` overrides and check the result.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFile:
+    """A run file with its overrides: what is right of it, what is wrong, and where."""
+
+    path: Path
+    config: RunConfig
+    """Keys that are wrong have their defaults here."""
+
+    lines: Mapping[str, int]
+    """Line of each key of the file, by its dotted name."""
+
+    overrides: Mapping[str, str]
+    """Overridden keys and the arguments that did it, as they were typed."""
+
+    problems: tuple[ConfigError, ...]
+
+
+def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Read a run file, apply the overrides and find all that is wrong by itself.
+
+    What needs torch, such as the classes that the file names, is `job.prepare`'s to check.
 
     Raises:
-        ConfigError: the file or an override is wrong; the message lists what is known to be.
+        ConfigError: the file cannot be read at all, or an argument is no override.
     """
-    values = _numbers(load_yaml(path))
-    for override in overrides:
-        _apply_override(values, override)
-    for name in _RESERVED_SECTIONS:
-        refuse_keys(values.pop(name, None), where=name)
-    problems = list(_structure_problems(values, RunConfig, where=""))
-    if problems:
-        raise ConfigError(_listed(path, problems))
-    _complete_optimizer(values)
-    config = _instantiate(values, path)
-    problems = [*_strategy_problems(config), *config_problems(config)]
-    if problems:
-        raise ConfigError(_listed(path, problems))
-    return config
+    file = read_yaml(path)
+    problems = Problems(file.problems)
+    given = parse_overrides(overrides)
+    if not file.values and not given:
+        raise ConfigError(
+            "the run file is empty; `thunder-memsave configs list` names some to start from.",
+            place=str(path),
+        )
+    typed = _apply(given, file, problems)
+    config = _read_config(file.values, problems)
+    return RunFile(
+        path=Path(path),
+        config=config,
+        lines=file.lines,
+        overrides=typed,
+        problems=problems.found,
+    )
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file with overrides whose every key is right.
+
+    Raises:
+        ConfigErrors: all that is wrong by itself.
+    """
+    run_file = read_run_file(path, overrides)
+    if run_file.problems:
+        raise ConfigErrors(run_file.problems)
+    return run_file.config
 
 
 def dump_run_config(config: RunConfig) -> str:
     """Write a configuration as YAML with every key, as `load_run_config` reads it."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    return yaml.dump(dataclasses.asdict(config), Dumper=PlainDumper, sort_keys=False)
 
 
-def run_parser() -> jsonargparse.ArgumentParser:
-    """Make the parser that checks types and prints the help of every key."""
-    # Process-wide, but it only adds the texts under our fields to the help.
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog="thunder-memsave train CONFIG", exit_on_error=False)
-    parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
-    return parser
+def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dict[str, str]:
+    typed: dict[str, str] = {}
+    for override in given:
+        typed[override.key] = override.argument
+        try:
+            apply_override(file.values, override)
+        except ConfigError as error:
+            problems.add(error)
+            continue
+        for key in [key for key in file.lines if key.startswith(override.key)]:
+            # `train.epoch` is not within `train.epochs`.
+            if key[len(override.key) :][:1] in ("", ".", "["):
+                del file.lines[key]
+    return typed
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    """Set `a.b.c` in nested mappings from a token `--a.b.c=value`, or `a.b.c=value`."""
-    key, equals, text = override.removeprefix("--").partition("=")
-    if not equals or not key:
-        raise ConfigError(
-            f"{override!r} is not an override; write --key=value, such as --train.max_steps=10."
+def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
+    for name in RESERVED_SECTIONS:
+        problems.check(
+            lambda name=name: refuse_keys(values.pop(name, None), where=name),  # type: ignore[misc]
+            reads=(),
+            about=name,
         )
-    *sections, last = key.split(".")
-    for section in sections:
-        if not isinstance(values.get(section), dict):
-            values[section] = {}
-        values = values[section]
-    values[last] = _parse_value(text, key=key)
+    sound = _sound_section(values, RunConfig, problems, where="")
+    _complete_optimizer(sound)
+    config = _instantiate(sound, problems)
+    problems.check(lambda: parse_strategy(config.strategy), reads=("strategy",), about="strategy")
+    check_config(config, problems)
+    return config
 
 
-def _parse_value(text: str, *, key: str) -> Any:
-    try:
-        return _numbers(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of --{key} is not YAML: {error}") from error
+def _sound_section(
+    values: Mapping[Any, Any], cls: Any, problems: Problems, *, where: str
+) -> dict[str, Any]:
+    """Return the keys that exist and have values of their kind; report the others."""
+    sound: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        if key not in hints:
+            problems.add(unknown_key(str(key), where=where, known=field_names(cls)))
+            continue
+        name = f"{where}.{key}" if where else key
+        found = Problems()
+        result = _sound_value(value, hints[key], found, where=name)
+        problems.add(*found.found)
+        if dataclasses.is_dataclass(hints[key]) or not found.found:
+            sound[key] = result
+    return {key: value for key, value in sound.items() if value is not _NOTHING}
 
 
-def _numbers(value: Any) -> Any:
-    """Turn the strings that YAML 1.2 reads as floats, such as 1e-4, into floats."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    if isinstance(value, str) and _EXPONENT_NUMBER.fullmatch(value):
-        return float(value)
+_NOTHING = object()
+
+
+def _sound_value(value: Any, hint: Any, problems: Problems, *, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            problems.add(_not_a_mapping(value, where=where))
+            return _NOTHING
+        return _sound_section(value, hint, problems, where=where)
+    if hint is ClassSpec or (ClassSpec in get_args(hint) and _is_optional(hint)):
+        if value is None and hint is not ClassSpec:
+            return None
+        _check_class_spec(value, problems, where=where)
+    elif get_origin(hint) is list and isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_class_spec(item, problems, where=f"{where}[{index}]")
+    else:
+        _check_kind(value, hint, problems, where=where)
     return value
 
 
-def _structure_problems(values: Any, cls: type, *, where: str) -> Iterator[str]:
-    """Find unknown keys, sections that are no mappings, and nulls where a value is needed."""
-    if not isinstance(values, Mapping):
-        yield f"{where} is {values!r}, but must be a mapping of names to values."
-        return
-    known = field_names(cls)
-    for key, value in values.items():
-        if key not in known:
-            yield f"{_section_named(where)} has no key {key!r}{suggestion(key, known)}"
-            continue
-        name = f"{where}.{key}" if where else key
-        hint = get_type_hints(cls)[key]
-        if dataclasses.is_dataclass(hint):
-            yield from _structure_problems(value, hint, where=name)  # type: ignore[arg-type]
-        elif hint is ClassSpec:
-            yield from _class_problems(value, where=name)
-        elif value is None and not _is_optional(hint):
-            # jsonargparse takes null for every type.
-            yield f"{name} is null, but needs a value; leave it out for the default."
-
-
-def _class_problems(value: Any, *, where: str) -> Iterator[str]:
+def _check_class_spec(value: Any, problems: Problems, *, where: str) -> None:
     known = list(get_type_hints(ClassSpec))
-    if not isinstance(value, Mapping):
-        yield f"{where} is {value!r}, but must be a mapping with {' and '.join(known)}."
+    if not isinstance(value, dict):
+        problems.add(_not_a_mapping(value, where=where, keys=f" with {' and '.join(known)}"))
         return
     for key in value:
         if key not in known:
-            yield f"{where} has no key {key!r}{suggestion(key, known)}"
-    if not isinstance(value.get("class_path", ""), str):
-        yield f"{where}.class_path is {value['class_path']!r}, but must be the name of a class."
-    if not isinstance(value.get("init_args") or {}, Mapping):
-        yield f"{where}.init_args is {value['init_args']!r}, but must be a mapping."
+            problems.add(unknown_key(str(key), where=where, known=known))
+    path, arguments = value.get("class_path", ""), value.get("init_args")
+    # The optimizer alone has a default class, and checks of the whole miss a data set's.
+    if not isinstance(path, str) or (not path and where not in ("optimizer", "data.dataset")):
+        message = f"is {path!r}, but must be the name of a class." if path else "is missing."
+        problems.add(ConfigError(f"{where}.class_path {message}", key=f"{where}.class_path"))
+    if arguments is not None and not isinstance(arguments, dict):
+        message = f"{where}.init_args is {arguments!r}, but must be a mapping of names to values."
+        problems.add(ConfigError(message, key=f"{where}.init_args"))
+
+
+def _check_kind(value: Any, hint: Any, problems: Problems, *, where: str) -> None:
+    wanted = misfit(hint, value)
+    if wanted is None:
+        return
+    if value is None:
+        message = f"{where} is null, but must be {wanted}; leave it out for the default."
+    else:
+        message = f"{where} is {value!r}, but must be {wanted}{_example(where)}."
+    problems.add(ConfigError(message, key=where))
+
+
+def _not_a_mapping(value: Any, *, where: str, keys: str = " of names to values") -> ConfigError:
+    if value is None:
+        message = f"{where} is empty; give it a key, or leave the section out."
+    else:
+        message = f"{where} is {value!r}, but must be a mapping{keys}{_example(where)}."
+    return ConfigError(message, key=where)
+
+
+def _example(where: str) -> str:
+    example = _EXAMPLES.get(where)
+    return f", such as {example}" if example else ""
 
 
 def _complete_optimizer(values: dict[str, Any]) -> None:
     """Let arguments without a class go to the default class, over its default arguments."""
     given = values.get("optimizer")
-    if isinstance(given, dict) and "class_path" not in given:
+    if given is not None and "class_path" not in given:
         default = RunConfig().optimizer
-        given["class_path"] = default["class_path"]
-        given["init_args"] = {**default.get("init_args", {}), **(given.get("init_args") or {})}
-
-
-def _section_named(where: str) -> str:
-    return f"section {where!r}" if where else "the run file"
+        arguments = {**default.get("init_args", {}), **(given.get("init_args") or {})}
+        values["optimizer"] = {"class_path": default["class_path"], "init_args": arguments}
 
 
 def _is_optional(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType) and types.NoneType in get_args(hint)
 
 
-def _instantiate(values: dict[str, Any], path: str | Path) -> RunConfig:
-    parser = run_parser()
+def _instantiate(values: dict[str, Any], problems: Problems) -> RunConfig:
+    """Make the dataclasses of values that are known to fit, as jsonargparse converts them."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
     try:
         # The dataclasses have the defaults; jsonargparse would merge a default class's arguments.
         parsed = parser.parse_object(values, defaults=False)
     except ArgumentError as error:
-        raise ConfigError(_listed(path, [_readable(error, values)])) from error
+        problems.add(ConfigError(" ".join(str(error).split())))
+        return RunConfig()
     # `instantiate_classes` is the older name; jsonargparse 5 removes it.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     fields = instantiate(parsed)
     return RunConfig(**{name: fields[name] for name in values})
-
-
-def _readable(error: ArgumentError, values: Mapping[str, Any]) -> str:
-    """Reduce jsonargparse's message to one sentence: the key, its value, what it takes."""
-    text = " ".join(str(error).replace("typing.", "").split())
-    text = re.sub(r"<class '(\w+)'>", r"\1", text)
-    key = re.match(r'Parser key "([^"]+)":', text)
-    kinds = re.findall(r"Expected (?:a )?(Literal\[[^\]]*\]|\w+)", text)
-    if not (key and kinds):
-        return text
-    wanted = " or ".join(_KINDS.get(kind, _choices(kind)) for kind in dict.fromkeys(kinds))
-    return f"{key[1]} is {_value_at(key[1], values)!r}, but must be {wanted}."
-
-
-def _value_at(key: str, values: Any) -> Any:
-    for name in key.split("."):
-        values = values[name]
-    return values
-
-
-def _choices(kind: str) -> str:
-    """Write `Literal['a', 'b']` as `'a' or 'b'`."""
-    return kind.removeprefix("Literal[").removesuffix("]").replace(", ", " or ")
-
-
-def _strategy_problems(config: RunConfig) -> list[str]:
-    try:
-        parse_strategy(config.strategy)
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
-def _listed(path: str | Path, problems: Sequence[str]) -> str:
-    return "\n".join([f"{path} cannot be used:", *(f"  - {problem}" for problem in problems)])

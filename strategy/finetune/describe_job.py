@@ -1,0 +1,76 @@
+"""Says what a run would do, for `thunder-memsave validate`."""
+
+from __future__ import annotations
+
+import textwrap
+
+from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
+from thunder_memsave.finetune.job import Job
+from thunder_memsave.finetune.launch import world_size
+from thunder_memsave.finetune.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
+
+_WIDTH = 100
+_NUM_TOKENS_SHOWN = 256
+
+
+def describe_job(job: Job) -> str:
+    """Write model, data, batches, steps, one sample and the place of the results."""
+    facts = {
+        "model": _model(job),
+        "data": job.data.summary,
+        "batch": _batch(job),
+        "steps": _steps(job),
+        "start": "from the beginning" if job.resume_from is None else str(job.resume_from.path),
+        "writes to": f"{job.directory.root}/",
+    }
+    lines = [_fact(name, text) for name, text in facts.items()]
+    return "\n".join([*lines, "", *_sample(job)])
+
+
+def _fact(name: str, text: str) -> str:
+    first, *others = text.splitlines()
+    return "\n".join([f"{name + ':':<11}{first}", *(f"{'':<11}{line}" for line in others)])
+
+
+def _model(job: Job) -> str:
+    # A tied weight counts once.
+    sizes = {parameter: parameter.numel() for parameter in job.model.parameters()}
+    num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    num_all = sum(sizes.values())
+    percent = 100 * num_trained / num_all
+    return (
+        f"{job.config.model.name_or_path}, {num_trained:,} of {num_all:,} parameters are trained "
+        f"({percent:.3g} %)"
+    )
+
+
+def _batch(job: Job) -> str:
+    sizes = job.batch_sizes
+    num_processes = world_size(job.config)
+    noun = "process" if num_processes == 1 else "processes"
+    return (
+        f"{sizes.global_batch_size} rows per step = {sizes.micro_batch_size} rows x "
+        f"{sizes.gradient_accumulation_steps} passes x {num_processes} {noun}; "
+        f"{sizes.global_batch_size * job.config.data.max_seq_length:,} tokens with padding"
+    )
+
+
+def _steps(job: Job) -> str:
+    sharding = Sharding(
+        global_batch_size=job.batch_sizes.global_batch_size,
+        micro_batch_size=job.batch_sizes.micro_batch_size,
+        rank=0,
+        world_size=world_size(job.config),
+    )
+    per_epoch = num_steps_per_epoch(len(job.data.train), sharding)
+    train = job.config.train
+    epochs = 1 if train.epochs is None and train.max_steps is None else train.epochs
+    limits = [None if epochs is None else epochs * per_epoch, train.max_steps]
+    num_steps = min(limit for limit in limits if limit is not None)
+    return f"{num_steps:,}, {num_steps / per_epoch:.3g} epochs of {per_epoch:,}"
+
+
+def _sample(job: Job) -> list[str]:
+    text = describe_sample(job.data.example, job.tokenizer, max_tokens=_NUM_TOKENS_SHOWN)
+    heading = f"one sample; what stands in {TRAINED_FROM} {TRAINED_TO} is trained on:"
+    return [heading, textwrap.indent(text, "    ", lambda line: True)]

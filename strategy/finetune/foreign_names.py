@@ -1,0 +1,201 @@
+"""What the keys of other fine-tuning tools are called here, for people who come from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune", "TRL", "unsloth"
+
+_PLANNING = "recompute and offload come with memory planning, which this version does not have"
+_QUANTIZED = "this version computes with float32 and bfloat16 weights only; use model.dtype"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignName:
+    """A key that another tool has."""
+
+    tools: tuple[str, ...]
+
+    here: tuple[str, ...] = ()
+    """Our keys for it, dotted; none where there is no such thing."""
+
+    note: str = ""
+    """What is different about it, or why there is none."""
+
+    def explain(self, key: str) -> str:
+        """Say in one sentence what to write instead of this key."""
+        if not self.here:
+            return f"{key} is {self._whose()}, and not supported here: {self.note}."
+        note = f" ({self.note})" if self.note else ""
+        here = " and ".join(self.here)
+        if not self.tools:
+            return f"{key} is {here} here{note}."
+        return f"{key} is {self._whose()}; here it is {here}{note}."
+
+    def _whose(self) -> str:
+        if len(self.tools) == 1:
+            return f"{self.tools[0]}'s name"
+        return f"the name in {', '.join(self.tools[:-1])} and {self.tools[-1]}"
+
+
+def _(*tools: str, here: str | tuple[str, ...] = (), note: str = "") -> ForeignName:
+    return ForeignName(tools=tools, here=(here,) if isinstance(here, str) else here, note=note)
+
+
+_LR = "optimizer.init_args.lr"
+_DATASET = ("data.dataset.class_path", "data.dataset.init_args.path")
+_EVAL, _SAVE = "eval.every_n_steps", "checkpoint.every_n_steps"
+_NOT_IN_SECTION = "such as {r: 16, lora_alpha: 32, target_modules: all-linear}"
+
+FOREIGN_NAMES: dict[str, ForeignName] = {
+    # the model
+    "base_model": _(AXOLOTL, here="model.name_or_path"),
+    "model_name_or_path": _(TRAINER, here="model.name_or_path"),
+    "model_name": _(UNSLOTH, here="model.name_or_path"),
+    "checkpoint_dir": _(LITGPT, TORCHTUNE, here="model.name_or_path"),
+    "model_revision": _(TRAINER, here="model.revision"),
+    "tokenizer": _(TORCHTUNE, here="model.name_or_path", note="the model's directory has it"),
+    "tokenizer_path": _(TORCHTUNE, here="model.name_or_path", note="the model's directory has it"),
+    "tokenizer_type": _(AXOLOTL, here="model.name_or_path", note="the model's directory has it"),
+    "model_type": _(AXOLOTL, here="model.name_or_path", note="its config.json says the type"),
+    "attn_impl": _(AXOLOTL, here="model.attn_implementation"),
+    "flash_attention": _(AXOLOTL, here="model.attn_implementation", note="sdpa or eager"),
+    "sdp_attention": _(AXOLOTL, here="model.attn_implementation", note="sdpa or eager"),
+    "trust_remote_code": _(
+        AXOLOTL, TRAINER, note="only architectures that transformers itself has are loaded"
+    ),
+    # number formats
+    "bf16": _(AXOLOTL, TRAINER, here="model.dtype", note="bfloat16 or float32"),
+    "fp16": _(
+        AXOLOTL, TRAINER, here="model.dtype", note="bfloat16 or float32; float16 is not supported"
+    ),
+    "tf32": _(AXOLOTL, TRAINER, note="set torch.backends in a script of your own"),
+    "precision": _(LITGPT, here=("model.dtype", "model.trainable_dtype")),
+    "torch_dtype": _(AXOLOTL, TRAINER, here="model.dtype"),
+    "load_in_4bit": _(AXOLOTL, UNSLOTH, TRAINER, note=_QUANTIZED),
+    "load_in_8bit": _(AXOLOTL, UNSLOTH, TRAINER, note=_QUANTIZED),
+    "quantize": _(LITGPT, note=_QUANTIZED),
+    "quantization_config": _(TRAINER, note=_QUANTIZED),
+    # adapters
+    "lora_r": _(AXOLOTL, LITGPT, TRAINER, UNSLOTH, here="lora.r"),
+    "lora_rank": _(TORCHTUNE, here="lora.r"),
+    "rank": _(here="lora.r", note="peft's name"),
+    "lora_alpha": _(AXOLOTL, LITGPT, TRAINER, UNSLOTH, here="lora.lora_alpha"),
+    "alpha": _(here="lora.lora_alpha", note="peft's name"),
+    "lora_dropout": _(AXOLOTL, LITGPT, TRAINER, UNSLOTH, here="lora.lora_dropout"),
+    "lora_target_modules": _(AXOLOTL, TRAINER, here="lora.target_modules"),
+    "lora_attn_modules": _(TORCHTUNE, here="lora.target_modules", note="such as [q_proj, v_proj]"),
+    "apply_lora_to_mlp": _(TORCHTUNE, here="lora.target_modules", note="all-linear has the MLP"),
+    "target_modules": _(UNSLOTH, here="lora.target_modules"),
+    "lora_target_linear": _(AXOLOTL, here="lora.target_modules", note="write all-linear"),
+    "lora_modules_to_save": _(AXOLOTL, here="lora.modules_to_save"),
+    "peft_use_rslora": _(AXOLOTL, here="lora.use_rslora"),
+    "use_peft": _(TRAINER, here="lora", note=_NOT_IN_SECTION),
+    "peft_config": _(TRAINER, here="lora", note=_NOT_IN_SECTION),
+    # the data
+    "datasets": _(AXOLOTL, here=_DATASET),
+    "dataset": _(TORCHTUNE, here=_DATASET),
+    "dataset_name": _(TRAINER, here=_DATASET),
+    "dataset_path": _(LITGPT, here=_DATASET),
+    "train_file": _(TRAINER, here="data.dataset.init_args.path"),
+    "validation_file": _(TRAINER, here="data.dataset.init_args.val_path"),
+    "val_set_size": _(
+        AXOLOTL, here="data.dataset.init_args.val_fraction", note="a fraction of the rows"
+    ),
+    "val_split_fraction": _(LITGPT, here="data.dataset.init_args.val_fraction"),
+    "test_datasets": _(AXOLOTL, here="data.dataset.init_args.val_path"),
+    "sequence_len": _(AXOLOTL, here="data.max_seq_length"),
+    "max_seq_len": _(TORCHTUNE, here="data.max_seq_length"),
+    "max_length": _(TRAINER, here="data.max_seq_length"),
+    "max_seq_length": _(LITGPT, UNSLOTH, here="data.max_seq_length"),
+    "seq_len": _(here="data.max_seq_length"),
+    "sample_packing": _(AXOLOTL, here="data.packing"),
+    "packed": _(TORCHTUNE, here="data.packing"),
+    "pad_to_sequence_len": _(AXOLOTL, here="data.packing", note="false pads; rows are all as long"),
+    "train_on_inputs": _(AXOLOTL, here="data.train_on", note="all or assistant"),
+    "mask_prompt": _(LITGPT, here="data.train_on", note="all or assistant"),
+    "assistant_only_loss": _(TRAINER, here="data.train_on", note="write assistant"),
+    "completion_only_loss": _(TRAINER, here="data.train_on", note="write assistant"),
+    "chat_template": _(AXOLOTL, note="the tokenizer's own is used; put it in chat_template.jinja"),
+    # batches and length
+    "per_device_train_batch_size": _(TRAINER, UNSLOTH, here="train.micro_batch_size"),
+    "per_device_eval_batch_size": _(
+        TRAINER, here="train.micro_batch_size", note="evaluation has the same"
+    ),
+    "eval_batch_size": _(AXOLOTL, here="train.micro_batch_size", note="evaluation has the same"),
+    "batch_size": _(
+        TORCHTUNE, UNSLOTH, here="train.micro_batch_size", note="rows per forward pass on one GPU"
+    ),
+    "gradient_accumulation": _(TRAINER, here="train.gradient_accumulation_steps"),
+    "num_epochs": _(AXOLOTL, UNSLOTH, here="train.epochs"),
+    "num_train_epochs": _(TRAINER, here="train.epochs"),
+    "max_steps_per_epoch": _(TORCHTUNE, here="train.max_steps", note="of the whole run"),
+    "clip_grad_norm": _(TORCHTUNE, here="train.max_grad_norm"),
+    "gradient_clip_val": _("Lightning", here="train.max_grad_norm"),
+    "max_norm": _(LITGPT, here="train.max_grad_norm"),
+    # optimizer and schedule
+    "learning_rate": _(AXOLOTL, TRAINER, UNSLOTH, here=_LR),
+    "lr": _(TORCHTUNE, here=_LR),
+    "weight_decay": _(AXOLOTL, TRAINER, UNSLOTH, here="optimizer.init_args.weight_decay"),
+    "adam_beta1": _(AXOLOTL, TRAINER, here="optimizer.init_args.betas", note="[beta1, beta2]"),
+    "adam_beta2": _(AXOLOTL, TRAINER, here="optimizer.init_args.betas", note="[beta1, beta2]"),
+    "adam_epsilon": _(AXOLOTL, TRAINER, here="optimizer.init_args.eps"),
+    "optim": _(TRAINER, UNSLOTH, here="optimizer.class_path", note="such as torch.optim.AdamW"),
+    "optim_args": _(AXOLOTL, TRAINER, here="optimizer.init_args"),
+    "lr_scheduler_type": _(TRAINER, UNSLOTH, here="lr_scheduler.name"),
+    "cosine_min_lr_ratio": _(AXOLOTL, here="lr_scheduler.min_lr_ratio"),
+    "min_lr": _(LITGPT, here="lr_scheduler.min_lr_ratio", note="a fraction of the optimizer's"),
+    "warmup_ratio": _(
+        AXOLOTL, TRAINER, here="lr_scheduler.warmup_steps", note="below 1 it is a fraction"
+    ),
+    "lr_warmup_steps": _(LITGPT, here="lr_scheduler.warmup_steps"),
+    "num_warmup_steps": _(TORCHTUNE, here="lr_scheduler.warmup_steps"),
+    # memory and sharding
+    "gradient_checkpointing": _(AXOLOTL, TRAINER, UNSLOTH, note=_PLANNING),
+    "activation_checkpointing": _(TRAINER, note=_PLANNING),
+    "enable_activation_checkpointing": _(TORCHTUNE, note=_PLANNING),
+    "activation_offloading": _(AXOLOTL, TRAINER, note=_PLANNING),
+    "enable_activation_offloading": _(TORCHTUNE, note=_PLANNING),
+    "fsdp": _(AXOLOTL, TRAINER, here="strategy.sharding"),
+    "fsdp_config": _(AXOLOTL, TRAINER, here="strategy.sharding"),
+    "deepspeed": _(AXOLOTL, TRAINER, here="strategy.sharding", note="zero2 or none"),
+    "num_nodes": _(LITGPT, note="start one torchrun per node; it says how many there are"),
+    "torch_compile": _(AXOLOTL, TRAINER, note="the step is always compiled; leave it out"),
+    "compile": _(TORCHTUNE, note="the step is always compiled; leave it out"),
+    # evaluation, checkpoints, output
+    "eval_steps": _(AXOLOTL, TRAINER, here=_EVAL),
+    "evals_per_epoch": _(AXOLOTL, here=_EVAL, note="a number of steps"),
+    "eval_strategy": _(TRAINER, here=_EVAL),
+    "run_val_every_n_steps": _(TORCHTUNE, here=_EVAL),
+    "interval": _(LITGPT, here=_EVAL),
+    "max_iters": _(LITGPT, here="eval.max_batches"),
+    "save_steps": _(AXOLOTL, TRAINER, UNSLOTH, here=_SAVE),
+    "saves_per_epoch": _(AXOLOTL, here=_SAVE, note="a number of steps"),
+    "save_strategy": _(TRAINER, here=_SAVE),
+    "save_interval": _(LITGPT, here=_SAVE),
+    "save_every_n_steps": _(TORCHTUNE, here=_SAVE),
+    "save_total_limit": _(AXOLOTL, TRAINER, here="checkpoint.keep_last"),
+    "out_dir": _(LITGPT, here="output_dir"),
+    "resume_from_checkpoint": _(AXOLOTL, TRAINER, TORCHTUNE, here="resume", note="a path or auto"),
+    "auto_resume_from_checkpoints": _(AXOLOTL, here="resume", note="write auto"),
+    "early_stopping_patience": _(
+        AXOLOTL, here="callbacks", note="{class_path: EarlyStopping, init_args: {patience: 3}}"
+    ),
+    "report_to": _(TRAINER, here="loggers", note="[{class_path: TensorBoardLogger}]"),
+    "wandb_project": _(
+        AXOLOTL, here="loggers", note="[{class_path: WandbLogger, init_args: {project: ...}}]"
+    ),
+    "logger_name": _(LITGPT, here="loggers", note="[{class_path: TensorBoardLogger}]"),
+    "metric_logger": _(TORCHTUNE, here="loggers", note="[{class_path: TensorBoardLogger}]"),
+    "logging_steps": _(AXOLOTL, TRAINER, note="every step is logged; leave it out"),
+    "log_interval": _(LITGPT, note="every step is logged; leave it out"),
+    "device": _(TORCHTUNE, note="all GPUs are used, or the CPU where there is none; leave it out"),
+    "_component_": _(
+        TORCHTUNE, here="class_path", note="of the section; its arguments go under init_args"
+    ),
+}
+
+
+def foreign_name(key: str) -> ForeignName | None:
+    """Look up the last part of an unknown key, however it is spelled."""
+    return FOREIGN_NAMES.get(key.lower().replace("-", "_"))

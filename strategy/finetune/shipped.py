@@ -1,0 +1,84 @@
+"""The run files that come with the package: their names, their texts, and copies of them."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+from thunder_memsave.settings import ConfigError, suggestion
+
+_ENDINGS = (".yaml", ".yml")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Map the name of each shipped run file to its path."""
+    directory = Path(str(files("thunder_memsave.configs")))
+    return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
+
+
+def first_line(path: Path) -> str:
+    """Return the first line of a run file's header comment, which says what it is for."""
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()
+
+
+def find_config(name: str) -> Path:
+    """Return the run file of this path, or the shipped one of this name.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    shipped = shipped_configs()
+    stem = name.removesuffix(path.suffix) if path.suffix in _ENDINGS else name
+    if stem in shipped:
+        return shipped[stem]
+    nearest = difflib.get_close_matches(stem, shipped, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    if "/" in name or path.suffix in _ENDINGS:
+        raise ConfigError(f"there is no run file {name}{hint}")
+    raise ConfigError(
+        f"there is no run file {name!r} here, and no shipped one of that name{hint} "
+        "`thunder-memsave configs list` lists the shipped ones."
+    )
+
+
+def find_shipped(name: str) -> Path:
+    """Return the path of a shipped run file.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    shipped = shipped_configs()
+    stem = name.removesuffix(".yaml")
+    if stem not in shipped:
+        raise ConfigError(
+            f"there is no shipped configuration {name!r}{suggestion(stem, shipped)} "
+            "`thunder-memsave configs list` lists them."
+        )
+    return shipped[stem]
+
+
+def copy_shipped(name: str, destination: str | None) -> Path:
+    """Copy a shipped run file to a path or into a directory, and return where it is.
+
+    Raises:
+        ConfigError: there is none of that name, or something lies there already.
+    """
+    source = find_shipped(name)
+    target = Path(source.name if destination is None else destination)
+    if target.is_dir():
+        target /= source.name
+    if target.exists():
+        raise ConfigError(f"{target} exists; name another file, or remove it.")
+    if not target.parent.is_dir():
+        raise ConfigError(f"the directory {target.parent} does not exist; make it first.")
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}.") from error
+    return target
