@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -28,9 +29,9 @@ _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.D
 _INTRODUCTION = """\
 # Every key of a run file
 
-Written by `docs/generate.py` from the dataclasses that read the file. Needed are
-`model.name_or_path`, `data.dataset` and `output_dir`; an unknown key is refused, with the nearest that there is. On the command line, a key is `--section.key=value`.
-Values are YAML; `1e-4` is a number.
+Written by `docs/generate.py` from the dataclasses that read the file. Needed are `model.name_or_path`, `data.dataset`
+and `output_dir`; an unknown key is refused, with the nearest that there is. On the command line, a key is
+`--section.key=value`. Values are YAML; `1e-4` is a number.
 """
 
 _RESERVED = """\
@@ -170,7 +171,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
         value = field.default_factory()
     if value == "" or (isinstance(value, dict) and value.get("class_path") == ""):
         return "needed"
-    if hasattr(value, "total_seconds"):
+    if isinstance(value, timedelta):
         return f"`{round(value.total_seconds() / 60)}min`"
     if isinstance(value, dict) and "class_path" in value:
         arguments = ", ".join(f"{key}: {each}" for key, each in value["init_args"].items())
