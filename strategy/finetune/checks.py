@@ -90,6 +90,7 @@ def _warmup(steps: float) -> Iterator[ConfigError]:
 
 
 def _wrong(key: str, value: object, what: str) -> ConfigError:
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     return ConfigError(f"{key} is {value}, but {what}.", key=key)
 
 

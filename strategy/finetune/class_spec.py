@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from thunder_memsave.finetune.config import ClassSpec
-from thunder_memsave.finetune.unknown_keys import unknown_key
+from thunder_memsave.finetune.unknown_keys import UnknownKeyError, unknown_key
 from thunder_memsave.finetune.value_kinds import hint_of, misfit
 from thunder_memsave.settings import ConfigError, raise_all, suggestion
 
@@ -65,9 +65,11 @@ def checked_init_args(
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
         )
-        if needed and parameter.name not in (*arguments, *filled):
+        key = f"{section}.{parameter.name}"
+        is_meant = any(key in each.meant for each in problems if isinstance(each, UnknownKeyError))
+        if needed and parameter.name not in (*arguments, *filled) and not is_meant:
             message = f"{section} needs {parameter.name!r} for {cls.__name__}."
-            problems.append(ConfigError(message, key=f"{section}.{parameter.name}"))
+            problems.append(ConfigError(message, key=key))
     raise_all(problems)
     return arguments
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import peft
 import torch
@@ -38,7 +38,9 @@ from thunder_memsave.finetune.run_directory import (
     check_same_values,
     checkpoint_to_resume,
 )
-from thunder_memsave.settings import ConfigError, raise_all
+from thunder_memsave.settings import ConfigError, ConfigErrors, raise_all
+
+T = TypeVar("T")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -195,19 +197,48 @@ def _would_download(config: RunConfig) -> bool:
 
 
 def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData | None:
-    data = None
+    data, spec = None, config.data.dataset
     if tokenizer is not None:
         data = problems.check(
-            lambda: prepare_data(config, tokenizer), reads=("data",), about="data.dataset"
+            lambda: _about_argument(spec, lambda: prepare_data(config, tokenizer)),
+            reads=("data", "train.seed"),
+            about="data.dataset",
         )
     if data is None:
-        problems.check(lambda: _check_rows(config), reads=("data.dataset",), about="data.dataset")
+        sound = _without_broken_arguments(spec, problems)
+        paths = _keys("data.dataset.init_args", "path", "val_path")
+        problems.check(
+            lambda: _about_argument(spec, lambda: _check_rows(sound)),
+            reads=("data.dataset.class_path", *paths),
+            about="data.dataset",
+        )
     return data
 
 
-def _check_rows(config: RunConfig) -> None:
+def _about_argument(spec: ClassSpec, step: Callable[[], T]) -> T:
+    """Let problems with a file belong to the argument that names the file."""
+    try:
+        return step()
+    except ConfigError as error:
+        for problem in ConfigErrors([error]).problems:
+            for name, value in (spec.get("init_args") or {}).items():
+                is_named = re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", str(problem))
+                if problem.key is None and isinstance(value, str) and is_named:
+                    problem.key = f"data.dataset.init_args.{name}"
+        raise
+
+
+def _without_broken_arguments(spec: ClassSpec, problems: Problems) -> ClassSpec:
+    arguments = {
+        name: value
+        for name, value in (spec.get("init_args") or {}).items()
+        if not problems.is_broken(f"data.dataset.init_args.{name}")
+    }
+    return {"class_path": spec["class_path"], "init_args": arguments}
+
+
+def _check_rows(spec: ClassSpec) -> None:
     """Check the rows of data that can be read without a tokenizer."""
-    spec = config.data.dataset
     dataset = build(spec, where="data.dataset", default_module=DATASET.default_module)
     if isinstance(dataset, TextJSONL | PromptJSONL | PlainText):
         dataset.load(None)

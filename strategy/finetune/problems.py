@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from thunder_memsave.finetune.unknown_keys import UnknownKeyError, schema_keys
 from thunder_memsave.settings import ConfigError, ConfigErrors
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class Problems:
         """Keep problems, but none about a key that was refused already: it follows from that."""
         if not problems:
             return
-        known = {problem.key for problem in self._found if problem.key is not None}
+        known = set(self._broken_keys())
         new = [each for each in ConfigErrors(problems).problems if each.key not in known]
         self._found += new
 
@@ -46,16 +47,14 @@ class Problems:
             return step()
         except ConfigError as error:
             for problem in ConfigErrors([error]).problems:
-                problem.key = problem.key or about
+                problem.key = problem.key or _key_at_start(str(problem)) or about
             self.add(error)
             return None
 
     def is_broken(self, key: str) -> bool:
         """Tell whether something is wrong with this key, with a part of it, or with what holds it."""
         return any(
-            _contains(key, problem.key) or _contains(problem.key, key)
-            for problem in self._found
-            if problem.key is not None
+            _contains(key, broken) or _contains(broken, key) for broken in self._broken_keys()
         )
 
     @property
@@ -71,6 +70,19 @@ class Problems:
         """
         if self._found:
             raise ConfigErrors(self._found)
+
+    def _broken_keys(self) -> Iterator[str]:
+        for problem in self._found:
+            if problem.key is not None:
+                yield problem.key
+            if isinstance(problem, UnknownKeyError):
+                yield from problem.meant
+
+
+def _key_at_start(message: str) -> str | None:
+    """Return the key with which a message begins, if it does."""
+    first = message.partition(" ")[0].rstrip(":;,")
+    return first if first in schema_keys() else None
 
 
 def _contains(outer: str, inner: str) -> bool:

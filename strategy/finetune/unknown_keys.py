@@ -17,7 +17,21 @@ _NEAR = 0.75
 _WITH_NAMES_OF_THEIR_OWN = ("adapter", "callbacks", "loggers")
 
 
-def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> ConfigError:
+class UnknownKeyError(ConfigError):
+    """A key does not exist.
+
+    Args:
+        message: For the user.
+        key: Its dotted name.
+        meant: The keys that it probably stands for; what their absence leads to is no mistake.
+    """
+
+    def __init__(self, message: str, *, key: str, meant: Sequence[str] = ()) -> None:
+        super().__init__(message, key=key)
+        self.meant = tuple(meant)
+
+
+def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> UnknownKeyError:
     """Say what is wrong with a key, and which one is meant.
 
     Args:
@@ -30,14 +44,18 @@ def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> 
     is_ours = not where.startswith(_WITH_NAMES_OF_THEIR_OWN)
     foreign = foreign_name(key) if is_ours else None
     if foreign is not None and name not in foreign.here:
-        return ConfigError(foreign.explain(name), key=name)
+        return UnknownKeyError(foreign.explain(name), key=name, meant=foreign.here)
     # A key of this section is meant before one of another.
     if is_ours and not difflib.get_close_matches(key, known, n=1, cutoff=_NEAR):
         elsewhere = _elsewhere(key)
         if elsewhere:
-            return ConfigError(f"{name} is {' or '.join(elsewhere)} here.", key=name)
+            message = f"{name} is {' or '.join(elsewhere)} here."
+            return UnknownKeyError(message, key=name, meant=elsewhere)
     of = of or (f"a key of {where!r}" if where else "a key of a run file")
-    return ConfigError(f"{name} is not {of}{suggestion_or_all(key, known)}", key=name)
+    nearest = difflib.get_close_matches(key, known, n=1)
+    meant = [f"{where}.{each}" if where else each for each in nearest]
+    message = f"{name} is not {of}{suggestion_or_all(key, known)}"
+    return UnknownKeyError(message, key=name, meant=meant)
 
 
 def schema_keys(cls: Any = RunConfig, *, where: str = "") -> Iterator[str]:

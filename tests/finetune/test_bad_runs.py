@@ -1,0 +1,96 @@
+"""Every file of `bad_runs/` is refused with the messages that its header names, and nothing is left.
+
+The first lines of a file are `# args:` (overrides of the command), `# problems:` (how many there
+are) and `# expect:` (what stands in a line of the report). A run sees the model `model`, the good
+rows `rows.jsonl`, and the bad data files of `bad_runs/data` as `data`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.language_model import prompt_rows, write_jsonl
+from thunder_memsave.finetune.cli import main
+
+BAD_RUNS = Path(__file__).parent / "bad_runs"
+CASES = sorted(path.stem for path in BAD_RUNS.glob("*.yaml"))
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, model_directory: Path) -> Path:
+    """The directory in which the commands run."""
+    (tmp_path / "model").symlink_to(model_directory)
+    (tmp_path / "data").symlink_to(BAD_RUNS / "data")
+    write_jsonl(tmp_path / "rows.jsonl", prompt_rows(8))
+    return tmp_path
+
+
+def headers(case: str, name: str) -> list[str]:
+    start = f"# {name}: "
+    lines = (BAD_RUNS / f"{case}.yaml").read_text(encoding="utf-8").splitlines()
+    return [line.removeprefix(start) for line in lines if line.startswith(start)]
+
+
+def arguments_of(case: str) -> list[str]:
+    return shlex.split(" ".join(headers(case, "args")))
+
+
+def check_report(report: str, case: str) -> None:
+    (num_problems,) = headers(case, "problems")
+    noun = "problem" if num_problems == "1" else "problems"
+    assert report.startswith(f"error: run.yaml cannot be used; {num_problems} {noun}:\n"), report
+    lines = report.splitlines()[1:]
+    assert len(lines) == int(num_problems)
+    for expected in headers(case, "expect"):
+        assert any(expected in line for line in lines), f"{expected}\n\n{report}"
+    assert "Traceback" not in report
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_run_is_refused_with_places_and_leaves_nothing(
+    case: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copyfile(BAD_RUNS / f"{case}.yaml", workplace / "run.yaml")
+    before = sorted(workplace.iterdir())
+    assert main(["train", "run.yaml", *arguments_of(case)]) == 2
+    captured = capsys.readouterr()
+    check_report(captured.err, case)
+    assert captured.out == ""
+    assert sorted(workplace.iterdir()) == before
+
+
+def test_validate_and_train_report_the_same(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copyfile(BAD_RUNS / "wrong_types_everywhere.yaml", workplace / "run.yaml")
+    assert main(["train", "run.yaml"]) == 2
+    by_train = capsys.readouterr()
+    assert main(["validate", "run.yaml"]) == 2
+    assert capsys.readouterr() == by_train
+
+
+def test_the_corpus_is_large_and_every_file_of_data_is_used() -> None:
+    assert len(CASES) >= 60
+    texts = "".join((BAD_RUNS / f"{case}.yaml").read_text(encoding="utf-8") for case in CASES)
+    assert [file.name for file in (BAD_RUNS / "data").iterdir() if file.name not in texts] == []
+
+
+def test_under_torchrun_a_report_is_printed_once(workplace: Path) -> None:
+    case = "wrong_types_everywhere"
+    shutil.copyfile(BAD_RUNS / f"{case}.yaml", workplace / "run.yaml")
+    before = sorted(workplace.iterdir())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "-m", "thunder_memsave", "train", "run.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=workplace, check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("error: run.yaml cannot be used; 7 problems:") == 1
+    for expected in headers(case, "expect"):
+        assert result.stderr.count(expected) == 1, result.stderr
+    assert result.stderr.count("Traceback (most recent call last)") == 1  # torchrun's own
+    assert sorted(workplace.iterdir()) == before
