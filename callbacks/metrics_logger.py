@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -26,7 +27,8 @@ class MetricsLogger:
         """Log what the run was started with."""
         if fabric.is_global_zero and self.hyperparameters is not None:
             for logger in fabric.loggers:
-                logger.log_hyperparams(dict(self.hyperparameters))
+                with suppress(NotImplementedError):  # Fabric's own CSV logger cannot
+                    logger.log_hyperparams(dict(self.hyperparameters))
 
     def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         """Log an evaluation."""

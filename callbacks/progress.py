@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 
-_MIN_BAR_WIDTH = 8
+_BAR_SHARE = 8  # of the terminal's width
 
 
 class ProgressBar:
@@ -47,6 +47,14 @@ class ProgressBar:
         self._losses: dict[int, float] = {}
         self._captured: set[str] = set()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the validation losses so far, of which the best is told."""
+        return {"losses": dict(self._losses)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from them."""
+        self._losses = dict(state_dict["losses"])
+
     def on_train_start(self, *, fabric: Fabric, step: int, num_steps: int) -> None:
         """Put up the bar, where there is a terminal."""
         if not fabric.is_global_zero:
@@ -56,7 +64,7 @@ class ProgressBar:
             self.every_n_steps = max(num_steps // 20, 1)
         if self.console.is_terminal and step < num_steps:
             self._bar = _make_bar(self.console)
-            self._task = self._bar.add_task("", total=num_steps, completed=step, done="", left="")
+            self._task = self._bar.add_task("", total=num_steps, completed=step, left="")
             self._bar.start()
 
     def on_train_batch_start(self, *, step: int) -> None:
@@ -105,7 +113,8 @@ class ProgressBar:
         """Take the bar down and sum up."""
         self._stop()
         if fabric.is_global_zero and step > self._first_step:
-            self._print(self._summary(step))
+            for line in self._summary(step):
+                self._print(line)
 
     def on_exception(self) -> None:
         """Take the bar down, so that the error is readable."""
@@ -119,17 +128,19 @@ class ProgressBar:
     def _announce(self, what: str) -> None:
         """Show what goes on in place of the numbers."""
         if self._bar is not None:
-            self._bar.update(self._task, description=what, left="")
+            done = round(self._bar.tasks[self._task].completed)
+            text = f"{done}/{self._num_steps} | {what}"
+            self._bar.update(self._task, description=text, left="")
 
     def _move(self, step: int, metrics: Mapping[str, Any]) -> None:
         assert self._bar is not None
         left = self._seconds_left(step)
-        left_text = "" if left is None else f"{_clock_text(left)} left"
-        done = f"{step}/{self._num_steps}"
+        left_text = "" if left is None or step == self._num_steps else f"· {_clock_text(left)} left"
         # Spinner, bar, elapsed time, and the spaces between columns.
-        taken = 1 + _MIN_BAR_WIDTH + len("0:00:00") + len(done) + len(left_text) + 6
-        text = _fitting(_fields(metrics), self.console.width - taken)
-        self._bar.update(self._task, completed=step, description=text, done=done, left=left_text)
+        taken = 1 + _bar_width(self.console) + len(" 0:00:00 ") + len(left_text) + 4
+        fields = {"step": f"{step}/{self._num_steps}", **_fields(metrics)}
+        text = _fitting(fields, self.console.width - taken)
+        self._bar.update(self._task, completed=step, description=text, left=left_text)
 
     def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -144,17 +155,16 @@ class ProgressBar:
     def _best(self) -> tuple[int, float]:
         return min(self._losses.items(), key=lambda item: item[1])
 
-    def _summary(self, step: int) -> str:
-        num_taken = step - self._first_step
-        text = f"trained {num_taken} steps in {_clock_text(self._clock() - self._start)}"
+    def _summary(self, step: int) -> Iterator[str]:
+        seconds = _clock_text(self._clock() - self._start)
+        text = f"trained {step - self._first_step} steps in {seconds}"
         if self._seconds > 0 and self._tokens > 0:
-            text += f" | {self._tokens / self._seconds:,.0f} tokens/s after the first step"
+            text += f" | {_short(self._tokens / self._seconds)} tok/s after the first step"
+        yield text
         if self._losses:
             best_step, best = self._best()
             last = list(self._losses.values())[-1]
-            text += f" | val_loss {last:.4f}"
-            text += "" if last == best else f" (best {best:.4f} after step {best_step})"
-        return text
+            yield f"val_loss {last:.4f} | best {best:.4f} after step {best_step}"
 
 
 def _make_bar(console: Console) -> Progress:
@@ -163,14 +173,18 @@ def _make_bar(console: Console) -> Progress:
 
     return Progress(
         SpinnerColumn(),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[done]}", table_column=column()),
-        TextColumn("{task.description}", table_column=column()),
+        # Of one width, so that it does not jump when the text beside it changes.
+        BarColumn(bar_width=_bar_width(console)),
+        TextColumn("{task.description}", table_column=column(), markup=False),
         _ElapsedColumn("", table_column=column()),
         TextColumn("{task.fields[left]}", table_column=column()),
         console=console,
-        expand=True,
+        transient=True,
     )
+
+
+def _bar_width(console: Console) -> int:
+    return max(console.width // _BAR_SHARE, 4)
 
 
 class _ElapsedColumn(TextColumn):
@@ -184,8 +198,8 @@ def _fields(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Write the metrics that there are, the most important first."""
     formats: dict[str, Callable[[float], str]] = {
         "loss": lambda value: f"loss {value:.4f}",
-        "tokens_per_s": lambda value: f"{_short(value)} tokens/s",
-        "lr": lambda value: f"lr {value:.2e}",
+        "tokens_per_s": lambda value: f"{_short(value)} tok/s",
+        "lr": lambda value: f"lr {value:.1e}",
         "mfu": lambda value: f"MFU {value:.1%}",
         "peak_allocated_gib": lambda value: f"{value:.1f} GiB",
         "process_peak_rss_gib": lambda value: f"RSS {value:.1f} GiB",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import random
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
-from rich.console import Console
 
 from thunder_memsave.callbacks import (
     LearningRateMonitor,
+    MemoryMonitor,
     MetricsCSV,
     ModelCheckpoint,
-    ProgressBar,
-    ThroughputMonitor,
 )
 from thunder_memsave.callbacks.checkpoint import list_checkpoints, load_checkpoint, read_info
 from thunder_memsave.callbacks.random_state import random_state, set_random_state
@@ -44,26 +41,6 @@ def test_the_learning_rate_of_every_group_is_a_metric() -> None:
     assert metrics == {"lr": 0.5, "lr_1": 0.25}
 
 
-def test_throughput_leaves_out_the_time_of_an_evaluation() -> None:
-    times = iter([10.0, 11.0, 15.0, 16.0])
-    fabric = cpu_fabric(ThroughputMonitor(clock=lambda: next(times)))
-    metrics: dict[str, Any] = {"num_tokens": 100.0}
-    fabric.call("on_train_batch_start")
-    fabric.call("on_validation_start")
-    fabric.call("on_validation_end", metrics={})
-    fabric.call("on_train_batch_end", metrics=metrics)
-    assert metrics == {"num_tokens": 100.0, "step_seconds": 2.0, "tokens_per_s": 50.0}
-
-
-def test_an_evaluation_before_the_first_step_needs_no_clock() -> None:
-    fabric = cpu_fabric(ThroughputMonitor())
-    metrics: dict[str, Any] = {}
-    fabric.call("on_validation_start")
-    fabric.call("on_validation_end", metrics={})
-    fabric.call("on_train_batch_end", metrics=metrics)
-    assert metrics == {}
-
-
 def test_every_step_and_evaluation_is_a_row(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.csv"
     fabric = cpu_fabric(MetricsCSV(path, columns=("step", "loss", "val_loss")))
@@ -82,58 +59,20 @@ def test_a_resumed_run_drops_rows_after_its_checkpoint_and_half_a_line(tmp_path:
     assert [row["loss"] for row in rows_of(path)] == ["3.0", "2.0", "1.25"]
 
 
+def test_metrics_of_the_monitors_are_columns(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    writer = MetricsCSV(path, columns=("step",), monitors=[LearningRateMonitor(), MemoryMonitor()])
+    fabric = cpu_fabric(writer)
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    assert path.read_text() == "step,lr,process_peak_rss_gib\n"
+
+
 def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("step,loss\n1,3.0\n")
     fabric = cpu_fabric(MetricsCSV(path, columns=("step", "loss")))
     fabric.call("on_train_start", fabric=fabric, step=0)
     assert rows_of(path) == []
-
-
-def progress(console: Console, *, num_steps: int = 4, every: int | None = 2) -> None:
-    fabric = cpu_fabric(ProgressBar(every_n_steps=every, console=console))
-    fabric.call("on_train_start", fabric=fabric, step=0, num_steps=num_steps)
-    for step in range(1, num_steps + 1):
-        metrics = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1234.0}
-        fabric.call(
-            "on_train_batch_end", fabric=fabric, step=step, num_steps=num_steps, metrics=metrics
-        )
-    fabric.call("on_validation_end", fabric=fabric, step=num_steps, metrics={"val_loss": 1.5})
-    fabric.call("on_train_end", fabric=fabric, step=num_steps)
-
-
-def test_without_a_terminal_progress_is_lines() -> None:
-    output = io.StringIO()
-    progress(Console(file=output, width=80))
-    lines = output.getvalue().splitlines()
-    assert [line.split(" |")[0] for line in lines] == ["step 1/4", "step 2/4", "step 4/4", "step 4"]
-    assert "loss 2.0000 | lr 1.00e-03 | grad norm 0.500 | tokens/s 1,234 | 0:00 left" in lines[2]
-    assert "left" not in lines[0]  # the first step compiles
-    assert lines[3] == "step 4 | val_loss 1.5000"
-
-
-def test_a_long_run_prints_about_twenty_lines() -> None:
-    output = io.StringIO()
-    progress(Console(file=output, width=80), num_steps=200, every=None)
-    assert 20 <= len(output.getvalue().splitlines()) <= 23
-
-
-def test_on_a_terminal_progress_is_a_bar() -> None:
-    output = io.StringIO()
-    progress(Console(file=output, force_terminal=True, width=120))
-    assert "4/4" in output.getvalue()
-    assert "━" in output.getvalue()
-    assert "val_loss 1.5000" in output.getvalue()
-
-
-def test_a_bar_is_taken_down_when_the_run_fails() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True)
-    bar = ProgressBar(console=console)
-    fabric = cpu_fabric(bar)
-    fabric.call("on_train_start", fabric=fabric, step=0, num_steps=4)
-    assert console._live_stack
-    fabric.call("on_exception", fabric=fabric)
-    assert not console._live_stack
 
 
 def draw() -> tuple[float, float, float]:

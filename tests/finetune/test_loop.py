@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+import os
 import signal
 from contextlib import suppress
 from types import SimpleNamespace
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
+from harness.fabric import on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import sample_of
+from thunder_memsave.callbacks import TrainingControl
 from thunder_memsave.finetune.batches import Sharding, step_rows
 from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
-from thunder_memsave.finetune.evaluate import evaluate
+from thunder_memsave.finetune.evaluate import evaluate, perplexity
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.packing import Rows, pad
 from thunder_memsave.finetune.stop import NotFiniteError, watch_interrupts
@@ -41,6 +45,9 @@ class Witness:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.metrics: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.reason: str | None = None
+        self.end = 0
 
     def on_train_start(self, *, step: int, num_steps: int) -> None:
         self.calls.append(f"start {step}/{num_steps}")
@@ -48,8 +55,9 @@ class Witness:
     def on_train_batch_start(self) -> None:
         self.calls.append("step")
 
-    def on_validation_end(self, *, step: int) -> None:
+    def on_validation_end(self, *, step: int, metrics: dict[str, float]) -> None:
         self.calls.append(f"validated {step}")
+        self.evaluations.append(metrics)
 
     def on_train_batch_end(self, *, step: int, metrics: dict[str, float]) -> None:
         self.calls.append(f"done {step}")
@@ -95,7 +103,7 @@ def train(
     model = TinyModel()
     module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
     state = {"model": module, "optimizer": optimizer, "step": start}
-    fit(
+    witness.reason = fit(
         fabric,
         module,
         optimizer,
@@ -104,7 +112,7 @@ def train(
         plan=plan,
         state=state,
     )
-    assert state["step"] == plan.num_steps
+    witness.end = int(state["step"])
     return witness
 
 
@@ -128,6 +136,101 @@ def test_a_resumed_loop_does_not_evaluate_its_start_again() -> None:
 
 def test_without_a_validation_set_nothing_is_evaluated() -> None:
     assert "validated 0" not in train(rows_of(3, 4), None, plan()).calls
+
+
+def test_an_evaluation_has_the_perplexity_of_its_loss() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    for metrics in train(rows, rows, plan()).evaluations:
+        assert metrics["val_perplexity"] == math.exp(metrics["val_loss"])
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(0.0, 1.0), (1e4, math.inf), (math.inf, math.inf)])
+def test_a_perplexity_that_is_too_large_is_infinite(loss: float, expected: float) -> None:
+    assert perplexity(loss) == expected
+
+
+class Stopper(Witness):
+    """Asks for the end in one hook of one step."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        super().__init__()
+        self.hook, self.step = hook, step
+
+    def _ask(self, hook: str, step: int, control: TrainingControl) -> None:
+        if (hook, step) == (self.hook, self.step):
+            control.stop("enough")
+
+    @override
+    def on_train_start(self, *, step: int, num_steps: int, control: TrainingControl) -> None:  # type: ignore[override]
+        super().on_train_start(step=step, num_steps=num_steps)
+        self._ask("start", step, control)
+
+    @override
+    def on_validation_end(  # type: ignore[override]
+        self, *, step: int, metrics: dict[str, float], control: TrainingControl
+    ) -> None:
+        super().on_validation_end(step=step, metrics=metrics)
+        self._ask("validation", step, control)
+
+    @override
+    def on_train_batch_end(  # type: ignore[override]
+        self, *, step: int, metrics: dict[str, float], control: TrainingControl
+    ) -> None:
+        super().on_train_batch_end(step=step, metrics=metrics)
+        self._ask("step", step, control)
+
+
+def test_a_callback_that_asks_for_the_end_gets_it_with_an_evaluation() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    witness = train(rows, rows, plan(num_steps=9), witness=Stopper("step", 3))
+    assert witness.calls[-3:] == ["done 3", "validated 3", "end 3"]
+    assert (witness.reason, witness.end) == ("enough", 3)
+
+
+def test_an_evaluation_that_ends_the_training_is_not_repeated() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    witness = train(rows, rows, plan(num_steps=9), witness=Stopper("validation", 2))
+    assert witness.calls[-3:] == ["validated 2", "done 2", "end 2"]
+    assert witness.reason == "enough"
+
+
+def test_a_callback_may_ask_for_the_end_before_the_first_step() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    witness = train(rows, rows, plan(), start=1, witness=Stopper("start", 1))
+    assert witness.calls == ["start 1/3", "end 1"]
+
+
+def test_a_training_that_comes_to_its_end_has_no_reason() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    assert train(rows, None, plan(), witness=Stopper("step", 3)).reason is None
+
+
+def test_what_one_rank_asks_for_ends_all() -> None:
+    run_on_fabric_ranks(check_that_all_ranks_end, 2)
+
+
+@on_fabric_rank
+def check_that_all_ranks_end() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    witness = Stopper("step", 2) if rank == 1 else Witness()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", callbacks=[witness])
+    fabric.launch()
+    assert fabric.global_rank == rank
+    torch.manual_seed(0)
+    model = fabric.setup(TinyModel())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.5))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    sharding = Sharding(global_batch_size=4, micro_batch_size=2, rank=rank, world_size=2)
+    reason = fit(
+        fabric,
+        model,
+        optimizer,  # type: ignore[arg-type]
+        train_rows=rows_of(3, 4, 5, 6),
+        validation_rows=None,
+        plan=plan(num_steps=9, sharding=sharding),
+        state=state,
+    )
+    assert (reason, state["step"]) == ("enough", 2)
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
@@ -156,6 +259,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
         # float32 sums in another order
         assert measured["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
         assert measured["num_tokens"] == int((targets != IGNORED).sum())
+        assert measured["num_input_tokens"] == 4 * rows.length
 
 
 def test_the_gradient_norm_is_a_metric_with_and_without_clipping() -> None:

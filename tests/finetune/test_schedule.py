@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,8 +9,8 @@ from thunder_memsave.finetune.config import LRSchedulerConfig
 from thunder_memsave.finetune.schedule import lr_factor, num_warmup_steps, set_learning_rate
 
 
-def factors(num_steps: int, **settings: float) -> list[float]:
-    config = LRSchedulerConfig(**settings)  # type: ignore[arg-type]
+def factors(num_steps: int, **settings: Any) -> list[float]:
+    config = LRSchedulerConfig(**settings)
     return [lr_factor(config, step=step, num_steps=num_steps) for step in range(num_steps)]
 
 
@@ -23,6 +25,20 @@ def test_warmup_rises_linearly_to_one_and_the_cosine_falls_to_the_ratio() -> Non
 
 def test_without_warmup_the_first_step_has_the_whole_rate() -> None:
     assert factors(3, warmup_steps=0, min_lr_ratio=0.0) == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_line_falls_evenly_from_one_to_the_ratio() -> None:
+    measured = factors(6, name="linear", warmup_steps=1, min_lr_ratio=0.2)
+    assert measured == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_constant_rate_has_a_warmup_only() -> None:
+    assert factors(5, name="constant", warmup_steps=2) == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_a_tenth_is_left_unless_the_ratio_is_given(name: str) -> None:
+    assert factors(4, name=name, warmup_steps=0)[-1] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0.1, 20), (0.0, 0), (1, 1), (50, 50), (50.0, 50)])
