@@ -74,7 +74,7 @@ class _Chat:
     def render_marked(self) -> tuple[str, list[Span]]:
         """Render everything, with the spans that the template's marks enclose."""
         try:
-            (text,), (spans,) = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [list(self.messages)],
                 tools=self.tools,
                 chat_template=self.template,
@@ -83,7 +83,8 @@ class _Chat:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the chat template refuses this conversation: {error}") from error
-        return text, [(start, end) for start, end in spans]
+        (text,), (spans,) = rendered
+        return str(text), [(start, end) for start, end in spans]
 
     def check_fields(self) -> None:
         """Refuse what the template never looks at, as far as its text shows."""

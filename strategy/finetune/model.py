@@ -1,21 +1,25 @@
-"""Makes the tokenizer and the transformers model, with peft adapters where asked for."""
+"""Makes the tokenizer and the transformers model that a run trains."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import warnings
-from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
+from thunder_memsave.finetune.adapters import (
+    add_adapter,
+    check_adapter,
+    has_adapter,
+    names_before,
+)
 from thunder_memsave.finetune.config import ModelConfig, RunConfig
+from thunder_memsave.finetune.hub import model_directory
+from thunder_memsave.finetune.task import CAUSAL_LM
 from thunder_memsave.materialize import load_on_setup
 from thunder_memsave.settings import ConfigError, refuse_unknown, suggestion
 
@@ -23,21 +27,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """Load the tokenizer of the model's directory.
+    """Load the model's tokenizer.
 
     Raises:
-        ConfigError: there is no such directory, or no tokenizer in it.
+        ConfigError: there is no such model, or no tokenizer with it.
     """
-    directory = Path(config.name_or_path)
-    if not directory.is_dir():
-        raise ConfigError(
-            f"model.name_or_path is {config.name_or_path!r}, which is not a directory; this "
-            "version reads models from local directories only: download the model first."
-        )
+    directory = model_directory(config)
     try:
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a tokenizer from {directory}: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"cannot load a tokenizer from {directory}: {error}", key="model.name_or_path"
+        ) from error
 
 
 def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
@@ -49,14 +50,15 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     Raises:
         ConfigError: the model cannot be made, or does not fit the tokenizer or the data.
     """
+    section = check_adapter(config)
     architecture = _architecture(config.model)
     # Before the weights, which may be large.
     _check_fit(architecture, tokenizer, config)
     # A cache of keys and values is for generation; here it would only be more outputs to capture.
     architecture.use_cache = False
-    model = _causal_lm(architecture, config)
-    if config.lora is not None:
-        model = _add_adapters(model, config)
+    model = _model(architecture, config)
+    if section is not None:
+        model = add_adapter(model, section, config)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_DTYPES[config.model.trainable_dtype])
@@ -70,42 +72,46 @@ def precision_of(config: RunConfig) -> str:
     fine-tuning of float32 weights at bfloat16 speed does.
     """
     is_mixed = config.model.dtype != config.model.trainable_dtype
-    return "bf16-mixed" if is_mixed and config.lora is None else "32-true"
+    return "bf16-mixed" if is_mixed and not has_adapter(config) else "32-true"
 
 
 def _architecture(settings: ModelConfig) -> Any:
     if settings.config is not None:
         return _inline_config(settings.config)
+    directory = model_directory(settings)
     try:
-        return transformers.AutoConfig.from_pretrained(settings.name_or_path, local_files_only=True)
-    except (OSError, ValueError) as error:
+        architecture = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(
-            f"cannot read the model's config in {settings.name_or_path}: {error}"
+            f"cannot read the model's config in {directory}: {error}", key="model.name_or_path"
         ) from error
+    # As the user names it, not as the cache does: an adapter says by this what it belongs to.
+    architecture.name_or_path = settings.name_or_path
+    return architecture
 
 
-def _causal_lm(architecture: Any, config: RunConfig) -> Any:
+def _model(architecture: Any, config: RunConfig) -> Any:
     settings = config.model
-    auto: Any = transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = auto.from_config(
+            model = CAUSAL_LM.auto_class.from_config(
                 architecture,
                 attn_implementation=settings.attn_implementation,
                 dtype=_load_dtype(config),
             )
         if settings.config is None:
-            load_on_setup(model, settings.name_or_path)
+            load_on_setup(model, model_directory(settings), rename=names_before(model))
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"cannot make a causal language model of type {architecture.model_type!r} from "
-            f"{settings.name_or_path}: {error}"
+            f"cannot make a {CAUSAL_LM.description} of type {architecture.model_type!r} from "
+            f"{settings.name_or_path or 'model.config'}: {error}",
+            key="model.name_or_path" if settings.config is None else "model.config",
         ) from error
     return model
 
 
 def _load_dtype(config: RunConfig) -> torch.dtype:
-    name = config.model.trainable_dtype if config.lora is None else config.model.dtype
+    name = config.model.trainable_dtype if not has_adapter(config) else config.model.dtype
     return _DTYPES[name]
 
 
@@ -116,7 +122,8 @@ def _inline_config(values: dict[str, Any]) -> Any:
     if model_type not in known_types:
         raise ConfigError(
             f"model.config.model_type is {model_type!r}, which transformers does not know"
-            f"{suggestion(model_type, known_types)}"
+            f"{suggestion(model_type, known_types)}",
+            key="model.config.model_type",
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
     signature = inspect.signature(config_class)
@@ -125,46 +132,38 @@ def _inline_config(values: dict[str, Any]) -> Any:
     try:
         return transformers.AutoConfig.for_model(**values)
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"transformers refuses model.config: {error}") from error
+        raise ConfigError(
+            f"transformers refuses model.config: {error}", key="model.config"
+        ) from error
 
 
 def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
     text = architecture.get_text_config()
+    quantized = getattr(architecture, "quantization_config", None)
+    if quantized is not None:
+        raise ConfigError(
+            f"the weights of {config.model.name_or_path} are quantized, which cannot be trained "
+            "here; name the model that they were made from.",
+            key="model.name_or_path",
+        )
     if len(tokenizer) > text.vocab_size:
         raise ConfigError(
             f"the tokenizer of {config.model.name_or_path} has {len(tokenizer)} tokens, the "
-            f"model's vocabulary {text.vocab_size}; set vocab_size to at least {len(tokenizer)}."
+            f"model's vocabulary {text.vocab_size}; set vocab_size to at least {len(tokenizer)}.",
+            key="model.name_or_path" if config.model.config is None else "model.config.vocab_size",
         )
     length = config.data.max_seq_length
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError(
             f"data.max_seq_length is {length}, but the model has {longest} positions "
-            "(max_position_embeddings); make it smaller."
+            "(max_position_embeddings); make it smaller.",
+            key="data.max_seq_length",
         )
     window = getattr(text, "sliding_window", None)
     if config.data.packing and window is not None and window < length:
         raise ConfigError(
             f"data.packing does not go with the model's sliding window of {window} tokens, which "
-            f"is shorter than data.max_seq_length ({length}); set data.packing: false."
+            f"is shorter than data.max_seq_length ({length}); set data.packing: false.",
+            key="data.packing",
         )
-
-
-def _add_adapters(model: Any, config: RunConfig) -> nn.Module:
-    assert config.lora is not None
-    known = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.init]
-    refuse_unknown(config.lora, known=known, where="lora")
-    try:
-        adapter = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **config.lora})
-        keep_dtype = config.model.trainable_dtype == config.model.dtype
-        with warnings.catch_warnings():
-            # peft asks transformers for an attribute that transformers is renaming.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return peft.get_peft_model(
-                model,
-                adapter,
-                autocast_adapter_dtype=not keep_dtype,
-                low_cpu_mem_usage=True,  # its name for the meta device
-            )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"peft refuses the section 'lora': {error}") from error
