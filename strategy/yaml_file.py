@@ -18,6 +18,11 @@ _MAX_VALUES = 50_000
 # PyYAML follows YAML 1.1, where a number with an exponent needs a dot and a sign.
 _EXPONENT_NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+")
 
+_PLAIN_TAGS = {
+    "mapping": ("map",),
+    "sequence": ("seq",),
+    "scalar": ("str", "int", "float", "bool", "null"),
+}
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -139,10 +144,10 @@ class _Reading:
             raise self._syntax_error(error) from error
         except RecursionError as error:
             raise ConfigError("the YAML is nested too deeply.", place=self._place(None)) from error
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            # Such as an impossible number in a base other than ten.
+            # A value that its tag, or YAML 1.1, calls a number, and that is none.
             raise ConfigError(f"this is not YAML: {error}.", place=self._place(None)) from error
 
     def _value(self, loader: yaml.SafeLoader, node: yaml.Node, *, where: str) -> Any:
@@ -166,7 +171,7 @@ class _Reading:
                     self._item(loader, item, where=f"{where}[{index}]")
                     for index, item in enumerate(node.value)
                 ]
-            return loader.construct_object(node)  # type: ignore[no-untyped-call]
+            return loader.construct_object(node)
         finally:
             self._open.pop()
 
@@ -222,7 +227,7 @@ class _Reading:
             )
             return None
         self._refuse_tag(node, node.start_mark.line + 1)
-        key = loader.construct_object(node)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(node)
         # YAML 1.1 reads the names on, off, yes and no as true and false.
         return node.value if key is None or isinstance(key, bool) else key
 
@@ -236,9 +241,7 @@ class _Reading:
         )
 
     def _refuse_tag(self, node: yaml.Node, line: int) -> None:
-        kinds = {yaml.MappingNode: ("map",), yaml.SequenceNode: ("seq",)}
-        plain = kinds.get(type(node), ("str", "int", "float", "bool", "null"))
-        if node.tag.removeprefix("tag:yaml.org,2002:") not in plain:
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN_TAGS[node.id]:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(
                 f"the YAML tag {tag} is refused; a run file holds plain values only.",

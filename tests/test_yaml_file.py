@@ -108,6 +108,9 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
         ("a: " + "[" * 5000, "nested too deeply", None),
         ("a: 1\n---\nb: 2", "but found another document", 2),
         ("a: 0b_", "this is not YAML", None),
+        ("a: !!bool maybe", "this is not YAML: 'maybe'", None),
+        ("a: !!map 3", "the YAML tag !!map is refused", 1),
+        ("a: !!str [3]", "the YAML tag !!str is refused", 1),
     ],
 )
 def test_what_is_no_plain_mapping_is_refused_with_its_line(

@@ -22,6 +22,9 @@ def import_class(spec: ClassSpec, *, where: str, default_module: str) -> Any:
         ConfigError: there is no such module, or no such class in it.
     """
     path, key = spec["class_path"], f"{where}.class_path"
+    if not all(part.isidentifier() for part in path.split(".")):
+        message = f"{key} is {path!r}, which is not the path of a class, such as torch.optim.AdamW."
+        raise ConfigError(message, key=key)
     module_name, _, name = path.rpartition(".")
     module = _import(module_name or default_module, path=path, key=key)
     found = getattr(module, name, None)
@@ -119,10 +122,6 @@ def _import(module_name: str, *, path: str, key: str) -> Any:
         if error.name is not None and module_name.startswith(error.name):
             hint = "; install its package, or put its directory into PYTHONPATH"
         raise ConfigError(f"{key} is {path!r}: {error}{hint}.", key=key) from error
-    except ValueError as error:  # such as a path of dots
-        raise ConfigError(
-            f"{key} is {path!r}, which is not the path of a class.", key=key
-        ) from error
     except Exception as error:  # the module's own code
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(

@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE)
+        print(_USAGE, end="")
         return 0 if arguments else _USER_ERROR
     if arguments[0] == "--version":
         print(f"thunder-memsave {__version__}")
@@ -132,7 +132,7 @@ def _validate(arguments: list[str]) -> int:
 
 def _configs(arguments: list[str]) -> int:
     if _wants_help(arguments) or not arguments:
-        print(_CONFIGS_HELP)
+        print(_CONFIGS_HELP, end="")
         return 0 if arguments else _USER_ERROR
     action, *rest = arguments
     match action, rest:
@@ -145,7 +145,9 @@ def _configs(arguments: list[str]) -> int:
         case "copy", [name, destination]:
             print(copy_shipped(name, destination))
         case _:
-            raise ConfigError(f"'configs {' '.join(arguments)}' is no command.\n{_CONFIGS_HELP}")
+            raise ConfigError(
+                f"'configs {' '.join(arguments)}' is no command.\n{_CONFIGS_HELP.rstrip()}"
+            )
     return 0
 
 
@@ -207,7 +209,7 @@ def _describe(run_file: RunFile) -> None:
 def _print_key_help(command: str) -> int:
     from thunder_memsave.finetune.key_help import help_text
 
-    print(_TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text()))
+    print(_TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text()), end="")
     return 0
 
 

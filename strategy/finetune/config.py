@@ -133,7 +133,7 @@ class RunConfig:
     weight."""
 
     adapter: ClassSpec | None = None
-    """Another adapter of peft: its config class, such as `LoHaConfig`, and the class's fields."""
+    """Another adapter of peft: its config class, such as `IA3Config`, and the class's fields."""
 
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

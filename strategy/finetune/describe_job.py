@@ -67,7 +67,7 @@ def _steps(job: Job) -> str:
     epochs = 1 if train.epochs is None and train.max_steps is None else train.epochs
     limits = [None if epochs is None else epochs * per_epoch, train.max_steps]
     num_steps = min(limit for limit in limits if limit is not None)
-    return f"{num_steps:,}, {num_steps / per_epoch:.3g} epochs of {per_epoch:,}"
+    return f"{num_steps:,} = {num_steps / per_epoch:.3g} epochs of {per_epoch:,} steps"
 
 
 def _sample(job: Job) -> list[str]:

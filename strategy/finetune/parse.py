@@ -32,7 +32,7 @@ from thunder_memsave.yaml_file import PlainDumper, YamlFile, read_yaml
 _EXAMPLES = {
     "model": "{name_or_path: meta-llama/Llama-3.2-1B}",
     "lora": "{r: 16, lora_alpha: 32, target_modules: all-linear}",
-    "adapter": "{class_path: LoHaConfig, init_args: {r: 8}}; LoRA has the section 'lora'",
+    "adapter": "{class_path: IA3Config, init_args: {...}}; LoRA has the section 'lora'",
     "data.dataset": "{class_path: ChatJSONL, init_args: {path: train.jsonl}}",
     "optimizer": "{class_path: torch.optim.AdamW, init_args: {lr: 2e-4}}",
     "lr_scheduler": "{name: cosine, warmup_steps: 0.03}",
