@@ -70,7 +70,8 @@ class RunDirectory:
             self.root.mkdir(parents=True, exist_ok=True)
             self.config.write_text(dump_run_config(_with_two_sizes(config)), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"cannot write to output_dir {self.root}: {error}") from error
+            message = f"cannot write to output_dir {self.root}: {error}"
+            raise ConfigError(message, key="output_dir") from error
 
 
 def _with_two_sizes(config: RunConfig) -> RunConfig:
@@ -151,17 +152,21 @@ def check_same_values(info: CheckpointInfo, values: Mapping[str, int | str]) -> 
             raise ConfigError(
                 f"{info.path} was written with {name} {written}, this run has {value}, so "
                 "it cannot go on from there; restore the setting, or start a new run in another "
-                "output_dir."
+                "output_dir.",
+                key="resume",
             )
 
 
 def _refuse_existing(directory: RunDirectory) -> None:
     if directory.root.exists() and not directory.root.is_dir():
-        raise ConfigError(f"output_dir {directory.root} is a file; name a directory.")
+        raise ConfigError(
+            f"output_dir {directory.root} is a file; name a directory.", key="output_dir"
+        )
     if directory.root.exists() and any(directory.root.iterdir()):
         raise ConfigError(
             f"output_dir {directory.root} exists and is not empty; name another directory, or go "
-            "on with the run in it by --resume=auto."
+            "on with the run in it by --resume=auto.",
+            key="output_dir",
         )
 
 
@@ -169,7 +174,8 @@ def _named_checkpoint(path: Path) -> CheckpointInfo:
     if not path.is_dir():
         raise ConfigError(
             f"resume is {str(path)!r}, which is not a checkpoint; name a directory such as "
-            "runs/first/checkpoints/step-00000100, or write 'auto'."
+            "runs/first/checkpoints/step-00000100, or write 'auto'.",
+            key="resume",
         )
     return _readable_info(path)
 
@@ -180,7 +186,8 @@ def _readable_info(path: Path) -> CheckpointInfo:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is not a checkpoint: its checkpoint.json cannot be read ({error}); remove or "
-            "rename the directory, or resume from another one."
+            "rename the directory, or resume from another one.",
+            key="resume",
         ) from error
 
 
@@ -188,7 +195,8 @@ def _check_same_run(info: CheckpointInfo, *, num_processes: int) -> None:
     if info.world_size != num_processes:
         raise ConfigError(
             f"{info.path} was written by {info.world_size} processes, this launch has "
-            f"{num_processes}; start {info.world_size} to go on exactly."
+            f"{num_processes}; start {info.world_size} to go on exactly.",
+            key="resume",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from thunder_memsave.finetune.job import Job, identity, prepare
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loss import MaskKind
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
-from thunder_memsave.finetune.run_directory import check_same_values, how_to_go_on
+from thunder_memsave.finetune.run_directory import how_to_go_on
 from thunder_memsave.finetune.stop import (
     NotFiniteError,
     ProcessDiedError,
@@ -110,9 +110,19 @@ def _base_files(job: Job) -> _BaseFiles:
         return _BaseFiles(names=frozenset(), identity={})
     names = names_in_files(job.model)
     identity = {"base_model": fingerprint_of_files(job.model)} if names else {}
-    if job.resume_from is not None:
-        check_same_values(job.resume_from, identity)
+    _check_same_base(job, identity)
     return _BaseFiles(names=names, identity=identity)
+
+
+def _check_same_base(job: Job, identity: Mapping[str, str]) -> None:
+    checkpoint = job.resume_from
+    if checkpoint is not None and checkpoint.values.get("base_model") != identity.get("base_model"):
+        raise ConfigError(
+            f"{checkpoint.path} was written with other frozen weights than those of "
+            f"model.name_or_path {job.config.model.name_or_path}, and does not hold them; restore "
+            "the model, or start a new run in another output_dir.",
+            key="model.name_or_path",
+        )
 
 
 def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> None:

@@ -43,7 +43,7 @@ def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
         ConfigError: a class or an argument cannot be used.
     """
     own = [
-        _callback(spec, directory, where=f"callbacks.{index}")
+        _callback(spec, directory, where=f"callbacks[{index}]")
         for index, spec in enumerate(config.callbacks)
     ]
     monitors = _replaced([ThroughputMonitor(), LearningRateMonitor(), MemoryMonitor()], own)
@@ -64,7 +64,7 @@ def build_loggers(config: RunConfig, directory: RunDirectory) -> list[Any]:
         ConfigError: a class or an argument cannot be used, or a package is not installed.
     """
     return [
-        _logger(spec, directory, where=f"loggers.{index}")
+        _logger(spec, directory, where=f"loggers[{index}]")
         for index, spec in enumerate(config.loggers)
     ]
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,14 +26,20 @@ def write_long_run(directory: Path, model_directory: Path) -> Path:
     return write_run_file(directory, values)
 
 
-def start(path: Path, *, num_processes: int) -> subprocess.Popen[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+LAUNCHES = {
+    "alone": [],
+    "devices": [],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+}
+
+
+def start(path: Path, *overrides: str, launch: str) -> subprocess.Popen[str]:
+    devices = ["--devices=2"] if launch == "devices" else []
     return subprocess.Popen(
         [
             # pytest-xdist's workers ignore the signal, and what they start would too.
-            *("env", "--default-signal=INT", sys.executable),
-            *(launch if num_processes > 1 else []),
-            *("-m", "thunder_memsave", "train", str(path)),
+            *("env", "--default-signal=INT", sys.executable, *LAUNCHES[launch]),
+            *("-m", "thunder_memsave", "train", str(path), *devices, *overrides),
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -41,13 +49,15 @@ def start(path: Path, *, num_processes: int) -> subprocess.Popen[str]:
     )
 
 
-def interrupt_at_first_checkpoint(process: subprocess.Popen[str], directory: Path) -> str:
-    """Press Ctrl-C, which a terminal sends to the foreground group; returns standard error."""
+def end_at_first_checkpoint(
+    process: subprocess.Popen[str], directory: Path, end: Callable[[], None]
+) -> str:
+    """Returns standard error."""
     try:
         while not list_checkpoints(directory / "checkpoints"):
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)
+        end()
         return process.communicate(timeout=60)[1]
     finally:
         if process.poll() is None:
@@ -55,25 +65,63 @@ def interrupt_at_first_checkpoint(process: subprocess.Popen[str], directory: Pat
             process.wait()
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+SAYS_LAUNCH = {"alone": ("", ""), "devices": ("", " --devices=2")}
+SAYS_LAUNCH["torchrun"] = ("torchrun --nproc-per-node 2 --no-python ", "")
+
+
+@pytest.mark.parametrize("launch", list(LAUNCHES))
 def test_ctrl_c_says_once_where_the_run_is_and_how_it_goes_on(
-    num_processes: int, tmp_path: Path, model_directory: Path
+    launch: str, tmp_path: Path, model_directory: Path
 ) -> None:
     directory = tmp_path / "run"
-    process = start(write_long_run(tmp_path, model_directory), num_processes=num_processes)
-    error = interrupt_at_first_checkpoint(process, directory)
+    process = start(write_long_run(tmp_path, model_directory), launch=launch)
+    # A terminal sends it to the whole foreground group.
+    press = partial(os.killpg, process.pid, signal.SIGINT)
+    error = end_at_first_checkpoint(process, directory, press)
     (line,) = [line for line in error.splitlines() if line.startswith("interrupted at step ")]
     last = list_checkpoints(directory / "checkpoints")[-1]
-    launch = "" if num_processes == 1 else "torchrun --nproc-per-node 2 --no-python "
-    resume = f"{launch}thunder-memsave train {directory / 'config.yaml'} --resume=auto"
+    before, after = SAYS_LAUNCH[launch]
+    resume = f"{before}thunder-memsave train {directory / 'config.yaml'}{after} --resume=auto"
     assert line.endswith(f": the last checkpoint is {last}; go on with: {resume}")
     # torchrun ends with a traceback and an exit code of its own.
     assert "thunder_memsave" not in error.partition("Traceback")[2].replace(str(last), "")
-    if num_processes == 1:
+    if launch != "torchrun":
         assert process.returncode == 130
         assert error == f"{line}\n"
-        step = int(last.name.removeprefix("step-"))
-        assert main(["train", *resume.split()[2:], f"--train.max_steps={step + 1}"]) == 0
+    assert (directory / "loss.png").exists()
+    goes_on(resume, num_steps=int(last.name.removeprefix("step-")) + 1)
+
+
+def goes_on(command: str, *, num_steps: int) -> None:
+    """Do what the message says, in a shell, but for its length."""
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    result = subprocess.run(
+        f"{command} --train.max_steps={num_steps}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": scripts},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "resuming from" in result.stdout
+
+
+def test_a_process_that_dies_ends_the_run_with_one_message(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    directory = tmp_path / "run"
+    process = start(write_long_run(tmp_path, model_directory), launch="devices")
+
+    def kill() -> None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+
+    error = end_at_first_checkpoint(process, directory, kill)
+    assert process.returncode == 1
+    (line,) = error.splitlines()
+    assert line.startswith("error: process 1 of 2 was ended by SIGKILL at step ")
+    assert line.endswith("config.yaml --devices=2 --resume=auto")
 
 
 def test_gradients_that_are_not_finite_end_all_ranks_with_one_message(
@@ -82,7 +130,7 @@ def test_gradients_that_are_not_finite_end_all_ranks_with_one_message(
     values = run_values(tmp_path, model_directory, train={"max_steps": 20})
     values["optimizer"]["init_args"]["lr"] = 1e6
     del values["data"]["dataset"]["init_args"]["val_fraction"]
-    process = start(write_run_file(tmp_path, values), num_processes=2)
+    process = start(write_run_file(tmp_path, values), launch="torchrun")
     error = process.communicate(timeout=300)[1]
     assert process.returncode == 1
     (line,) = [line for line in error.splitlines() if line.startswith("error: step ")]
@@ -116,7 +164,7 @@ def test_ctrl_c_before_the_training_is_one_line(
 
 def test_without_a_checkpoint_the_run_starts_again(tmp_path: Path) -> None:
     directory = RunDirectory(root=tmp_path / "my run")
-    text = how_to_go_on(directory, started_from=None)
+    text = how_to_go_on(directory, num_processes=1, started_from=None)
     command = f"thunder-memsave train '{directory.config}' --resume=auto"
     assert text == f"there is no checkpoint yet; start again with: {command}"
 
@@ -125,7 +173,8 @@ def test_a_run_without_a_checkpoint_of_its_own_starts_again_from_where_it_starte
     tmp_path: Path,
 ) -> None:
     other = CheckpointInfo(path=tmp_path / "step-00000004", world_size=1, values={})
-    text = how_to_go_on(RunDirectory(root=tmp_path / "run"), started_from=other)
+    directory = RunDirectory(root=tmp_path / "run")
+    text = how_to_go_on(directory, num_processes=1, started_from=other)
     assert f"the last checkpoint is {other.path}, which this run started from" in text
     assert text.endswith(f"--resume={other.path} --output_dir=ANOTHER")
 
@@ -135,5 +184,5 @@ def test_a_run_on_nodes_is_resumed_on_as_many(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    text = how_to_go_on(RunDirectory(root=tmp_path), started_from=None)
+    text = how_to_go_on(RunDirectory(root=tmp_path), num_processes=8, started_from=None)
     assert "torchrun --nnodes 2 ... --nproc-per-node 4 --no-python thunder-memsave" in text

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import csv
+import io
+import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.language_model import run_values, write_run_file
+from harness.language_model import prompt_rows, run_values, write_jsonl, write_run_file
 from thunder_memsave.finetune.batches import Sharding, step_rows
+from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data import PromptJSONL
 from thunder_memsave.finetune.model import build_model
 from thunder_memsave.finetune.parse import load_run_config
@@ -39,6 +47,8 @@ def command(path: Path, *overrides: str, num_processes: int) -> list[str]:
 
 
 def run(path: Path, *overrides: str, num_processes: int) -> str:
+    if num_processes == 1:
+        return run_here(path, *overrides)
     result = subprocess.run(
         command(path, *overrides, num_processes=num_processes),
         capture_output=True,
@@ -49,10 +59,36 @@ def run(path: Path, *overrides: str, num_processes: int) -> str:
     return result.stdout
 
 
+def run_here(path: Path, *overrides: str, exit_code: int = 0) -> str:
+    """Without the seconds that a process takes to import everything; returns what it printed."""
+    output, handler = io.StringIO(), signal.getsignal(signal.SIGINT)
+    try:
+        with redirect_stdout(output), redirect_stderr(output):
+            code = main(["train", str(path), *overrides])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert code == exit_code, output.getvalue()
+    return output.getvalue()
+
+
 def metrics_of(directory: Path) -> list[dict[str, float]]:
     with (directory / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [{key: float(value) for key, value in row.items() if value} for row in rows]
+
+
+# What no two runs have in common.
+CLOCKS = (
+    "input_tokens_per_s",
+    "process_peak_rss_gib",
+    "step_seconds",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+)
+
+
+def history(directory: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in metrics_of(directory)]
 
 
 def last_loss(directory: Path, name: str) -> float:
@@ -60,10 +96,10 @@ def last_loss(directory: Path, name: str) -> float:
 
 
 @torch.no_grad()
-def plain_loss(model: Any, tokenizer: Any, path: Path) -> float:
+def plain_loss(model: Any, tokenizer: Any, **dataset: Any) -> float:
     """The validation loss, one document at a time, without anything of ours but the split."""
     total, count = 0.0, 0
-    for document in PromptJSONL(path=str(path), val_fraction=0.25).load(tokenizer).validation:
+    for document in PromptJSONL(**dataset).load(tokenizer).validation:
         prompt, completion = (part.text for part in document.parts)
         ids = torch.tensor([[*tokenizer(prompt + completion)["input_ids"], 1]])
         start = len(tokenizer(prompt)["input_ids"])
@@ -91,15 +127,48 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, two_ranks: Path) -> Path:
     return directory
 
 
-def test_two_processes_log_what_one_logs(two_ranks: Path, one_rank: Path) -> None:
-    clocks = ("step_seconds", "tokens_per_s")
-    runs = [
-        [{k: v for k, v in row.items() if k not in clocks} for row in metrics_of(path / "run")]
-        for path in (two_ranks, one_rank)
-    ]
-    assert [row["step"] for row in runs[0]] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
-    for measured, expected in zip(*runs, strict=True):
+def assert_same_history(first: Path, second: Path) -> None:
+    for measured, expected in zip(history(first), history(second), strict=True):
         assert measured == pytest.approx(expected, rel=SUM_ORDER)
+
+
+def test_two_processes_log_what_one_logs(two_ranks: Path, one_rank: Path) -> None:
+    steps = [row["step"] for row in metrics_of(two_ranks / "run")]
+    assert steps == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
+    assert_same_history(two_ranks / "run", one_rank / "run")
+
+
+def test_two_nodes_log_what_one_process_logs(
+    two_ranks: Path, one_rank: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    meet = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    train = [
+        "-m",
+        "thunder_memsave",
+        "train",
+        two_ranks / "run.yaml",
+        f"--output_dir={tmp_path}/run",
+    ]
+    nodes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *(*meet, f"--node-rank={node}", *map(str, train)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert_same_history(tmp_path / "run", one_rank / "run")
+    (printed,) = [output for output in outputs if "adapter: " in output]
+    assert printed.count("step 6/6 | loss") == 1
 
 
 def test_the_run_equals_a_plain_loop_over_transformers_and_peft(
@@ -145,7 +214,7 @@ def test_the_adapter_gives_the_logged_loss_in_plain_transformers_and_peft(
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     base = AutoModelForCausalLM.from_pretrained(model_directory)
     model = PeftModel.from_pretrained(base, two_ranks / "run" / "adapter").eval()
-    measured = plain_loss(model, tokenizer, two_ranks / "rows.jsonl")
+    measured = plain_loss(model, tokenizer, path=str(two_ranks / "rows.jsonl"), val_fraction=0.25)
     logged = last_loss(two_ranks / "run", "val_loss")
     assert measured == pytest.approx(logged, rel=SUM_ORDER)
     first = next(row["val_loss"] for row in metrics_of(two_ranks / "run") if "val_loss" in row)
@@ -154,7 +223,9 @@ def test_the_adapter_gives_the_logged_loss_in_plain_transformers_and_peft(
 
 def test_the_run_directory_holds_config_metrics_checkpoints_and_adapter(two_ranks: Path) -> None:
     found = {path.name for path in (two_ranks / "run").iterdir()}
-    assert found == {"config.yaml", "metrics.csv", "checkpoints", "adapter"}
+    assert found == {
+        *("config.yaml", "environment.json", "metrics.csv", "loss.png", "checkpoints", "adapter")
+    }
     names = [path.name for path in sorted((two_ranks / "run" / "checkpoints").iterdir())]
     assert names == ["step-00000005", "step-00000006"]
 
@@ -177,7 +248,7 @@ def test_full_fine_tuning_of_a_packed_tied_model_writes_a_model_that_loads(
     assert model.lm_head.weight is model.model.embed_tokens.weight
     metrics = metrics_of(tmp_path / "run")
     assert all("grad_norm" in row for row in metrics if "loss" in row)
-    measured = plain_loss(model, tokenizer, tmp_path / "rows.jsonl")
+    measured = plain_loss(model, tokenizer, path=str(tmp_path / "rows.jsonl"), val_fraction=0.25)
     assert measured == pytest.approx(last_loss(tmp_path / "run", "val_loss"), rel=SUM_ORDER)
 
 
@@ -207,12 +278,7 @@ def test_a_run_killed_at_any_time_resumes_to_bit_identical_weights(
     output = run(path, f"--output_dir={killed}", "--resume=auto", num_processes=2)
     assert "resuming from" in output
     assert_same_adapter(killed, whole)
-    clocks = ("step_seconds", "tokens_per_s")
-    histories = [
-        [{k: v for k, v in row.items() if k not in clocks} for row in metrics_of(directory)]
-        for directory in (killed, whole)
-    ]
-    assert histories[0] == histories[1]
+    assert history(killed) == history(whole)
 
 
 def start_and_kill(path: Path, directory: Path, chance: random.Random, *, num_steps: int) -> None:
@@ -262,6 +328,106 @@ def assert_same_adapter(first: Path, second: Path) -> None:
     assert weights.keys() == expected.keys()
     different = [name for name in weights if not torch.equal(weights[name], expected[name])]
     assert not different
+
+
+@pytest.fixture(scope="module")
+def stopped_early(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
+    """Packed rows, accumulation, dropout, loggers; ended by a callback after step 4 of 9."""
+    directory = tmp_path_factory.mktemp("stopped_early")
+    patience = {"patience": 2, "min_delta": 10.0}
+    values = run_values(
+        directory,
+        model_directory,
+        lora=DROPOUT,
+        data={"packing": True},
+        train={"max_steps": 9, "micro_batch_size": None, "gradient_accumulation_steps": 2},
+        checkpoint={"every_n_steps": 1, "keep_last": 9},
+    )
+    fresh = write_jsonl(directory / "validation.jsonl", prompt_rows(40)[30:])
+    rows = str(directory / "rows.jsonl")
+    values["data"]["dataset"]["init_args"] = {"path": rows, "val_path": str(fresh)}
+    values["callbacks"] = [{"class_path": "EarlyStopping", "init_args": patience}]
+    values["loggers"] = [{"class_path": "TensorBoardLogger"}, {"class_path": "CSVLogger"}]
+    output = run_here(write_run_file(directory, values))
+    assert "stopped after step 4 of 9: val_loss has not improved in the last 2 eval" in output
+    return directory
+
+
+def test_a_run_resumes_bit_exactly_from_every_checkpoint(
+    stopped_early: Path, tmp_path: Path
+) -> None:
+    """With the state of early stopping: it ends after the same step."""
+    whole = stopped_early / "run"
+    for step in (1, 2, 3, 4):
+        resumed = tmp_path / str(step)
+        last = whole / "checkpoints" / f"step-{step:08d}"
+        shutil.copytree(last, resumed / "checkpoints" / last.name)
+        shutil.copy(whole / "metrics.csv", resumed)
+        shutil.copy(whole / "config.yaml", resumed)
+        output = run_here(resumed / "config.yaml", "--resume=auto", f"--output_dir={resumed}")
+        assert "stopped after step 4 of 9" in output
+        assert_same_adapter(resumed, whole)
+        assert history(resumed) == history(whole)
+
+
+def test_an_adapter_of_packed_rows_gives_the_logged_loss_of_another_file(
+    stopped_early: Path, model_directory: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    base = AutoModelForCausalLM.from_pretrained(model_directory)
+    model = PeftModel.from_pretrained(base, stopped_early / "run" / "adapter").eval()
+    rows, fresh = (str(stopped_early / name) for name in ("rows.jsonl", "validation.jsonl"))
+    measured = plain_loss(model, tokenizer, path=rows, val_path=fresh)
+    assert measured == pytest.approx(last_loss(stopped_early / "run", "val_loss"), rel=SUM_ORDER)
+
+
+def test_tensorboard_has_every_metric_and_the_hyperparameters(stopped_early: Path) -> None:
+    (file,) = (stopped_early / "run" / "lightning_logs").glob("version_*/events*")
+    events = EventAccumulator(str(file.parent)).Reload()
+    logged = {event.step: event.value for event in events.Scalars("val_loss")}
+    expected = {
+        row["step"]: row["val_loss"] for row in history(stopped_early / "run") if "val_loss" in row
+    }
+    assert logged == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps float32
+    assert len(events.Scalars("loss")) == 4
+    assert "global_batch_size: 4" in (file.parent / "hparams.yaml").read_text()
+
+
+def test_the_resolved_run_file_has_two_of_the_three_batch_sizes(stopped_early: Path) -> None:
+    train = yaml.safe_load((stopped_early / "run" / "config.yaml").read_text())["train"]
+    assert (train["global_batch_size"], train["micro_batch_size"]) == (4, 2)
+    assert train["gradient_accumulation_steps"] is None
+
+
+def test_a_second_run_into_the_same_directory_is_refused(stopped_early: Path) -> None:
+    before = sorted((stopped_early / "run").rglob("*"))
+    output = run_here(stopped_early / "run.yaml", exit_code=2)
+    assert "exists and is not empty; name another directory, or go on with the run" in output
+    assert sorted((stopped_early / "run").rglob("*")) == before
+
+
+def test_a_checkpoint_of_other_frozen_weights_is_refused(
+    stopped_early: Path, model_directory: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "model"
+    shutil.copytree(model_directory, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    path = stopped_early / "run" / "config.yaml"
+    output = run_here(path, "--resume=auto", f"--model.name_or_path={other}", exit_code=2)
+    assert "step-00000004 was written with other frozen weights than those of model" in output
+
+
+def test_every_start_of_a_run_is_in_its_environment(stopped_early: Path, tmp_path: Path) -> None:
+    resumed = tmp_path / "run"
+    shutil.copytree(stopped_early / "run", resumed)
+    run_here(resumed / "config.yaml", "--resume=auto", f"--output_dir={resumed}")
+    first, second = json.loads((resumed / "environment.json").read_text())
+    assert (first["step"], second["step"]) == (0, 4)
+    assert second["world_size"] == 1
+    assert second["versions"]["torch"] == torch.__version__
+    assert second["argv"] == sys.argv
 
 
 def test_a_resumed_run_takes_the_optimizers_arguments_from_its_run_file(

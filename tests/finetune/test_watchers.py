@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thunder_memsave.callbacks import (
+    EarlyStopping,
+    MetricsCSV,
+    MetricsLogger,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
+from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.run_directory import RunDirectory
+from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
+from thunder_memsave.settings import ConfigError
+
+
+def callbacks_of(tmp_path: Path, *specs: Any, **settings: Any) -> list[Any]:
+    config = RunConfig(callbacks=list(specs), **settings)
+    return build_callbacks(config, RunDirectory(root=tmp_path))
+
+
+def loggers_of(tmp_path: Path, *specs: Any) -> list[Any]:
+    return build_loggers(RunConfig(loggers=list(specs)), RunDirectory(root=tmp_path))
+
+
+def names(callbacks: list[Any]) -> list[str]:
+    return [type(callback).__name__ for callback in callbacks]
+
+
+def test_those_that_measure_stand_before_those_that_write_and_the_checkpoint_is_last(
+    tmp_path: Path,
+) -> None:
+    callbacks = callbacks_of(tmp_path, {"class_path": "EarlyStopping"})
+    assert names(callbacks) == [
+        *("ThroughputMonitor", "LearningRateMonitor", "MemoryMonitor", "EarlyStopping"),
+        *("MetricsCSV", "LossCurve", "ProgressBar", "ModelCheckpoint"),
+    ]
+    assert callbacks[4].monitors == tuple(callbacks[:4])
+
+
+def test_a_callback_of_a_default_class_replaces_the_default(tmp_path: Path) -> None:
+    spec = {"class_path": "ThroughputMonitor", "init_args": {"peak_tflops": 100.0}}
+    callbacks = callbacks_of(tmp_path, spec, {"class_path": "MetricsCSV"})
+    assert names(callbacks).count("ThroughputMonitor") == names(callbacks).count("MetricsCSV") == 1
+    assert isinstance(callbacks[0], ThroughputMonitor)
+    assert callbacks[0].peak_tflops == 100.0
+    (writer,) = (callback for callback in callbacks if isinstance(callback, MetricsCSV))
+    assert writer.path == tmp_path / "metrics.csv"
+    assert callbacks[0] in writer.monitors
+
+
+def test_a_checkpoint_of_the_run_file_writes_where_runs_look_for_it(tmp_path: Path) -> None:
+    callbacks = callbacks_of(tmp_path, {"class_path": "ModelCheckpoint"})
+    assert isinstance(callbacks[-1], ModelCheckpoint)
+    assert callbacks[-1].directory == tmp_path / "checkpoints"
+
+
+def test_two_callbacks_of_one_class_may_be_added(tmp_path: Path) -> None:
+    specs = [
+        {"class_path": "EarlyStopping", "init_args": {"monitor": name}}
+        for name in ("val_loss", "val_perplexity")
+    ]
+    added = [c for c in callbacks_of(tmp_path, *specs) if isinstance(c, EarlyStopping)]
+    assert [callback.monitor for callback in added] == ["val_loss", "val_perplexity"]
+
+
+def test_metrics_go_to_loggers_where_there_are_some(tmp_path: Path) -> None:
+    callbacks = callbacks_of(tmp_path, loggers=[{"class_path": "CSVLogger"}])
+    (logger,) = (callback for callback in callbacks if isinstance(callback, MetricsLogger))
+    assert logger.hyperparameters is not None
+    assert logger.hyperparameters["train"]["seed"] == 42
+
+
+def test_a_constructor_that_refuses_is_told_by_its_place(tmp_path: Path) -> None:
+    spec = {"class_path": "EarlyStopping", "init_args": {"patience": 0}}
+    with pytest.raises(ConfigError, match=r"callbacks\[0\]: EarlyStopping refuses .* at least 1"):
+        callbacks_of(tmp_path, spec)
+
+
+def test_a_logger_writes_into_the_run_unless_it_says_where(tmp_path: Path) -> None:
+    elsewhere = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path / "logs")}}
+    first, second = loggers_of(tmp_path / "run", {"class_path": "CSVLogger"}, elsewhere)
+    assert Path(first.save_dir) == tmp_path / "run"
+    assert Path(second.save_dir) == tmp_path / "logs"
+    assert not (tmp_path / "run").exists()
+
+
+class NeedsPackage:
+    """A logger whose package is not there."""
+
+    def __init__(self, *, save_dir: str) -> None:
+        raise ModuleNotFoundError("No module named 'x'", name="x")
+
+
+class WandbLogger(NeedsPackage):
+    """Named as Lightning's; the real one may be installed or not."""
+
+
+@pytest.mark.parametrize(("name", "package"), [("NeedsPackage", "x"), ("WandbLogger", "wandb")])
+def test_a_logger_without_its_package_names_what_to_install(
+    name: str, package: str, tmp_path: Path
+) -> None:
+    path = f"{__name__}.{name}"
+    message = rf"loggers\[0\]\.class_path is {name}, .* not installed: pip install {package}$"
+    with pytest.raises(ConfigError, match=message) as caught:
+        loggers_of(tmp_path, {"class_path": path})
+    assert caught.value.key == "loggers[0]"
