@@ -18,10 +18,10 @@ _MAX_VALUES = 50_000
 # PyYAML follows YAML 1.1, where a number with an exponent needs a dot and a sign.
 _EXPONENT_NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+")
 
-_PLAIN_TAGS = {
-    "mapping": ("map",),
-    "sequence": ("seq",),
-    "scalar": ("str", "int", "float", "bool", "null"),
+_PLAIN_TAGS: dict[type[yaml.Node], tuple[str, ...]] = {
+    yaml.MappingNode: ("map",),
+    yaml.SequenceNode: ("seq",),
+    yaml.ScalarNode: ("str", "int", "float", "bool", "null"),
 }
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
@@ -241,7 +241,7 @@ class _Reading:
         )
 
     def _refuse_tag(self, node: yaml.Node, line: int) -> None:
-        if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN_TAGS[node.id]:
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN_TAGS[type(node)]:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(
                 f"the YAML tag {tag} is refused; a run file holds plain values only.",

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import peft
 import torch
 from huggingface_hub import constants
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
+from thunder_memsave.finetune.adapters import check_adapter
 from thunder_memsave.finetune.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.class_kinds import (
     CALLBACK,
@@ -26,9 +26,10 @@ from thunder_memsave.finetune.class_kinds import (
     ClassKind,
     check_class,
 )
-from thunder_memsave.finetune.class_spec import argument_problems, build
+from thunder_memsave.finetune.class_spec import build
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.data import PlainText, PromptJSONL, TextJSONL
+from thunder_memsave.finetune.hub import is_hub_name
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.model import build_model, load_tokenizer
 from thunder_memsave.finetune.prepare import PreparedData, prepare_data
@@ -38,11 +39,9 @@ from thunder_memsave.finetune.run_directory import (
     check_same_values,
     checkpoint_to_resume,
 )
-from thunder_memsave.settings import ConfigError, ConfigErrors, raise_all
+from thunder_memsave.settings import ConfigError, ConfigErrors
 
 T = TypeVar("T")
-
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +134,7 @@ def _check_classes(config: RunConfig, problems: Problems) -> None:
     for where, spec, kind in places:
         problems.check(_class_check(spec, kind, where), reads=(where,), about=where)
     problems.check(lambda: _check_optimizer(config), reads=("optimizer",), about="optimizer")
-    problems.check(lambda: _check_lora(config), reads=("lora",), about="lora")
+    problems.check(lambda: check_adapter(config), reads=("lora", "adapter"), about="lora")
     problems.check(lambda: _check_devices(config), reads=("devices",), about="devices")
     problems.check(lambda: _check_output(config), reads=("output_dir",), about="output_dir")
 
@@ -148,10 +147,6 @@ def _check_optimizer(config: RunConfig) -> None:
     """Make the optimizer for one weight: only its constructor knows which values it takes."""
     weight = nn.Parameter(torch.zeros(1))
     build(config.optimizer, [weight], where="optimizer", default_module=OPTIMIZER.default_module)
-
-
-def _check_lora(config: RunConfig) -> None:
-    raise_all(list(argument_problems(peft.LoraConfig, config.lora or {}, where="lora")))
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -181,19 +176,13 @@ def _check_output(config: RunConfig) -> None:
 
 
 def _tokenizer(config: RunConfig, problems: Problems) -> Any:
-    if problems.found and _would_download(config):
+    if problems.found and is_hub_name(config.model) and not constants.is_offline_mode():
         return None  # a mistake should not wait for gigabytes
     return problems.check(
         lambda: load_tokenizer(config.model),
         reads=_keys("model", "name_or_path", "revision"),
         about="model.name_or_path",
     )
-
-
-def _would_download(config: RunConfig) -> bool:
-    name = config.model.name_or_path
-    is_hub_name = _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
-    return is_hub_name and not constants.HF_HUB_OFFLINE
 
 
 def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData | None:
