@@ -4,6 +4,8 @@ The loop passes keyword arguments (see `thunder_memsave.finetune.loop`); each ca
 it needs. Callbacks that measure add to `metrics` and stand before the ones that write it.
 """
 
+from typing import TYPE_CHECKING
+
 from thunder_memsave.callbacks.checkpoint import ModelCheckpoint
 from thunder_memsave.callbacks.control import TrainingControl
 from thunder_memsave.callbacks.early_stopping import EarlyStopping
@@ -15,6 +17,9 @@ from thunder_memsave.callbacks.metrics_logger import MetricsLogger
 from thunder_memsave.callbacks.progress import ProgressBar
 from thunder_memsave.callbacks.state import CallbackStates
 from thunder_memsave.callbacks.throughput import ThroughputMonitor
+
+if TYPE_CHECKING:
+    from thunder_memsave.callbacks.loss_curve import LossCurve
 
 __all__ = [
     "CallbackStates",

@@ -12,11 +12,11 @@ from thunder_memsave.callbacks.loss_curve import _Series, draw_loss_curve
 ROWS = "step,loss,val_loss,lr\n0,,3.0,\n1,2.5,,0.1\n2,2.0,,0.05\n2,,2.2,\n"
 
 
-def curve(tmp_path: Path, text: str = ROWS, **settings: float) -> tuple[Fabric, Path]:
+def curve(tmp_path: Path, text: str = ROWS) -> tuple[Fabric, Path]:
     path = tmp_path / "loss.png"
     (tmp_path / "metrics.csv").write_text(text)
     times = iter([0.0, 1.0, 40.0])
-    callback = LossCurve(path, clock=lambda: next(times), **settings)
+    callback = LossCurve(path, clock=lambda: next(times))
     return Fabric(accelerator="cpu", devices=1, callbacks=[callback]), path
 
 
