@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.checkpoint.agreement import OtherRankError, broadcast, together
 from thunder_memsave.checkpoint.module_state import Problem, StateMismatchError, copy_rows
-from thunder_memsave.checkpoint.sources import TensorSource, TensorSpec, open_source
+from thunder_memsave.checkpoint.sources import StateDictSource, TensorSource, TensorSpec, open_source
 from thunder_memsave.initialize import initialize
 from thunder_memsave.sharding import (
     DataParallel,
@@ -47,7 +47,10 @@ def without_adapters(name: str) -> str | None:
 
 
 def load_on_setup(
-    module: nn.Module, weights: str | Path, *, rename: Rename = without_adapters
+    module: nn.Module,
+    weights: str | Path | Mapping[str, Tensor],
+    *,
+    rename: Rename = without_adapters,
 ) -> None:
     """Notes that `module`, on the meta device, is to be filled from files when it is set up.
 
@@ -55,7 +58,7 @@ def load_on_setup(
 
     Args:
         module: A model, or a part of one.
-        weights: A safetensors file, a file with a state dict, or a model directory.
+        weights: A safetensors file, a file with a state dict, or a model directory; or tensors.
         rename: Gives None for parameters that the files do not have; they are initialised.
 
     Raises:
@@ -67,7 +70,8 @@ def load_on_setup(
             "already; make it with fabric.init_module(empty_init=True), or call "
             "fabric.load_raw(path, model) after setup."
         )
-    pending = PendingWeights(source=open_source(weights), rename=rename)
+    source = StateDictSource(weights) if isinstance(weights, Mapping) else open_source(weights)
+    pending = PendingWeights(source=source, rename=rename)
     setattr(module, _PENDING, pending)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from thunder_memsave.finetune.class_spec import argument_problems, checked_init_
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.hub import is_hub_name
 from thunder_memsave.finetune.task import CAUSAL_LM
+from thunder_memsave.materialize import load_on_setup
 from thunder_memsave.settings import ConfigError, raise_all, suggestion
 
 # One step of each was compared with eager peft, and its start with peft's on a loaded model.
@@ -26,7 +27,6 @@ _METHODS = (
     "GraloraConfig",
     "IA3Config",
     "MissConfig",
-    "RandLoraConfig",
     "RoadConfig",
     "VeraConfig",
 )
@@ -55,6 +55,7 @@ _REASONS = {
     "PromptEncoderConfig": _MORE_TOKENS,
     "PromptTuningConfig": _MORE_TOKENS,
     "PsoftConfig": _GRADIENTS,
+    "RandLoraConfig": "its layers cannot be compiled under bfloat16",
     "ShiraConfig": "its layers use sparse tensors, which cannot be captured",
     "TrainableTokensConfig": "its embedding cannot be compiled; use modules_to_save in 'lora'",
     "VBLoRAConfig": _VALUES_DECIDE,
@@ -105,6 +106,17 @@ def has_adapter(config: RunConfig) -> bool:
     return config.lora is not None or config.adapter is not None
 
 
+def casts_its_inputs(config: RunConfig) -> bool:
+    """Tell whether trained weights of another format than the frozen ones need no autocast.
+
+    LoRA's layers cast what they take and give. Other methods, and modules or biases of the model
+    itself that are trained, meet activations of the frozen weights' format.
+    """
+    fields = config.lora or {}
+    is_lora_only = not fields.get("modules_to_save") and fields.get("bias", "none") == "none"
+    return config.lora is not None and is_lora_only
+
+
 def check_adapter(config: RunConfig) -> AdapterSection | None:
     """Find the adapter's section and check what can be checked without the model.
 
@@ -124,7 +136,7 @@ def add_adapter(model: Any, section: AdapterSection, config: RunConfig) -> nn.Mo
     """Wrap the model, whose weights stay on the meta device.
 
     LoRA's weights are on it too, and are initialised when the model is set up. Those of the other
-    methods are made here, whole, on the CPU, from the run's seed.
+    methods are made here on the CPU, from the run's seed, and put there when it is set up.
 
     Raises:
         ConfigError: the adapter does not fit the model.
@@ -149,20 +161,32 @@ def add_adapter(model: Any, section: AdapterSection, config: RunConfig) -> nn.Mo
     except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
         raise section.error(f"peft refuses the section {section.where!r}: {error}") from error
     _check_layers(wrapped, section)
+    _load_own_weights_on_setup(wrapped)
     return wrapped
 
 
-def names_before(model: nn.Module) -> Callable[[str], str | None]:
+def names_before(model: nn.Module, stored: Collection[str]) -> Callable[[str], str | None]:
     """Note the model's names; what is returned finds them again under an adapter.
 
-    For `load_on_setup`: a name gives None when it is the adapter's own.
+    For `load_on_setup`: a name gives None when it is the adapter's own. Of tied weights the files
+    have one; a copy that `modules_to_save` makes of another is filled from that one too.
+
+    Args:
+        model: Without an adapter yet.
+        stored: The names in the files.
     """
-    known = set(model.state_dict(keep_vars=True)) | {name for name, _ in model.named_buffers()}
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    twins = {id(tensor): name for name, tensor in tensors.items() if name in stored}
+    known = {
+        name: name if name in stored else twins.get(id(tensor), name)
+        for name, tensor in tensors.items()
+    }
     added = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
     def rename(name: str) -> str | None:
         plain = added.sub("", name.removeprefix("base_model.model."))
-        return plain if plain in known else None
+        return known.get(plain)
 
     return rename
 
@@ -309,6 +333,19 @@ def _copies_to_meta(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "modules_to_save." in name:
             module.to_empty(device="meta", recurse=False)
+
+
+def _load_own_weights_on_setup(wrapped: nn.Module) -> None:
+    """Put what the adapter starts from aside, so that the model is on meta whole until its setup."""
+    made = {name: p.detach() for name, p in wrapped.named_parameters() if not p.is_meta}
+    if not made:
+        return
+    for module in wrapped.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                module._parameters[name] = parameter if parameter.is_meta else on_meta
+    load_on_setup(wrapped, made, rename=lambda name: name if name in made else None)
 
 
 def _check_layers(wrapped: nn.Module, section: AdapterSection) -> None:

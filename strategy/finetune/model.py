@@ -11,8 +11,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
+from thunder_memsave.checkpoint.sources import open_source
 from thunder_memsave.finetune.adapters import (
     add_adapter,
+    casts_its_inputs,
     check_adapter,
     has_adapter,
     names_before,
@@ -68,11 +70,11 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
 def precision_of(config: RunConfig) -> str:
     """Name the Fabric precision that fits the formats of the weights.
 
-    Adapters cast their own inputs, so that weights of two formats need no autocast; full
-    fine-tuning of float32 weights at bfloat16 speed does.
+    LoRA casts its own inputs, so that weights of two formats need no autocast; full fine-tuning
+    of float32 weights at bfloat16 speed does, and so do most other adapters.
     """
     is_mixed = config.model.dtype != config.model.trainable_dtype
-    return "bf16-mixed" if is_mixed and not has_adapter(config) else "32-true"
+    return "bf16-mixed" if is_mixed and not casts_its_inputs(config) else "32-true"
 
 
 def _architecture(settings: ModelConfig) -> Any:
@@ -100,7 +102,9 @@ def _model(architecture: Any, config: RunConfig) -> Any:
                 dtype=_load_dtype(config),
             )
         if settings.config is None:
-            load_on_setup(model, model_directory(settings), rename=names_before(model))
+            directory = model_directory(settings)
+            stored = set(open_source(directory).names())
+            load_on_setup(model, directory, rename=names_before(model, stored))
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"cannot make a {CAUSAL_LM.description} of type {architecture.model_type!r} from "

@@ -163,7 +163,7 @@ def test_byte_order_marks_carriage_returns_and_long_lines_are_read(
 
 
 def test_files_that_are_missing_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot read the data file .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the data file .*: No such file"):
         TextJSONL(path=str(tmp_path / "none.jsonl")).load(tokenizer)
     (tmp_path / "binary.txt").write_bytes(b"one\n\xff\xfe\xff")
     with pytest.raises(ConfigError, match=r"binary\.txt:2: the byte 0xff is not UTF-8"):
@@ -192,7 +192,7 @@ def test_the_validation_file_is_another_than_the_training_file(tmp_path: Path) -
 
 def test_a_text_too_short_to_hold_any_out_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(ConfigError, match="each file in .* leaves an empty"):
+    with pytest.raises(ConfigError, match=r"each file in .* leaves an empty"):
         PlainText(path=str(tmp_path / "a.txt"), val_fraction=0.01).load(tokenizer)
 
 
