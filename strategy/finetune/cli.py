@@ -72,6 +72,11 @@ usage: thunder-memsave configs list                      names, and what each is
 The run files that come with the package; `thunder-memsave train NAME` runs one as it is.
 """
 
+_LESS_MEMORY = (
+    "These need less memory: a smaller train.micro_batch_size (train.global_batch_size stays), a "
+    "smaller data.max_seq_length, more processes with strategy.sharding zero2, lora."
+)
+
 _FAILURE = 1
 _USER_ERROR = 2
 
@@ -98,9 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _stopped(RunInterruptedError(), "interrupted before training began; start it again.")
     except Exception as error:
-        if not _is_for_the_user(error):
+        message = _message_for_user(error)
+        if message is None:
             raise
-        _print_on("LOCAL_RANK", f"error: {error}")
+        _print_on("LOCAL_RANK", f"error: {message}")
         return _FAILURE
     return code
 
@@ -243,10 +249,17 @@ def _print_on(variable: str, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def _is_for_the_user(error: Exception) -> bool:
-    """Tell whether the message says all that a user needs, so that a traceback would hide it."""
-    from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
+def _message_for_user(error: Exception) -> str | None:
+    """Return a message that says all that a user needs; None where a traceback says more."""
+    import torch
+
+    from thunder_memsave.checkpoint import StateMismatchError
+    from thunder_memsave.checkpoint.agreement import OtherRankError
     from thunder_memsave.digest import RankMismatchError
 
-    ours = (CaptureError, CompileError, CheckpointError, StateMismatchError, RankMismatchError)
-    return isinstance(error, ours)
+    ours = (CaptureError, CompileError, OtherRankError, StateMismatchError, RankMismatchError)
+    if isinstance(error, ours):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{str(error).partition('. ')[0]}. {_LESS_MEMORY}"
+    return None

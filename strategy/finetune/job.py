@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from thunder_memsave.finetune.class_kinds import (
     ClassKind,
     check_class,
 )
-from thunder_memsave.finetune.class_spec import build
+from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.data import PlainText, PromptJSONL, TextJSONL
 from thunder_memsave.finetune.hub import is_hub_name
@@ -133,6 +134,9 @@ def _check_classes(config: RunConfig, problems: Problems) -> None:
     ]
     for where, spec, kind in places:
         problems.check(_class_check(spec, kind, where), reads=(where,), about=where)
+    for index, spec in enumerate(config.callbacks):
+        where = f"callbacks[{index}]"
+        problems.check(_callback_check(spec, where), reads=(where,), about=where)
     problems.check(lambda: _check_optimizer(config), reads=("optimizer",), about="optimizer")
     problems.check(lambda: check_adapter(config), reads=("lora", "adapter"), about="lora")
     problems.check(lambda: _check_devices(config), reads=("devices",), about="devices")
@@ -141,6 +145,22 @@ def _check_classes(config: RunConfig, problems: Problems) -> None:
 
 def _class_check(spec: ClassSpec, kind: ClassKind, where: str) -> Callable[[], object]:
     return lambda: check_class(spec, kind, where=where)
+
+
+def _callback_check(spec: ClassSpec, where: str) -> Callable[[], object]:
+    return lambda: _check_callback(spec, where=where)
+
+
+def _check_callback(spec: ClassSpec, *, where: str) -> None:
+    """Make a callback of ours, which writes nothing by that and knows which values it takes."""
+    module = CALLBACK.default_module
+    cls = import_class(spec, where=where, default_module=module)
+    if cls.__module__.startswith(f"{module}."):
+        takes = inspect.signature(cls).parameters
+        filled = {name: os.curdir for name in CALLBACK.filled if name in takes}
+        arguments = {**filled, **(spec.get("init_args") or {})}
+        whole = ClassSpec(class_path=spec["class_path"], init_args=arguments)
+        build(whole, where=where, default_module=module)
 
 
 def _check_optimizer(config: RunConfig) -> None:

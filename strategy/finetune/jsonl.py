@@ -118,7 +118,8 @@ def _bad_rows(path: Path, problems: list[ConfigError]) -> ConfigError:
     num_hidden = len(problems) - _MAX_REPORTED_ROWS
     shown = problems[:_MAX_REPORTED_ROWS]
     if num_hidden > 0:
-        shown.append(ConfigError(f"{path}: {num_hidden} more rows cannot be used."))
+        message = f"{path}: {num_hidden} more rows cannot be used."
+        shown.append(ConfigError(message, place=str(path)))
     return ConfigErrors(shown)
 
 

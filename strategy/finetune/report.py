@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,14 @@ def _entry(problem: ConfigError, source: Source) -> _Entry:
             message=match["text"],
         )
     if problem.place is not None:
-        return _Entry(group=0, file=problem.place, line=0, place=problem.place, message=message)
+        is_run_file = problem.place == str(source.path)
+        return _Entry(
+            group=0 if is_run_file else 2,
+            file=problem.place,
+            line=0 if is_run_file else sys.maxsize,  # the rest of a data file's problems
+            place=problem.place,
+            message=message.removeprefix(f"{problem.place}: "),
+        )
     return _entry_of_key(problem.key, message, source)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.language_model import run_values, write_run_file
 from thunder_memsave import __version__
@@ -180,6 +181,16 @@ def test_an_error_of_ours_in_a_run_is_one_message(
     fail_in_train(monkeypatch, error)
     assert main(["train", str(run_file)]) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_device_without_memory_left_gives_advice(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
+    fail_in_train(monkeypatch, error)
+    assert main(["train", str(run_file)]) == 1
+    start = "error: CUDA out of memory. These need less memory: a smaller train.micro_batch_size"
+    assert capsys.readouterr().err.startswith(start)
 
 
 def test_an_unexpected_error_keeps_its_traceback(

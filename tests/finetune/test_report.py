@@ -19,6 +19,7 @@ def lines_of(*problems: ConfigError) -> list[str]:
 def test_problems_stand_in_the_order_of_their_places() -> None:
     assert lines_of(
         ConfigError("the environment"),
+        ConfigError("rows.jsonl: 5 more", place="rows.jsonl"),
         ConfigError("rows.jsonl:10: ten"),
         ConfigError("rows.jsonl:9: nine"),
         ConfigError("r is wrong", key="lora.r"),
@@ -29,7 +30,7 @@ def test_problems_stand_in_the_order_of_their_places() -> None:
         ConfigError("twice", key="train.seed", place="run.yaml:13"),
         ConfigError("a logger", key="loggers[0].init_args.x"),
     ) == [
-        "error: run.yaml cannot be used; 10 problems:",
+        "error: run.yaml cannot be used; 11 problems:",
         "  run.yaml: no model",
         "  run.yaml:3: no epochs",
         "  run.yaml:12: seed is wrong",
@@ -39,6 +40,7 @@ def test_problems_stand_in_the_order_of_their_places() -> None:
         "  --lora={r: x}: r is wrong",
         "  rows.jsonl:9: nine",
         "  rows.jsonl:10: ten",
+        "  rows.jsonl: 5 more",
         "  the environment",
     ]
 
