@@ -66,6 +66,7 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
     _describe_model(callbacks, job, fabric)
     fabric.launch()
+    _say(fabric, job.data.summary)
     module, optimizer = _set_up(fabric, job)
     state: dict[str, Any] = {
         "model": trained_part(job.model, in_files=base.names),
@@ -185,6 +186,8 @@ def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:
 
 
 def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
+    if job.config.model.config is None:
+        _say(fabric, f"loading {job.config.model.name_or_path}")  # minutes for a large one
     torch.manual_seed(job.config.train.seed)  # for weights that are in no file
     try:
         module = fabric.setup(job.model)
@@ -231,7 +234,6 @@ def _announce(fabric: Fabric, job: Job, *, num_left: int) -> None:
     """Say what is about to run."""
     sizes = {p: getattr(p, "unsharded_shape", p.shape).numel() for p in job.model.parameters()}
     num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-    _say(fabric, job.data.summary)
     _say(fabric, f"model: {num_trained:,} of {sum(sizes.values()):,} parameters are trained")
     if job.resume_from is not None:
         _say(fabric, f"resuming from {job.resume_from.path}")

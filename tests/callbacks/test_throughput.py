@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from lightning.fabric import Fabric
 from thunder_memsave.callbacks import MemoryMonitor, ThroughputMonitor
 from thunder_memsave.callbacks.peak_flops import peak_tflops
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def cpu_fabric(*callbacks: object) -> Fabric:
@@ -123,3 +124,42 @@ def test_on_a_cpu_memory_is_that_of_the_process() -> None:
     assert later["process_peak_rss_gib"] > 0.25
     assert later["process_peak_rss_gib"] >= metrics["process_peak_rss_gib"] > 0.05
     del held
+
+
+def test_on_cuda_memory_is_the_allocators_peak_since_the_row_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resets: list[torch.device] = []
+    retries = iter([3, 3, 5])
+    replaced: dict[str, Any] = {
+        "reset_peak_memory_stats": resets.append,
+        "max_memory_allocated": lambda device: 3 * 2**30,
+        "max_memory_reserved": lambda device: 4 * 2**30,
+        "memory_stats": lambda device: {"num_alloc_retries": next(retries)},
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monitor, rows = MemoryMonitor(), [dict[str, Any](), dict[str, Any]()]
+    monitor.on_train_start(fabric=cast(Fabric, SimpleNamespace(device=CUDA)))
+    for metrics in rows:
+        monitor.on_train_batch_end(metrics=metrics)
+    assert tuple(rows[1]) == monitor.metric_names
+    assert list(rows[0].values()) == [3.0, 4.0, 0]
+    assert list(rows[1].values()) == [3.0, 4.0, 2]
+    assert resets == [CUDA] * 3
+
+
+@pytest.mark.parametrize(
+    ("matmul_format", "precision", "expected"),
+    [
+        ("bfloat16", "highest", 989.4),
+        ("float32", "highest", 66.9),
+        ("float32", "high", 494.7),
+    ],
+)
+def test_the_peak_is_that_of_the_format_that_products_are_computed_in(
+    matmul_format: Any, precision: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert ThroughputMonitor(matmul_format=matmul_format).peak_of(CUDA) == expected

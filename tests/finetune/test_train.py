@@ -26,9 +26,15 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from harness.language_model import prompt_rows, run_values, write_jsonl, write_run_file
+from harness.language_model import (
+    llama_config,
+    prompt_rows,
+    run_values,
+    write_jsonl,
+    write_run_file,
+)
 from thunder_memsave.finetune.batches import Sharding, step_rows
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data import PromptJSONL
@@ -82,6 +88,7 @@ def metrics_of(directory: Path) -> list[dict[str, float]]:
 # What no two runs have in common.
 CLOCKS = (
     "input_tokens_per_s",
+    "mfu",
     "process_peak_rss_gib",
     "step_seconds",
     "tokens_per_s",
@@ -348,7 +355,10 @@ def stopped_early(tmp_path_factory: pytest.TempPathFactory, model_directory: Pat
     fresh = write_jsonl(directory / "validation.jsonl", prompt_rows(40)[30:])
     rows = str(directory / "rows.jsonl")
     values["data"]["dataset"]["init_args"] = {"path": rows, "val_path": str(fresh)}
-    values["callbacks"] = [{"class_path": "EarlyStopping", "init_args": patience}]
+    values["callbacks"] = [
+        {"class_path": "EarlyStopping", "init_args": patience},
+        {"class_path": "ThroughputMonitor", "init_args": {"peak_tflops": 0.5}},
+    ]
     values["loggers"] = [{"class_path": "TensorBoardLogger"}, {"class_path": "CSVLogger"}]
     output = run_here(write_run_file(directory, values))
     assert "stopped after step 4 of 9: val_loss has not improved in the last 2 eval" in output
@@ -393,6 +403,16 @@ def test_tensorboard_has_every_metric_and_the_hyperparameters(stopped_early: Pat
     assert logged == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps float32
     assert len(events.Scalars("loss")) == 4
     assert "global_batch_size: 4" in (file.parent / "hparams.yaml").read_text()
+
+
+def test_a_monitor_with_a_peak_measures_the_utilisation(stopped_early: Path) -> None:
+    steps = [row for row in metrics_of(stopped_early / "run") if "loss" in row]
+    config = LlamaConfig(**llama_config())
+    weights = 2 * config.num_hidden_layers * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    for row in steps:
+        flops_per_token = row["mfu"] * 0.5e12 / row["input_tokens_per_s"]
+        # Frozen weights: more than their forward, and with adapters and attention less than 3 x.
+        assert weights < flops_per_token < 3 * weights + 4 * 32 * 320
 
 
 def test_the_resolved_run_file_has_two_of_the_three_batch_sizes(stopped_early: Path) -> None:
