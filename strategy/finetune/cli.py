@@ -106,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = _message_for_user(error)
         if message is None:
             raise
-        _print_on("LOCAL_RANK", f"error: {message}")
-        return _FAILURE
+        return _failed(message)
     return code
 
 
@@ -227,6 +226,16 @@ def _refused(message: str) -> int:
     # Every rank finds the same mistake; one message per machine is enough.
     _print_on("LOCAL_RANK", message)
     return _USER_ERROR
+
+
+def _failed(message: str) -> int:
+    """Print what went wrong; the other ranks in a line, because it may have happened there only."""
+    if is_first_local():
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        rank, first_line = os.environ.get("RANK", "?"), message.partition("\n")[0]
+        print(f"error on rank {rank}: {first_line}", file=sys.stderr, flush=True)
+    return _FAILURE
 
 
 def _stopped(stop: RunStoppedError, message: str) -> int:

@@ -183,6 +183,16 @@ def test_an_error_of_ours_in_a_run_is_one_message(
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_an_error_on_another_rank_is_one_line(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_in_train(monkeypatch, CaptureError("cannot capture\nmore about it"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "5")
+    assert main(["train", str(run_file)]) == 1
+    assert capsys.readouterr().err == "error on rank 5: cannot capture\n"
+
+
 def test_a_device_without_memory_left_gives_advice(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
