@@ -21,6 +21,7 @@ from thunder_memsave.finetune.adapters import (
 )
 from thunder_memsave.finetune.config import ModelConfig, RunConfig
 from thunder_memsave.finetune.hub import model_directory
+from thunder_memsave.finetune.packable import check_packable
 from thunder_memsave.finetune.task import CAUSAL_LM
 from thunder_memsave.materialize import load_on_setup
 from thunder_memsave.settings import ConfigError, refuse_unknown, suggestion
@@ -59,6 +60,7 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     # A cache of keys and values is for generation; here it would only be more outputs to capture.
     architecture.use_cache = False
     model = _model(architecture, config)
+    check_packable(model, config)
     if section is not None:
         model = add_adapter(model, section, config)
     for parameter in model.parameters():
@@ -163,11 +165,4 @@ def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
             f"data.max_seq_length is {length}, but the model has {longest} positions "
             "(max_position_embeddings); make it smaller.",
             key="data.max_seq_length",
-        )
-    window = getattr(text, "sliding_window", None)
-    if config.data.packing and window is not None and window < length:
-        raise ConfigError(
-            f"data.packing does not go with the model's sliding window of {window} tokens, which "
-            f"is shorter than data.max_seq_length ({length}); set data.packing: false.",
-            key="data.packing",
         )
