@@ -20,6 +20,7 @@ import tempfile
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import pyte
@@ -63,14 +64,19 @@ def main() -> None:
 
 
 def _make_all() -> None:
-    subprocess.run([sys.executable, "-m", "thunder_memsave.configs.tiny"], check=True)
+    _run(module="thunder_memsave.configs.tiny")
     Path("wrong.yaml").write_text(_WRONG, encoding="utf-8")
     shoot("train tiny_pretrain", "progress", when=_steps_done(0.6))
     shoot("train tiny_lora", "finished")
     shoot("train wrong.yaml", "error")
     shoot("configs list", "configs_list")
-    shoot("validate tiny_lora --output_dir=runs/other", "validate")
+    _run("configs", "copy", "tiny_lora", "mine.yaml")
+    shoot("validate mine.yaml --output_dir=runs/mine", "validate")
     shutil.copy("runs/tiny_pretrain/loss.png", IMAGES / "loss.png")
+
+
+def _run(*arguments: str, module: str = "thunder_memsave") -> None:
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True)
 
 
 def shoot(arguments: str, name: str, *, when: ReadyToShow | None = None) -> None:
@@ -130,14 +136,15 @@ def _text(screen: pyte.Screen) -> str:
 
 def _used_lines(screen: pyte.Screen) -> list[Text]:
     last = max(row for row, line in enumerate(screen.display) if line.strip())
-    return [_line(screen, row) for row in range(last + 1)]
+    # One more, because rich cuts off the descenders of the last one.
+    return [_line(screen, row) for row in range(last + 2)]
 
 
 def _line(screen: pyte.Screen, row: int) -> Text:
+    characters = [screen.buffer[row][column] for column in range(_COLUMNS)]
     text = Text(no_wrap=True)
-    for column in range(_COLUMNS):
-        character = screen.buffer[row][column]
-        text.append(character.data, _style(character))
+    for style, run in groupby(characters, key=_style):
+        text.append("".join(character.data for character in run), style)
     text.rstrip()
     return text
 

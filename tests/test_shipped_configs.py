@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -76,16 +77,19 @@ def keys_set(values: Mapping[str, Any], section: Any = RunConfig) -> Iterator[st
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
-    """Train two steps from each kind of shipped file, and note what the code reads of it."""
-    kinds = {"lora": "llama3_1b_lora", "full": "llama3_1b_full", "pretrain": "tiny_pretrain"}
+    """Train two steps with an adapter and two without, and note what the code reads of the file."""
+    with_adapter, without = tmp_path_factory.mktemp("lora"), tmp_path_factory.mktemp("full")
+    write_model(with_adapter / "model")
+    tiny.write_tokenizer(without / "model")
+    shape = {**llama_config(), "model_type": "llama"}
     return {
-        kind: recorded_run(DIRECTORY / f"{name}.yaml", tmp_path_factory.mktemp(kind))
-        for kind, name in kinds.items()
+        "lora": recorded_run("llama3_1b_lora", with_adapter),
+        "full": recorded_run("llama3_1b_full", without, f"--model.config={json.dumps(shape)}"),
     }
 
 
-def recorded_run(path: Path, directory: Path) -> set[str]:
-    config = run_file(path, *small(path, directory))
+def recorded_run(name: str, directory: Path, *overrides: str) -> set[str]:
+    config = run_file(DIRECTORY / f"{name}.yaml", *small(directory), *overrides)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with pytest.MonkeyPatch.context() as monkeypatch:
         read = record_reads(monkeypatch)
@@ -95,17 +99,10 @@ def recorded_run(path: Path, directory: Path) -> set[str]:
     return read
 
 
-def small(path: Path, directory: Path) -> list[str]:
-    """Overrides that leave every key of the file in use, with a tiny model and a few rows."""
-    has_shape = "config" in load_yaml(path)["model"]
-    if has_shape:
-        tiny.write_tokenizer(directory / "model")
-        rows: list[dict[str, Any]] = [{"text": "one two three"} for _ in range(40)]
-    else:
-        write_model(directory / "model")
-        messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-        rows = [{"messages": messages} for _ in range(40)]
-    write_jsonl(directory / "rows.jsonl", rows)
+def small(directory: Path) -> list[str]:
+    """Overrides that leave every key in use, with the model in the directory and a few rows."""
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    write_jsonl(directory / "rows.jsonl", [{"messages": messages} for _ in range(40)])
     return [
         f"--model.name_or_path={directory / 'model'}",
         f"--data.dataset.init_args.path={directory / 'rows.jsonl'}",
@@ -141,10 +138,7 @@ def recorder(read: set[str]) -> Any:
 
 
 def kind_of(path: Path) -> str:
-    values = load_yaml(path)
-    if "config" in values["model"]:
-        return "pretrain"
-    return "full" if values.get("lora") is None else "lora"
+    return "full" if load_yaml(path).get("lora") is None else "lora"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=by_name)
