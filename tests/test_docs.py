@@ -17,6 +17,7 @@ import yaml
 
 from thunder_memsave import callbacks
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
+from thunder_memsave.finetune.adapters import _METHODS
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.foreign_names import FOREIGN_NAMES
 from thunder_memsave.finetune.parse import load_run_config
@@ -209,6 +210,13 @@ def test_the_page_on_callbacks_lists_the_hooks_and_arguments_of_the_loop() -> No
     assert {hook: CODE_SPAN.findall(arguments) for hook, arguments in rows.items()} == {
         hook: arguments.split(", ") for hook, arguments in hooks.items()
     }
+
+
+def test_the_adapters_that_the_docs_name_are_those_that_can_be_used() -> None:
+    text = (ROOT / "docs/fine_tune_on_my_data.md").read_text()
+    (named,) = re.findall(r"LoRA with rank stabilisation too, ([^.]*)\.", text)
+    words = {word.upper() for word in re.findall(r"\w+", named)} - {"AND"}
+    assert words == {name.removesuffix("Config").upper() for name in _METHODS} - {"LORA"}
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
