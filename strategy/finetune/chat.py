@@ -48,6 +48,17 @@ def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
     return tuple(_parts(text, spans))
 
 
+def check_chat(row: Mapping[str, Any]) -> tuple[Part, ...]:
+    """Check a row as far as that goes without a template; it gives no parts.
+
+    Raises:
+        ConfigError: the messages are malformed.
+    """
+    _messages_of(row)
+    _tools_of(row)
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chat:
     """A conversation and the template that renders it."""

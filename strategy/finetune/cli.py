@@ -172,10 +172,11 @@ def _list_configs() -> None:
 
 def _with_run_file(command: str, arguments: list[str], action: Callable[[RunFile], None]) -> int:
     """Read the run file that the arguments name, and do something with it."""
-    if not arguments or arguments[0].startswith("--"):
-        raise ConfigError(
-            f"{command} needs a run file: thunder-memsave {command} CONFIG [--key=value ...]."
-        )
+    usage = f"thunder-memsave {command} CONFIG [--key=value ...]"
+    if arguments[:1] in (["--config"], ["-c"]):
+        raise ConfigError(f"the run file has no option before it; write {usage}.")
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError(f"{command} needs a run file first: {usage}.")
     name, *overrides = arguments
     path = find_config(name)
     source = Source(path=path)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from thunder_memsave.finetune.chat import render_chat
+from thunder_memsave.finetune.chat import check_chat, render_chat
 from thunder_memsave.finetune.documents import DataSplit, Document, Part
 from thunder_memsave.finetune.jsonl import read_jsonl, read_text, string_of
 from thunder_memsave.settings import ConfigError
@@ -39,6 +39,10 @@ class _JSONL:
         if self.val_path is not None:
             return DataSplit(train=train, validation=self._read(self.val_path, tokenizer))
         return _split(train, self.val_fraction, path=self.path)
+
+    def check_rows(self) -> None:
+        """Check the files as far as that goes without a tokenizer."""
+        self.load(None)
 
     def _read(self, path: Path, tokenizer: Any) -> list[Document]:
         return read_jsonl(path, lambda row: self.parts(row, tokenizer), rendered=self.rendered)
@@ -97,6 +101,12 @@ class ChatJSONL(_JSONL):
         return super().load(tokenizer)
 
     @override
+    def check_rows(self) -> None:
+        for path in (self.path, self.val_path):
+            if path is not None:
+                read_jsonl(path, check_chat, rendered=True)
+
+    @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
         return render_chat(row, tokenizer)
 
@@ -114,6 +124,10 @@ class PlainText:
         _check_fraction(val_fraction)
         self.path = Path(path)
         self.val_fraction = val_fraction
+
+    def check_rows(self) -> None:
+        """Check the files; no tokenizer is needed."""
+        self.load(None)
 
     def load(self, tokenizer: Any) -> DataSplit:
         """Read the files and cut the end off each."""

@@ -29,7 +29,6 @@ from thunder_memsave.finetune.class_kinds import (
 )
 from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
-from thunder_memsave.finetune.data import PlainText, PromptJSONL, TextJSONL
 from thunder_memsave.finetune.hub import is_hub_name
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.model import build_model, load_tokenizer
@@ -247,10 +246,10 @@ def _without_broken_arguments(spec: ClassSpec, problems: Problems) -> ClassSpec:
 
 
 def _check_rows(spec: ClassSpec) -> None:
-    """Check the rows of data that can be read without a tokenizer."""
+    """Check the rows as far as that goes without a tokenizer; a user's class may not offer it."""
     dataset = build(spec, where="data.dataset", default_module=DATASET.default_module)
-    if isinstance(dataset, TextJSONL | PromptJSONL | PlainText):
-        dataset.load(None)
+    if hasattr(dataset, "check_rows"):
+        dataset.check_rows()
 
 
 def _model(config: RunConfig, tokenizer: Any, problems: Problems) -> nn.Module | None:

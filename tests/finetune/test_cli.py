@@ -61,8 +61,12 @@ def test_the_help_of_configs_explains_its_parts(capsys: pytest.CaptureFixture[st
     ("arguments", "message"),
     [
         (["trian"], "there is no command 'trian'; did you mean 'train'?"),
-        (["train"], "train needs a run file: thunder-memsave train CONFIG [--key=value ...]."),
-        (["validate", "--train.max_steps=3"], "validate needs a run file"),
+        (
+            ["train"],
+            "train needs a run file first: thunder-memsave train CONFIG [--key=value ...].",
+        ),
+        (["validate", "--train.max_steps=3"], "validate needs a run file first"),
+        (["train", "--config", "run.yaml"], "the run file has no option before it; write thunder-"),
         (["train", "missing.yaml"], "there is no run file missing.yaml."),
         (["train", "here/tiny_lor.yaml"], "there is no run file here/tiny_lor.yaml; did you mean"),
         (["train", "tiny_lor"], "no shipped one of that name; did you mean 'tiny_lora'? `thunder-"),
@@ -161,6 +165,16 @@ def test_validate_counts_the_processes_as_train_does(
     assert main(["validate", str(run_file), "--devices=3"]) == 2
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_validate_names_the_checkpoint_that_train_would_go_on_from(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = run_file.parent / "run" / "checkpoints" / "step-00000003"
+    values = {"optimizer_class": "AdamW", "seed": 42, "global_batch_size": 4, "num_rows": 18}
+    write_checkpoint_info(checkpoint, world_size=1, values={"step": 3, **values})
+    assert main(["validate", str(run_file), "--resume=auto"]) == 0
+    assert f"\nstart:     {checkpoint}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""What is checked of a run before it starts, also when something is known to be wrong already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.language_model import run_values, write_jsonl, write_run_file
+from thunder_memsave.finetune import job
+from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.job import prepare
+from thunder_memsave.finetune.parse import read_run_file
+from thunder_memsave.finetune.problems import Problems
+from thunder_memsave.settings import ConfigError, ConfigErrors
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, model_directory: Path) -> Callable[..., RunConfig]:
+    path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
+
+    def read(*overrides: str) -> RunConfig:
+        run_file = read_run_file(path, overrides)
+        assert not run_file.problems
+        return run_file.config
+
+    return read
+
+
+def keys_of(config: RunConfig, *known: ConfigError) -> set[str | None]:
+    with pytest.raises(ConfigErrors) as error:
+        prepare(config, Problems(known))
+    return {problem.key for problem in error.value.problems}
+
+
+def test_a_usable_run_becomes_a_job(config_of: Callable[..., RunConfig], tmp_path: Path) -> None:
+    made = prepare(config_of())
+    assert made.directory.root == tmp_path / "run"
+    assert made.batch_sizes.gradient_accumulation_steps == 4
+    assert len(made.data.train) == 18
+    assert made.resume_from is None
+
+
+def test_the_sections_that_are_right_are_checked_besides_the_ones_that_are_wrong(
+    config_of: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("no json\n")
+    config = config_of("lora.rr=1", "optimizer.init_args.lr=a", "train.micro_batch_size=3")
+    known = ConfigError("wrong", key="eval.max_batches")
+    assert keys_of(config, known) == {
+        "eval.max_batches",
+        "lora.rr",
+        "optimizer.init_args.lr",
+        "train.global_batch_size",
+        "data.dataset.init_args.path",
+    }
+
+
+def test_a_broken_key_is_not_checked_by_its_default(config_of: Callable[..., RunConfig]) -> None:
+    # The default of 2048 would be longer than the model.
+    config = config_of("data.max_seq_length=2048", "lora.target_modules=[nothing]")
+    known = ConfigError("wrong", key="data.max_seq_length")
+    assert keys_of(config, known) == {"data.max_seq_length", "lora.target_modules"}
+
+
+def test_rows_are_checked_without_a_tokenizer(
+    config_of: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    for name, row in (("ChatJSONL", {"messages": []}), ("TextJSONL", {"txt": "a"})):
+        write_jsonl(tmp_path / "rows.jsonl", [row])
+        config = config_of("model.name_or_path=./nowhere", f"data.dataset.class_path={name}")
+        assert keys_of(config) == {"model.name_or_path", "data.dataset.init_args.path"}
+
+
+def test_arguments_of_a_data_set_that_are_wrong_do_not_hide_its_rows(
+    config_of: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    config = config_of("data.dataset.init_args.val_fractoin=0.1")
+    arguments = "data.dataset.init_args"
+    assert keys_of(config) == {f"{arguments}.val_fractoin", f"{arguments}.path"}
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_a_mistake_does_not_wait_for_a_model_of_the_hub(
+    is_offline: bool, config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def load_tokenizer(model: Any) -> None:
+        asked.append(model.name_or_path)
+        raise ConfigError("not there")
+
+    monkeypatch.setattr(job, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(job.constants, "is_offline_mode", lambda: is_offline)
+    config = config_of("model.name_or_path=some/model", "optimizer.init_args.lr=a")
+    assert "optimizer.init_args.lr" in keys_of(config)
+    assert asked == (["some/model"] if is_offline else [])
+    prepared = config_of("model.name_or_path=some/model")
+    assert keys_of(prepared) == {"model.name_or_path"}  # without a mistake it is asked for
+    assert asked[-1] == "some/model"
+
+
+def test_more_devices_than_there_are_gpus_are_refused(
+    config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigErrors, match="devices is 4, but this machine has 2 GPUs; write 2,"):
+        prepare(config_of("devices=4"))
+
+
+def test_an_output_directory_that_cannot_be_made_is_refused(
+    config_of: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigErrors, match=r"to output_dir rows.jsonl/x: .*rows.jsonl is a file"):
+        prepare(config_of("output_dir=rows.jsonl/x"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigErrors, match=f"to output_dir a/b: {tmp_path} is not writable"):
+        prepare(config_of("output_dir=a/b"))
