@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 
 from thunder_memsave.callbacks.control import TrainingControl
 from thunder_memsave.finetune.batches import (
-    Batch,
     Sharding,
     make_batch,
     num_steps_per_epoch,
@@ -43,9 +42,11 @@ from thunder_memsave.finetune.batches import (
 from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.evaluate import evaluate, perplexity
 from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
-from thunder_memsave.finetune.packing import Rows
+from thunder_memsave.finetune.packing import Batch, Rows
 from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
 from thunder_memsave.finetune.stop import NotFiniteError, was_interrupted
+
+EVALUATION_METRICS = ("val_loss", "val_perplexity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +241,7 @@ def _validate(
         mask=plan.mask,
         max_batches=plan.eval.max_batches,
     )
-    metrics = {"val_loss": loss, "val_perplexity": perplexity(loss)}
+    metrics = dict(zip(EVALUATION_METRICS, (loss, perplexity(loss)), strict=True))
     fabric.call("on_validation_end", fabric=fabric, step=step, metrics=metrics, control=control)
     if not math.isfinite(loss):
         raise NotFiniteError(

@@ -37,7 +37,7 @@ from thunder_memsave.finetune.stop import (
     was_interrupted,
 )
 from thunder_memsave.finetune.trained_part import trained_part
-from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
+from thunder_memsave.finetune.watchers import build_callbacks, build_loggers, check_early_stopping
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError
 
@@ -62,10 +62,12 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     job = prepare(config)
     base = _base_files(job)
     callbacks = build_callbacks(config, job.directory)
+    check_early_stopping(callbacks, config, has_validation=job.data.validation is not None)
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
-    _describe_model(callbacks, job, fabric)
     fabric.launch()
+    if fabric.is_global_zero:  # which alone tells of it
+        _describe_model(callbacks, job, fabric)
     _say(fabric, job.data.summary)
     module, optimizer = _set_up(fabric, job)
     state: dict[str, Any] = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from thunder_memsave.callbacks import (
+    EarlyStopping,
     LearningRateMonitor,
     MemoryMonitor,
     MetricsCSV,
@@ -21,8 +22,11 @@ from thunder_memsave.callbacks.loss_curve import LossCurve
 from thunder_memsave.finetune.class_kinds import CALLBACK, LOGGER
 from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.loop import EVALUATION_METRICS
 from thunder_memsave.finetune.run_directory import RunDirectory
 from thunder_memsave.settings import ConfigError
+
+_OWN_PACKAGE = "thunder_memsave."
 
 # What has to be installed for Lightning's loggers.
 _PACKAGE_OF_LOGGER = {
@@ -55,6 +59,42 @@ def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
         if isinstance(writer, MetricsCSV):
             writer.monitors = (*monitors, *added)
     return [*monitors, *added, *writers, *checkpoint]
+
+
+def check_early_stopping(
+    callbacks: Sequence[object], config: RunConfig, *, has_validation: bool
+) -> None:
+    """Refuse to watch evaluations that do not come, or a metric that they do not have.
+
+    Raises:
+        ConfigError: early stopping would have no effect, or fail at the first evaluation.
+    """
+    # Others may add metrics.
+    is_known = all(type(each).__module__.startswith(_OWN_PACKAGE) for each in callbacks)
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping):
+            if not has_validation:
+                raise _without_effect(
+                    "the run has no validation data; give data.dataset.init_args a val_path or a "
+                    "val_fraction"
+                )
+            if config.eval.every_n_steps is None:
+                raise _without_effect(
+                    "eval.every_n_steps is null, so that none comes before the end; set it"
+                )
+            if is_known and callback.monitor not in EVALUATION_METRICS:
+                raise ConfigError(
+                    f"EarlyStopping monitors {callback.monitor!r}, which evaluations do not have; "
+                    f"monitor {' or '.join(map(repr, EVALUATION_METRICS))}.",
+                    key="callbacks",
+                )
+
+
+def _without_effect(reason: str) -> ConfigError:
+    return ConfigError(
+        f"EarlyStopping compares evaluations, but {reason}, or leave EarlyStopping out.",
+        key="callbacks",
+    )
 
 
 def build_loggers(config: RunConfig, directory: RunDirectory) -> list[Any]:

@@ -76,7 +76,7 @@ def test_a_mistake_in_the_data_is_told_once_by_several_processes(
 ) -> None:
     path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n')
-    command = [sys.executable, "-m", "thunder_memsave", "train", path, "--devices=2"]
+    command = [sys.executable, "-m", "thunder_memsave", "train", str(path), "--devices=2"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.count("rows.jsonl") == 1

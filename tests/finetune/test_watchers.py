@@ -12,9 +12,13 @@ from thunder_memsave.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.config import EvalConfig, RunConfig
 from thunder_memsave.finetune.run_directory import RunDirectory
-from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
+from thunder_memsave.finetune.watchers import (
+    build_callbacks,
+    build_loggers,
+    check_early_stopping,
+)
 from thunder_memsave.settings import ConfigError
 
 
@@ -79,6 +83,42 @@ def test_a_constructor_that_refuses_is_told_by_its_place(tmp_path: Path) -> None
     spec = {"class_path": "EarlyStopping", "init_args": {"patience": 0}}
     with pytest.raises(ConfigError, match=r"callbacks\[0\]: EarlyStopping refuses .* at least 1"):
         callbacks_of(tmp_path, spec)
+
+
+STOPPING = {"class_path": "EarlyStopping"}
+
+
+@pytest.mark.parametrize(
+    ("init_args", "every_n_steps", "has_validation", "message"),
+    [
+        ({}, 2, False, "no validation data; give data.dataset.init_args a val_path or"),
+        ({}, None, True, "eval.every_n_steps is null, so that none comes before the end; set it"),
+        ({"monitor": "loss"}, 2, True, "monitors 'loss', which evaluations do not have; monitor "),
+    ],
+)
+def test_early_stopping_that_could_not_work_is_refused(
+    init_args: dict[str, Any],
+    every_n_steps: int | None,
+    has_validation: bool,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    callbacks = callbacks_of(tmp_path, {**STOPPING, "init_args": init_args})
+    config = RunConfig(eval=EvalConfig(every_n_steps=every_n_steps))
+    with pytest.raises(ConfigError, match=message):
+        check_early_stopping(callbacks, config, has_validation=has_validation)
+
+
+class AddsMetrics:
+    """A callback of the user's, which may add what early stopping watches."""
+
+    def on_validation_end(self) -> None: ...
+
+
+def test_early_stopping_may_watch_what_another_callback_adds(tmp_path: Path) -> None:
+    watching = {**STOPPING, "init_args": {"monitor": "accuracy"}}
+    callbacks = callbacks_of(tmp_path, {"class_path": f"{__name__}.AddsMetrics"}, watching)
+    check_early_stopping(callbacks, RunConfig(), has_validation=True)
 
 
 def test_a_logger_writes_into_the_run_unless_it_says_where(tmp_path: Path) -> None:
