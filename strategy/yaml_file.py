@@ -140,6 +140,12 @@ class _Reading:
                 return None if node is None else self._value(loader, node, where="")
             finally:
                 loader.dispose()
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            raise ConfigError(
+                f"this is not YAML: it has the character {ord(error.character):#06x}.",
+                place=self._place(line),
+            ) from error
         except yaml.YAMLError as error:
             raise self._syntax_error(error) from error
         except RecursionError as error:

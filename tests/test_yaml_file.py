@@ -107,6 +107,7 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
         (MERGE_BOMB, "stands for more than 50000 values", 1),
         ("a: " + "[" * 5000, "nested too deeply", None),
         ("a: 1\n---\nb: 2", "but found another document", 2),
+        ("a: 1\nb: x\0y", "this is not YAML: it has the character 0x0000.", 2),
         ("a: 0b_", "this is not YAML", None),
         ("a: !!bool maybe", "this is not YAML: 'maybe'", None),
         ("a: !!map 3", "the YAML tag !!map is refused", 1),

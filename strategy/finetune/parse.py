@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import jsonargparse
 import yaml
@@ -144,55 +143,54 @@ def _sound_section(
         if key not in hints:
             problems.add(unknown_key(str(key), where=where, known=field_names(cls)))
             continue
-        name = f"{where}.{key}" if where else key
-        found = Problems()
-        result = _sound_value(value, hints[key], found, where=name)
-        problems.add(*found.found)
-        if dataclasses.is_dataclass(hints[key]) or not found.found:
-            sound[key] = result
-    return {key: value for key, value in sound.items() if value is not _NOTHING}
+        name, hint = f"{where}.{key}" if where else key, hints[key]
+        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            sound[key] = _sound_section(value, hint, problems, where=name)
+            continue
+        found = list(_value_problems(value, hint, where=name))
+        problems.add(*found)
+        if not found:
+            sound[key] = value
+    return sound
 
 
-_NOTHING = object()
-
-
-def _sound_value(value: Any, hint: Any, problems: Problems, *, where: str) -> Any:
+def _value_problems(value: Any, hint: Any, *, where: str) -> Iterator[ConfigError]:
     if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            problems.add(_not_a_mapping(value, where=where))
-            return _NOTHING
-        return _sound_section(value, hint, problems, where=where)
-    if hint is ClassSpec or (ClassSpec in get_args(hint) and _is_optional(hint)):
-        if value is None and hint is not ClassSpec:
-            return None
-        _check_class_spec(value, problems, where=where)
-    elif get_origin(hint) is list and isinstance(value, list):
+        yield _not_a_mapping(value, where=where)
+    elif hint is ClassSpec or (hint == ClassSpec | None and value is not None):
+        yield from _class_spec_problems(value, where=where)
+    elif hint == list[ClassSpec] and isinstance(value, list):
         for index, item in enumerate(value):
-            _check_class_spec(item, problems, where=f"{where}[{index}]")
+            yield from _class_spec_problems(item, where=f"{where}[{index}]")
     else:
-        _check_kind(value, hint, problems, where=where)
-    return value
+        yield from _kind_problems(value, hint, where=where)
 
 
-def _check_class_spec(value: Any, problems: Problems, *, where: str) -> None:
+def _class_spec_problems(value: Any, *, where: str) -> Iterator[ConfigError]:
     known = list(get_type_hints(ClassSpec))
     if not isinstance(value, dict):
-        problems.add(_not_a_mapping(value, where=where, keys=f" with {' and '.join(known)}"))
+        yield _not_a_mapping(value, where=where, keys=f" with {' and '.join(known)}")
         return
     for key in value:
         if key not in known:
-            problems.add(unknown_key(str(key), where=where, known=known))
-    path, arguments = value.get("class_path", ""), value.get("init_args")
-    # The optimizer alone has a default class, and checks of the whole miss a data set's.
-    if not isinstance(path, str) or (not path and where not in ("optimizer", "data.dataset")):
-        message = f"is {path!r}, but must be the name of a class." if path else "is missing."
-        problems.add(ConfigError(f"{where}.class_path {message}", key=f"{where}.class_path"))
+            yield unknown_key(str(key), where=where, known=known)
+    yield from _class_path_problems(value.get("class_path", ""), where=where)
+    arguments = value.get("init_args")
     if arguments is not None and not isinstance(arguments, dict):
         message = f"{where}.init_args is {arguments!r}, but must be a mapping of names to values."
-        problems.add(ConfigError(message, key=f"{where}.init_args"))
+        yield ConfigError(message, key=f"{where}.init_args")
 
 
-def _check_kind(value: Any, hint: Any, problems: Problems, *, where: str) -> None:
+def _class_path_problems(path: Any, *, where: str) -> Iterator[ConfigError]:
+    key = f"{where}.class_path"
+    if not isinstance(path, str):
+        yield ConfigError(f"{key} is {path!r}, but must be the name of a class.", key=key)
+    # The optimizer has a default class, and a data set's class is looked for with what is missing.
+    elif not path and where not in ("optimizer", "data.dataset"):
+        yield ConfigError(f"{key} is missing.", key=key)
+
+
+def _kind_problems(value: Any, hint: Any, *, where: str) -> Iterator[ConfigError]:
     wanted = misfit(hint, value)
     if wanted is None:
         return
@@ -200,7 +198,7 @@ def _check_kind(value: Any, hint: Any, problems: Problems, *, where: str) -> Non
         message = f"{where} is null, but must be {wanted}; leave it out for the default."
     else:
         message = f"{where} is {value!r}, but must be {wanted}{_example(where)}."
-    problems.add(ConfigError(message, key=where))
+    yield ConfigError(message, key=where)
 
 
 def _not_a_mapping(value: Any, *, where: str, keys: str = " of names to values") -> ConfigError:
@@ -223,10 +221,6 @@ def _complete_optimizer(values: dict[str, Any]) -> None:
         default = RunConfig().optimizer
         arguments = {**default.get("init_args", {}), **(given.get("init_args") or {})}
         values["optimizer"] = {"class_path": default["class_path"], "init_args": arguments}
-
-
-def _is_optional(hint: Any) -> bool:
-    return get_origin(hint) in (Union, types.UnionType) and types.NoneType in get_args(hint)
 
 
 def _instantiate(values: dict[str, Any], problems: Problems) -> RunConfig:

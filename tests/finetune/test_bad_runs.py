@@ -65,6 +65,27 @@ def test_a_bad_run_is_refused_with_places_and_leaves_nothing(
     assert sorted(workplace.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "run.yaml: the run file is empty; `thunder-memsave configs list` names some to"),
+        (b"\x89PNG\r\n\x1a\n", "run.yaml: run.yaml is not a text in UTF-8 (byte 0 is 0x89); is it"),
+        (b"output_dir: \xe9", "run.yaml is not a text in UTF-8 (byte 12 is 0xe9)"),
+        (b"output_dir: a\x00b", "run.yaml:1: this is not YAML"),
+        (None, "run.yaml: run.yaml is a directory; name the YAML file itself."),
+    ],
+)
+def test_a_file_that_is_no_run_file_is_refused(
+    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert main(["train", "run.yaml"]) == 2
+    report = capsys.readouterr().err
+    assert report.startswith("error: run.yaml cannot be used; 1 problem:\n")
+    assert message in report
+
+
 def test_validate_and_train_report_the_same(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

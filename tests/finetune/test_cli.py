@@ -171,7 +171,12 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = run_file.parent / "run" / "checkpoints" / "step-00000003"
-    values = {"optimizer_class": "AdamW", "seed": 42, "global_batch_size": 4, "num_rows": 18}
+    values: dict[str, int | str] = {
+        "optimizer_class": "AdamW",
+        "seed": 42,
+        "global_batch_size": 4,
+        "num_rows": 18,
+    }
     write_checkpoint_info(checkpoint, world_size=1, values={"step": 3, **values})
     assert main(["validate", str(run_file), "--resume=auto"]) == 0
     assert f"\nstart:     {checkpoint}\n" in capsys.readouterr().out

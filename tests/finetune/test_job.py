@@ -94,7 +94,7 @@ def test_a_mistake_does_not_wait_for_a_model_of_the_hub(
         raise ConfigError("not there")
 
     monkeypatch.setattr(job, "load_tokenizer", load_tokenizer)
-    monkeypatch.setattr(job.constants, "is_offline_mode", lambda: is_offline)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: is_offline)
     config = config_of("model.name_or_path=some/model", "optimizer.init_args.lr=a")
     assert "optimizer.init_args.lr" in keys_of(config)
     assert asked == (["some/model"] if is_offline else [])
