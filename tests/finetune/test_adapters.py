@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from harness.fabric import make_fabric
@@ -73,7 +73,7 @@ def make_batch() -> Batch:
 
 
 @torch.no_grad()
-def perturbed(parameter: nn.Parameter) -> nn.Parameter:
+def perturbed(parameter: nn.Parameter) -> Tensor:
     """Move it away from its start, where half of an adapter's weights are zero."""
     return parameter.add_(torch.randn_like(parameter), alpha=0.05)
 

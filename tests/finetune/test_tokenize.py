@@ -22,7 +22,7 @@ def document(*parts: str, rendered: bool = False) -> Document:
 def tokenized(
     tokenizer: Any, *documents: Document, length: int = 64, **options: bool
 ) -> TokenizedData:
-    settings = {"assistant_only": False, "continue_long": False, **options}
+    settings: dict[str, Any] = {"assistant_only": False, "continue_long": False, **options}
     return tokenize(list(documents), tokenizer, max_seq_length=length, **settings)
 
 
