@@ -143,7 +143,7 @@ class _Reading:
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             raise ConfigError(
-                f"this is not YAML: it has the character {ord(error.character):#06x}.",
+                f"this is not YAML: it has the character {error.character:#06x}.",
                 place=self._place(line),
             ) from error
         except yaml.YAMLError as error:
