@@ -78,7 +78,9 @@ def parse_section(
         return value
     names = field_names(cls)
     if isinstance(value, str):
-        value = {names[0]: value}
+        # Named as the user wrote it, without the field.
+        (first, hint), *_ = get_type_hints(cls).items()
+        return cls(**{first: _convert(hint, value, where=where)})
     given = require_mapping({} if value is None else value, where=where)
     problems: list[ConfigError] = list(unknown_keys(given, known=names, where=where))
     hints = get_type_hints(cls)

@@ -31,10 +31,10 @@ def write(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("sharding", "zero3", r"strategy\.sharding\.mode is 'zero3', but must be one of 'none', "),
+        ("sharding", "zero3", r"strategy\.sharding is 'zero3', but must be one of 'none', "),
         ("sharding", None, r"strategy\.sharding is null; write 'none' or 'zero2'"),
         ("sharding", 2, r"strategy\.sharding is 2, but must be a mapping"),
-        ("sharding", {"mode": "zero"}, r"must be one of .*; did you mean 'zero2'\?"),
+        ("sharding", {"mode": "zero"}, r"sharding\.mode is 'zero', but .*; did you mean 'zero2'\?"),
         ("frontend", "dynamos", r"strategy\.frontend is 'dynamos'.*; did you mean 'dynamo'\?"),
         ("executors", "torch", r"strategy\.executors is 'torch', but must be a list of names"),
         ("executors", [1], r"strategy\.executors is \[1\], but must be a list of names"),
@@ -90,7 +90,7 @@ def test_all_problems_of_the_strategy_are_found_together() -> None:
         parse_strategy(values)
     keys = {problem.key for problem in error.value.problems}
     assert keys == {
-        "strategy.sharding.mode",
+        "strategy.sharding",
         "strategy.frontend",
         "strategy.executors",
         "strategy.timeout",
