@@ -18,6 +18,7 @@ from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
+from thunder_memsave.checkpoint.agreement import OtherRankError
 from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import RunConfig
@@ -65,33 +66,43 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     check_early_stopping(callbacks, config, has_validation=job.data.validation is not None)
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
-    fabric.launch()
-    if fabric.is_global_zero:  # which alone tells of it
-        _describe_model(callbacks, job, fabric)
-    _say(fabric, job.data.summary)
-    module, optimizer = _set_up(fabric, job)
-    state: dict[str, Any] = {
-        "model": trained_part(job.model, in_files=base.names),
-        "optimizer": optimizer,
-        "step": 0,
-        "callbacks": CallbackStates(callbacks),
-        **identity(job.config, job.data),
-        **base.identity,
-    }
-    if job.resume_from is not None:
-        _load(fabric, job.resume_from, job.config, state)
-    plan = _plan(job, fabric)
-    # After the checkpoint: one that does not fit this run file must not replace its own.
-    _create_directory(fabric, job, step=state["step"])
-    _announce(fabric, job, num_left=plan.num_steps - state["step"])
-    processes.watch(lambda how: _explained(how, fabric, job, state))
+    state: dict[str, Any] = {"step": 0}
+    processes.watch(lambda died: _explained(died, fabric, job, state))
     try:
-        return _run(fabric, job, module, plan, state)
+        module = _begin(fabric, job, base, callbacks, state)
+        return _run(fabric, job, module, state)
     except BaseException as error:
         told = _as_told(error, fabric, job, state, processes)
         if told is None:
             raise
         raise told from error
+
+
+def _begin(
+    fabric: Fabric,
+    job: Job,
+    base: _BaseFiles,
+    callbacks: Sequence[object],
+    state: dict[str, Any],
+) -> nn.Module:
+    """Join the processes, fill the model, and put into `state` what checkpoints hold."""
+    fabric.launch()
+    if fabric.is_global_zero:  # which alone tells of it
+        _describe_model(callbacks, job, fabric)
+    _say(fabric, job.data.summary)
+    module, optimizer = _set_up(fabric, job)
+    state.update(
+        model=trained_part(job.model, in_files=base.names),
+        optimizer=optimizer,
+        callbacks=CallbackStates(callbacks),
+        **identity(job.config, job.data),
+        **base.identity,
+    )
+    if job.resume_from is not None:
+        _load(fabric, job.resume_from, job.config, state)
+    # After the checkpoint: one that does not fit this run file must not replace its own.
+    _create_directory(fabric, job, step=state["step"])
+    return module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,19 +173,27 @@ def _as_told(
 ) -> RunStoppedError | None:
     """Turn what ends runs now and then into one message; None for other errors."""
     if isinstance(error, KeyboardInterrupt) or was_interrupted():
-        how = _how_to_go_on(fabric, job)
-        return RunInterruptedError(f"interrupted at step {state['step']}: {how}")
+        return RunInterruptedError(_interrupted(fabric, job, state))
     if isinstance(error, NotFiniteError):
         how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
         return NotFiniteError(f"{error} After that, {how}")
-    if isinstance(error, RuntimeError):  # as collectives raise when another process is gone
+    # As collectives raise when another process is gone, rather than when it told its reason.
+    if isinstance(error, RuntimeError) and not isinstance(error, OtherRankError):
         died = processes.died(wait_seconds=3)
         if died is not None:
             return ProcessDiedError(_explained(died, fabric, job, state))
     return None
 
 
-def _explained(died: str, fabric: Fabric, job: Job, state: Any) -> str:
+def _interrupted(fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
+    if not job.directory.config.exists():
+        return "interrupted before training began; start it again."
+    return f"interrupted at step {state['step']}: {_how_to_go_on(fabric, job)}"
+
+
+def _explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
+    if not job.directory.config.exists():
+        return f"{died} before training began, so the run ends too; start it again."
     return f"{died} at step {state['step']}, so the run ends too; {_how_to_go_on(fabric, job)}"
 
 
@@ -251,8 +270,10 @@ def _say(fabric: Fabric, text: str) -> None:
         print(text, flush=True)
 
 
-def _run(fabric: Fabric, job: Job, module: nn.Module, plan: Plan, state: dict[str, Any]) -> Path:
+def _run(fabric: Fabric, job: Job, module: nn.Module, state: dict[str, Any]) -> Path:
     """Train and export; tell the callbacks if that does not come to its end."""
+    plan = _plan(job, fabric)
+    _announce(fabric, job, num_left=plan.num_steps - state["step"])
     try:
         reason = fit(
             fabric,

@@ -10,13 +10,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from lightning.fabric import Fabric
 
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints
 from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.job import Job
+from thunder_memsave.finetune.processes import LocalProcesses
 from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
+from thunder_memsave.finetune.stop import RunInterruptedError
+from thunder_memsave.finetune.train import _as_told, _explained
 
 
 def write_long_run(directory: Path, model_directory: Path) -> Path:
@@ -182,3 +189,14 @@ def test_a_run_on_nodes_is_resumed_on_as_many(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     text = how_to_go_on(RunDirectory(root=tmp_path), num_processes=8, started_from=None)
     assert "torchrun --nnodes 2 ... --nproc-per-node 4 --no-python thunder-memsave" in text
+
+
+def test_before_the_training_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    told = _as_told(KeyboardInterrupt(), fabric, job, {"step": 0}, LocalProcesses())
+    assert isinstance(told, RunInterruptedError)
+    assert str(told) == "interrupted before training began; start it again."
+    died = "process 1 of 2 was ended by SIGKILL"
+    expected = f"{died} before training began, so the run ends too; start it again."
+    assert _explained(died, fabric, job, {"step": 0}) == expected
