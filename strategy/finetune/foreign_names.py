@@ -90,6 +90,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "lora_target_linear": _(AXOLOTL, here="lora.target_modules", note="write all-linear"),
     "lora_modules_to_save": _(AXOLOTL, here="lora.modules_to_save"),
     "peft_use_rslora": _(AXOLOTL, here="lora.use_rslora"),
+    "lora_fan_in_fan_out": _(AXOLOTL, here="lora.fan_in_fan_out"),
+    "peft_use_dora": _(AXOLOTL, note="DoRA cannot be captured; lora.use_rslora can"),
     "use_peft": _(TRAINER, here="lora", note=_NOT_IN_SECTION),
     "peft_config": _(TRAINER, here="lora", note=_NOT_IN_SECTION),
     # the data
@@ -117,6 +119,21 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "assistant_only_loss": _(TRAINER, here="data.train_on", note="write assistant"),
     "completion_only_loss": _(TRAINER, here="data.train_on", note="write assistant"),
     "chat_template": _(AXOLOTL, note="the tokenizer's own is used; put it in chat_template.jinja"),
+    "dataset_text_field": _(
+        TRAINER, UNSLOTH, here="data.dataset.class_path", note="TextJSONL reads 'text'"
+    ),
+    "special_tokens": _(AXOLOTL, note="the tokenizer's own are used; save it with yours"),
+    "dataset_prepared_path": _(
+        AXOLOTL, note="every run tokenizes its data when it starts; leave it out"
+    ),
+    "dataset_num_proc": _(
+        TRAINER, UNSLOTH, note="every run tokenizes its data when it starts; leave it out"
+    ),
+    "dataloader_num_workers": _(
+        AXOLOTL, TRAINER, note="every run tokenizes its data when it starts; leave it out"
+    ),
+    "group_by_length": _(AXOLOTL, TRAINER, here="data.packing", note="rows are all as long"),
+    "data_seed": _(TRAINER, here="train.seed"),
     # batches and length
     "per_device_train_batch_size": _(TRAINER, UNSLOTH, here="train.micro_batch_size"),
     "per_device_eval_batch_size": _(
@@ -181,6 +198,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "early_stopping_patience": _(
         AXOLOTL, here="callbacks", note="{class_path: EarlyStopping, init_args: {patience: 3}}"
     ),
+    "push_to_hub": _(TRAINER, note="upload what a run wrote with `hf upload`"),
+    "hub_model_id": _(AXOLOTL, TRAINER, note="upload what a run wrote with `hf upload`"),
     "report_to": _(TRAINER, here="loggers", note="[{class_path: TensorBoardLogger}]"),
     "wandb_project": _(
         AXOLOTL, here="loggers", note="[{class_path: WandbLogger, init_args: {project: ...}}]"

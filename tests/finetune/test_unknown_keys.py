@@ -20,6 +20,7 @@ FREE = {
     "data.dataset.init_args.path",
     "data.dataset.init_args.val_fraction",
     "data.dataset.init_args.val_path",
+    "lora.fan_in_fan_out",
     "lora.lora_alpha",
     "lora.lora_dropout",
     "lora.modules_to_save",
