@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from harness.fabric import make_fabric
 from harness.language_model import sample_of, write_model
 from thunder_memsave.finetune.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from thunder_memsave.finetune.export import export
 from thunder_memsave.finetune.loss import loss_sum
 from thunder_memsave.finetune.model import build_model, load_tokenizer, precision_of
 from thunder_memsave.finetune.packing import Batch, pad
@@ -80,7 +81,7 @@ def perturbed(parameter: nn.Parameter) -> Tensor:
 
 def assert_one_step_is_eager(
     config: RunConfig, adapter: peft.PeftConfig, *, same_start: bool, tolerance: float = 1e-5
-) -> tuple[Fabric, Any]:
+) -> tuple[Fabric, nn.Module]:
     model, reference = built(config), eager(config, adapter)
     fabric = make_fabric(precision=precision_of(config))
     module = fabric.setup(model)
@@ -104,15 +105,25 @@ def assert_one_step_is_eager(
             atol=tolerance,
             check_dtype=False,  # peft leaves a saved module in its model's format
         )
-    return fabric, model
+    return fabric, module
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_starts_and_steps_as_in_eager_peft(small_model: Path, method: str) -> None:
+def test_a_method_starts_and_steps_as_in_eager_peft_and_is_exported(
+    small_model: Path, tmp_path: Path, method: str
+) -> None:
     arguments = {**TARGET, **METHODS[method]}
     config = run(small_model, adapter={"class_path": method, "init_args": arguments})
     config_of_peft = getattr(peft, method)(task_type="CAUSAL_LM", **arguments)
-    assert_one_step_is_eager(config, config_of_peft, same_start=True)
+    fabric, module = assert_one_step_is_eager(config, config_of_peft, same_start=True)
+    export(fabric, module, None, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(small_model)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    with torch.no_grad():
+        losses = [
+            float(loss_sum(each.eval(), make_batch(), mask="none")) for each in (module, loaded)
+        ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +157,10 @@ def test_trained_weights_are_float32_over_a_frozen_bfloat16_model(
     assert precision_of(config) == precision
     config_of_peft = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
     # Eager and compiled code round bfloat16 at other places.
-    _, model = assert_one_step_is_eager(config, config_of_peft, same_start=False, tolerance=2e-2)
-    assert {p.dtype for p in trained(model).values()} == {torch.float32}
-    assert {p.grad.dtype for p in trained(model).values() if p.grad is not None} == {torch.float32}
-    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    _, module = assert_one_step_is_eager(config, config_of_peft, same_start=False, tolerance=2e-2)
+    assert {p.dtype for p in trained(module).values()} == {torch.float32}
+    assert {p.grad.dtype for p in trained(module).values() if p.grad is not None} == {torch.float32}
+    assert {p.dtype for p in module.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 def test_dropout_is_drawn_in_training_only(small_model: Path) -> None:
