@@ -113,7 +113,7 @@ def _draw_losses(axes: Axes, rows: Sequence[Mapping[str, str]]) -> None:
         style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.5}
         axes.plot(validation.steps, validation.values, color=_VALIDATION, label=label, **style)
     axes.set_ylabel("loss per token")
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(loc="upper right", framealpha=0.85, edgecolor="none")
     _tidy(axes)
 
 
@@ -126,7 +126,7 @@ def _draw_rate(axes: Axes, rate: _Series) -> None:
     axes.set_ylabel("learning rate")
     axes.set_xlabel("optimizer step")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylim(bottom=0)
     _tidy(axes)
 
