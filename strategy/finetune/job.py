@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from huggingface_hub import constants
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
-from thunder_memsave.finetune.adapters import check_adapter
 from thunder_memsave.finetune.batch_sizes import BatchSizes, batch_sizes
-from thunder_memsave.finetune.class_kinds import (
-    CALLBACK,
-    DATASET,
-    LOGGER,
-    OPTIMIZER,
-    ClassKind,
-    check_class,
-)
-from thunder_memsave.finetune.class_spec import build, import_class
+from thunder_memsave.finetune.class_kinds import DATASET
+from thunder_memsave.finetune.class_spec import build
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.hub import is_hub_name
-from thunder_memsave.finetune.launch import is_under_torchrun, world_size
+from thunder_memsave.finetune.launch import world_size
 from thunder_memsave.finetune.model import build_model, load_tokenizer
 from thunder_memsave.finetune.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.problems import Problems
+from thunder_memsave.finetune.references import check_references
 from thunder_memsave.finetune.run_directory import (
     RunDirectory,
     check_same_values,
@@ -42,6 +32,12 @@ from thunder_memsave.finetune.run_directory import (
 from thunder_memsave.settings import ConfigError, ConfigErrors
 
 T = TypeVar("T")
+
+_BATCH_SIZES = (
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +65,10 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     """
     transformers_logging.disable_progress_bar()  # the run has its own
     problems = Problems() if problems is None else problems
-    _check_classes(config, problems)
+    check_references(config, problems)
     sizes = problems.check(
         lambda: batch_sizes(config.train, world_size=world_size(config)),
-        reads=("devices", *_keys("train", "global_batch_size", "micro_batch_size"), _ACCUMULATION),
+        reads=("devices", *_BATCH_SIZES),
         about="train.global_batch_size",
     )
     resume_from = problems.check(
@@ -116,82 +112,8 @@ def identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
     }
 
 
-_ACCUMULATION = "train.gradient_accumulation_steps"
-
-
 def _keys(section: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names)
-
-
-def _check_classes(config: RunConfig, problems: Problems) -> None:
-    """Check everything that a `class_path` names, before anything is made of it."""
-    places = [
-        ("optimizer", config.optimizer, OPTIMIZER),
-        ("data.dataset", config.data.dataset, DATASET),
-        *((f"loggers[{i}]", spec, LOGGER) for i, spec in enumerate(config.loggers)),
-        *((f"callbacks[{i}]", spec, CALLBACK) for i, spec in enumerate(config.callbacks)),
-    ]
-    for where, spec, kind in places:
-        problems.check(_class_check(spec, kind, where), reads=(where,), about=where)
-    for index, spec in enumerate(config.callbacks):
-        where = f"callbacks[{index}]"
-        problems.check(_callback_check(spec, where), reads=(where,), about=where)
-    problems.check(lambda: _check_optimizer(config), reads=("optimizer",), about="optimizer")
-    problems.check(lambda: check_adapter(config), reads=("lora", "adapter"), about="lora")
-    problems.check(lambda: _check_devices(config), reads=("devices",), about="devices")
-    problems.check(lambda: _check_output(config), reads=("output_dir",), about="output_dir")
-
-
-def _class_check(spec: ClassSpec, kind: ClassKind, where: str) -> Callable[[], object]:
-    return lambda: check_class(spec, kind, where=where)
-
-
-def _callback_check(spec: ClassSpec, where: str) -> Callable[[], object]:
-    return lambda: _check_callback(spec, where=where)
-
-
-def _check_callback(spec: ClassSpec, *, where: str) -> None:
-    """Make a callback of ours, which writes nothing by that and knows which values it takes."""
-    module = CALLBACK.default_module
-    cls = import_class(spec, where=where, default_module=module)
-    if cls.__module__.startswith(f"{module}."):
-        takes = inspect.signature(cls).parameters
-        filled = {name: os.curdir for name in CALLBACK.filled if name in takes}
-        arguments = {**filled, **(spec.get("init_args") or {})}
-        whole = ClassSpec(class_path=spec["class_path"], init_args=arguments)
-        build(whole, where=where, default_module=module)
-
-
-def _check_optimizer(config: RunConfig) -> None:
-    """Make the optimizer for one weight: only its constructor knows which values it takes."""
-    weight = nn.Parameter(torch.zeros(1))
-    build(config.optimizer, [weight], where="optimizer", default_module=OPTIMIZER.default_module)
-
-
-def _check_devices(config: RunConfig) -> None:
-    num_gpus = torch.cuda.device_count()
-    # Under torchrun they were compared with its number already.
-    if config.devices != "auto" and not is_under_torchrun() and 0 < num_gpus < config.devices:
-        raise ConfigError(
-            f"devices is {config.devices}, but this machine has {num_gpus} GPUs; write {num_gpus}, "
-            "or 'auto'.",
-            key="devices",
-        )
-
-
-def _check_output(config: RunConfig) -> None:
-    """Refuse a directory that cannot be made; a run's files are written after minutes only."""
-    nearest = Path(config.output_dir).absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        raise ConfigError(
-            f"cannot write to output_dir {config.output_dir}: {nearest} is a file; name a directory."
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"cannot write to output_dir {config.output_dir}: {nearest} is not writable."
-        )
 
 
 def _tokenizer(config: RunConfig, problems: Problems) -> Any:

@@ -120,11 +120,10 @@ def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dic
 
 def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
     for name in RESERVED_SECTIONS:
-        problems.check(
-            lambda name=name: refuse_keys(values.pop(name, None), where=name),  # type: ignore[misc]
-            reads=(),
-            about=name,
-        )
+        try:
+            refuse_keys(values.pop(name, None), where=name)
+        except ConfigError as error:
+            problems.add(error)
     sound = _sound_section(values, RunConfig, problems, where="")
     _complete_optimizer(sound)
     config = _instantiate(sound, problems)
