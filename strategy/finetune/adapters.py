@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +165,7 @@ def add_adapter(model: Any, section: AdapterSection, config: RunConfig) -> nn.Mo
     return wrapped
 
 
-def names_before(model: nn.Module, stored: Collection[str]) -> Callable[[str], str | None]:
+def names_before(model: nn.Module, stored: Mapping[str, str]) -> Callable[[str], str | None]:
     """Note the model's names; what is returned finds them again under an adapter.
 
     For `load_on_setup`: a name gives None when it is the adapter's own. Of tied weights the files
@@ -173,14 +173,13 @@ def names_before(model: nn.Module, stored: Collection[str]) -> Callable[[str], s
 
     Args:
         model: Without an adapter yet.
-        stored: The names in the files.
+        stored: From the model's names to those in the files.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
-    twins = {id(tensor): name for name, tensor in tensors.items() if name in stored}
+    twins = {id(tensor): stored[name] for name, tensor in tensors.items() if name in stored}
     known = {
-        name: name if name in stored else twins.get(id(tensor), name)
-        for name, tensor in tensors.items()
+        name: stored.get(name, twins.get(id(tensor), name)) for name, tensor in tensors.items()
     }
     added = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 

@@ -23,6 +23,7 @@ from thunder_memsave.finetune.config import ModelConfig, RunConfig
 from thunder_memsave.finetune.hub import model_directory
 from thunder_memsave.finetune.packable import check_packable
 from thunder_memsave.finetune.task import CAUSAL_LM
+from thunder_memsave.finetune.weight_names import stored_names
 from thunder_memsave.materialize import load_on_setup
 from thunder_memsave.settings import ConfigError, refuse_unknown, suggestion
 
@@ -105,7 +106,7 @@ def _model(architecture: Any, config: RunConfig) -> Any:
             )
         if settings.config is None:
             directory = model_directory(settings)
-            stored = set(open_source(directory).names())
+            stored = stored_names(model, open_source(directory).names())
             load_on_setup(model, directory, rename=names_before(model, stored))
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.language_model import llama_config
+from harness.language_model import VOCAB_SIZE, llama_config
 from thunder_memsave.finetune.config import ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.finetune.model import build_model, precision_of
 from thunder_memsave.materialize import materialize
+from thunder_memsave.settings import ConfigError
 
 
 def run_config(directory: Path, *, lora: dict[str, Any] | None, **model: Any) -> RunConfig:
@@ -76,3 +77,34 @@ def test_random_weights_depend_on_the_seed_only(tokenizer_directory: Path, token
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
     assert weights(1).std() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("lora", [{"r": 2, "target_modules": "all-linear"}, None])
+def test_weights_are_found_under_the_names_that_files_have_for_them(
+    tmp_path: Path, tokenizer: Any, lora: dict[str, Any] | None
+) -> None:
+    # Of this kind of model, files name the output layer otherwise than transformers.
+    config = run_config(saved(tmp_path, "gpt_neox"), lora=lora, dtype="float32")
+    model: Any = build_model(config, tokenizer)
+    materialize(model, device=torch.device("cpu"), data_parallel=None)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+def test_weights_that_would_have_to_be_put_together_are_refused(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    directory = saved(tmp_path, "qwen3_moe", head_dim=8, num_experts=4, num_key_value_heads=2)
+    with pytest.raises(
+        ConfigError, match=r"hold 'model\.layers.*experts.*transformers makes a part"
+    ):
+        build_model(run_config(directory, lora=None), tokenizer)
+
+
+def saved(directory: Path, model_type: str, **values: Any) -> Path:
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": VOCAB_SIZE}
+    architecture = AutoConfig.for_model(model_type, **{**tiny, **heads, **values})
+    AutoModelForCausalLM.from_config(architecture).save_pretrained(directory)
+    return directory
