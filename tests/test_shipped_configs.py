@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from harness.language_model import llama_config, write_jsonl, write_model
+from harness.language_model import llama_config
 from thunder_memsave.config import load_yaml, parse_strategy
 from thunder_memsave.configs import tiny
 from thunder_memsave.finetune import data
@@ -75,21 +74,28 @@ def keys_set(values: Mapping[str, Any], section: Any = RunConfig) -> Iterator[st
             yield f"{section.__name__}.{key}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyRuns:
+    """Both tiny files, run one after the other in an empty directory, two steps each."""
+
+    directory: Path
+    reads: Mapping[str, set[str]]
+    """What the code read of the run file, with an adapter and without."""
+
+
 @pytest.fixture(scope="module")
-def reads(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
-    """Train two steps with an adapter and two without, and note what the code reads of the file."""
-    with_adapter, without = tmp_path_factory.mktemp("lora"), tmp_path_factory.mktemp("full")
-    write_model(with_adapter / "model")
-    tiny.write_tokenizer(without / "model")
-    shape = {**llama_config(), "model_type": "llama"}
-    return {
-        "lora": recorded_run("llama3_1b_lora", with_adapter),
-        "full": recorded_run("llama3_1b_full", without, f"--model.config={json.dumps(shape)}"),
-    }
+def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> TinyRuns:
+    directory = tmp_path_factory.mktemp("empty")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(directory)
+        tiny.main()
+        reads = {"full": recorded_run("tiny_pretrain"), "lora": recorded_run("tiny_lora")}
+    return TinyRuns(directory=directory, reads=reads)
 
 
-def recorded_run(name: str, directory: Path, *overrides: str) -> set[str]:
-    config = run_file(DIRECTORY / f"{name}.yaml", *small(directory), *overrides)
+def recorded_run(name: str) -> set[str]:
+    short = ("--train.max_steps=2", "--lr_scheduler.warmup_steps=1", "--eval.max_batches=1")
+    config = run_file(DIRECTORY / f"{name}.yaml", *short, "--devices=1")
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with pytest.MonkeyPatch.context() as monkeypatch:
         read = record_reads(monkeypatch)
@@ -97,24 +103,6 @@ def recorded_run(name: str, directory: Path, *overrides: str) -> set[str]:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return read
-
-
-def small(directory: Path) -> list[str]:
-    """Overrides that leave every key in use, with the model in the directory and a few rows."""
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    write_jsonl(directory / "rows.jsonl", [{"messages": messages} for _ in range(40)])
-    return [
-        f"--model.name_or_path={directory / 'model'}",
-        f"--data.dataset.init_args.path={directory / 'rows.jsonl'}",
-        "--data.max_seq_length=32",
-        "--train.global_batch_size=2",
-        "--train.micro_batch_size=1",
-        "--train.max_steps=2",
-        "--lr_scheduler.warmup_steps=1",
-        "--eval.max_batches=1",
-        f"--output_dir={directory / 'run'}",
-        "--devices=1",
-    ]
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -142,18 +130,16 @@ def kind_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=by_name)
-def test_every_key_of_a_shipped_file_is_read_in_a_run(
-    path: Path, reads: Mapping[str, set[str]]
-) -> None:
-    unread = set(keys_set(load_yaml(path))) - reads[kind_of(path)]
+def test_every_key_of_a_shipped_file_is_read_in_a_run(path: Path, tiny_runs: TinyRuns) -> None:
+    unread = set(keys_set(load_yaml(path))) - tiny_runs.reads[kind_of(path)]
     assert not unread, f"{path.name} sets what no code reads: {sorted(unread)}"
 
 
-def test_a_key_that_no_code_reads_would_be_noticed(reads: Mapping[str, set[str]]) -> None:
+def test_a_key_that_no_code_reads_would_be_noticed(tiny_runs: TinyRuns) -> None:
     values = {"no_code_reads_this": 1, "train": {"epochs": 1}}
-    unread = set(keys_set(values, RunConfigWithUnreadKey)) - reads["lora"]
+    unread = set(keys_set(values, RunConfigWithUnreadKey)) - tiny_runs.reads["lora"]
     assert "RunConfigWithUnreadKey.no_code_reads_this" in unread
-    assert "RunConfig.no_code_reads_this" not in reads["lora"]
+    assert "RunConfig.no_code_reads_this" not in tiny_runs.reads["lora"]
     assert "TrainConfig.epochs" not in unread
 
 
@@ -208,6 +194,12 @@ def test_lora_finds_its_targets_in_a_model_of_that_type(path: Path, tmp_path: Pa
     else:
         found = {name.split(".lora_")[0].rsplit(".")[-1] for name in trained}
         assert found == layers
+
+
+def test_the_tiny_files_run_one_after_the_other_in_an_empty_directory(tiny_runs: TinyRuns) -> None:
+    runs = tiny_runs.directory / "runs"
+    assert (runs / "tiny_pretrain/model/model.safetensors").is_file()
+    assert (runs / "tiny_lora/adapter/adapter_model.safetensors").is_file()
 
 
 def test_the_texts_and_questions_of_tiny_are_the_same_on_every_machine(tmp_path: Path) -> None:
