@@ -102,7 +102,7 @@ def _validation_losses(path: Path) -> list[float]:
 def _say_where_everything_is() -> None:
     print("\nadapter   runs/demo/lora/adapter        (PeftModel.from_pretrained loads it)")
     print("model     runs/demo/pretrain/model      (AutoModelForCausalLM.from_pretrained)")
-    print("metrics   runs/demo/lora/metrics.csv")
+    print("metrics   runs/demo/lora/metrics.csv, and as a picture loss.png beside it")
     print("configs   configs/demo_pretrain.yaml, configs/demo_lora.yaml")
     print("data      runs/demo/data")
 
