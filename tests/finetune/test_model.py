@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import VOCAB_SIZE, llama_config
 from thunder_memsave.finetune.config import ModelConfig, RunConfig, TrainConfig
-from thunder_memsave.finetune.model import build_model, precision_of
+from thunder_memsave.finetune.model import build_model, load_tokenizer, precision_of
 from thunder_memsave.materialize import materialize
 from thunder_memsave.settings import ConfigError
 
@@ -108,3 +110,26 @@ def saved(directory: Path, model_type: str, **values: Any) -> Path:
     architecture = AutoConfig.for_model(model_type, **{**tiny, **heads, **values})
     AutoModelForCausalLM.from_config(architecture).save_pretrained(directory)
     return directory
+
+
+def test_a_directory_that_lacks_a_part_of_a_model_is_refused(
+    tmp_path: Path, model_directory: Path, tokenizer: Any
+) -> None:
+    shutil.copy(model_directory / "model.safetensors", tmp_path)
+    config = run_config(tmp_path, lora=None)
+    with pytest.raises(ConfigError, match="cannot load a tokenizer from") as error:
+        load_tokenizer(config.model)
+    assert error.value.key == "model.name_or_path"
+    with pytest.raises(ConfigError, match="cannot read the model's config in"):
+        build_model(config, tokenizer)
+
+
+def test_quantized_weights_are_refused(
+    tmp_path: Path, model_directory: Path, tokenizer: Any
+) -> None:
+    shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="are quantized, which cannot be trained here; name the"):
+        build_model(run_config(tmp_path, lora=None), tokenizer)
