@@ -177,9 +177,18 @@ class _Reading:
                     self._item(loader, item, where=f"{where}[{index}]")
                     for index, item in enumerate(node.value)
                 ]
-            return loader.construct_object(node)
+            return self._scalar(loader, node)
         finally:
             self._open.pop()
+
+    def _scalar(self, loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+        value = loader.construct_object(node)
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(
+                f"the text {value!r} has a null character, which no name can hold; remove it.",
+                place=self._place(node.start_mark.line + 1),
+            )
+        return value
 
     def _item(self, loader: yaml.SafeLoader, node: yaml.Node, *, where: str) -> Any:
         self.lines[where] = node.start_mark.line + 1

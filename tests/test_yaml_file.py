@@ -109,6 +109,7 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
         ("a: 1\n---\nb: 2", "but found another document", 2),
         ("a: 1\nb: x\0y", "this is not YAML: it has the character 0x0000.", 2),
         ("a: 0b_", "this is not YAML", None),
+        ('a: 1\nb: "x\\0"', "the text 'x\\x00' has a null character, which no name can hold", 2),
         ("a: !!bool maybe", "this is not YAML: 'maybe'", None),
         ("a: !!map 3", "the YAML tag !!map is refused", 1),
         ("a: !!str [3]", "the YAML tag !!str is refused", 1),
