@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from thunder_memsave.checkpoint.agreement import OtherRankError, broadcast, together
 from thunder_memsave.checkpoint.module_state import Problem, StateMismatchError, copy_rows
-from thunder_memsave.checkpoint.sources import StateDictSource, TensorSource, TensorSpec, open_source
+from thunder_memsave.checkpoint.sources import (
+    StateDictSource,
+    TensorSource,
+    TensorSpec,
+    open_source,
+)
 from thunder_memsave.initialize import initialize
 from thunder_memsave.sharding import (
     DataParallel,
