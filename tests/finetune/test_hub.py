@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha1
@@ -32,6 +33,9 @@ class Hub:
     error: tuple[int, str] | None = None
     """Status and `X-Error-Code` of every answer about files."""
 
+    delay_s: float = 0.0
+    """How long the weights take."""
+
     requested: list[str] = field(default_factory=list)
     """Names of the files that were downloaded."""
 
@@ -48,6 +52,8 @@ class Hub:
             return 200, {}, json.dumps(info).encode()
         if self.error is not None:
             return self.error[0], {"X-Error-Code": self.error[1]}, b""
+        if rest.endswith(".safetensors"):
+            time.sleep(self.delay_s)
         content = self.files[rest.split(f"/resolve/{COMMIT}/")[1]]
         return 200, {"ETag": f'"{sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}, content
 
@@ -166,6 +172,7 @@ def test_one_process_fetches_while_the_others_wait(
     start_hub: StartHub, model_files: dict[str, bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub = start_hub(model_files)
+    hub.delay_s = 0.3
     # The lock is a file's, so threads meet at it as processes do.
     threads = [
         threading.Thread(target=_found.__wrapped__, args=("org/name", None, True)) for _ in range(2)
