@@ -1,15 +1,11 @@
-"""What a kind of model decides: its transformers class, its name in peft, its loss."""
+"""What a kind of model decides: its transformers class and its name in peft; its loss is in `loss`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from torch import Tensor
-
-from thunder_memsave.finetune.loss import loss_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,13 +15,10 @@ class Task:
     description: str
     auto_class: Any
     peft_type: str
-    loss_sum: Callable[..., Tensor]
-    """From the model, a batch and the mask's kind to a sum over targets."""
 
 
 CAUSAL_LM = Task(
     description="causal language model",
     auto_class=transformers.AutoModelForCausalLM,
     peft_type="CAUSAL_LM",
-    loss_sum=loss_sum,
 )
