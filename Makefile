@@ -62,7 +62,7 @@ imports: $(STAMP) typing
 
 types: $(STAMP) typing
 	$(BIN)/mypy -p thunder_memsave -p harness -p passes
-	$(BIN)/mypy tests examples benchmarks
+	$(BIN)/mypy tests examples benchmarks docs/generate.py docs/make_screenshots.py
 
 typing:  # the tree as `import thunder_memsave` sees it, for tools that cannot run import hooks
 	@mkdir -p $(PKG)

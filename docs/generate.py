@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.finetune import data
 from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.foreign_names import FOREIGN_NAMES, ForeignName
+from thunder_memsave.finetune.run_file.foreign_names import FOREIGN_NAMES, ForeignName
 
 DOCS = Path(__file__).parent
 

@@ -17,10 +17,10 @@ import yaml
 
 from thunder_memsave import callbacks
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
-from thunder_memsave.finetune.adapters import _METHODS
 from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.foreign_names import FOREIGN_NAMES
-from thunder_memsave.finetune.parse import load_run_config
+from thunder_memsave.finetune.model.adapters import _METHODS
+from thunder_memsave.finetune.run_file.foreign_names import FOREIGN_NAMES
+from thunder_memsave.finetune.run_file.parse import load_run_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

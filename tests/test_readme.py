@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from thunder_memsave.finetune.parse import load_run_config
+from thunder_memsave.finetune.run_file.parse import load_run_config
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

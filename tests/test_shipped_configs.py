@@ -29,8 +29,8 @@ from thunder_memsave.finetune.config import (
     RunConfig,
     TrainConfig,
 )
-from thunder_memsave.finetune.model import build_model
-from thunder_memsave.finetune.parse import load_run_config
+from thunder_memsave.finetune.model.build import build_model
+from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.train import train
 
 DIRECTORY = Path(str(files("thunder_memsave.configs")))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from thunder_memsave import __version__
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.finetune.launch import is_first_local
-from thunder_memsave.finetune.parse import RunFile, read_run_file
-from thunder_memsave.finetune.report import Source, report
-from thunder_memsave.finetune.shipped import (
+from thunder_memsave.finetune.run_file.parse import RunFile, read_run_file
+from thunder_memsave.finetune.run_file.report import Source, report
+from thunder_memsave.finetune.run_file.shipped import (
     copy_shipped,
     find_config,
     find_shipped,
@@ -193,7 +193,7 @@ def _run(run_file: RunFile) -> None:
     watch_interrupts()
     # These imports take seconds; mistakes in the arguments are known before.
     from thunder_memsave.finetune.job import prepare
-    from thunder_memsave.finetune.problems import Problems
+    from thunder_memsave.finetune.run_file.problems import Problems
     from thunder_memsave.finetune.train import train
 
     if run_file.problems:
@@ -205,7 +205,7 @@ def _run(run_file: RunFile) -> None:
 def _describe(run_file: RunFile) -> None:
     from thunder_memsave.finetune.describe_job import describe_job
     from thunder_memsave.finetune.job import prepare
-    from thunder_memsave.finetune.problems import Problems
+    from thunder_memsave.finetune.run_file.problems import Problems
 
     job = prepare(run_file.config, Problems(run_file.problems))
     if is_first_local():
@@ -213,7 +213,7 @@ def _describe(run_file: RunFile) -> None:
 
 
 def _print_key_help(command: str) -> int:
-    from thunder_memsave.finetune.key_help import help_text
+    from thunder_memsave.finetune.run_file.key_help import help_text
 
     print(_TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text()), end="")
     return 0

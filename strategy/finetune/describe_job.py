@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
-from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
+from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
+from thunder_memsave.finetune.data.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
 from thunder_memsave.finetune.job import Job
 from thunder_memsave.finetune.launch import world_size
-from thunder_memsave.finetune.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
 
 _WIDTH = 100
 _NUM_TOKENS_SHOWN = 256

@@ -10,9 +10,9 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from thunder_memsave.finetune.batches import Sharding, make_batch, ordered_rows
+from thunder_memsave.finetune.data.batches import Sharding, make_batch, ordered_rows
+from thunder_memsave.finetune.data.packing import Rows
 from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
-from thunder_memsave.finetune.packing import Rows
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import num_local_processes, world_size
-from thunder_memsave.finetune.model import precision_of
+from thunder_memsave.finetune.model.build import precision_of
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 

@@ -14,21 +14,21 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
-from thunder_memsave.finetune.batch_sizes import BatchSizes, batch_sizes
-from thunder_memsave.finetune.class_kinds import DATASET
-from thunder_memsave.finetune.class_spec import build
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
-from thunder_memsave.finetune.hub import is_hub_name
+from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.launch import world_size
-from thunder_memsave.finetune.model import build_model, load_tokenizer
-from thunder_memsave.finetune.prepare import PreparedData, prepare_data
-from thunder_memsave.finetune.problems import Problems
-from thunder_memsave.finetune.references import check_references
+from thunder_memsave.finetune.model.build import build_model, load_tokenizer
+from thunder_memsave.finetune.model.hub import is_hub_name
 from thunder_memsave.finetune.run_directory import (
     RunDirectory,
     check_same_values,
     checkpoint_to_resume,
 )
+from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
+from thunder_memsave.finetune.run_file.class_kinds import DATASET
+from thunder_memsave.finetune.run_file.class_spec import build
+from thunder_memsave.finetune.run_file.problems import Problems
+from thunder_memsave.finetune.run_file.references import check_references
 from thunder_memsave.settings import ConfigError, ConfigErrors
 
 T = TypeVar("T")

@@ -33,16 +33,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_memsave.callbacks.control import TrainingControl
-from thunder_memsave.finetune.batches import (
+from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune.data.batches import (
     Sharding,
     make_batch,
     num_steps_per_epoch,
     step_rows,
 )
-from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.evaluate import evaluate, perplexity
 from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
-from thunder_memsave.finetune.packing import Batch, Rows
 from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
 from thunder_memsave.finetune.stop import NotFiniteError, was_interrupted
 

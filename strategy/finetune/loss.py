@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from thunder_memsave.finetune.packing import Batch, block_diagonal_mask
-from thunder_memsave.finetune.tokenize import IGNORED
+from thunder_memsave.finetune.data.packing import Batch, block_diagonal_mask
+from thunder_memsave.finetune.data.tokenize import IGNORED
 
 MaskKind = Literal["none", "boolean", "additive"]
 """How documents of a row are kept apart: not at all, or by a mask that SDPA, or that eager

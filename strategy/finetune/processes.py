@@ -18,7 +18,7 @@ import torch
 
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, num_local_processes
-from thunder_memsave.finetune.parse import dump_run_config
+from thunder_memsave.finetune.run_file.parse import dump_run_config
 
 _STARTED_BY = "THUNDER_MEMSAVE_STARTED_BY"
 _POLL_SECONDS = 0.2

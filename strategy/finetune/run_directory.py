@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
-from thunder_memsave.finetune.batch_sizes import batch_sizes
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
-from thunder_memsave.finetune.parse import dump_run_config
+from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
+from thunder_memsave.finetune.run_file.parse import dump_run_config
 from thunder_memsave.settings import ConfigError
 
 

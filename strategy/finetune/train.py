@@ -19,17 +19,18 @@ from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.checkpoint.agreement import OtherRankError
-from thunder_memsave.finetune.batches import Sharding, num_steps_per_epoch
-from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.environment import add_start
 from thunder_memsave.finetune.export import export, is_adapted
 from thunder_memsave.finetune.fabric import build_fabric
 from thunder_memsave.finetune.job import Job, identity, prepare
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loss import MaskKind
+from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run_directory import how_to_go_on
+from thunder_memsave.finetune.run_file.class_spec import build, import_class
 from thunder_memsave.finetune.stop import (
     NotFiniteError,
     ProcessDiedError,
@@ -37,7 +38,6 @@ from thunder_memsave.finetune.stop import (
     RunStoppedError,
     was_interrupted,
 )
-from thunder_memsave.finetune.trained_part import trained_part
 from thunder_memsave.finetune.watchers import build_callbacks, build_loggers, check_early_stopping
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError

@@ -19,11 +19,11 @@ from thunder_memsave.callbacks import (
     ThroughputMonitor,
 )
 from thunder_memsave.callbacks.loss_curve import LossCurve
-from thunder_memsave.finetune.class_kinds import CALLBACK, LOGGER
-from thunder_memsave.finetune.class_spec import build, import_class
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.loop import EVALUATION_METRICS
 from thunder_memsave.finetune.run_directory import RunDirectory
+from thunder_memsave.finetune.run_file.class_kinds import CALLBACK, LOGGER
+from thunder_memsave.finetune.run_file.class_spec import build, import_class
 from thunder_memsave.settings import ConfigError
 
 _OWN_PACKAGE = "thunder_memsave."

@@ -16,8 +16,8 @@ from thunder_memsave import __version__
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.finetune.cli import main
-from thunder_memsave.finetune.key_help import key_helps
-from thunder_memsave.finetune.shipped import shipped_configs
+from thunder_memsave.finetune.run_file.key_help import key_helps
+from thunder_memsave.finetune.run_file.shipped import shipped_configs
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from harness.language_model import run_values, write_jsonl, write_run_file
 from thunder_memsave.finetune import job
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.job import prepare
-from thunder_memsave.finetune.parse import read_run_file
-from thunder_memsave.finetune.problems import Problems
+from thunder_memsave.finetune.run_file.parse import read_run_file
+from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.settings import ConfigError, ConfigErrors
 
 

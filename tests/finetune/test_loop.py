@@ -17,13 +17,13 @@ from typing_extensions import override
 from harness.fabric import on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import sample_of
 from thunder_memsave.callbacks import TrainingControl
-from thunder_memsave.finetune.batches import Sharding, step_rows
 from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune.data.batches import Sharding, step_rows
+from thunder_memsave.finetune.data.packing import Rows, pad
+from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.evaluate import evaluate, perplexity
 from thunder_memsave.finetune.loop import Plan, fit
-from thunder_memsave.finetune.packing import Rows, pad
 from thunder_memsave.finetune.stop import NotFiniteError, watch_interrupts
-from thunder_memsave.finetune.tokenize import IGNORED
 
 NUM_TOKENS = 11
 

@@ -34,11 +34,11 @@ from harness.language_model import (
     write_jsonl,
     write_run_file,
 )
-from thunder_memsave.finetune.batches import Sharding, step_rows
 from thunder_memsave.finetune.cli import main
-from thunder_memsave.finetune.data import PromptJSONL
-from thunder_memsave.finetune.model import build_model
-from thunder_memsave.finetune.parse import load_run_config
+from thunder_memsave.finetune.data.batches import Sharding, step_rows
+from thunder_memsave.finetune.data.formats import PromptJSONL
+from thunder_memsave.finetune.model.build import build_model
+from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.materialize import materialize
 
 # float32 sums in another order

@@ -12,7 +12,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, set_seed
 
-from thunder_memsave.finetune.tokenize import IGNORED, Sample
+from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
 
 VOCAB_SIZE = 320
 

@@ -1,0 +1,20 @@
+"""The data formats that a run file names, and what a format of one's own is made of."""
+
+from thunder_memsave.finetune.data.documents import Dataset, DataSplit, Document, Part
+from thunder_memsave.finetune.data.formats import (
+    ChatJSONL,
+    PlainText,
+    PromptJSONL,
+    TextJSONL,
+)
+
+__all__ = [
+    "ChatJSONL",
+    "DataSplit",
+    "Dataset",
+    "Document",
+    "Part",
+    "PlainText",
+    "PromptJSONL",
+    "TextJSONL",
+]

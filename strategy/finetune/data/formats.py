@@ -1,0 +1,194 @@
+"""The data formats: each class reads files into documents and checks every row first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from thunder_memsave.finetune.data.chat import check_chat, render_chat
+from thunder_memsave.finetune.data.documents import DataSplit, Document, Part
+from thunder_memsave.finetune.data.jsonl import read_jsonl, read_text, string_of
+from thunder_memsave.settings import ConfigError
+
+# Not the run's seed: runs that differ in seed only are compared on the same validation set.
+_SPLIT_SEED = 0
+_ARGUMENTS = "data.dataset.init_args"
+
+
+class _JSONL:
+    """One JSON object per line."""
+
+    has_assistant_part: bool = True
+    continues_in_next_row: bool = False
+    rendered: ClassVar[bool] = False
+
+    def __init__(self, *, path: str, val_path: str | None = None, val_fraction: float = 0.0):
+        _check_fraction(val_fraction)
+        _check_one_source(path=path, val_path=val_path, val_fraction=val_fraction)
+        self.path = Path(path)
+        self.val_path = None if val_path is None else Path(val_path)
+        self.val_fraction = val_fraction
+
+    def load(self, tokenizer: Any) -> DataSplit:
+        """Read the file, or both files."""
+        train = self._read(self.path, tokenizer)
+        if self.val_path is not None:
+            return DataSplit(train=train, validation=self._read(self.val_path, tokenizer))
+        return _split(train, self.val_fraction, path=self.path)
+
+    def check_rows(self) -> None:
+        """Check the files as far as that goes without a tokenizer."""
+        self.load(None)
+
+    def _read(self, path: Path, tokenizer: Any) -> list[Document]:
+        return read_jsonl(path, lambda row: self.parts(row, tokenizer), rendered=self.rendered)
+
+    def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
+        """Check one row and cut it into parts."""
+        raise NotImplementedError
+
+
+class TextJSONL(_JSONL):
+    """Rows `{"text": ...}`: every token is trained on, long texts go on in the next row.
+
+    The tokenizer adds what it puts before any text (a `bos_token`, if it has one), and each text
+    ends with the `eos_token`.
+    """
+
+    has_assistant_part = False
+    continues_in_next_row = True
+
+    @override
+    def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
+        return (Part(text=string_of(row, "text")),)
+
+
+class PromptJSONL(_JSONL):
+    """Rows `{"prompt": ..., "completion": ...}`, joined as they are, without a space between.
+
+    The `eos_token` follows the completion and is trained on with it; rows that are too long lose
+    their end.
+    """
+
+    @override
+    def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
+        prompt, completion = string_of(row, "prompt"), string_of(row, "completion")
+        return (Part(text=prompt), Part(text=completion, assistant=True))
+
+
+class ChatJSONL(_JSONL):
+    """Rows `{"messages": [{"role": ..., "content": ...}, ...]}`, by the tokenizer's template.
+
+    All special tokens come from the template, the ends of turns too; what it writes after the
+    prompt for an answer is trained on. A row may have `tools`, and messages whatever fields the
+    template uses (`tool_calls`, ...); one that it does not use is refused.
+    """
+
+    rendered = True
+
+    @override
+    def load(self, tokenizer: Any) -> DataSplit:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                "ChatJSONL needs a tokenizer with a chat template, and this one has none; "
+                "use PromptJSONL, or add chat_template.jinja to the model's directory.",
+                key="data.dataset.class_path",
+            )
+        return super().load(tokenizer)
+
+    @override
+    def check_rows(self) -> None:
+        for path in (self.path, self.val_path):
+            if path is not None:
+                read_jsonl(path, check_chat, rendered=True)
+
+    @override
+    def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
+        return render_chat(row, tokenizer)
+
+
+class PlainText:
+    """A text file, or every `.txt` file of a directory; the end of each is the validation set.
+
+    Each file is one document: it ends with the `eos_token`, and goes on from row to row.
+    """
+
+    has_assistant_part: bool = False
+    continues_in_next_row: bool = True
+
+    def __init__(self, *, path: str, val_fraction: float = 0.0):
+        _check_fraction(val_fraction)
+        self.path = Path(path)
+        self.val_fraction = val_fraction
+
+    def check_rows(self) -> None:
+        """Check the files; no tokenizer is needed."""
+        self.load(None)
+
+    def load(self, tokenizer: Any) -> DataSplit:
+        """Read the files and cut the end off each."""
+        train, validation = [], []
+        for file in _text_files(self.path):
+            text = read_text(file)
+            cut = max(len(text) - round(len(text) * self.val_fraction), 1)
+            train.append(Document(parts=(Part(text=text[:cut]),), origin=str(file)))
+            if cut < len(text):
+                validation.append(Document(parts=(Part(text=text[cut:]),), origin=str(file)))
+        if self.val_fraction and not validation:
+            raise _empty_split(self.val_fraction, f"each file in {self.path}")
+        return DataSplit(train=train, validation=validation)
+
+
+def _check_fraction(val_fraction: float) -> None:
+    if not 0 <= val_fraction < 1:
+        raise ConfigError(
+            f"val_fraction is {val_fraction}, but must be at least 0 and below 1.",
+            key=f"{_ARGUMENTS}.val_fraction",
+        )
+
+
+def _check_one_source(*, path: str, val_path: str | None, val_fraction: float) -> None:
+    if val_path is None:
+        return
+    if val_fraction:
+        raise ConfigError(
+            "val_path and val_fraction are both given; give one of them.",
+            key=f"{_ARGUMENTS}.val_path",
+        )
+    if Path(val_path).resolve() == Path(path).resolve():
+        raise ConfigError(
+            f"val_path is {val_path}, the file that is trained on; give another file, or hold a "
+            "part of it out by val_fraction.",
+            key=f"{_ARGUMENTS}.val_path",
+        )
+
+
+def _split(documents: list[Document], fraction: float, *, path: Path) -> DataSplit:
+    num_validation = round(len(documents) * fraction)
+    if fraction and not 0 < num_validation < len(documents):
+        raise _empty_split(fraction, f"the {len(documents)} rows of {path}")
+    held_out = set(random.Random(_SPLIT_SEED).sample(range(len(documents)), num_validation))
+    return DataSplit(
+        train=[doc for index, doc in enumerate(documents) if index not in held_out],
+        validation=[doc for index, doc in enumerate(documents) if index in held_out],
+    )
+
+
+def _empty_split(fraction: float, of: str) -> ConfigError:
+    return ConfigError(
+        f"val_fraction {fraction} of {of} leaves an empty training or validation set; change it.",
+        key=f"{_ARGUMENTS}.val_fraction",
+    )
+
+
+def _text_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("*.txt"))
+    if not files:
+        raise ConfigError(f"the directory {path} has no .txt files.", key=f"{_ARGUMENTS}.path")
+    return files

@@ -1,0 +1,182 @@
+"""Reads JSONL files, checking every row and reporting the bad ones by line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from thunder_memsave.finetune.data.counting import Counting
+from thunder_memsave.finetune.data.documents import Document, Part
+from thunder_memsave.settings import ConfigError, ConfigErrors
+
+_MAX_REPORTED_ROWS = 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
+}
+_PARQUET = b"PAR1"
+
+
+def read_jsonl(
+    path: Path, parts: Callable[[Mapping[str, Any]], tuple[Part, ...]], *, rendered: bool
+) -> list[Document]:
+    """Make a document of each line that is not empty.
+
+    Lines end with a line feed, before which a carriage return may stand; a byte order mark at the
+    start is skipped.
+
+    Args:
+        path: The file.
+        parts: Checks a row and cuts it into parts; raises `ConfigError` for a bad one.
+        rendered: What the documents say of themselves.
+
+    Raises:
+        ConfigError: the file cannot be used; or rows cannot (the first twenty are listed by line),
+            or there are none.
+    """
+    _check_file(path)
+    documents, problems = [], []
+    counting = Counting(f"reading bytes of {path}", total=path.stat().st_size)
+    for number, line in enumerate(_lines(path), start=1):
+        counting.add(len(line))
+        if not line.strip():
+            continue
+        origin = f"{path}:{number}"
+        try:
+            made = parts(_json_object(line))
+            _check_encodable(made)
+            documents.append(Document(parts=made, origin=origin, rendered=rendered))
+        except ConfigError as error:
+            problems.append(ConfigError(f"{origin}: {error}"))
+    if problems:
+        raise _bad_rows(path, problems)
+    if not documents:
+        raise ConfigError(f"the data file {path} is empty; write one JSON object per line.")
+    return documents
+
+
+def string_of(row: Mapping[str, Any], key: str) -> str:
+    """Return a row's text under a key."""
+    if key not in row:
+        there = ", ".join(map(repr, row)) or "no keys"
+        raise ConfigError(f"there is no {key!r}; there is {there}.")
+    if not isinstance(row[key], str) or not row[key]:
+        raise ConfigError(f"{key!r} is {_short(row[key])}, but must be a text that is not empty.")
+    return str(row[key])
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, which must not be blank."""
+    _check_file(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: {_not_utf8(error)}") from error
+    if not text.strip():
+        raise ConfigError(f"the data file {path} is empty.")
+    return text
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"the data file {path} is a directory; name a file in it.")
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise ConfigError(f"cannot read the data file {path}: {error.strerror}.") from error
+    for magic, name in _COMPRESSED.items():
+        if start.startswith(magic):
+            raise ConfigError(f"the data file {path} is compressed ({name}); unpack it first.")
+    if start.startswith(_PARQUET):
+        raise ConfigError(
+            f"the data file {path} is in the Parquet format; write it as JSONL, such as by "
+            "datasets.Dataset.from_parquet(...).to_json(...)."
+        )
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Split at line feeds only: other separators are legal within a JSON string."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            yield line.removeprefix(_BYTE_ORDER_MARK) if number == 0 else line
+
+
+def _bad_rows(path: Path, problems: list[ConfigError]) -> ConfigError:
+    if _is_one_json_value(path):
+        return ConfigError(
+            f"{path} is one JSON value over several lines; write each object on a line of its own, "
+            "such as by `jq -c '.[]'`."
+        )
+    num_hidden = len(problems) - _MAX_REPORTED_ROWS
+    shown = problems[:_MAX_REPORTED_ROWS]
+    if num_hidden > 0:
+        message = f"{path}: {num_hidden} more rows cannot be used."
+        shown.append(ConfigError(message, place=str(path)))
+    return ConfigErrors(shown)
+
+
+def _is_one_json_value(path: Path) -> bool:
+    """Tell whether a file that has bad rows is good as a whole, so that rows are not the point."""
+    text = path.read_bytes().removeprefix(_BYTE_ORDER_MARK).strip()
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return b"\n" in text
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(
+            line.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
+    except UnicodeDecodeError as error:
+        raise ConfigError(_not_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"this is not JSON: {error.msg} at column {error.colno}.") from error
+    except RecursionError as error:
+        raise ConfigError("this is JSON nested too deeply to be read.") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"this is a {type(row).__name__}, but a row must be a JSON object.")
+    return row
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ConfigError(f"the key {key!r} is given twice; remove one.")
+        made[key] = value
+    return made
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ConfigError(f"this is not JSON: {name} is not a JSON number; write null.")
+
+
+def _check_encodable(parts: Iterable[Part]) -> None:
+    for part in parts:
+        try:
+            part.text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text has half of a surrogate pair, {part.text[error.start]!a}, which is no "
+                "character; write the pair, or the character itself."
+            ) from error
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"the byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8."
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,91 @@
+"""Reads the data of a run and lays it into rows, before any process waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.data.documents import Dataset, Document
+from thunder_memsave.finetune.data.packing import Rows, pack, pad
+from thunder_memsave.finetune.data.tokenize import Sample, TokenizedData, tokenize
+from thunder_memsave.finetune.run_file.class_spec import build
+from thunder_memsave.settings import ConfigError
+
+DATA_MODULE = "thunder_memsave.finetune.data"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedData:
+    """The rows of a run."""
+
+    train: Rows
+    validation: Rows | None
+    summary: str
+    """One line per set for the user: documents, rows, what was cut."""
+
+    example: Sample
+    """The first sample that is trained on; `describe_sample` shows it."""
+
+
+def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
+    """Load, tokenize and pack both sets.
+
+    Raises:
+        ConfigError: the dataset's class, arguments, files or rows cannot be used.
+    """
+    where = "data.dataset"
+    dataset: Dataset = build(config.data.dataset, where=where, default_module=DATA_MODULE)
+    _check_train_on(dataset, config)
+    split = dataset.load(tokenizer)
+    train, summary = _rows(split.train, dataset, config, tokenizer, name="train")
+    validation = None
+    if split.validation:
+        validation, more = _rows(split.validation, dataset, config, tokenizer, name="validation")
+        summary = f"{summary}\n{more}"
+    return PreparedData(
+        train=train, validation=validation, summary=summary, example=train.samples[0]
+    )
+
+
+def _check_train_on(dataset: Dataset, config: RunConfig) -> None:
+    if config.data.train_on == "assistant" and not dataset.has_assistant_part:
+        raise ConfigError(
+            f"data.train_on is 'assistant', but rows of {type(dataset).__name__} do not tell apart "
+            "what an assistant wrote; set it to 'all' or leave it out."
+        )
+
+
+def _rows(
+    documents: Sequence[Document], dataset: Dataset, config: RunConfig, tokenizer: Any, *, name: str
+) -> tuple[Rows, str]:
+    length = config.data.max_seq_length
+    data = tokenize(
+        documents,
+        tokenizer,
+        max_seq_length=length,
+        assistant_only=dataset.has_assistant_part and config.data.train_on != "all",
+        continue_long=dataset.continues_in_next_row,
+        name=name,
+    )
+    pad_id = tokenizer.pad_token_id
+    pad_id = 0 if pad_id is None else pad_id
+    if config.data.packing:
+        rows = pack(data.samples, length=length, pad_id=pad_id, seed=config.train.seed)
+    else:
+        rows = pad(data.samples, length=length, pad_id=pad_id)
+    return rows, _summary(name, data, rows)
+
+
+def _summary(name: str, data: TokenizedData, rows: Rows) -> str:
+    num_targets = sum(sample.num_targets for sample in data.samples)
+    text = (
+        f"{name}: {data.num_documents} documents, {num_targets:,} target tokens "
+        f"in {len(rows)} rows of {rows.length}"
+    )
+    if data.num_truncated:
+        text += f"; {data.num_truncated} documents cut to data.max_seq_length"
+    if data.num_without_targets:
+        text += f"; {data.num_without_targets} left out, nothing to train on in them"
+    return text

@@ -1,0 +1,182 @@
+"""Turns documents into token rows of at most one length, with the target of every position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from thunder_memsave.finetune.data.counting import Counting
+from thunder_memsave.finetune.data.documents import Document
+from thunder_memsave.settings import ConfigError
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
+
+IGNORED = -100
+"""Target of a position that does not count in the loss; torch's default `ignore_index`."""
+
+# A fast tokenizer works on the documents of a call in parallel.
+_DOCUMENTS_PER_CALL = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """A document's tokens, or as many of them as fit into a row: 8 bytes for each."""
+
+    input_ids: Tokens
+    targets: Tokens
+    """The token that position i is to predict (`input_ids[i + 1]`), or `IGNORED`."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_targets(self) -> int:
+        """Count the positions that count in the loss."""
+        return int(np.count_nonzero(self.targets != IGNORED))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedData:
+    """All samples of a set, and what did not fit."""
+
+    samples: list[Sample]
+    num_documents: int
+    num_truncated: int
+    num_without_targets: int
+    """Documents that are left out: nothing in them counts in the loss."""
+
+
+def tokenize(
+    documents: Sequence[Document],
+    tokenizer: Any,
+    *,
+    max_seq_length: int,
+    assistant_only: bool,
+    continue_long: bool,
+    name: str = "data",
+) -> TokenizedData:
+    """Tokenize each document as a whole and mark the tokens that are trained on.
+
+    A document that no chat template rendered ends with the tokenizer's `eos_token`, which is
+    trained on when the text before it is. What does not fit is cut off at the right.
+
+    Args:
+        documents: What to tokenize.
+        tokenizer: A fast transformers tokenizer: which token stems from which character decides
+            what is trained on, because tokenizing the parts one by one gives other tokens.
+        max_seq_length: Longest sample.
+        assistant_only: Train on the parts marked `assistant`, and on the end after them.
+        continue_long: Make several samples of a long document, instead of cutting it.
+        name: Of the set, for messages.
+
+    Raises:
+        ConfigError: the tokenizer is not a fast one or has no end token, or no document has
+            anything to train on.
+    """
+    _check_tokenizer(tokenizer, documents)
+    samples: list[Sample] = []
+    num_truncated = num_without_targets = 0
+    counting = Counting(f"tokenizing the {name} documents", total=len(documents))
+    for whole in _tokenize_all(documents, tokenizer, assistant_only=assistant_only):
+        # The last position has no token to predict, so one more token than a row fits.
+        is_long = len(whole) > max_seq_length + 1
+        pieces = islice(_pieces(whole, max_seq_length), None if continue_long else 1)
+        useful = [piece for piece in pieces if piece.num_targets]
+        num_truncated += is_long and not continue_long
+        num_without_targets += not useful
+        samples += useful
+        counting.add(1)
+    if not samples:
+        raise ConfigError(
+            f"none of the {len(documents)} {name} documents has a token to train on within "
+            f"data.max_seq_length ({max_seq_length}); look at data.train_on and the data.",
+            key="data.max_seq_length",
+        )
+    return TokenizedData(
+        samples=samples,
+        num_documents=len(documents),
+        num_truncated=num_truncated,
+        num_without_targets=num_without_targets,
+    )
+
+
+def _check_tokenizer(tokenizer: Any, documents: Sequence[Document]) -> None:
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer; the model's directory needs a "
+            "tokenizer.json.",
+            key="model.name_or_path",
+        )
+    if tokenizer.eos_token_id is None and any(not document.rendered for document in documents):
+        raise ConfigError(
+            "the tokenizer has no eos_token, which ends each document; set it in the model's "
+            "tokenizer_config.json.",
+            key="model.name_or_path",
+        )
+
+
+def _tokenize_all(
+    documents: Sequence[Document], tokenizer: Any, *, assistant_only: bool
+) -> Iterator[Sample]:
+    for start in range(0, len(documents), _DOCUMENTS_PER_CALL):
+        some = documents[start : start + _DOCUMENTS_PER_CALL]
+        for rendered, group in groupby(some, key=lambda document: document.rendered):
+            alike = list(group)
+            encoded = tokenizer(
+                ["".join(part.text for part in document.parts) for document in alike],
+                add_special_tokens=not rendered,
+                return_offsets_mapping=assistant_only,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # its warning about the model's length; rows are cut here
+            )
+            for index, document in enumerate(alike):
+                ids = encoded["input_ids"][index]
+                offsets = encoded["offset_mapping"][index] if assistant_only else None
+                yield _whole_sample(document, ids, offsets, eos=tokenizer.eos_token_id)
+
+
+def _whole_sample(
+    document: Document, ids: list[int], offsets: Sequence[tuple[int, int]] | None, *, eos: int
+) -> Sample:
+    """Put the end token on, and each token under the position that predicts it."""
+    tokens = np.array(ids, dtype=np.int32)
+    trained = np.ones(len(ids), bool) if offsets is None else _trained(document, offsets)
+    if not document.rendered and ids[-1:] != [eos]:
+        tokens = np.append(tokens, np.int32(eos))
+        trained = np.append(trained, offsets is None or document.parts[-1].assistant)
+    targets = np.full(len(tokens), IGNORED, dtype=np.int32)
+    targets[:-1] = np.where(trained[1:], tokens[1:], IGNORED)
+    return Sample(input_ids=tokens, targets=targets)
+
+
+def _trained(document: Document, offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Mark each token that holds a character to train on; a token without text is not trained."""
+    first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    trained = np.zeros(len(first), bool)
+    start = 0
+    for part in document.parts:
+        end = start + len(part.text)
+        if part.assistant:
+            trained |= (first < end) & (last > start)
+        start = end
+    return trained
+
+
+def _pieces(whole: Sample, length: int) -> Iterator[Sample]:
+    """Cut into samples; each position keeps its target, also the last one of a piece."""
+    if len(whole) <= length:
+        yield whole
+        return
+    # The final token predicts nothing: it gets no piece of its own, but stays where it fits.
+    for start in range(0, len(whole) - 1, length):
+        end = start + length
+        # Copies: a view would keep what is cut off.
+        yield Sample(
+            input_ids=whole.input_ids[start:end].copy(), targets=whole.targets[start:end].copy()
+        )

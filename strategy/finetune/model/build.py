@@ -1,0 +1,169 @@
+"""Makes the tokenizer and the transformers model that a run trains."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+
+from thunder_memsave.checkpoint.sources import open_source
+from thunder_memsave.finetune.config import ModelConfig, RunConfig
+from thunder_memsave.finetune.model.adapters import (
+    add_adapter,
+    casts_its_inputs,
+    check_adapter,
+    has_adapter,
+    names_before,
+)
+from thunder_memsave.finetune.model.hub import model_directory
+from thunder_memsave.finetune.model.packable import check_packable
+from thunder_memsave.finetune.model.task import CAUSAL_LM
+from thunder_memsave.finetune.model.weight_names import stored_names
+from thunder_memsave.materialize import load_on_setup
+from thunder_memsave.settings import ConfigError, refuse_unknown, suggestion
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Load the model's tokenizer.
+
+    Raises:
+        ConfigError: there is no such model, or no tokenizer with it.
+    """
+    directory = model_directory(config)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"cannot load a tokenizer from {directory}: {error}", key="model.name_or_path"
+        ) from error
+
+
+def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
+    """Describe the model that is trained: on the meta device, filled when Fabric sets it up.
+
+    Each rank then reads its own rows of the weights. Frozen weights have `model.dtype`, trained
+    ones `model.trainable_dtype`.
+
+    Raises:
+        ConfigError: the model cannot be made, or does not fit the tokenizer or the data.
+    """
+    section = check_adapter(config)
+    architecture = _architecture(config.model)
+    # Before the weights, which may be large.
+    _check_fit(architecture, tokenizer, config)
+    # A cache of keys and values is for generation; here it would only be more outputs to capture.
+    architecture.use_cache = False
+    model = _model(architecture, config)
+    check_packable(model, config)
+    if section is not None:
+        model = add_adapter(model, section, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(_DTYPES[config.model.trainable_dtype])
+    return model  # type: ignore[no-any-return]
+
+
+def precision_of(config: RunConfig) -> str:
+    """Name the Fabric precision that fits the formats of the weights.
+
+    LoRA casts its own inputs, so that weights of two formats need no autocast; full fine-tuning
+    of float32 weights at bfloat16 speed does, and so do most other adapters.
+    """
+    is_mixed = config.model.dtype != config.model.trainable_dtype
+    return "bf16-mixed" if is_mixed and not casts_its_inputs(config) else "32-true"
+
+
+def _architecture(settings: ModelConfig) -> Any:
+    if settings.config is not None:
+        return _inline_config(settings.config)
+    directory = model_directory(settings)
+    try:
+        architecture = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"cannot read the model's config in {directory}: {error}", key="model.name_or_path"
+        ) from error
+    # As the user names it, not as the cache does: an adapter says by this what it belongs to.
+    architecture.name_or_path = settings.name_or_path
+    return architecture
+
+
+def _model(architecture: Any, config: RunConfig) -> Any:
+    settings = config.model
+    try:
+        with torch.device("meta"):
+            model = CAUSAL_LM.auto_class.from_config(
+                architecture,
+                attn_implementation=settings.attn_implementation,
+                dtype=_load_dtype(config),
+            )
+        if settings.config is None:
+            directory = model_directory(settings)
+            stored = stored_names(model, open_source(directory).names())
+            load_on_setup(model, directory, rename=names_before(model, stored))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot make a {CAUSAL_LM.description} of type {architecture.model_type!r} from "
+            f"{settings.name_or_path or 'model.config'}: {error}",
+            key="model.name_or_path" if settings.config is None else "model.config",
+        ) from error
+    return model
+
+
+def _load_dtype(config: RunConfig) -> torch.dtype:
+    name = config.model.trainable_dtype if not has_adapter(config) else config.model.dtype
+    return _DTYPES[name]
+
+
+def _inline_config(values: dict[str, Any]) -> Any:
+    """Make a transformers config; transformers itself keeps unknown keys without a word."""
+    model_type = values.get("model_type")
+    known_types = list(transformers.CONFIG_MAPPING.keys())
+    if model_type not in known_types:
+        raise ConfigError(
+            f"model.config.model_type is {model_type!r}, which transformers does not know"
+            f"{suggestion(model_type, known_types)}",
+            key="model.config.model_type",
+        )
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    signature = inspect.signature(config_class)
+    known = ["model_type", *signature.parameters, *config_class.attribute_map]
+    refuse_unknown(values, known=known, where="model.config")
+    try:
+        return transformers.AutoConfig.for_model(**values)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"transformers refuses model.config: {error}", key="model.config"
+        ) from error
+
+
+def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
+    text = architecture.get_text_config()
+    quantized = getattr(architecture, "quantization_config", None)
+    if quantized is not None:
+        raise ConfigError(
+            f"the weights of {config.model.name_or_path} are quantized, which cannot be trained "
+            "here; name the model that they were made from.",
+            key="model.name_or_path",
+        )
+    if len(tokenizer) > text.vocab_size:
+        raise ConfigError(
+            f"the tokenizer of {config.model.name_or_path} has {len(tokenizer)} tokens, the "
+            f"model's vocabulary {text.vocab_size}; set vocab_size to at least {len(tokenizer)}.",
+            key="model.name_or_path" if config.model.config is None else "model.config.vocab_size",
+        )
+    length = config.data.max_seq_length
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"data.max_seq_length is {length}, but the model has {longest} positions "
+            "(max_position_embeddings); make it smaller.",
+            key="data.max_seq_length",
+        )

@@ -1,0 +1,174 @@
+"""Finds settings of a run that are out of range or contradict each other, without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.launch import is_under_torchrun, num_local_processes
+from thunder_memsave.finetune.run_file.problems import Problems
+from thunder_memsave.settings import ConfigError
+
+# Fabric lets these replace what its constructor was given, without a word.
+_FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
+
+
+def check_config(config: RunConfig, problems: Problems) -> None:
+    """Report every setting that cannot work, unless something it depends on is wrong already."""
+    problems.add(*_missing(config), *_environment_problems())
+    problems.add(
+        *(each for each in _out_of_range(config) if not problems.is_broken(each.key or ""))
+    )
+    for reads, check in _COMBINATIONS.items():
+        if not any(problems.is_broken(key) for key in reads):
+            problems.add(*check(config))
+
+
+def _missing(config: RunConfig) -> Iterator[ConfigError]:
+    wanted = {
+        "model.name_or_path": (
+            config.model.name_or_path,
+            "name a directory, or a model of the Hugging Face hub such as Qwen/Qwen3-1.7B.",
+        ),
+        "data.dataset.class_path": (
+            config.data.dataset.get("class_path"),
+            "name a dataset class, such as ChatJSONL.",
+        ),
+        "output_dir": (config.output_dir, "name a directory for this run, such as runs/first."),
+        "optimizer.class_path": (
+            config.optimizer.get("class_path"),
+            "write torch.optim.AdamW, or leave the section out.",
+        ),
+    }
+    for key, (value, advice) in wanted.items():
+        if not value:
+            yield ConfigError(f"{key} is missing; {advice}", key=key)
+
+
+def _out_of_range(config: RunConfig) -> Iterator[ConfigError]:
+    train, scheduler, checkpoint = config.train, config.lr_scheduler, config.checkpoint
+    at_least_one = {
+        "train.global_batch_size": train.global_batch_size,
+        "train.micro_batch_size": train.micro_batch_size,
+        "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "train.epochs": train.epochs,
+        "train.max_steps": train.max_steps,
+        "eval.every_n_steps": config.eval.every_n_steps,
+        "eval.max_batches": config.eval.max_batches,
+        "checkpoint.every_n_steps": checkpoint.every_n_steps,
+        "checkpoint.keep_last": checkpoint.keep_last,
+        "devices": None if config.devices == "auto" else config.devices,
+    }
+    for key, value in at_least_one.items():
+        if value is not None and value < 1:
+            unlimited = "; leave it out, or write null, for no limit" if value == -1 else ""
+            yield _wrong(key, value, f"must be at least 1{unlimited}")
+    if config.data.max_seq_length < 2:
+        what = "must be at least 2: a token and the one that it predicts"
+        yield _wrong("data.max_seq_length", config.data.max_seq_length, what)
+    if train.max_grad_norm is not None and not train.max_grad_norm > 0:
+        what = "must be above 0; write null for no clipping"
+        yield _wrong("train.max_grad_norm", train.max_grad_norm, what)
+    if not 0 <= train.seed < 2**32:
+        yield _wrong("train.seed", train.seed, "must be from 0 to 4294967295")
+    yield from _warmup(scheduler.warmup_steps)
+    ratio = scheduler.min_lr_ratio
+    if ratio is not None and not 0 <= ratio <= 1:
+        yield _wrong("lr_scheduler.min_lr_ratio", ratio, "must be from 0 to 1")
+
+
+def _warmup(steps: float) -> Iterator[ConfigError]:
+    key = "lr_scheduler.warmup_steps"
+    if not 0 <= steps < float("inf"):
+        yield _wrong(key, steps, "must not be negative")
+    elif steps > 1 and steps != int(steps):
+        what = "must be a whole number of steps or a fraction of the run below 1"
+        yield _wrong(key, steps, what)
+
+
+def _wrong(key: str, value: object, what: str) -> ConfigError:
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    return ConfigError(f"{key} is {value}, but {what}.", key=key)
+
+
+def _lora_and_adapter(config: RunConfig) -> Iterator[ConfigError]:
+    if config.lora is not None and config.adapter is not None:
+        yield ConfigError(
+            "lora and adapter are both given, but a run trains one of them; remove one.",
+            key="adapter",
+        )
+
+
+def _revision(config: RunConfig) -> Iterator[ConfigError]:
+    model = config.model
+    if model.revision is not None and Path(model.name_or_path).is_dir():
+        yield ConfigError(
+            f"model.revision is {model.revision!r}, but {model.name_or_path} is a directory, which "
+            "has no revisions; remove it.",
+            key="model.revision",
+        )
+
+
+def _dtypes(config: RunConfig) -> Iterator[ConfigError]:
+    model = config.model
+    if model.dtype == "float32" and model.trainable_dtype != "float32":
+        yield ConfigError(
+            f"model.trainable_dtype is {model.trainable_dtype} with model.dtype float32; "
+            "trained weights cannot be less precise than the computation: write float32.",
+            key="model.trainable_dtype",
+        )
+
+
+def _scheduler(config: RunConfig) -> Iterator[ConfigError]:
+    scheduler = config.lr_scheduler
+    if scheduler.name == "constant" and scheduler.min_lr_ratio is not None:
+        yield ConfigError(
+            f"lr_scheduler.min_lr_ratio is {scheduler.min_lr_ratio}, but a constant learning rate "
+            "does not go down to it; remove it, or choose cosine or linear.",
+            key="lr_scheduler.min_lr_ratio",
+        )
+
+
+def _resume(config: RunConfig) -> Iterator[ConfigError]:
+    if config.resume is True or config.resume == "":
+        yield ConfigError(
+            f"resume is {str(config.resume).lower()!r}; write auto for the newest checkpoint, or a "
+            "checkpoint's path.",
+            key="resume",
+        )
+
+
+def _devices(config: RunConfig) -> Iterator[ConfigError]:
+    if is_under_torchrun() and config.devices not in ("auto", num_local_processes(config)):
+        yield ConfigError(
+            f"devices is {config.devices}, but torchrun started {num_local_processes(config)} "
+            "processes on this machine; remove devices, or make them equal.",
+            key="devices",
+        )
+
+
+# Settings that depend on each other, by the keys that they read.
+_COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
+    ("lora", "adapter"): _lora_and_adapter,
+    ("model.name_or_path", "model.revision"): _revision,
+    ("model.dtype", "model.trainable_dtype"): _dtypes,
+    ("lr_scheduler.name", "lr_scheduler.min_lr_ratio"): _scheduler,
+    ("resume",): _resume,
+    ("devices",): _devices,
+}
+
+
+def _environment_problems() -> Iterator[ConfigError]:
+    for name in _FABRIC_VARIABLES:
+        if name in os.environ and "LT_CLI_USED" not in os.environ:
+            yield ConfigError(
+                f"the environment variable {name}={os.environ[name]} contradicts this command, "
+                "which takes the processes from torchrun and the rest from the run file; unset it."
+            )
+    if "LT_CLI_USED" in os.environ:
+        yield ConfigError(
+            "this command was launched by `fabric run`; launch it with torchrun instead."
+        )

@@ -1,0 +1,238 @@
+"""Reads a run file and command-line overrides into a checked `RunConfig`, without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import ArgumentError
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jsonargparse
+import yaml
+
+from thunder_memsave.config import parse_strategy, refuse_keys
+from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.checks import check_config
+from thunder_memsave.finetune.run_file.overrides import (
+    RESERVED_SECTIONS,
+    Override,
+    apply_override,
+    parse_overrides,
+)
+from thunder_memsave.finetune.run_file.problems import Problems
+from thunder_memsave.finetune.run_file.unknown_keys import unknown_key
+from thunder_memsave.finetune.run_file.value_kinds import misfit
+from thunder_memsave.settings import ConfigError, ConfigErrors, field_names
+from thunder_memsave.yaml_file import PlainDumper, YamlFile, read_yaml
+
+# What to write where a section is given as a single value.
+_EXAMPLES = {
+    "model": "{name_or_path: meta-llama/Llama-3.2-1B}",
+    "lora": "{r: 16, lora_alpha: 32, target_modules: all-linear}",
+    "adapter": "{class_path: IA3Config, init_args: {...}}; LoRA has the section 'lora'",
+    "data.dataset": "{class_path: ChatJSONL, init_args: {path: train.jsonl}}",
+    "optimizer": "{class_path: torch.optim.AdamW, init_args: {lr: 2e-4}}",
+    "lr_scheduler": "{name: cosine, warmup_steps: 0.03}",
+    "strategy": "{sharding: zero2}",
+    "loggers": "[{class_path: TensorBoardLogger}]",
+    "callbacks": "[{class_path: EarlyStopping, init_args: {patience: 3}}]",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFile:
+    """A run file with its overrides: what is right of it, what is wrong, and where."""
+
+    path: Path
+    config: RunConfig
+    """Keys that are wrong have their defaults here."""
+
+    lines: Mapping[str, int]
+    """Line of each key of the file, by its dotted name."""
+
+    overrides: Mapping[str, str]
+    """Overridden keys and the arguments that did it, as they were typed."""
+
+    problems: tuple[ConfigError, ...]
+
+
+def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Read a run file, apply the overrides and find all that is wrong by itself.
+
+    What needs torch, such as the classes that the file names, is `job.prepare`'s to check.
+
+    Raises:
+        ConfigError: the file cannot be read at all, or an argument is no override.
+    """
+    file = read_yaml(path)
+    problems = Problems(file.problems)
+    given = parse_overrides(overrides)
+    if not file.values and not given:
+        raise ConfigError(
+            "the run file is empty; `thunder-memsave configs list` names some to start from.",
+            place=str(path),
+        )
+    typed = _apply(given, file, problems)
+    config = _read_config(file.values, problems)
+    return RunFile(
+        path=Path(path),
+        config=config,
+        lines=file.lines,
+        overrides=typed,
+        problems=problems.found,
+    )
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file with overrides whose every key is right.
+
+    Raises:
+        ConfigErrors: all that is wrong by itself.
+    """
+    run_file = read_run_file(path, overrides)
+    if run_file.problems:
+        raise ConfigErrors(run_file.problems)
+    return run_file.config
+
+
+def dump_run_config(config: RunConfig) -> str:
+    """Write a configuration as YAML with every key, as `load_run_config` reads it."""
+    return yaml.dump(dataclasses.asdict(config), Dumper=PlainDumper, sort_keys=False)
+
+
+def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dict[str, str]:
+    typed: dict[str, str] = {}
+    for override in given:
+        typed[override.key] = override.argument
+        try:
+            apply_override(file.values, override)
+        except ConfigError as error:
+            problems.add(error)
+            continue
+        for key in [key for key in file.lines if key.startswith(override.key)]:
+            # `train.epoch` is not within `train.epochs`.
+            if key[len(override.key) :][:1] in ("", ".", "["):
+                del file.lines[key]
+    return typed
+
+
+def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
+    for name in RESERVED_SECTIONS:
+        try:
+            refuse_keys(values.pop(name, None), where=name)
+        except ConfigError as error:
+            problems.add(error)
+    sound = _sound_section(values, RunConfig, problems, where="")
+    _complete_optimizer(sound)
+    config = _instantiate(sound, problems)
+    problems.check(lambda: parse_strategy(config.strategy), reads=("strategy",), about="strategy")
+    check_config(config, problems)
+    return config
+
+
+def _sound_section(
+    values: Mapping[Any, Any], cls: Any, problems: Problems, *, where: str
+) -> dict[str, Any]:
+    """Return the keys that exist and have values of their kind; report the others."""
+    sound: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        if key not in hints:
+            problems.add(unknown_key(str(key), where=where, known=field_names(cls)))
+            continue
+        name, hint = f"{where}.{key}" if where else key, hints[key]
+        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            sound[key] = _sound_section(value, hint, problems, where=name)
+            continue
+        found = list(_value_problems(value, hint, where=name))
+        problems.add(*found)
+        if not found:
+            sound[key] = value
+    return sound
+
+
+def _value_problems(value: Any, hint: Any, *, where: str) -> Iterator[ConfigError]:
+    if dataclasses.is_dataclass(hint):
+        yield _not_a_mapping(value, where=where)
+    elif hint is ClassSpec or (hint == ClassSpec | None and value is not None):
+        yield from _class_spec_problems(value, where=where)
+    elif hint == list[ClassSpec] and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _class_spec_problems(item, where=f"{where}[{index}]")
+    else:
+        yield from _kind_problems(value, hint, where=where)
+
+
+def _class_spec_problems(value: Any, *, where: str) -> Iterator[ConfigError]:
+    known = list(get_type_hints(ClassSpec))
+    if not isinstance(value, dict):
+        yield _not_a_mapping(value, where=where, keys=f" with {' and '.join(known)}")
+        return
+    for key in value:
+        if key not in known:
+            yield unknown_key(str(key), where=where, known=known)
+    yield from _class_path_problems(value.get("class_path", ""), where=where)
+    arguments = value.get("init_args")
+    if arguments is not None and not isinstance(arguments, dict):
+        message = f"{where}.init_args is {arguments!r}, but must be a mapping of names to values."
+        yield ConfigError(message, key=f"{where}.init_args")
+
+
+def _class_path_problems(path: Any, *, where: str) -> Iterator[ConfigError]:
+    key = f"{where}.class_path"
+    if not isinstance(path, str):
+        yield ConfigError(f"{key} is {path!r}, but must be the name of a class.", key=key)
+    # The optimizer has a default class, and a data set's class is looked for with what is missing.
+    elif not path and where not in ("optimizer", "data.dataset"):
+        yield ConfigError(f"{key} is missing.", key=key)
+
+
+def _kind_problems(value: Any, hint: Any, *, where: str) -> Iterator[ConfigError]:
+    wanted = misfit(hint, value)
+    if wanted is None:
+        return
+    if value is None:
+        message = f"{where} is null, but must be {wanted}; leave it out for the default."
+    else:
+        message = f"{where} is {value!r}, but must be {wanted}{_example(where)}."
+    yield ConfigError(message, key=where)
+
+
+def _not_a_mapping(value: Any, *, where: str, keys: str = " of names to values") -> ConfigError:
+    if value is None:
+        message = f"{where} is empty; give it a key, or leave the section out."
+    else:
+        message = f"{where} is {value!r}, but must be a mapping{keys}{_example(where)}."
+    return ConfigError(message, key=where)
+
+
+def _example(where: str) -> str:
+    example = _EXAMPLES.get(where)
+    return f", such as {example}" if example else ""
+
+
+def _complete_optimizer(values: dict[str, Any]) -> None:
+    """Let arguments without a class go to the default class, over its default arguments."""
+    given = values.get("optimizer")
+    if given is not None and "class_path" not in given:
+        default = RunConfig().optimizer
+        arguments = {**default.get("init_args", {}), **(given.get("init_args") or {})}
+        values["optimizer"] = {"class_path": default["class_path"], "init_args": arguments}
+
+
+def _instantiate(values: dict[str, Any], problems: Problems) -> RunConfig:
+    """Make the dataclasses of values that are known to fit, as jsonargparse converts them."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
+    try:
+        # The dataclasses have the defaults; jsonargparse would merge a default class's arguments.
+        parsed = parser.parse_object(values, defaults=False)
+    except ArgumentError as error:
+        problems.add(ConfigError(" ".join(str(error).split())))
+        return RunConfig()
+    # `instantiate_classes` is the older name; jsonargparse 5 removes it.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    fields = instantiate(parsed)
+    return RunConfig(**{name: fields[name] for name in values})

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+
+from harness.language_model import llama_config, sample_of
+from thunder_memsave.finetune.data.batches import make_batch
+from thunder_memsave.finetune.data.packing import Batch, Rows, block_diagonal_mask, pack, pad
+from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
+from thunder_memsave.finetune.loss import MaskKind, loss_sum
+
+
+def samples_of(lengths: list[int], *, seed: int = 0) -> list[Sample]:
+    generator = random.Random(seed)
+    samples = []
+    for length in lengths:
+        ids = [generator.randrange(4, 300) for _ in range(length)]
+        samples.append(sample_of(ids))
+    return samples
+
+
+def documents_of(rows: Rows) -> list[list[int]]:
+    """Read the documents back from the rows."""
+    batch = rows.lay_out(range(len(rows)))
+    return [
+        batch.input_ids[row][batch.document_ids[row] == number].tolist()
+        for row in range(len(rows))
+        for number in range(1, int(batch.document_ids[row].max()) + 1)
+    ]
+
+
+def test_packed_rows_hold_every_document_once() -> None:
+    samples = samples_of([random.Random(1).randrange(2, 33) for _ in range(100)])
+    rows = pack(samples, length=32, pad_id=0, seed=3)
+    assert sorted(documents_of(rows)) == sorted(sample.input_ids.tolist() for sample in samples)
+    assert rows.lay_out([0]).input_ids.shape == torch.Size([1, 32])
+
+
+def test_documents_that_fit_together_exactly_leave_no_padding() -> None:
+    rows = pack(samples_of([20, 12, 16, 16, 30, 2]), length=32, pad_id=0, seed=0)
+    assert len(rows) == 3
+    assert bool((rows.lay_out(range(3)).document_ids > 0).all())
+
+
+def test_positions_count_from_zero_in_each_document() -> None:
+    rows = pack(samples_of([3, 2]), length=8, pad_id=0, seed=0)
+    batch = rows.lay_out([0])
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch.document_ids.tolist() == [[1, 1, 1, 2, 2, 0, 0, 0]]
+
+
+def test_padded_rows_hold_one_document_each() -> None:
+    samples = samples_of([3, 5])
+    rows = pad(samples, length=8, pad_id=7)
+    assert documents_of(rows) == [sample.input_ids.tolist() for sample in samples]
+    batch = rows.lay_out([0])
+    assert batch.input_ids[0, 3:].tolist() == [7] * 5
+    assert batch.targets[0, 2:].tolist() == [IGNORED] * 6
+
+
+def test_the_mask_lets_a_position_see_its_own_document_up_to_itself() -> None:
+    mask = block_diagonal_mask(torch.tensor([[1, 1, 2, 0]]))
+    assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]]
+
+
+@torch.no_grad()
+def test_packed_documents_have_the_losses_that_they_have_alone() -> None:
+    samples = samples_of([5, 9, 3, 12, 2, 1 + 7])
+    packed = pack(samples, length=24, pad_id=0, seed=0)
+    alone = pad(samples, length=24, pad_id=0)
+    masks: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
+    for attention, mask in masks.items():
+        set_seed(0)
+        config = LlamaConfig(**llama_config())
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        expected = [
+            float(loss_sum(model, make_batch(alone, [row]), mask="none"))
+            for row in range(len(alone))
+        ]
+        measured = [
+            float(loss_sum(model, one_document(packed, row, number), mask=mask))
+            for row in range(len(packed))
+            for number in range(1, len(packed.places[row]) + 1)
+        ]
+        # float32 sums in another order
+        torch.testing.assert_close(sorted(measured), sorted(expected), rtol=1e-5, atol=1e-5)
+
+
+def one_document(rows: Rows, row: int, number: int) -> Batch:
+    """A row whose targets are those of one document only."""
+    batch = rows.lay_out([row])
+    only = batch.targets.masked_fill(batch.document_ids != number, IGNORED)
+    return dataclasses.replace(batch, targets=only)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.language_model import VOCAB_SIZE, llama_config
+from thunder_memsave.finetune.config import ModelConfig, RunConfig, TrainConfig
+from thunder_memsave.finetune.model.build import build_model, load_tokenizer, precision_of
+from thunder_memsave.materialize import materialize
+from thunder_memsave.settings import ConfigError
+
+
+def run_config(directory: Path, *, lora: dict[str, Any] | None, **model: Any) -> RunConfig:
+    config = RunConfig(
+        model=ModelConfig(name_or_path=str(directory), **model),
+        lora=lora,
+        train=TrainConfig(seed=3),
+    )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, max_seq_length=32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "lora", "precision"),
+    [
+        ("float32", "float32", True, "32-true"),
+        ("bfloat16", "float32", True, "32-true"),
+        ("bfloat16", "bfloat16", True, "32-true"),
+        ("bfloat16", "float32", False, "bf16-mixed"),
+        ("bfloat16", "bfloat16", False, "32-true"),
+    ],
+)
+def test_frozen_and_trained_weights_have_the_formats_asked_for(
+    model_directory: Path, tokenizer: Any, dtype: str, trainable: str, lora: bool, precision: str
+) -> None:
+    fields = {"r": 2, "target_modules": ["q_proj"]} if lora else None
+    config = run_config(model_directory, lora=fields, dtype=dtype, trainable_dtype=trainable)
+    model = build_model(config, tokenizer)
+    formats = {
+        is_trained: {str(p.dtype) for p in model.parameters() if p.requires_grad is is_trained}
+        for is_trained in (True, False)
+    }
+    assert formats == {
+        True: {f"torch.{trainable}"},
+        False: {f"torch.{dtype}"} if lora else set(),
+    }
+    assert precision_of(config) == precision
+
+
+def test_nothing_is_read_before_setup_and_then_the_files_values_are_there(
+    model_directory: Path, tokenizer: Any
+) -> None:
+    fields = {"r": 2, "target_modules": "all-linear"}
+    model: Any = build_model(run_config(model_directory, lora=fields, dtype="float32"), tokenizer)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialize(model, device=torch.device("cpu"), data_parallel=None)
+    stored = AutoModelForCausalLM.from_pretrained(model_directory)
+    ids = torch.tensor([[5, 6, 7]])
+    # A new adapter changes nothing: peft starts its second factor at zero.
+    torch.testing.assert_close(model(input_ids=ids).logits, stored(input_ids=ids).logits)
+
+
+def test_random_weights_depend_on_the_seed_only(tokenizer_directory: Path, tokenizer: Any) -> None:
+    architecture = {"model_type": "llama", **llama_config()}
+    config = run_config(tokenizer_directory, lora=None, config=architecture)
+
+    def weights(seed: int) -> torch.Tensor:
+        model: Any = build_model(config, tokenizer)
+        torch.manual_seed(seed)
+        materialize(model, device=torch.device("cpu"), data_parallel=None)
+        return model.lm_head.weight.detach()
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert weights(1).std() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("lora", [{"r": 2, "target_modules": "all-linear"}, None])
+def test_weights_are_found_under_the_names_that_files_have_for_them(
+    tmp_path: Path, tokenizer: Any, lora: dict[str, Any] | None
+) -> None:
+    # Of this kind of model, files name the output layer otherwise than transformers.
+    config = run_config(saved(tmp_path, "gpt_neox"), lora=lora, dtype="float32")
+    model: Any = build_model(config, tokenizer)
+    materialize(model, device=torch.device("cpu"), data_parallel=None)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+def test_weights_that_would_have_to_be_put_together_are_refused(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    directory = saved(tmp_path, "qwen3_moe", head_dim=8, num_experts=4, num_key_value_heads=2)
+    with pytest.raises(
+        ConfigError, match=r"hold 'model\.layers.*experts.*transformers makes a part"
+    ):
+        build_model(run_config(directory, lora=None), tokenizer)
+
+
+def saved(directory: Path, model_type: str, **values: Any) -> Path:
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": VOCAB_SIZE}
+    architecture = AutoConfig.for_model(model_type, **{**tiny, **heads, **values})
+    AutoModelForCausalLM.from_config(architecture).save_pretrained(directory)
+    return directory
+
+
+def test_a_directory_that_lacks_a_part_of_a_model_is_refused(
+    tmp_path: Path, model_directory: Path, tokenizer: Any
+) -> None:
+    shutil.copy(model_directory / "model.safetensors", tmp_path)
+    config = run_config(tmp_path, lora=None)
+    with pytest.raises(ConfigError, match="cannot load a tokenizer from") as error:
+        load_tokenizer(config.model)
+    assert error.value.key == "model.name_or_path"
+    with pytest.raises(ConfigError, match="cannot read the model's config in"):
+        build_model(config, tokenizer)
+
+
+def test_quantized_weights_are_refused(
+    tmp_path: Path, model_directory: Path, tokenizer: Any
+) -> None:
+    shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="are quantized, which cannot be trained here; name the"):
+        build_model(run_config(tmp_path, lora=None), tokenizer)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from harness.language_model import sample_of
+from thunder_memsave.finetune.config import DataConfig, RunConfig
+from thunder_memsave.finetune.data.packing import pack, pad
+from thunder_memsave.finetune.loss import MaskKind, loss_sum
+from thunder_memsave.finetune.model.packable import check_packable
+from thunder_memsave.settings import ConfigError
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MASKS: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
+
+
+def model_of(model_type: str, attention: str = "eager", **values: Any) -> Any:
+    architecture = AutoConfig.for_model(model_type, **{**TINY, **values})
+    architecture.use_cache = False
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that attention matters
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def run(length: int = 24, *, packing: bool = True) -> RunConfig:
+    return RunConfig(data=DataConfig(max_seq_length=length, packing=packing))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("model_type", "values"),
+    [
+        ("gemma", {"head_dim": 8}),
+        ("gemma3_text", {"head_dim": 8}),
+        ("gpt2", {}),
+        ("gpt_neox", {}),
+        ("llama", {}),
+        ("mistral", {}),
+        ("phi", {}),
+        ("phi3", {}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 8}),
+        ("qwen3_moe", {"head_dim": 8}),
+    ],
+)
+@torch.no_grad()
+def test_packed_rows_have_the_loss_of_unpacked_ones(
+    model_type: str, values: dict[str, Any], attention: str
+) -> None:
+    model = model_of(model_type, attention, **values)
+    check_packable(model, run())
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 9, 3, 12, 2, 8)
+    samples = [sample_of(torch.randint(4, 60, (n,), generator=generator).tolist()) for n in lengths]
+    packed = pack(samples, length=24, pad_id=0, seed=0)
+    alone = pad(samples, length=24, pad_id=0)
+
+    def loss(rows: Any, mask: MaskKind) -> float:
+        return float(sum(loss_sum(model, rows.lay_out([k]), mask=mask) for k in range(len(rows))))
+
+    expected = loss(alone, "none")
+    assert loss(packed, MASKS[attention]) == pytest.approx(expected, rel=1e-5)
+    # The documents do influence each other where no mask keeps them apart.
+    assert loss(packed, "none") != pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "message"),
+    [
+        ("mistral", {"sliding_window": 16}, "sliding window of 16 tokens is shorter than data.max"),
+        ("bloom", {}, "takes no position_ids, which start anew"),
+        ("falcon", {"alibi": True}, "computes distances from the row"),
+        ("jamba", {}, "its layers pass a state from token to token"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "its layers pass a state"),
+    ],
+)
+def test_packing_is_refused_where_documents_would_mix(
+    model_type: str, values: dict[str, Any], message: str
+) -> None:
+    with torch.device("meta"):
+        architecture = AutoConfig.for_model(model_type, **{**TINY, **values})
+        model: Any = AutoModelForCausalLM.from_config(architecture)
+    with pytest.raises(
+        ConfigError, match=rf"does not go with this model \({model_type}\).*{message}"
+    ):
+        check_packable(model, run())
+    check_packable(model, run(packing=False))

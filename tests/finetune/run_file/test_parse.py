@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.run_file.parse import dump_run_config, load_run_config, read_run_file
+from thunder_memsave.settings import ConfigError, ConfigErrors
+
+GOOD = """\
+model: {name_or_path: some/model}
+data: {dataset: {class_path: PromptJSONL, init_args: {path: rows.jsonl}}}
+output_dir: runs/x
+"""
+
+
+def load(directory: Path, text: str, *overrides: str) -> RunConfig:
+    path = directory / "run.yaml"
+    path.write_text(text)
+    return load_run_config(path, overrides)
+
+
+def test_keys_left_out_have_their_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert config.lora is None
+    assert config.train.global_batch_size is None
+    assert config.optimizer["class_path"] == "torch.optim.AdamW"
+
+
+def test_a_number_with_an_exponent_is_a_number_everywhere(tmp_path: Path) -> None:
+    text = GOOD + "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1e-4}}\n"
+    config = load(tmp_path, text, "--train.max_grad_norm=5e-1", "--lora.lora_dropout=1e-1")
+    assert config.optimizer["init_args"]["lr"] == 1e-4
+    assert config.train.max_grad_norm == 0.5
+    assert config.lora == {"lora_dropout": 0.1}
+
+
+def test_overrides_replace_keys_of_the_file_and_add_new_ones(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "--train.max_steps=7", "lora.r=8", "--model.dtype=float32")
+    assert config.train.max_steps == 7
+    assert config.lora == {"r": 8}
+    assert config.model.dtype == "float32"
+
+
+def test_arguments_without_a_class_go_to_the_default_optimizer(tmp_path: Path) -> None:
+    optimizer = load(tmp_path, GOOD, "--optimizer.init_args.lr=0.5").optimizer
+    assert optimizer == {
+        "class_path": "torch.optim.AdamW",
+        "init_args": {"lr": 0.5, "weight_decay": 0.0},
+    }
+
+
+def test_another_optimizer_gets_no_arguments_of_the_default_one(tmp_path: Path) -> None:
+    optimizer = load(tmp_path, GOOD, "--optimizer.class_path=torch.optim.SGD").optimizer
+    assert optimizer == {"class_path": "torch.optim.SGD"}
+
+
+def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
+    names = ["--output_dir=1e-4", "--model.name_or_path=2026-11-21"]
+    config = load(tmp_path, GOOD, "--lora.r=8", "--lr_scheduler.warmup_steps=5", *names)
+    assert load(tmp_path, dump_run_config(config)) == config
+    assert config.output_dir == "1e-4"
+
+
+def test_an_override_may_be_one_argument_or_two_with_or_without_dashes(tmp_path: Path) -> None:
+    overrides = ["--train.max_steps", "7", "train.seed=1", "--lr_scheduler.warmup_steps", "0.5"]
+    config = load(tmp_path, GOOD, *overrides, "--train.max_grad_norm=null")
+    assert (config.train.max_steps, config.train.seed) == (7, 1)
+    assert config.lr_scheduler.warmup_steps == 0.5
+    assert config.train.max_grad_norm is None
+
+
+def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD, "train.seed=1", "train.seed=2").train.seed == 2
+
+
+def test_a_text_on_the_command_line_needs_no_quotes(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "--output_dir=2026", "--resume=[a", "--model.revision=1e5")
+    assert (config.output_dir, config.resume, config.model.revision) == ("2026", "[a", "1e5")
+
+
+def test_lists_and_mappings_can_be_given_on_the_command_line(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD, "--callbacks=[{class_path: EarlyStopping}]", "--lora={r: 4}")
+    assert config.callbacks == [{"class_path": "EarlyStopping"}]
+    assert config.lora == {"r": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "train: 3", "train is 3, but must be a mapping of names to values."),
+        (GOOD + "train:", "train is empty; give it a key, or leave the section out."),
+        (GOOD + "train: {seed: null}", "seed is null, but must be a whole number; leave it out"),
+        (GOOD + "train: {max_steps: 1.5}", "is 1.5, but must be a whole number or null."),
+        (GOOD + "train: {max_steps: true}", "is True, but must be a whole number or null."),
+        (GOOD.replace("}}}", "}}, packing: 1}"), "data.packing is 1, but must be true or false."),
+        (GOOD + "lora: 3", "lora is 3, but must be a mapping or null, such as {r: 16, "),
+        (GOOD + "adapter: lora", "LoRA has the section 'lora'."),
+        (GOOD + "optimizer: adamw", "mapping with class_path and init_args, such as {class_path"),
+        (GOOD + "optimizer: {class_path: 3}", "class_path is 3, but must be the name of a class."),
+        (GOOD + "optimizer: {class_path: ''}", "optimizer.class_path is missing; write torch"),
+        (GOOD + "optimizer: {init_args: 3}", "init_args is 3, but must be a mapping of names"),
+        (
+            GOOD + "optimizer: {classpath: A}",
+            "optimizer.classpath is not a key of 'optimizer'; did",
+        ),
+        (GOOD + "loggers: [3]", "loggers[0] is 3, but must be a mapping with class_path and"),
+        (GOOD + "loggers: [{init_args: {}}]", "loggers[0].class_path is missing."),
+        (GOOD + "loggers: {class_path: A}", "but must be a list of mappings, such as [{class_path"),
+        (GOOD + "callbacks: [{a: 1, class_path: A}]", "callbacks[0].a is not a key of 'callbacks"),
+        (GOOD + "1: 2", "1 is not a key of a run file; its keys are adapter, callbacks"),
+        (GOOD + "fp8: {}", "fp8 has no keys yet in this version"),
+        ("train: {seed: 1}", "output_dir is missing; name a directory for this run"),
+        ("train: {seed: 1}", "model.name_or_path is missing; name a directory, or a model of"),
+        ("train: {seed: 1}", "data.dataset.class_path is missing; name a dataset class"),
+        ("# nothing\n", "the run file is empty; `thunder-memsave configs list`"),
+        (GOOD + "lora: {r: 1}\nadapter: {class_path: A}", "lora and adapter are both given"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--train.max_step=3", "train.max_step is not a key of 'train'; did you mean 'max_steps'?"),
+        ("--trian.seed=3", "trian is not a key of a run file; did you mean 'train'?"),
+        (
+            "--train.seed.x=3",
+            "train.seed.x is not a key: train.seed has none below it; write --train.seed=VALUE.",
+        ),
+        ("--loggers.x=3", "loggers.x is not a key: loggers has none below it"),
+        ("--loggers[0].class_path=A", "loggers[0] is not a key of a run file; did you mean 'logg"),
+        ("--train.max_steps=[", "the value of --train.max_steps is not YAML: this is not YAML"),
+        ("--lora=!!python/name:os.system", "the YAML tag !!python/name:os.system is refused"),
+        ("--train.max_steps=ten", "train.max_steps is 'ten', but must be a whole number or null."),
+        ("--train", "'--train' is not an override; write --key=value"),
+        ("--=3", "'--=3' is not an override"),
+        ("train.micro_batch_size=0", "train.micro_batch_size is 0, but must be at least 1."),
+        (
+            "train.max_steps=-1",
+            "is -1, but must be at least 1; leave it out, or write null, for no",
+        ),
+        ("devices=0", "devices is 0, but must be at least 1."),
+        ("devices=two", "devices is 'two', but must be a whole number or 'auto'."),
+        ("train.max_grad_norm=0", "but must be above 0; write null for no clipping"),
+        ("train.max_grad_norm=.nan", "train.max_grad_norm is nan, but must be above 0"),
+        ("train.seed=-1", "train.seed is -1, but must be from 0 to 4294967295"),
+        ("data.max_seq_length=1", "max_seq_length is 1, but must be at least 2"),
+        ("model.dtype=float64", "model.dtype is 'float64', but must be 'float32' or 'bfloat16'."),
+        ("lr_scheduler.warmup_steps=-1", "must not be negative"),
+        ("lr_scheduler.warmup_steps=2.5", "a whole number of steps or a fraction"),
+        ("lr_scheduler.min_lr_ratio=2", "must be from 0 to 1"),
+        ("lr_scheduler.warmup_steps=a", "'a', but must be a number."),
+        ("optimizer=null", "optimizer is empty; give it a key"),
+        ("resume=true", "resume is 'true'; write auto for the newest checkpoint"),
+        ("strategy.sharding=zero9", "'zero9', but must be one of"),
+        ("strategy.shardin=zero2", "did you mean 'sharding'"),
+        ("memory.budget=4GiB", "memory has no keys yet in this version"),
+    ],
+)
+def test_what_is_wrong_in_an_override_is_named(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, GOOD, override)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.dtype=float32", "model.trainable_dtype=bfloat16"],
+            "trained weights cannot be less precise than the computation",
+        ),
+        (
+            ["lr_scheduler.name=constant", "lr_scheduler.min_lr_ratio=0.1"],
+            "but a constant learning rate does not go down to it",
+        ),
+        (["lora.r=8", "adapter.class_path=LoHaConfig"], "lora and adapter are both given"),
+        (["model.name_or_path=.", "model.revision=main"], "a directory, which has no revisions"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, GOOD, *overrides)
+    assert message in str(error.value)
+    assert load(tmp_path, GOOD, overrides[0])
+
+
+def test_problems_of_all_sections_are_found_together(tmp_path: Path) -> None:
+    text = GOOD + "train: {max_step: 1, epochs: a, seed: 2.5}\neval: {every: 2, max_batches: 0}\n"
+    text += "strategy: {jit: 1}\nlora: 3\nlora_rank: 4\ntrain: {}\n"
+    with pytest.raises(ConfigErrors) as error:
+        load(tmp_path, text, "--fp8={}")
+    assert {problem.key for problem in error.value.problems} == {
+        "train",
+        "train.max_step",
+        "train.epochs",
+        "train.seed",
+        "eval.every",
+        "eval.max_batches",
+        "strategy.jit",
+        "lora",
+        "lora_rank",
+        "fp8",
+    }
+
+
+def test_a_file_that_is_partly_wrong_still_gives_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD + "train: {epochs: a, seed: 7}\n")
+    run_file = read_run_file(path, ["--train.max_steps=9"])
+    assert (run_file.config.train.seed, run_file.config.train.max_steps) == (7, 9)
+    assert run_file.config.train.epochs is None
+    assert [problem.key for problem in run_file.problems] == ["train.epochs"]
+
+
+def test_an_override_takes_over_the_place_of_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD + "train: {epochs: 1}\n")
+    run_file = read_run_file(path, ["--train", "{epoch: 3}"])
+    assert "train.epochs" not in run_file.lines
+    assert run_file.overrides == {"train": "--train {epoch: 3}"}
+
+
+def test_devices_must_agree_with_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert load(tmp_path, GOOD, "devices=2").devices == 2
+    with pytest.raises(ConfigError, match="devices is 3, but torchrun started 2 processes"):
+        load(tmp_path, GOOD, "devices=3")
+
+
+@pytest.mark.parametrize("name", ["LT_DEVICES", "LT_STRATEGY"])
+def test_variables_that_would_replace_settings_of_fabric_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match=f"{name}=2 contradicts this command"):
+        load(tmp_path, GOOD)
+
+
+def test_a_launch_by_fabric_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_CLI_USED", "1")
+    with pytest.raises(ConfigError, match="launch it with torchrun"):
+        load(tmp_path, GOOD)
