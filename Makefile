@@ -5,7 +5,7 @@
 #   make test    the test suite
 #   make check   what CI runs: linters, types, wheel, tests
 #   make lock    write constraints.txt from what is installed
-#   make clean   remove everything that these targets created
+#   make clean   remove everything that these targets created; runs of your own stay
 #
 # make setup TORCH=2.12.1   another torch than the one in constraints.txt
 # make setup CONSTRAINTS=   the newest versions that pyproject.toml allows
@@ -79,6 +79,6 @@ lock: $(STAMP)
 	@mv $(VENV)/lock.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) .setup.lock .typing build dist *.egg-info runs
+	rm -rf $(VENV) .setup.lock .typing build dist *.egg-info runs/demo
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
