@@ -43,7 +43,8 @@ class ModelCheckpoint:
     Args:
         directory: Where to.
         every_n_steps: Steps between two checkpoints; None saves at the end only.
-        keep_last: How many stay.
+        keep_last: How many stay. A run that went back to an earlier checkpoint replaces the later
+            ones with its first.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class ModelCheckpoint:
         self.every_n_steps = every_n_steps
         self.keep_last = keep_last
         self._saved_step: int | None = None
+        self._is_resumed = False
 
     def on_train_start(self, *, step: int) -> None:
         """Note the step that the run starts from: its checkpoint is there."""
         self._saved_step = step or None
+        self._is_resumed = step > 0
 
     def on_train_batch_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
         """Save if it is time."""
@@ -82,7 +85,7 @@ class ModelCheckpoint:
         if fabric.is_global_zero:
             _write_info(partial, state, world_size=fabric.world_size)
             _commit(partial, final)
-            self._prune()
+            self._prune(step)
         fabric.barrier()
         self._saved_step = step
         fabric.call("on_save_checkpoint", fabric=fabric, step=step, path=final)
@@ -92,8 +95,12 @@ class ModelCheckpoint:
         for left_over in self.directory.glob(f"{_PARTIAL_PREFIX}*"):
             shutil.rmtree(left_over)
 
-    def _prune(self) -> None:
-        for old in list_checkpoints(self.directory)[: -self.keep_last]:
+    def _prune(self, step: int) -> None:
+        found = list_checkpoints(self.directory)
+        until_here = [path for path in found if _step_of(path) <= step]
+        # Later ones are of the way that a resumed run left, and `auto` must not go on from them.
+        left = found[len(until_here) :] if self._is_resumed else []
+        for old in [*until_here[: -self.keep_last], *left]:
             # Renamed first: a kill while files go would leave half a checkpoint under its name.
             doomed = old.with_name(f"{_PARTIAL_PREFIX}{old.name}")
             os.replace(old, doomed)
@@ -105,7 +112,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def read_info(path: Path) -> CheckpointInfo:

@@ -113,6 +113,22 @@ def test_checkpoints_come_every_n_steps_and_at_the_end_and_old_ones_go(tmp_path:
     assert not list(tmp_path.glob(".partial-*"))
 
 
+def test_a_run_that_went_back_replaces_the_later_checkpoints(tmp_path: Path) -> None:
+    run_steps(tmp_path, 9, every_n_steps=3, keep_last=3)
+    callback = ModelCheckpoint(tmp_path, keep_last=3)
+    fabric = cpu_fabric(callback)
+    fabric.call("on_train_start", fabric=fabric, step=3)
+    callback.save(fabric, state_of(4.0, 4), step=4)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+def test_a_new_run_beside_later_checkpoints_deletes_neither(tmp_path: Path) -> None:
+    run_steps(tmp_path, 9, every_n_steps=8, keep_last=2)
+    run_steps(tmp_path, 3, every_n_steps=1, keep_last=1)
+    steps = [path.name[-1] for path in list_checkpoints(tmp_path)]
+    assert steps == ["3", "8", "9"]
+
+
 def test_the_end_is_not_saved_twice(tmp_path: Path) -> None:
     saved: list[int] = []
 
