@@ -147,9 +147,11 @@ def _whole_sample(
     """Put the end token on, and each token under the position that predicts it."""
     tokens = np.array(ids, dtype=np.int32)
     trained = np.ones(len(ids), bool) if offsets is None else _trained(document, offsets)
-    if not document.rendered and ids[-1:] != [eos]:
-        tokens = np.append(tokens, np.int32(eos))
-        trained = np.append(trained, offsets is None or document.parts[-1].assistant)
+    if not document.rendered:
+        if ids[-1:] != [eos]:
+            tokens, trained = np.append(tokens, np.int32(eos)), np.append(trained, False)
+        # Also the one that the tokenizer itself put on, which has no text to tell by.
+        trained[-1] = offsets is None or document.parts[-1].assistant
     targets = np.full(len(tokens), IGNORED, dtype=np.int32)
     targets[:-1] = np.where(trained[1:], tokens[1:], IGNORED)
     return Sample(input_ids=tokens, targets=targets)

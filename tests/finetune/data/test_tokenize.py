@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from thunder_memsave.finetune.data.counting import Counting
@@ -36,6 +37,21 @@ def test_only_the_completion_and_its_end_are_targets(tokenizer: Any) -> None:
     (sample,) = tokenized(tokenizer, document("red", " green"), assistant_only=True).samples
     targets = [target for target in sample.targets if target != IGNORED]
     assert tokenizer.decode(targets) == " green<end>"
+
+
+@pytest.mark.parametrize(("assistant_only", "expected"), [(True, " green<end>"), (False, None)])
+def test_an_end_token_that_the_tokenizer_puts_on_is_trained_and_not_doubled(
+    tokenizer_directory: Path, assistant_only: bool, expected: str | None
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<user> $A <end>", special_tokens=[("<user>", 2), ("<end>", 1)]
+    )
+    texts = document("red", " green")
+    (sample,) = tokenized(tokenizer, texts, assistant_only=assistant_only).samples
+    assert tokenizer.decode(sample.input_ids) == "<user>red green<end>"
+    targets = [target for target in sample.targets if target != IGNORED]
+    assert tokenizer.decode(targets) == (expected or "red green<end>")
 
 
 def test_parts_are_tokenized_together_and_a_token_across_the_border_is_trained(
