@@ -48,6 +48,7 @@ class ThroughputMonitor:
         self._pause: float | None = None
         self._peak: float | None = None
         self._num_devices = 1
+        self._device = torch.device("cpu")
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -75,27 +76,28 @@ class ThroughputMonitor:
     def on_train_start(self, *, fabric: Fabric) -> None:
         """Look at the devices."""
         self._num_devices = fabric.world_size
+        self._device = fabric.device
         self._peak = self.peak_of(fabric.device)
 
     def on_train_batch_start(self) -> None:
         """Start the clock."""
-        self._start = self._clock()
+        self._start = self._now()
 
     def on_validation_start(self) -> None:
         """Stop the clock."""
-        self._pause = self._clock()
+        self._pause = self._now()
 
     def on_validation_end(self) -> None:
         """Let the clock go on."""
         if self._start is not None and self._pause is not None:
-            self._start += self._clock() - self._pause
+            self._start += self._now() - self._pause
         self._pause = None
 
     def on_train_batch_end(self, *, metrics: dict[str, Any]) -> None:
         """Add the metrics of the step."""
         if self._start is None:
             return
-        seconds = self._clock() - self._start
+        seconds = self._now() - self._start
         metrics["step_seconds"] = seconds
         if "num_tokens" in metrics:
             self.total_tokens += metrics["num_tokens"]
@@ -107,6 +109,12 @@ class ThroughputMonitor:
             if self.flops_per_token is not None and self._peak is not None:
                 tflops = speed * self.flops_per_token / self._num_devices / 1e12
                 metrics["mfu"] = tflops / self._peak
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            # The optimizer's kernels may run still: their time belongs to their step.
+            torch.cuda.synchronize(self._device)
+        return self._clock()
 
     @property
     def _gives_mfu(self) -> bool:

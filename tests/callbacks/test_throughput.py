@@ -42,6 +42,22 @@ def test_throughput_leaves_out_the_time_of_an_evaluation() -> None:
     }
 
 
+def test_a_step_lasts_until_its_last_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 10.0
+
+    def finish_kernels(device: torch.device) -> None:
+        nonlocal seconds
+        seconds += 3.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", finish_kernels)
+    monitor = ThroughputMonitor(peak_tflops=1.0, clock=lambda: seconds)
+    metrics: dict[str, Any] = {}
+    monitor.on_train_start(fabric=cast(Fabric, SimpleNamespace(device=CUDA, world_size=1)))
+    monitor.on_train_batch_start()
+    monitor.on_train_batch_end(metrics=metrics)
+    assert metrics["step_seconds"] == 3.0
+
+
 def test_an_evaluation_before_the_first_step_needs_no_clock() -> None:
     fabric = cpu_fabric(ThroughputMonitor())
     metrics: dict[str, Any] = {}
