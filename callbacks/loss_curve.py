@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,7 @@ class LossCurve:
     def _draw(self, fabric: Fabric) -> None:
         if fabric.is_global_zero:
             rows = read_metrics(self.metrics)
-            if any(row.get("loss") for row in rows):
+            if _Series.of(rows, "loss").steps:
                 draw_loss_curve(rows, self.path)
 
 
@@ -79,8 +80,9 @@ class _Series:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]], name: str) -> _Series:
-        """Take the rows that have the metric."""
-        found = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
+        """Take the rows that have the metric as a number that can be drawn and averaged."""
+        all_rows = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
+        found = [(step, value) for step, value in all_rows if math.isfinite(value)]
         return cls(steps=[step for step, _ in found], values=[value for _, value in found])
 
     def smoothed(self) -> _Series:

@@ -56,3 +56,17 @@ def test_the_smooth_curve_averages_both_sides_and_keeps_a_line_straight() -> Non
     assert smooth[0] == 2.0  # of the first five
     bumpy = _Series(steps=list(range(100)), values=[0.0, 1.0] * 50)
     assert all(0.3 < value < 0.7 for value in bumpy.smoothed().values)
+
+
+def test_values_that_are_not_finite_leave_the_rest_of_the_curve() -> None:
+    losses = ["2.0", "nan", "inf", *["1.0"] * 100]
+    rows = [{"step": str(step), "loss": loss} for step, loss in enumerate(losses, start=1)]
+    series = _Series.of(rows, "loss")
+    assert (series.steps[:2], series.values[:2]) == ([1, 4], [2.0, 1.0])
+    assert series.smoothed().values[-1] == 1.0
+
+
+def test_a_run_whose_only_loss_is_not_finite_has_nothing_to_draw(tmp_path: Path) -> None:
+    fabric, path = curve(tmp_path, "step,loss,val_loss,lr\n1,nan,,0.1\n")
+    fabric.call("on_exception", fabric=fabric)
+    assert not path.exists()
