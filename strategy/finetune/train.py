@@ -159,7 +159,8 @@ def _flops_per_token(job: Job) -> float | None:
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
     try:
         return training_flops(model, lambda: cast(Tensor, model(**inputs).logits)) / length
-    except (RuntimeError, NotImplementedError) as error:
+    # The last two are of models that do not take such a mask, or positions.
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         warnings.warn(
             f"there is no MFU, because the FLOPs of a {type(model).__name__} cannot be counted "
             f"({error}); give ThroughputMonitor its flops_per_token under 'callbacks'.",

@@ -6,7 +6,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +17,13 @@ from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import prompt_rows, write_jsonl
 from thunder_memsave.finetune import loop
 from thunder_memsave.finetune.config import (
+    ClassSpec,
     DataConfig,
     EvalConfig,
     LRSchedulerConfig,
     ModelConfig,
     RunConfig,
+    TrainConfig,
 )
 from thunder_memsave.finetune.data.batches import (
     Sharding,
@@ -128,6 +130,27 @@ def test_evaluation_sees_every_sample_exactly_once(model_directory: Path, tmp_pa
         for chosen in ordered_rows(len(rows), sharding):
             seen.update(samples_in(make_batch(rows, chosen)))
     assert seen == expected_samples(rows)
+
+
+def test_runs_that_differ_in_seed_only_pack_the_same_validation_rows(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    path = str(write_rows(tmp_path, "PromptJSONL"))
+    dataset = {"class_path": "PromptJSONL", "init_args": {"path": path, "val_fraction": 0.5}}
+
+    def places(seed: int) -> tuple[Any, Any]:
+        config = RunConfig(
+            model=ModelConfig(name_or_path=str(model_directory)),
+            data=DataConfig(dataset=cast(ClassSpec, dataset), max_seq_length=32),
+            train=TrainConfig(seed=seed),
+        )
+        data = prepare_data(config, load_tokenizer(config.model))
+        assert data.validation is not None
+        return data.train.places, data.validation.places
+
+    (train, validation), (other_train, other_validation) = places(1), places(2)
+    assert validation == other_validation
+    assert train != other_train
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
