@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.launch import num_local_processes, world_size
+from thunder_memsave.finetune.launch import is_under_torchrun, num_local_processes, world_size
 from thunder_memsave.finetune.model.build import precision_of
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -27,4 +28,6 @@ def build_fabric(
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),
         loggers=list(loggers),
+        # Named, because Fabric itself takes the tasks of a SLURM job for the processes of the run.
+        plugins=[TorchElasticEnvironment() if is_under_torchrun() else LightningEnvironment()],
     )

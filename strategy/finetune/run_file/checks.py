@@ -172,3 +172,10 @@ def _environment_problems() -> Iterator[ConfigError]:
         yield ConfigError(
             "this command was launched by `fabric run`; launch it with torchrun instead."
         )
+    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if num_tasks != "1" and not is_under_torchrun():
+        yield ConfigError(
+            f"srun started {num_tasks} tasks, each of which would be a run of its own; start one "
+            "torchrun per machine by srun (srun --ntasks-per-node=1 torchrun ...), or one task with "
+            "--devices=N."
+        )

@@ -249,3 +249,13 @@ def test_a_launch_by_fabric_run_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("LT_CLI_USED", "1")
     with pytest.raises(ConfigError, match="launch it with torchrun"):
         load(tmp_path, GOOD)
+
+
+def test_srun_with_several_tasks_is_refused_unless_they_are_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigError, match=r"srun started 2 tasks, .* one torchrun per machine"):
+        load(tmp_path, GOOD)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    load(tmp_path, GOOD)
