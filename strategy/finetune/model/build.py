@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.materialize import load_on_setup
 from thunder_memsave.settings import ConfigError, refuse_unknown, suggestion
 
+_GENERATION_CONFIG = "generation_config.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -58,8 +61,6 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     architecture = _architecture(config.model)
     # Before the weights, which may be large.
     _check_fit(architecture, tokenizer, config)
-    # A cache of keys and values is for generation; here it would only be more outputs to capture.
-    architecture.use_cache = False
     model = _model(architecture, config)
     check_packable(model, config)
     if section is not None:
@@ -108,6 +109,7 @@ def _model(architecture: Any, config: RunConfig) -> Any:
             directory = model_directory(settings)
             stored = stored_names(model, open_source(directory).names())
             load_on_setup(model, directory, rename=names_before(model, stored))
+            _keep_generation_config(model, directory)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"cannot make a {CAUSAL_LM.description} of type {architecture.model_type!r} from "
@@ -115,6 +117,23 @@ def _model(architecture: Any, config: RunConfig) -> Any:
             key="model.name_or_path" if settings.config is None else "model.config",
         ) from error
     return model
+
+
+def _keep_generation_config(model: Any, directory: Path) -> None:
+    """Let the model that is written generate as the one in the directory, and stop where it does."""
+    if not (directory / _GENERATION_CONFIG).is_file():
+        return
+    generation = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:  # which writing the trained model would raise
+        warnings.warn(
+            f"{directory / _GENERATION_CONFIG} is not kept, because transformers does not write it "
+            f"again; correct it, or write one beside the trained model. {error}",
+            stacklevel=2,
+        )
+    else:
+        model.generation_config = generation
 
 
 def _load_dtype(config: RunConfig) -> torch.dtype:

@@ -133,3 +133,33 @@ def test_quantized_weights_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="are quantized, which cannot be trained here; name the"):
         build_model(run_config(tmp_path, lora=None), tokenizer)
+
+
+def copy_with_generation(model_directory: Path, tmp_path: Path, **values: Any) -> Path:
+    shutil.copytree(model_directory, tmp_path / "model")
+    text = json.dumps(values)
+    (tmp_path / "model" / "generation_config.json").write_text(text, encoding="utf-8")
+    return tmp_path / "model"
+
+
+def test_the_model_keeps_how_it_generates(
+    model_directory: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    directory = copy_with_generation(
+        model_directory, tmp_path, eos_token_id=[1, 3], do_sample=True, temperature=0.7
+    )
+    model: Any = build_model(run_config(directory, lora=None), tokenizer)
+    generation = model.generation_config
+    assert (generation.eos_token_id, generation.temperature) == ([1, 3], 0.7)
+    # Without a cache of keys and values it would take the square of the time.
+    assert model.config.use_cache
+    assert generation.use_cache is not False
+
+
+def test_a_generation_config_that_cannot_be_written_again_is_not_kept(
+    model_directory: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    directory = copy_with_generation(model_directory, tmp_path, do_sample=False, temperature=0.7)
+    with pytest.warns(UserWarning, match=r"generation_config\.json is not kept, because transf"):
+        model: Any = build_model(run_config(directory, lora=None), tokenizer)
+    model.generation_config.save_pretrained(tmp_path)
