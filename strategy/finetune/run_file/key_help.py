@@ -18,6 +18,14 @@ from thunder_memsave.finetune.run_file.value_kinds import wanted
 
 _WIDTH = 100
 
+# What these types of ours are to somebody who writes YAML.
+_OWN_WORDS: dict[Any, str] = {
+    ClassSpec: "a class",
+    ClassSpec | None: "a class or null",
+    list[ClassSpec]: "a list of classes",
+    timedelta: "a duration",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyHelp:
@@ -49,7 +57,7 @@ def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
             continue
         yield KeyHelp(
             key=key,
-            wanted=wanted(hint),
+            wanted=_wanted(hint),
             default=_default(getattr(defaults, field.name), hint),
             meaning=meanings[field.name],
         )
@@ -64,18 +72,22 @@ def _strategy_helps() -> Iterator[KeyHelp]:
         default = getattr(StrategyConfig(), name)
         text = _default("30min" if isinstance(default, timedelta) else default, hint)
         yield KeyHelp(
-            key=f"strategy.{name}", wanted=wanted(hint), default=text, meaning=meanings[name]
+            key=f"strategy.{name}", wanted=_wanted(hint), default=text, meaning=meanings[name]
         )
+
+
+def sections() -> dict[str, list[KeyHelp]]:
+    """Collect the keys of each section; those at the top level are the section of no name."""
+    found: dict[str, list[KeyHelp]] = {}
+    for each in key_helps():
+        found.setdefault(each.key.rpartition(".")[0], []).append(each)
+    return found
 
 
 def help_text() -> str:
     """Write all keys under the headings of their sections."""
-    sections: dict[str, list[KeyHelp]] = {}
-    for each in key_helps():
-        section = each.key.rpartition(".")[0]
-        sections.setdefault(section, []).append(each)
     # The keys without a section last: they would be lost between the sections.
-    ordered = sorted(sections.items(), key=lambda pair: pair[0] == "")
+    ordered = sorted(sections().items(), key=lambda pair: pair[0] == "")
     return "\n\n".join(_section_text(name, keys) for name, keys in ordered)
 
 
@@ -100,6 +112,10 @@ def _meanings(cls: Any) -> dict[str, str]:
     """Collect the texts under the fields of a dataclass."""
     found = parse_from_object(cls).params
     return {each.arg_name: " ".join((each.description or "").split()) for each in found}
+
+
+def _wanted(hint: Any) -> str:
+    return _OWN_WORDS.get(hint) or wanted(hint)
 
 
 def _default(value: Any, hint: Any) -> str:
