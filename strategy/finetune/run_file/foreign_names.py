@@ -65,6 +65,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "base_model_config": _(AXOLOTL, here="model.name_or_path", note="its directory has it"),
     "model_init_kwargs": _(TRAINER, here="model", note="see the keys of this section"),
     "model_revision": _(TRAINER, here="model.revision"),
+    "tie_embeddings": _(LITGPT, note="the model's config.json says it; leave it out"),
     "tokenizer": _(TORCHTUNE, here="model.name_or_path", note="the model's directory has it"),
     "tokenizer_path": _(TORCHTUNE, here="model.name_or_path", note="the model's directory has it"),
     "tokenizer_type": _(AXOLOTL, here="model.name_or_path", note="the model's directory has it"),
@@ -221,6 +222,9 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "label_smoothing_factor": _(TRAINER, note=_SAME_LOSS),
     "loss_type": _(TRAINER, note=_SAME_LOSS),
     "rl": _(AXOLOTL, note=_NO_PREFERENCES),
+    "loss_watchdog_patience": _(
+        AXOLOTL, note="a loss that is not finite ends the run; leave it out"
+    ),
     "loss_watchdog_threshold": _(
         AXOLOTL, note="a loss that is not finite ends the run; leave it out"
     ),
@@ -267,6 +271,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "ddp_timeout": _(AXOLOTL, TRAINER, here="strategy.timeout", note="such as 30min"),
     "ddp_backend": _(TRAINER, note="nccl with GPUs, else gloo; leave it out"),
     "ddp_find_unused_parameters": _(TRAINER, note="not needed; leave it out"),
+    "strict": _(AXOLOTL, note="a run file is always checked strictly; leave it out"),
     "local_rank": _(AXOLOTL, TRAINER, note="torchrun says it; leave it out"),
     "use_cpu": _(TRAINER, note="the CPU is used where there is no GPU; leave it out"),
     "plugins": _(AXOLOTL, note=_KERNELS),
@@ -348,6 +353,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "wandb_log_model": _(
         AXOLOTL, here="loggers", note="[{class_path: WandbLogger, init_args: {log_model: ...}}]"
     ),
+    "wandb_watch": _(AXOLOTL, note="grad_norm is a metric of every step; leave it out"),
     "use_wandb": _(AXOLOTL, here="loggers", note="[{class_path: WandbLogger}]"),
     "use_tensorboard": _(AXOLOTL, here="loggers", note="[{class_path: TensorBoardLogger}]"),
     "use_mlflow": _(AXOLOTL, here="loggers", note="[{class_path: MLFlowLogger}]"),
