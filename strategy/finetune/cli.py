@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from thunder_memsave import __version__
 from thunder_memsave.errors import CaptureError, CompileError
-from thunder_memsave.finetune.launch import is_first_local
+from thunder_memsave.finetune.launch import is_first_local, is_under_torchrun
 from thunder_memsave.finetune.run_file.parse import RunFile, read_run_file
 from thunder_memsave.finetune.run_file.report import Source, report
 from thunder_memsave.finetune.run_file.shipped import (
@@ -18,6 +20,7 @@ from thunder_memsave.finetune.run_file.shipped import (
     find_shipped,
     first_line,
     shipped_configs,
+    shown_name,
 )
 from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError, watch_interrupts
 from thunder_memsave.settings import ConfigError, suggestion
@@ -76,6 +79,9 @@ _LESS_MEMORY = (
     "These need less memory: a smaller train.micro_batch_size (train.global_batch_size stays), a "
     "smaller data.max_seq_length, more processes with strategy.sharding zero2, lora."
 )
+
+# torchrun ends all ranks as soon as one has ended with an error.
+_SECONDS_TO_REPORT = 15.0
 
 _FAILURE = 1
 _USER_ERROR = 2
@@ -179,10 +185,10 @@ def _with_run_file(command: str, arguments: list[str], action: Callable[[RunFile
         raise ConfigError(f"{command} needs a run file first: {usage}.")
     name, *overrides = arguments
     path = find_config(name)
-    source = Source(path=path)
+    source = Source(path=path, name=shown_name(path))
     try:
         run_file = read_run_file(path, overrides)
-        source = Source(path=path, lines=run_file.lines, overrides=run_file.overrides)
+        source = replace(source, lines=run_file.lines, overrides=run_file.overrides)
         action(run_file)
     except ConfigError as error:
         return _refused(report(error, source))
@@ -209,7 +215,7 @@ def _describe(run_file: RunFile) -> None:
 
     job = prepare(run_file.config, Problems(run_file.problems))
     if is_first_local():
-        print(f"{run_file.path} is usable.\n\n{describe_job(job)}")
+        print(f"{shown_name(run_file.path)} is usable.\n\n{describe_job(job)}")
 
 
 def _print_key_help(command: str) -> int:
@@ -242,7 +248,8 @@ def _failed(message: str) -> int:
 def _stopped(stop: RunStoppedError, message: str) -> int:
     # A second Ctrl-C, while the interpreter cleans up, ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _print_on("RANK", message)
+    # Ctrl-C reaches all ranks, and torchrun waits for them.
+    _print_on("RANK", message, waits=not isinstance(stop, RunInterruptedError))
     return stop.exit_code
 
 
@@ -253,10 +260,12 @@ def _reader_left() -> int:
     return 128 + signal.SIGPIPE
 
 
-def _print_on(variable: str, message: str) -> None:
-    """Print where this variable of torchrun is 0, or not set."""
+def _print_on(variable: str, message: str, *, waits: bool = True) -> None:
+    """Print where this variable of torchrun is 0, or not set; elsewhere let that process be first."""
     if os.environ.get(variable, "0") == "0":
         print(message, file=sys.stderr, flush=True)
+    elif waits and is_under_torchrun():
+        time.sleep(_SECONDS_TO_REPORT)
 
 
 def _message_for_user(error: Exception) -> str | None:

@@ -47,10 +47,11 @@ def _model(job: Job) -> str:
 def _batch(job: Job) -> str:
     sizes = job.batch_sizes
     num_processes = world_size(job.config)
-    noun = "process" if num_processes == 1 else "processes"
     return (
-        f"{sizes.global_batch_size} rows per step = {sizes.micro_batch_size} rows x "
-        f"{sizes.gradient_accumulation_steps} passes x {num_processes} {noun}; "
+        f"{_count(sizes.global_batch_size, 'row')} per step = "
+        f"{_count(sizes.micro_batch_size, 'row')} x "
+        f"{_count(sizes.gradient_accumulation_steps, 'pass')} x "
+        f"{_count(num_processes, 'process')}; "
         f"{sizes.global_batch_size * job.config.data.max_seq_length:,} tokens with padding"
     )
 
@@ -67,7 +68,14 @@ def _steps(job: Job) -> str:
     epochs = 1 if train.epochs is None and train.max_steps is None else train.epochs
     limits = [None if epochs is None else epochs * per_epoch, train.max_steps]
     num_steps = min(limit for limit in limits if limit is not None)
-    return f"{num_steps:,} = {num_steps / per_epoch:.3g} epochs of {per_epoch:,} steps"
+    epochs_text = f"{num_steps / per_epoch:.3g}"
+    noun = "epoch" if epochs_text == "1" else "epochs"
+    return f"{num_steps:,} = {epochs_text} {noun} of {_count(per_epoch, 'step')}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{plural}"
 
 
 def _sample(job: Job) -> list[str]:

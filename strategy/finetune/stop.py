@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import ClassVar
 
@@ -44,6 +46,19 @@ def watch_interrupts() -> None:
     # Not where the signal is ignored, as in a shell's background job.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+        if not isinstance(sys.unraisablehook, _WithoutInterrupts):
+            sys.unraisablehook = _WithoutInterrupts(sys.unraisablehook)
+
+
+class _WithoutInterrupts:
+    """Leaves out the report of a Ctrl-C that Python dropped; others go on to `report`."""
+
+    def __init__(self, report: Callable[[sys.UnraisableHookArgs], object]) -> None:
+        self._report = report
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self._report(unraisable)
 
 
 def was_interrupted() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from lightning.fabric import Fabric
@@ -22,7 +22,7 @@ from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.job import Job
 from thunder_memsave.finetune.processes import LocalProcesses
 from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
-from thunder_memsave.finetune.stop import RunInterruptedError
+from thunder_memsave.finetune.stop import RunInterruptedError, _WithoutInterrupts
 from thunder_memsave.finetune.train import _as_told, _explained
 
 
@@ -189,6 +189,18 @@ def test_a_run_on_nodes_is_resumed_on_as_many(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     text = how_to_go_on(RunDirectory(root=tmp_path), num_processes=8, started_from=None)
     assert "torchrun --nnodes 2 ... --nproc-per-node 4 --no-python thunder-memsave" in text
+
+
+def test_python_does_not_report_a_ctrl_c_that_it_drops() -> None:
+    reported: list[object] = []
+    report = _WithoutInterrupts(reported.append)
+    dropped, other = (
+        cast(Any, SimpleNamespace(exc_value=each))
+        for each in (KeyboardInterrupt(), ValueError())
+    )
+    report(dropped)
+    report(other)
+    assert reported == [other]
 
 
 def test_before_the_training_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:

@@ -34,13 +34,15 @@ def batch_sizes(train: TrainConfig, *, world_size: int) -> BatchSizes:
         else:
             in_all = _DEFAULT_GLOBAL_BATCH_SIZE
     if micro is None:
-        micro = _exact(in_all, accumulation * world_size) if accumulation else 1
+        made_of = f"gradient_accumulation_steps {accumulation} x {_processes(world_size)}"
+        micro = _exact(in_all, accumulation * world_size, made_of) if accumulation else 1
     if accumulation is None:
-        accumulation = _exact(in_all, micro * world_size)
+        made_of = f"micro_batch_size {micro} x {_processes(world_size)}"
+        accumulation = _exact(in_all, micro * world_size, made_of)
     if micro * accumulation * world_size != in_all:
         raise ConfigError(
             f"train.global_batch_size is {in_all}, but micro_batch_size {micro} x "
-            f"gradient_accumulation_steps {accumulation} x {world_size} processes is "
+            f"gradient_accumulation_steps {accumulation} x {_processes(world_size)} is "
             f"{micro * accumulation * world_size}; leave one of the three out.",
             key="train.global_batch_size",
         )
@@ -49,11 +51,15 @@ def batch_sizes(train: TrainConfig, *, world_size: int) -> BatchSizes:
     )
 
 
-def _exact(in_all: int, share: int) -> int:
+def _processes(number: int) -> str:
+    return f"{number} process{'' if number == 1 else 'es'}"
+
+
+def _exact(in_all: int, share: int, made_of: str) -> int:
     if in_all % share:
         raise ConfigError(
-            f"train.global_batch_size is {in_all}, which is not a multiple of {share}, the rows "
-            f"of one pass over all processes; make it a multiple of {share}.",
+            f"train.global_batch_size is {in_all}, which is not a multiple of {share} ({made_of}); "
+            f"make it {in_all + share - in_all % share}, or change the others.",
             key="train.global_batch_size",
         )
     return in_all // share

@@ -16,6 +16,18 @@ from thunder_memsave.settings import ConfigError
 _FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
 
 
+# What -1 means in other tools.
+_NO_LIMIT = "; leave it out, or write null, for no limit"
+_UNLIMITED = {
+    "train.epochs": _NO_LIMIT,
+    "train.max_steps": _NO_LIMIT,
+    "eval.max_batches": "; write null for the whole validation set",
+    "eval.every_n_steps": "; write null for the start and the end only",
+    "checkpoint.every_n_steps": "; write null for the end only",
+    "devices": "; write 'auto' for all GPUs",
+}
+
+
 def check_config(config: RunConfig, problems: Problems) -> None:
     """Report every setting that cannot work, unless something it depends on is wrong already."""
     problems.add(*_missing(config), *_environment_problems())
@@ -64,7 +76,7 @@ def _out_of_range(config: RunConfig) -> Iterator[ConfigError]:
     }
     for key, value in at_least_one.items():
         if value is not None and value < 1:
-            unlimited = "; leave it out, or write null, for no limit" if value == -1 else ""
+            unlimited = _UNLIMITED.get(key, "") if value == -1 else ""
             yield _wrong(key, value, f"must be at least 1{unlimited}")
     if config.data.max_seq_length < 2:
         what = "must be at least 2: a token and the one that it predicts"

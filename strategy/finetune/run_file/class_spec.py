@@ -11,7 +11,7 @@ from typing import Any
 
 from thunder_memsave.finetune.config import ClassSpec
 from thunder_memsave.finetune.run_file.unknown_keys import UnknownKeyError, unknown_key
-from thunder_memsave.finetune.run_file.value_kinds import hint_of, misfit
+from thunder_memsave.finetune.run_file.value_kinds import as_yaml, hint_of, misfit
 from thunder_memsave.settings import ConfigError, raise_all, suggestion
 
 
@@ -31,11 +31,9 @@ def import_class(spec: ClassSpec, *, where: str, default_module: str) -> Any:
     if not inspect.isclass(found):
         classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
         classes += [name for name in getattr(module, "__all__", ()) if name not in classes]
-        raise ConfigError(
-            f"{key} is {path!r}, but {module.__name__} has no class {name!r}"
-            f"{suggestion(name, classes)}",
-            key=key,
-        )
+        where_not = "its module" if module_name else module.__name__
+        message = f"{key} is {path!r}, but {where_not} has no such class{suggestion(name, classes)}"
+        raise ConfigError(message, key=key)
     return found
 
 
@@ -90,7 +88,7 @@ def argument_problems(
         if name in known:
             kind = misfit(hint_of(parameters[name], hints), value)
             if kind is not None:
-                yield ConfigError(f"{key} is {value!r}, but must be {kind}.", key=key)
+                yield ConfigError(f"{key} is {as_yaml(value)}, but must be {kind}.", key=key)
         elif not takes_any:
             yield unknown_key(name, where=where, known=known, of=f"an argument of {cls.__name__}")
 

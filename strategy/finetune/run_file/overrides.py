@@ -103,6 +103,12 @@ def _hint(key: str) -> Any:
             whole = ".".join(done)
             message = f"{key} is not a key: {whole} has none below it; write --{whole}=VALUE."
             raise ConfigError(message, key=key)
+        section = name.partition("[")[0]
+        if section != name and section in known:
+            message = (
+                f"{key} is within the list {section}, which is given whole: --{section}=[...]."
+            )
+            raise ConfigError(message, key=key)
         if name not in known:
             raise unknown_key(name, where=".".join(done), known=known)
         hint = get_type_hints(_class_of(hint))[name]

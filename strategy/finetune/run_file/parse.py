@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,7 +13,7 @@ from typing import Any, get_type_hints
 import jsonargparse
 import yaml
 
-from thunder_memsave.config import parse_strategy, refuse_keys
+from thunder_memsave.config import CompileConfig, StrategyConfig, parse_strategy, refuse_keys
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.checks import check_config
 from thunder_memsave.finetune.run_file.overrides import (
@@ -23,7 +24,7 @@ from thunder_memsave.finetune.run_file.overrides import (
 )
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.finetune.run_file.unknown_keys import unknown_key
-from thunder_memsave.finetune.run_file.value_kinds import misfit
+from thunder_memsave.finetune.run_file.value_kinds import as_yaml, meant_choice, misfit
 from thunder_memsave.settings import ConfigError, ConfigErrors, field_names
 from thunder_memsave.yaml_file import PlainDumper, YamlFile, read_yaml
 
@@ -109,6 +110,7 @@ def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dic
         try:
             apply_override(file.values, override)
         except ConfigError as error:
+            error.key = override.key  # as a whole: the report names the argument by it
             problems.add(error)
             continue
         for key in [key for key in file.lines if key.startswith(override.key)]:
@@ -127,9 +129,22 @@ def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
     sound = _sound_section(values, RunConfig, problems, where="")
     _complete_optimizer(sound)
     config = _instantiate(sound, problems)
-    problems.check(lambda: parse_strategy(config.strategy), reads=("strategy",), about="strategy")
+    _check_strategy(config.strategy, problems)
     check_config(config, problems)
     return config
+
+
+def _check_strategy(values: Mapping[str, Any], problems: Problems) -> None:
+    """Let the strategy check its keys; what other tools call them is known here only."""
+    sections = (StrategyConfig, CompileConfig)
+    known = [name for cls in sections for name in field_names(cls) if name != "compile"]
+    unknown = [key for key in values if key not in known]
+    problems.add(*(unknown_key(str(key), where="strategy", known=known) for key in unknown))
+    sound = {key: value for key, value in values.items() if key not in unknown}
+    try:
+        parse_strategy(sound)
+    except ConfigError as error:
+        problems.add(error)
 
 
 def _sound_section(
@@ -176,7 +191,9 @@ def _class_spec_problems(value: Any, *, where: str) -> Iterator[ConfigError]:
     yield from _class_path_problems(value.get("class_path", ""), where=where)
     arguments = value.get("init_args")
     if arguments is not None and not isinstance(arguments, dict):
-        message = f"{where}.init_args is {arguments!r}, but must be a mapping of names to values."
+        message = (
+            f"{where}.init_args is {as_yaml(arguments)}, but must be a mapping of names to values."
+        )
         yield ConfigError(message, key=f"{where}.init_args")
 
 
@@ -196,7 +213,8 @@ def _kind_problems(value: Any, hint: Any, *, where: str) -> Iterator[ConfigError
     if value is None:
         message = f"{where} is null, but must be {wanted}; leave it out for the default."
     else:
-        message = f"{where} is {value!r}, but must be {wanted}{_example(where)}."
+        hint_text = _example(where) + "." if _example(where) else meant_choice(hint, value)
+        message = f"{where} is {as_yaml(value)}, but must be {wanted}{hint_text}"
     yield ConfigError(message, key=where)
 
 
@@ -204,7 +222,7 @@ def _not_a_mapping(value: Any, *, where: str, keys: str = " of names to values")
     if value is None:
         message = f"{where} is empty; give it a key, or leave the section out."
     else:
-        message = f"{where} is {value!r}, but must be a mapping{keys}{_example(where)}."
+        message = f"{where} is {as_yaml(value)}, but must be a mapping{keys}{_example(where)}."
     return ConfigError(message, key=where)
 
 
@@ -228,11 +246,25 @@ def _instantiate(values: dict[str, Any], problems: Problems) -> RunConfig:
     parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
     try:
         # The dataclasses have the defaults; jsonargparse would merge a default class's arguments.
-        parsed = parser.parse_object(values, defaults=False)
+        parsed = parser.parse_object(deepcopy(values), defaults=False)
     except ArgumentError as error:
         problems.add(ConfigError(" ".join(str(error).split())))
         return RunConfig()
     # `instantiate_classes` is the older name; jsonargparse 5 removes it.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     fields = instantiate(parsed)
-    return RunConfig(**{name: fields[name] for name in values})
+    config = RunConfig(**{name: fields[name] for name in values})
+    whole: RunConfig = _with_free_values(config, values)
+    return whole
+
+
+def _with_free_values(section: Any, values: Mapping[str, Any]) -> Any:
+    """Put arguments of classes back as YAML gave them: jsonargparse makes numbers of quoted texts."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        held = getattr(section, name)
+        if dataclasses.is_dataclass(held):
+            changes[name] = _with_free_values(held, value)
+        elif isinstance(value, dict | list):
+            changes[name] = value
+    return dataclasses.replace(section, **changes)

@@ -20,9 +20,17 @@ class Source:
     """Where the keys of a run come from."""
 
     path: Path | None = None
+    name: str | None = None
+    """Of the run file in messages; its path if left out."""
+
     lines: Mapping[str, int] = field(default_factory=dict)
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Overridden keys and the arguments that did it."""
+
+    @property
+    def shown(self) -> str:
+        """The run file as messages name it."""
+        return str(self.path) if self.name is None else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -47,14 +55,16 @@ def report(error: ConfigError, source: Source) -> str:
     lines = list(map(str, sorted(_entry(problem, source) for problem in problems)))
     lines = list(dict.fromkeys(lines))
     noun = "problem" if len(lines) == 1 else "problems"
-    return "\n".join([f"error: {source.path} cannot be used; {len(lines)} {noun}:", *lines])
+    return "\n".join([f"error: {source.shown} cannot be used; {len(lines)} {noun}:", *lines])
 
 
 def _entry(problem: ConfigError, source: Source) -> _Entry:
-    message = str(problem)
-    match = _PLACE.fullmatch(message if problem.place is None else f"{problem.place}: {message}")
+    message, place = str(problem), problem.place
+    if place is not None and place.partition(":")[0] == str(source.path):
+        place = source.shown + place.removeprefix(str(source.path))
+    match = _PLACE.fullmatch(message if place is None else f"{place}: {message}")
     if match is not None:
-        is_run_file = match["file"] == str(source.path)
+        is_run_file = match["file"] == source.shown
         return _Entry(
             group=0 if is_run_file else 2,
             file=match["file"],
@@ -62,14 +72,14 @@ def _entry(problem: ConfigError, source: Source) -> _Entry:
             place=match["place"],
             message=match["text"],
         )
-    if problem.place is not None:
-        is_run_file = problem.place == str(source.path)
+    if place is not None:
+        is_run_file = place == source.shown
         return _Entry(
             group=0 if is_run_file else 2,
-            file=problem.place,
+            file=place,
             line=0 if is_run_file else sys.maxsize,  # the rest of a data file's problems
-            place=problem.place,
-            message=message.removeprefix(f"{problem.place}: "),
+            place=place,
+            message=message.removeprefix(f"{place}: "),
         )
     return _entry_of_key(problem.key, message, source)
 
@@ -77,7 +87,7 @@ def _entry(problem: ConfigError, source: Source) -> _Entry:
 def _entry_of_key(key: str | None, message: str, source: Source) -> _Entry:
     if key is None:
         return _Entry(group=3, file="", line=0, place="", message=message)
-    typed, path = list(source.overrides), str(source.path)
+    typed, path = list(source.overrides), source.shown
     for name in _from_inside(key):
         if name in source.overrides:
             place = _short(source.overrides[name])
@@ -85,6 +95,10 @@ def _entry_of_key(key: str | None, message: str, source: Source) -> _Entry:
         if name in source.lines:
             line = source.lines[name]
             return _Entry(group=0, file=path, line=line, place=f"{path}:{line}", message=message)
+    for name in typed:
+        if name.startswith(f"{key}."):  # a section of which the file has nothing
+            place = _short(source.overrides[name])
+            return _Entry(group=1, file="", line=typed.index(name), place=place, message=message)
     return _Entry(group=0, file=path, line=0, place=path, message=message)
 
 

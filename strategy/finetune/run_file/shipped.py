@@ -47,6 +47,11 @@ def find_config(name: str) -> Path:
     )
 
 
+def shown_name(path: Path) -> str:
+    """Name a run file in messages: a shipped one without the directory of the package."""
+    return path.name if path in shipped_configs().values() else str(path)
+
+
 def find_shipped(name: str) -> Path:
     """Return the path of a shipped run file.
 

@@ -51,6 +51,13 @@ def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> 
         if elsewhere:
             message = f"{name} is {' or '.join(elsewhere)} here."
             return UnknownKeyError(message, key=name, meant=elsewhere)
+    if "init_args" in known and not difflib.get_close_matches(key, known, n=1):
+        argument = f"{where}.init_args.{key}"
+        message = (
+            f"{name} is not a key of {where!r}; an argument of the class belongs under init_args: "
+            f"write {argument}."
+        )
+        return UnknownKeyError(message, key=name, meant=[argument])
     of = of or (f"a key of {where!r}" if where else "a key of a run file")
     nearest = difflib.get_close_matches(key, known, n=1)
     meant = [f"{where}.{each}" if where else each for each in nearest]

@@ -20,6 +20,8 @@ from typing import (
     is_typeddict,
 )
 
+from thunder_memsave.settings import suggestion
+
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -28,6 +30,13 @@ _WORDS: dict[Any, str] = {
     dict: "a mapping",
     list: "a list",
     types.NoneType: "null",
+}
+
+# What other tools call our choices.
+_OTHER_NAMES = {
+    **dict.fromkeys(("bf16", "bf16-true", "bf16-mixed", "fp16", "float16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "32", "32-true", "float", "float64"), "float32"),
+    "flash_attention_2": "sdpa",
 }
 
 _LISTS = (list, tuple, set, frozenset)
@@ -55,6 +64,23 @@ def misfit(hint: Any, value: object) -> str | None:
 def wanted(hint: Any) -> str:
     """Say in words which values fit a type."""
     return " or ".join(dict.fromkeys(_words(hint)))
+
+
+def as_yaml(value: object) -> str:
+    """Write a value for a message: null, true and false as YAML has them."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+def meant_choice(hint: Any, value: object) -> str:
+    """End a sentence with the choice that is probably meant, where a type has choices."""
+    alternatives = (hint, *get_args(hint))
+    choices = [c for each in alternatives if get_origin(each) is Literal for c in get_args(each)]
+    other_name = _OTHER_NAMES.get(str(value).lower())
+    return (
+        f"; did you mean {other_name!r}?" if other_name in choices else suggestion(value, choices)
+    )
 
 
 def fits(hint: Any, value: object) -> bool:

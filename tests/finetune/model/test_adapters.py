@@ -193,7 +193,7 @@ def adapter(class_path: str, **arguments: Any) -> dict[str, Any]:
         (adapter("PrefixTuningConfig"), "adapter.class_path", "it adds positions to every row"),
         (adapter("PveraConfig"), "adapter.class_path", "no run with it was compared .* Use one of"),
         (adapter("PeftModel"), "adapter.class_path", "is not a config class of peft; name one of"),
-        (adapter("LoHConfig"), "adapter.class_path", "has no class 'LoHConfig'; did you mean"),
+        (adapter("LoHConfig"), "adapter.class_path", "but peft has no such class; did you mean"),
         (adapter("MissConfig", rank=3), "adapter.init_args.rank", "rank"),
         ({**adapter("MissConfig"), **lora(r=2)}, "adapter", "adapter and lora are both given"),
         (lora(use_dora=True), "lora.use_dora", "its magnitudes start from the base weights"),

@@ -36,10 +36,18 @@ def test_any_two_of_three_give_the_third(
 @pytest.mark.parametrize(
     ("given", "world_size", "message"),
     [
-        ((8, 2, 2), 1, "micro_batch_size 2 x gradient_accumulation_steps 2 x 1 processes is 4;"),
-        ((8, 3, None), 1, "is 8, which is not a multiple of 3, the rows of one pass over all"),
-        ((8, None, 3), 1, "is 8, which is not a multiple of 3"),
-        ((8, 2, None), 3, "is 8, which is not a multiple of 6"),
+        ((8, 2, 2), 1, "micro_batch_size 2 x gradient_accumulation_steps 2 x 1 process is 4;"),
+        (
+            (8, 3, None),
+            1,
+            "is 8, which is not a multiple of 3 (micro_batch_size 3 x 1 process); make it 9,",
+        ),
+        ((8, None, 3), 1, "a multiple of 3 (gradient_accumulation_steps 3 x 1 process); make it 9"),
+        (
+            (8, 2, None),
+            3,
+            "is 8, which is not a multiple of 6 (micro_batch_size 2 x 3 processes); make it 12",
+        ),
         ((None, None, None), 3, "is 16, which is not a multiple of 3"),
         ((None, 3, None), 1, "is 16, which is not a multiple of 3"),
     ],

@@ -87,8 +87,11 @@ def test_a_class_of_another_kind_is_refused_before_it_is_called(kind: Any, path:
     ("path", "message"),
     [
         ("no.such.Class", "No module named 'no'; install its package, or put its directory into"),
-        ("torch.optim.AdamX", "but torch.optim has no class 'AdamX'; did you mean 'Adam"),
-        ("torch.optim.lr_scheduler", "but torch.optim has no class 'lr_scheduler'"),
+        ("torch.optim.AdamX", "but its module has no such class; did you mean 'Adam"),
+        (
+            "torch.optim.lr_scheduler",
+            "'torch.optim.lr_scheduler', but its module has no such class.",
+        ),
         ("..", "which is not the path of a class"),
         ("broken_module.A", r"whose module fails at .*broken_module.py:2: ZeroDivisionError"),
         ("broken_syntax.A", r"whose module fails at .*: SyntaxError"),

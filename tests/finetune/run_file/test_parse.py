@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def test_a_number_with_an_exponent_is_a_number_everywhere(tmp_path: Path) -> Non
     assert config.optimizer["init_args"]["lr"] == 1e-4
     assert config.train.max_grad_norm == 0.5
     assert config.lora == {"lora_dropout": 0.1}
+
+
+def test_a_text_in_quotes_stays_a_text_among_the_arguments_of_a_class(tmp_path: Path) -> None:
+    arguments = {"project": "2026", "name": "null", "id": "1e-3", "tags": ["1", "true"]}
+    text = GOOD + f"loggers: [{{class_path: WandbLogger, init_args: {json.dumps(arguments)}}}]\n"
+    text += "lora: {target_modules: ['0', '1']}\nmodel: {config: {a: '1'}, name_or_path: x}\n"
+    config = load(tmp_path, text.replace("model: {name_or_path: some/model}\n", "", 1))
+    assert config.loggers[0]["init_args"] == arguments
+    assert config.lora == {"target_modules": ["0", "1"]}
+    assert config.model.config == {"a": "1"}
 
 
 def test_overrides_replace_keys_of_the_file_and_add_new_ones(tmp_path: Path) -> None:
@@ -93,7 +104,7 @@ def test_lists_and_mappings_can_be_given_on_the_command_line(tmp_path: Path) -> 
         (GOOD + "train:", "train is empty; give it a key, or leave the section out."),
         (GOOD + "train: {seed: null}", "seed is null, but must be a whole number; leave it out"),
         (GOOD + "train: {max_steps: 1.5}", "is 1.5, but must be a whole number or null."),
-        (GOOD + "train: {max_steps: true}", "is True, but must be a whole number or null."),
+        (GOOD + "train: {max_steps: true}", "is true, but must be a whole number or null."),
         (GOOD.replace("}}}", "}}, packing: 1}"), "data.packing is 1, but must be true or false."),
         (GOOD + "lora: 3", "lora is 3, but must be a mapping or null, such as {r: 16, "),
         (GOOD + "adapter: lora", "LoRA has the section 'lora'."),
@@ -134,7 +145,11 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "train.seed.x is not a key: train.seed has none below it; write --train.seed=VALUE.",
         ),
         ("--loggers.x=3", "loggers.x is not a key: loggers has none below it"),
-        ("--loggers[0].class_path=A", "loggers[0] is not a key of a run file; did you mean 'logg"),
+        (
+            "--loggers[0].class_path=A",
+            "loggers[0].class_path is within the list loggers, which is given whole: --loggers=[",
+        ),
+        ("--loggers+=A", "loggers+ is not a key of a run file; did you mean 'loggers'?"),
         ("--train.max_steps=[", "the value of --train.max_steps is not YAML: this is not YAML"),
         ("--lora=!!python/name:os.system", "the YAML tag !!python/name:os.system is refused"),
         ("--train.max_steps=ten", "train.max_steps is 'ten', but must be a whole number or null."),
@@ -151,7 +166,13 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
         ("train.max_grad_norm=.nan", "train.max_grad_norm is nan, but must be above 0"),
         ("train.seed=-1", "train.seed is -1, but must be from 0 to 4294967295"),
         ("data.max_seq_length=1", "max_seq_length is 1, but must be at least 2"),
-        ("model.dtype=float64", "model.dtype is 'float64', but must be 'float32' or 'bfloat16'."),
+        ("model.dtype=float64", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
+        ("model.dtype=bf16-true", "must be 'float32' or 'bfloat16'; did you mean 'bfloat16'?"),
+        ("model.dtype=fp32", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
+        ("model.attn_implementation=x", "must be 'sdpa' or 'eager'."),
+        ("devices=-1", "devices is -1, but must be at least 1; write 'auto' for all GPUs."),
+        ("checkpoint.keep_last=-1", "checkpoint.keep_last is -1, but must be at least 1."),
+        ("eval.max_batches=-1", "must be at least 1; write null for the whole validation set."),
         ("lr_scheduler.warmup_steps=-1", "must not be negative"),
         ("lr_scheduler.warmup_steps=2.5", "a whole number of steps or a fraction"),
         ("lr_scheduler.min_lr_ratio=2", "must be from 0 to 1"),
@@ -160,6 +181,12 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
         ("resume=true", "resume is 'true'; write auto for the newest checkpoint"),
         ("strategy.sharding=zero9", "'zero9', but must be one of"),
         ("strategy.shardin=zero2", "did you mean 'sharding'"),
+        ("strategy.fsdp=x", "strategy.fsdp is the name in axolotl and TRL; here it is strategy.sh"),
+        (
+            "data.dataset.path=x",
+            "not a key of 'data.dataset'; an argument of the class belongs under init_args: write "
+            "data.dataset.init_args.path.",
+        ),
         ("memory.budget=4GiB", "memory has no keys yet in this version"),
     ],
 )

@@ -45,6 +45,31 @@ def test_problems_stand_in_the_order_of_their_places() -> None:
     ]
 
 
+def test_an_override_within_a_section_that_the_file_lacks_is_the_place() -> None:
+    source = Source(path=Path("run.yaml"), overrides={"memory.budget": "--memory.budget=1"})
+    assert report(ConfigError("no keys", key="memory"), source).splitlines()[1:] == [
+        "  --memory.budget=1: no keys"
+    ]
+
+
+def test_a_run_file_may_be_shown_by_another_name() -> None:
+    path = Path("package/tiny.yaml")
+    source = Source(path=path, name="tiny.yaml", lines={"train": 3})
+    problems = [
+        ConfigError("in train", key="train.seed"),
+        ConfigError("twice", place=f"{path}:4"),
+        ConfigError("no model", key="model"),
+        ConfigError("empty", place=str(path)),
+    ]
+    assert report(ConfigErrors(problems), source).splitlines() == [
+        "error: tiny.yaml cannot be used; 4 problems:",
+        "  tiny.yaml: empty",
+        "  tiny.yaml: no model",
+        "  tiny.yaml:3: in train",
+        "  tiny.yaml:4: twice",
+    ]
+
+
 def test_one_problem_is_one_problem_and_none_is_told_twice() -> None:
     problem = ConfigError("seed is wrong", key="train.seed")
     expected = ["error: run.yaml cannot be used; 1 problem:", "  run.yaml:12: seed is wrong"]
