@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from thunder_memsave.finetune.run_file.class_kinds import DATASET
 from thunder_memsave.finetune.run_file.class_spec import build
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.finetune.run_file.references import check_references
+from thunder_memsave.finetune.watchers import check_early_stopping, check_logger_package
 from thunder_memsave.settings import ConfigError, ConfigErrors
 
 T = TypeVar("T")
@@ -85,6 +87,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
             reads=("train.seed", "optimizer"),
             about="resume",
         )
+    _check_watchers(config, data, problems)
     model = _model(config, tokenizer, problems)
     problems.raise_all()
     assert sizes is not None
@@ -110,6 +113,20 @@ def identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
         "global_batch_size": sizes.global_batch_size,
         "num_rows": len(data.train),
     }
+
+
+def _check_watchers(config: RunConfig, data: PreparedData | None, problems: Problems) -> None:
+    """Find early stopping and loggers that could not work, without making what writes."""
+    for index, spec in enumerate(config.loggers):
+        where = f"loggers[{index}]"
+        step = partial(check_logger_package, spec, where=where)
+        problems.check(step, reads=(where,), about=where)
+    has_validation = data is None or data.validation is not None
+    problems.check(
+        lambda: check_early_stopping(config, has_validation=has_validation),
+        reads=("callbacks", "eval.every_n_steps"),
+        about="callbacks",
+    )
 
 
 def _keys(section: str, *names: str) -> tuple[str, ...]:

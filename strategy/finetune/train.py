@@ -38,7 +38,7 @@ from thunder_memsave.finetune.stop import (
     RunStoppedError,
     was_interrupted,
 )
-from thunder_memsave.finetune.watchers import build_callbacks, build_loggers, check_early_stopping
+from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError
 
@@ -63,7 +63,6 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     job = prepare(config)
     base = _base_files(job)
     callbacks = build_callbacks(config, job.directory)
-    check_early_stopping(callbacks, config, has_validation=job.data.validation is not None)
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
     state: dict[str, Any] = {"step": 0}
@@ -236,12 +235,23 @@ def _load(
     arguments = [{key: group[key] for key in group if key in given} for group in groups]
     try:
         load_checkpoint(fabric, checkpoint, state)
+    except StateMismatchError as error:
+        raise ConfigError(_does_not_fit(checkpoint, error), key="resume") from error
     except (ValueError, KeyError, OSError, CheckpointError) as error:
         message = f"cannot go on from {checkpoint.path}: {error}"
         raise ConfigError(message, key="resume") from error
     for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
         group.update(values)
         group.pop("initial_lr", None)  # what the schedule scales, of the run that saved
+
+
+def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
+    places = [line.strip() for line in str(error).splitlines() if line.startswith("  ")]
+    return (
+        f"{checkpoint.path} holds another model or optimizer than this run file describes "
+        f"({places[0] if places else error}); restore 'model', 'lora', 'adapter' and 'optimizer' as "
+        "in the config.yaml beside its checkpoints, or start a new run in another output_dir."
+    )
 
 
 def _create_directory(fabric: Fabric, job: Job, *, step: int) -> None:
@@ -296,9 +306,11 @@ def _run(fabric: Fabric, job: Job, module: nn.Module, state: dict[str, Any]) -> 
 def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
     is_adapter = is_adapted(job.model)
     directory = job.directory.adapter if is_adapter else job.directory.model
+    what = "adapter" if is_adapter else "model"
+    _say(fabric, f"writing the {what}")  # minutes for a large one
     export(fabric, module, job.tokenizer, directory)
     fabric.barrier()
-    _say(fabric, f"{'adapter' if is_adapter else 'model'}: {directory}")
+    _say(fabric, f"{what}: {directory}")
     return directory
 
 

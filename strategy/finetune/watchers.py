@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ _PACKAGE_OF_LOGGER = {
     "CometLogger": "comet-ml",
     "NeptuneLogger": "neptune",
 }
+_MODULES_OF_LOGGER = {
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "WandbLogger": ("wandb",),
+    "MLFlowLogger": ("mlflow",),
+    "CometLogger": ("comet_ml",),
+}
 
 
 def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
@@ -61,40 +68,56 @@ def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
     return [*monitors, *added, *writers, *checkpoint]
 
 
-def check_early_stopping(
-    callbacks: Sequence[object], config: RunConfig, *, has_validation: bool
-) -> None:
+def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
     """Refuse to watch evaluations that do not come, or a metric that they do not have.
 
     Raises:
         ConfigError: early stopping would have no effect, or fail at the first evaluation.
     """
+    module = CALLBACK.default_module
+    places = {f"callbacks[{index}]": spec for index, spec in enumerate(config.callbacks)}
+    classes = {
+        where: import_class(spec, where=where, default_module=module)
+        for where, spec in places.items()
+    }
     # Others may add metrics.
-    is_known = all(type(each).__module__.startswith(_OWN_PACKAGE) for each in callbacks)
-    for callback in callbacks:
-        if isinstance(callback, EarlyStopping):
-            if not has_validation:
-                raise _without_effect(
-                    "the run has no validation data; give data.dataset.init_args a val_path or a "
-                    "val_fraction"
-                )
-            if config.eval.every_n_steps is None:
-                raise _without_effect(
-                    "eval.every_n_steps is null, so that none comes before the end; set it"
-                )
-            if is_known and callback.monitor not in EVALUATION_METRICS:
+    is_known = all(cls.__module__.startswith(_OWN_PACKAGE) for cls in classes.values())
+    for where, cls in classes.items():
+        if cls is EarlyStopping:
+            _check_watches_something(config, has_validation=has_validation, where=where)
+            monitor = build(places[where], where=where, default_module=module).monitor
+            if is_known and monitor not in EVALUATION_METRICS:
                 raise ConfigError(
-                    f"EarlyStopping monitors {callback.monitor!r}, which evaluations do not have; "
+                    f"EarlyStopping monitors {monitor!r}, which evaluations do not have; "
                     f"monitor {' or '.join(map(repr, EVALUATION_METRICS))}.",
-                    key="callbacks",
+                    key=where,
                 )
 
 
-def _without_effect(reason: str) -> ConfigError:
-    return ConfigError(
-        f"EarlyStopping compares evaluations, but {reason}, or leave EarlyStopping out.",
-        key="callbacks",
-    )
+def _check_watches_something(config: RunConfig, *, has_validation: bool, where: str) -> None:
+    reason = None
+    if not has_validation:
+        reason = (
+            "the run has no validation data; give data.dataset.init_args a val_path or a "
+            "val_fraction"
+        )
+    elif config.eval.every_n_steps is None:
+        reason = "eval.every_n_steps is null, so that none comes before the end; set it"
+    if reason is not None:
+        message = f"EarlyStopping compares evaluations, but {reason}, or leave EarlyStopping out."
+        raise ConfigError(message, key=where)
+
+
+def check_logger_package(spec: ClassSpec, *, where: str) -> None:
+    """Refuse one of Lightning's loggers without its package, and make nothing, which might write.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    cls = import_class(spec, where=where, default_module=LOGGER.default_module)
+    modules = _MODULES_OF_LOGGER.get(cls.__name__, ())
+    if modules and not any(find_spec(module) for module in modules):
+        raise ConfigError(_missing_package(cls, None, where=where), key=where)
 
 
 def build_loggers(config: RunConfig, directory: RunDirectory) -> list[Any]:
@@ -160,8 +183,8 @@ def _logger(spec: ClassSpec, directory: RunDirectory, *, where: str) -> Any:
         raise ConfigError(_missing_package(cls, error, where=where), key=where) from error
 
 
-def _missing_package(cls: type, error: ModuleNotFoundError, *, where: str) -> str:
-    package = _PACKAGE_OF_LOGGER.get(cls.__name__, error.name)
+def _missing_package(cls: type, error: ModuleNotFoundError | None, *, where: str) -> str:
+    package = _PACKAGE_OF_LOGGER.get(cls.__name__, None if error is None else error.name)
     return (
         f"{where}.class_path is {cls.__name__}, which needs a package that is not installed: "
         f"pip install {package}"

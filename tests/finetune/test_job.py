@@ -116,6 +116,43 @@ def test_an_output_directory_that_cannot_be_made_is_refused(
 ) -> None:
     with pytest.raises(ConfigErrors, match=r"to output_dir rows.jsonl/x: .*rows.jsonl is a file"):
         prepare(config_of("output_dir=rows.jsonl/x"))
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigErrors, match=r"to output_dir link/x: .*link is a link to nothing;"):
+        prepare(config_of("output_dir=link/x"))
+    for name in ("~/run", "$HOME/run"):
+        with pytest.raises(ConfigErrors, match=r"'~' and '\$' are not expanded here; write the wh"):
+            prepare(config_of(f"output_dir={name}"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigErrors, match=f"to output_dir a/b: {tmp_path} is not writable"):
         prepare(config_of("output_dir=a/b"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.class_path=LBFGS", r"is 'LBFGS', which cannot take a step here: .*closure"),
+        ("optimizer.class_path=SparseAdam", "is 'SparseAdam', which cannot take a step here: "),
+        ("optimizer.init_args.lr=.inf", "the first step of torch.optim.AdamW is not finite; check"),
+    ],
+)
+def test_an_optimizer_that_could_not_take_a_step_is_refused(
+    override: str, message: str, config_of: Callable[..., RunConfig]
+) -> None:
+    with pytest.raises(ConfigErrors, match=message):
+        prepare(config_of(override))
+
+
+def test_callbacks_and_loggers_that_could_not_work_are_refused(
+    config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thunder_memsave.finetune.watchers.find_spec", lambda name: None)
+    config = config_of(
+        "callbacks=[{class_path: EarlyStopping}]",
+        "eval.every_n_steps=null",
+        "loggers=[{class_path: CSVLogger}, {class_path: WandbLogger}]",
+    )
+    assert keys_of(config) == {"callbacks[0]", "loggers[1]"}
+    without = config_of(
+        "callbacks=[{class_path: EarlyStopping}]", "data.dataset.init_args.val_fraction=0"
+    )
+    assert keys_of(without) == {"callbacks[0]"}

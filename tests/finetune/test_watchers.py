@@ -12,12 +12,14 @@ from thunder_memsave.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from thunder_memsave.finetune.config import EvalConfig, RunConfig
+from thunder_memsave.finetune import watchers
+from thunder_memsave.finetune.config import ClassSpec, EvalConfig, RunConfig
 from thunder_memsave.finetune.run_directory import RunDirectory
 from thunder_memsave.finetune.watchers import (
     build_callbacks,
     build_loggers,
     check_early_stopping,
+    check_logger_package,
 )
 from thunder_memsave.settings import ConfigError
 
@@ -85,9 +87,6 @@ def test_a_constructor_that_refuses_is_told_by_its_place(tmp_path: Path) -> None
         callbacks_of(tmp_path, spec)
 
 
-STOPPING = {"class_path": "EarlyStopping"}
-
-
 @pytest.mark.parametrize(
     ("init_args", "every_n_steps", "has_validation", "message"),
     [
@@ -101,12 +100,12 @@ def test_early_stopping_that_could_not_work_is_refused(
     every_n_steps: int | None,
     has_validation: bool,
     message: str,
-    tmp_path: Path,
 ) -> None:
-    callbacks = callbacks_of(tmp_path, {**STOPPING, "init_args": init_args})
-    config = RunConfig(eval=EvalConfig(every_n_steps=every_n_steps))
-    with pytest.raises(ConfigError, match=message):
-        check_early_stopping(callbacks, config, has_validation=has_validation)
+    spec: ClassSpec = {"class_path": "EarlyStopping", "init_args": init_args}
+    config = RunConfig(eval=EvalConfig(every_n_steps=every_n_steps), callbacks=[spec])
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_early_stopping(config, has_validation=has_validation)
+    assert caught.value.key == "callbacks[0]"
 
 
 class AddsMetrics:
@@ -115,10 +114,21 @@ class AddsMetrics:
     def on_validation_end(self) -> None: ...
 
 
-def test_early_stopping_may_watch_what_another_callback_adds(tmp_path: Path) -> None:
-    watching = {**STOPPING, "init_args": {"monitor": "accuracy"}}
-    callbacks = callbacks_of(tmp_path, {"class_path": f"{__name__}.AddsMetrics"}, watching)
-    check_early_stopping(callbacks, RunConfig(), has_validation=True)
+def test_early_stopping_may_watch_what_another_callback_adds() -> None:
+    watching: ClassSpec = {"class_path": "EarlyStopping", "init_args": {"monitor": "accuracy"}}
+    adding: ClassSpec = {"class_path": f"{__name__}.AddsMetrics"}
+    check_early_stopping(RunConfig(callbacks=[adding, watching]), has_validation=True)
+
+
+def test_the_package_of_a_logger_is_looked_for_without_making_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"tensorboardX"}
+    monkeypatch.setattr(watchers, "find_spec", lambda name: object() if name in found else None)
+    check_logger_package({"class_path": "TensorBoardLogger"}, where="loggers[0]")
+    check_logger_package({"class_path": "CSVLogger"}, where="loggers[0]")
+    with pytest.raises(ConfigError, match=r"loggers\[1\]\.class_path is MLFlowLogger, .* mlflow$"):
+        check_logger_package({"class_path": "MLFlowLogger"}, where="loggers[1]")
 
 
 def test_a_logger_writes_into_the_run_unless_it_says_where(tmp_path: Path) -> None:

@@ -59,9 +59,22 @@ def _check_callback(spec: ClassSpec, *, where: str) -> None:
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    """Make the optimizer for one weight: only its constructor knows which values it takes."""
-    weight = nn.Parameter(torch.zeros(1))
-    build(config.optimizer, [weight], where="optimizer", default_module=OPTIMIZER.default_module)
+    """Make the optimizer for one weight and take a step: some refuse their values only then."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.ones(2, 2)
+    spec, where = config.optimizer, "optimizer"
+    optimizer = build(spec, [weight], where=where, default_module=OPTIMIZER.default_module)
+    name = spec["class_path"]
+    try:
+        optimizer.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = f"optimizer.class_path is {name!r}, which cannot take a step here: {error}; choose another."
+        raise ConfigError(message, key="optimizer.class_path") from error
+    if not weight.isfinite().all():
+        message = (
+            f"optimizer: the first step of {name} is not finite; check its arguments, such as lr."
+        )
+        raise ConfigError(message, key="optimizer.init_args")
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -77,12 +90,19 @@ def _check_devices(config: RunConfig) -> None:
 
 def _check_output(config: RunConfig) -> None:
     """Refuse a directory that cannot be made; a run's files are written after minutes only."""
+    if config.output_dir.startswith("~") or "$" in config.output_dir:
+        raise ConfigError(
+            f"output_dir is {config.output_dir!r}, but '~' and '$' are not expanded here; write the "
+            "whole path."
+        )
     nearest = Path(config.output_dir).absolute()
-    while not nearest.exists() and nearest != nearest.parent:
+    # A link to nowhere does not exist, but nothing can be made in its place either.
+    while not os.path.lexists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
+        what = "is a file" if nearest.exists() else "is a link to nothing"
         raise ConfigError(
-            f"cannot write to output_dir {config.output_dir}: {nearest} is a file; name a directory."
+            f"cannot write to output_dir {config.output_dir}: {nearest} {what}; name a directory."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(
