@@ -376,12 +376,15 @@ def test_evaluation_is_the_mean_over_all_tokens_and_leaves_the_mode_as_it_was() 
     rows = rows_of(2, 9, 3, 7, 5)
     fabric = Fabric(accelerator="cpu", devices=1)
     model = TinyModel().train()
+    modes: list[bool] = []
+    model.register_forward_hook(lambda *_: modes.append(model.training))
     sharding = Sharding(global_batch_size=4, micro_batch_size=2)
     measured = evaluate(fabric, model, rows, sharding=sharding, mask="none")
     batch = rows.lay_out(range(len(rows)))
     logits = model.table(batch.input_ids).flatten(0, 1)
     expected = cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED).detach()
     assert measured == pytest.approx(float(expected), rel=1e-6)
+    assert modes == [False, False, False]  # without dropout
     assert model.training
     two_rows = evaluate(fabric, model, rows, sharding=sharding, mask="none", max_batches=1)
     assert two_rows != measured

@@ -172,12 +172,7 @@ def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
             "here; name the model that they were made from.",
             key="model.name_or_path",
         )
-    if len(tokenizer) > text.vocab_size:
-        raise ConfigError(
-            f"the tokenizer of {config.model.name_or_path} has {len(tokenizer)} tokens, the "
-            f"model's vocabulary {text.vocab_size}; set vocab_size to at least {len(tokenizer)}.",
-            key="model.name_or_path" if config.model.config is None else "model.config.vocab_size",
-        )
+    _check_vocabulary(text.vocab_size, tokenizer, config.model)
     length = config.data.max_seq_length
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and length > longest:
@@ -186,3 +181,22 @@ def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
             "(max_position_embeddings); make it smaller.",
             key="data.max_seq_length",
         )
+
+
+def _check_vocabulary(num_embeddings: int, tokenizer: Any, settings: ModelConfig) -> None:
+    # Not `len(tokenizer)`: numbers may be left out.
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    if num_tokens <= num_embeddings:
+        return
+    if settings.config is not None:
+        raise ConfigError(
+            f"the tokenizer of {settings.name_or_path} has {num_tokens} tokens, the model's "
+            f"vocabulary {num_embeddings}; set vocab_size to at least {num_tokens}.",
+            key="model.config.vocab_size",
+        )
+    raise ConfigError(
+        f"the tokenizer of {settings.name_or_path} numbers its tokens from 0 to {num_tokens - 1}, "
+        f"but the model has {num_embeddings} embeddings; remove the tokens that were added, or give "
+        "the model more (by resize_token_embeddings and save_pretrained of transformers).",
+        key="model.name_or_path",
+    )

@@ -163,3 +163,21 @@ def test_a_generation_config_that_cannot_be_written_again_is_not_kept(
     with pytest.warns(UserWarning, match=r"generation_config\.json is not kept, because transf"):
         model: Any = build_model(run_config(directory, lora=None), tokenizer)
     model.generation_config.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("numbers", ["added", "left out"])
+def test_a_token_without_an_embedding_is_refused(
+    model_directory: Path, tmp_path: Path, numbers: str
+) -> None:
+    shutil.copytree(model_directory, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    if numbers == "left out":  # fewer tokens than embeddings, but one with a high number
+        vocabulary[max(vocabulary, key=vocabulary.get)] = 400
+    else:
+        vocabulary.update({f"new{number}": number for number in range(len(vocabulary), 401)})
+    file.write_text(json.dumps(content), encoding="utf-8")
+    config = run_config(tmp_path / "model", lora=None)
+    with pytest.raises(ConfigError, match=r"from 0 to 400, but the model has 320 embeddings; rem"):
+        build_model(config, load_tokenizer(config.model))
