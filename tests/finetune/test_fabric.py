@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.fabric import build_fabric
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+
+def environment_of(fabric: Fabric) -> object:
+    assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
+    return fabric.strategy.cluster_environment
 
 
 @pytest.fixture
@@ -18,7 +25,7 @@ def slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slurm_job")
 def test_the_tasks_of_a_slurm_job_are_not_taken_for_processes_of_the_run() -> None:
     fabric = build_fabric(RunConfig(devices=1), callbacks=[])
-    assert isinstance(fabric.strategy.cluster_environment, LightningEnvironment)
+    assert isinstance(environment_of(fabric), LightningEnvironment)
     assert fabric.world_size == 1
 
 
@@ -29,4 +36,4 @@ def test_under_torchrun_its_environment_holds(monkeypatch: pytest.MonkeyPatch) -
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     fabric = build_fabric(RunConfig(), callbacks=[])
-    assert isinstance(fabric.strategy.cluster_environment, TorchElasticEnvironment)
+    assert isinstance(environment_of(fabric), TorchElasticEnvironment)
