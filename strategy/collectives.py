@@ -17,11 +17,14 @@ from thunder_memsave import compat
 compat.apply()
 
 import thunder.torch as ltorch  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.distributed import prims as dist_prims  # noqa: E402
 from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ALL_GATHER = "all_gather_rows"
 
 collectives_executor = OperatorExecutor("thunder_memsave_collectives", version="0")
 register_executor(collectives_executor)
@@ -46,12 +49,17 @@ def _reduce_scatter(
     return (work, shard) if do_async else shard
 
 
+def is_all_gather(bsym: BoundSymbol) -> bool:
+    """Whether an executed trace's symbol gathers a parameter."""
+    return bsym.sym.name == _ALL_GATHER
+
+
 def _along_rows(*args: Any, dim: int | None = None, **_: Any) -> bool:
     return dim in (None, 0)
 
 
 for _prim, _name, _run in (
-    (dist_prims.all_gather, "all_gather_rows", _all_gather),
+    (dist_prims.all_gather, _ALL_GATHER, _all_gather),
     (dist_prims.reduce_scatter, "reduce_scatter_rows", _reduce_scatter),
 ):
     collectives_executor.register_implementation(

@@ -51,7 +51,7 @@ from thunder_memsave.errors import CompileError  # noqa: E402
 from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
-from thunder_memsave.passes import JOINT_PASSES, JointTracePasses  # noqa: E402
+from thunder_memsave.passes import JOINT_PASSES, JointPass, JointTracePasses, regather  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
 _MANY_CAPTURES = 8
@@ -167,7 +167,7 @@ def compile_call(
     """Capture and compile one call of a method of `module`."""
     start = time.perf_counter()
     frontend = _interpreter if config.frontend == "interpreter" else _dynamo
-    traced = frontend(module, call, reason, _executors(config), data_parallel)
+    traced = frontend(module, call, reason, _executors(config, data_parallel), data_parallel)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
         graph = _compile(traced.lowered, traced.compile_data)
     return Compiled(
@@ -221,13 +221,20 @@ def _interpreter(
     return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
 
 
-def _executors(config: CompileConfig) -> tuple[Executor, ...]:
+def _executors(config: CompileConfig, data_parallel: DataParallel | None) -> tuple[Executor, ...]:
     """The ordered list: the joint passes must come before whatever fuses."""
     chosen = (
         get_default_executors() if config.executors is None else resolve_executors(config.executors)
     )
-    passes = JointTracePasses(JOINT_PASSES)
+    passes = JointTracePasses(_passes(data_parallel))
     return (passes, attention_executor, collectives_executor, *chosen)
+
+
+def _passes(data_parallel: DataParallel | None) -> tuple[JointPass, ...]:
+    """All, but for regathering where gathered weights are kept from forward to backward."""
+    if data_parallel is not None and data_parallel.mode == "zero3":
+        return JOINT_PASSES
+    return tuple(run for run in JOINT_PASSES if run is not regather)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +289,19 @@ def _training(lowered: Lowered, forward: TraceCtx, backward: TraceCtx) -> Callab
     if depends_on is None:
         depends_on = _all_dependencies(forward, backward)
     _check_gradients(lowered.input_names, forward, backward, depends_on)
-    compute = forward.python_callable()
+    compute, differentiate = forward.python_callable(), backward.python_callable()
 
     def run_forward(*inputs: Any) -> Any:
         with _plain_execution():
             result, saved = compute(*inputs)
         return result["output"], saved
 
+    def run_backward(saved: Any, cotangents: Any) -> Any:
+        with _plain_execution():
+            return differentiate(saved, cotangents)
+
     function = autograd.Differentiable(
-        forward=run_forward, backward=backward.python_callable(), output_depends_on=depends_on
+        forward=run_forward, backward=run_backward, output_depends_on=depends_on
     )
 
     def run(*inputs: Tensor) -> Sequence[Any]:

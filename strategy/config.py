@@ -42,7 +42,7 @@ _OUR_SECTIONS = ("strategy", "memory", "fp8")
 class ShardingConfig(Section):
     """How parameters, gradients and optimizer state are divided over the ranks."""
 
-    mode: Literal["none", "zero2"] = "zero2"
+    mode: Literal["none", "zero2", "zero3"] = "zero2"
     """`none` keeps replicas and all-reduces gradients; `zero2` shards all three, and keeps
     gathered weights from forward to backward."""
 

@@ -62,7 +62,7 @@ def init_default_group(
 
 
 def make_data_parallel(
-    mode: Literal["none", "zero2"], *, timeout: timedelta
+    mode: Literal["none", "zero2", "zero3"], *, timeout: timedelta
 ) -> DataParallel | None:
     """Our own group over all ranks, or None where this process is alone. A collective.
 

@@ -48,8 +48,8 @@ _CHANGES_ARE_KEPT = "_changes_are_kept"
 class DataParallel:
     """How parameters are spread over the ranks of one process group."""
 
-    mode: Literal["none", "zero2"]
-    """`none`: every rank holds everything; `zero2`: every rank holds its rows."""
+    mode: Literal["none", "zero2", "zero3"]
+    """`none`: every rank holds everything; `zero2`, `zero3`: every rank holds its rows."""
     group: dist.ProcessGroup
     """The ranks, with the user's timeout."""
 

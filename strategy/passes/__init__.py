@@ -17,9 +17,11 @@ compat.apply()
 from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder.extend import FusionExecutor  # noqa: E402
 
+from thunder_memsave.passes.regather import regather  # noqa: E402
+
 JointPass = Callable[[TraceCtx], TraceCtx]
 
-JOINT_PASSES: tuple[JointPass, ...] = ()
+JOINT_PASSES: tuple[JointPass, ...] = (regather,)
 """In the order in which they run."""
 
 
