@@ -25,6 +25,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ALL_GATHER = "all_gather_rows"
+_WAIT = "torch_wait_prim_impl"  # Thunder's own
 
 collectives_executor = OperatorExecutor("thunder_memsave_collectives", version="0")
 register_executor(collectives_executor)
@@ -52,6 +53,11 @@ def _reduce_scatter(
 def is_all_gather(bsym: BoundSymbol) -> bool:
     """Whether an executed trace's symbol gathers a parameter."""
     return bsym.sym.name == _ALL_GATHER
+
+
+def is_wait(bsym: BoundSymbol) -> bool:
+    """Whether an executed trace's symbol waits for a collective."""
+    return bsym.sym.name == _WAIT
 
 
 def _along_rows(*args: Any, dim: int | None = None, **_: Any) -> bool:

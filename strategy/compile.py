@@ -52,6 +52,7 @@ from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
 from thunder_memsave.passes import JOINT_PASSES, JointPass, JointTracePasses, regather  # noqa: E402
+from thunder_memsave.passes.schedule import schedule, two_largest_blocks  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
 _MANY_CAPTURES = 8
@@ -169,7 +170,8 @@ def compile_call(
     frontend = _interpreter if config.frontend == "interpreter" else _dynamo
     traced = frontend(module, call, reason, _executors(config, data_parallel), data_parallel)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
-        graph = _compile(traced.lowered, traced.compile_data)
+        window_bytes = _window_bytes(module, data_parallel)
+        graph = _compile(traced.lowered, traced.compile_data, window_bytes=window_bytes)
     return Compiled(
         method=name,
         capture=traced.capture,
@@ -244,7 +246,15 @@ class _Graph:
     backward_traces: Sequence[TraceCtx]
 
 
-def _compile(lowered: Lowered, compile_data: CompileData) -> _Graph:
+def _window_bytes(module: nn.Module, data_parallel: DataParallel | None) -> int:
+    if data_parallel is None:
+        return 0
+    return (
+        two_largest_blocks(module) if data_parallel.prefetch == "auto" else data_parallel.prefetch
+    )
+
+
+def _compile(lowered: Lowered, compile_data: CompileData, *, window_bytes: int) -> _Graph:
     """The one ordered list of what happens to a trace."""
     traces = [lowered.trace]
 
@@ -263,12 +273,14 @@ def _compile(lowered: Lowered, compile_data: CompileData) -> _Graph:
     backward = None
     if lowered.training:
         trace, backward = split_into_forward_and_backward(trace)
+    trace = then(schedule(trace, window_bytes=window_bytes))
     trace = then(del_last_used(trace))
     _inplace_copy_sanity_check(trace)
     if backward is None:
         _refuse_gradients(lowered)
         trace = then(unwrap_return_value(trace))
         return _Graph(_inference(lowered, trace), traces, ())
+    backward = schedule(backward, window_bytes=window_bytes)
     backward = del_last_used(backward, clear_mutable_collections=True)
     return _Graph(_training(lowered, trace, backward), traces, [backward])
 

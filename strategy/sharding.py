@@ -52,6 +52,8 @@ class DataParallel:
     """`none`: every rank holds everything; `zero2`, `zero3`: every rank holds its rows."""
     group: dist.ProcessGroup
     """The ranks, with the user's timeout."""
+    prefetch: int | Literal["auto"] = 0
+    """Bytes of whole parameters that may be on their way beside those that are read; `auto` is two largest blocks."""
 
     @property
     def rank(self) -> int:
