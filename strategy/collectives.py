@@ -17,6 +17,8 @@ from thunder_memsave import compat
 compat.apply()
 
 import thunder.torch as ltorch  # noqa: E402
+from thunder.core.dtypes import to_dtype  # noqa: E402
+from thunder.core.proxies import FutureTensorProxy, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.distributed import prims as dist_prims  # noqa: E402
 from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
@@ -25,6 +27,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ALL_GATHER = "all_gather_rows"
+_CAST_AND_ALL_GATHER = "cast_and_all_gather_rows"
 _WAIT = "torch_wait_prim_impl"  # Thunder's own
 
 collectives_executor = OperatorExecutor("thunder_memsave_collectives", version="0")
@@ -50,9 +53,30 @@ def _reduce_scatter(
     return (work, shard) if do_async else shard
 
 
+def _cast_and_all_gather(
+    shard: Tensor, group: dist.ProcessGroup, dtype: torch.dtype
+) -> Tensor | tuple[Any, Tensor]:
+    return _all_gather(shard.to(dtype), group, True)
+
+
+def _meta_of_cast_and_all_gather(
+    shard: TensorProxy, group: dist.ProcessGroup, dtype: torch.dtype
+) -> FutureTensorProxy:
+    rows, *rest = shard.shape
+    return FutureTensorProxy(
+        shape=(rows * group.size(), *rest), dtype=to_dtype(dtype), device=shard.device
+    )
+
+
+cast_and_all_gather = collectives_executor.register_operator(
+    _CAST_AND_ALL_GATHER, meta=_meta_of_cast_and_all_gather, fn=_cast_and_all_gather
+)
+"""`(shard, group, torch dtype) -> future` of the whole parameter in that dtype."""
+
+
 def is_all_gather(bsym: BoundSymbol) -> bool:
-    """Whether an executed trace's symbol gathers a parameter."""
-    return bsym.sym.name == _ALL_GATHER
+    """Whether an executed trace's symbol gathers a parameter, given as its first argument."""
+    return bsym.sym.name in (_ALL_GATHER, _CAST_AND_ALL_GATHER)
 
 
 def is_wait(bsym: BoundSymbol) -> bool:

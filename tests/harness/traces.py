@@ -13,6 +13,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from thunder_memsave.collectives import is_all_gather
 from thunder_memsave.sharding import DataParallel
 
 
@@ -44,7 +45,7 @@ def collectives(trace: TraceCtx) -> list[Collective]:
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     found = []
     for bsym in trace.bound_symbols:
-        kind = next((k for k in kinds if bsym.sym.name.startswith(k)), None)
+        kind = next((k for k in kinds if k in bsym.sym.name), None)
         if kind is not None:
             whole = bsym.flat_proxy_outs[0] if kind == "all_gather" else bsym.args[0]
             found.append(Collective(kind, bsym.args[0].name, nbytes(whole)))
@@ -74,7 +75,7 @@ def live_gathered(trace: TraceCtx) -> list[LiveAt]:
             continue
         inputs = [a for a in bsym.flat_proxy_args if a.name in alive]
         shards = {shard_of[a.name] for a in inputs}
-        if bsym.sym.name.startswith("all_gather"):
+        if is_all_gather(bsym):
             (future,) = bsym.flat_proxy_outs
             shard = future.name
             sizes[shard] = nbytes(future)
