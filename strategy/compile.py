@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,12 @@ from thunder.transforms.autodiff import (  # noqa: E402
 )
 
 from thunder_memsave import autograd  # noqa: E402
+from thunder_memsave.accumulation import (  # noqa: E402
+    UnreducedGradients,
+    accumulated_names,
+    running,
+    without_reductions,
+)
 from thunder_memsave.attention import attention_executor  # noqa: E402
 from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
 from thunder_memsave.collectives import collectives_executor  # noqa: E402
@@ -73,6 +79,8 @@ class Compiled:
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
     """Empty when nothing needs a gradient."""
+    keeping_trace: TraceCtx | None
+    """The backward that keeps gradients instead of reducing them; None where no backward may."""
     seconds: float
     run: Callable[..., Any]
     """The method, with its tensor work compiled."""
@@ -98,6 +106,7 @@ class CompiledModule(nn.Module):
         self._config = config if config is not None else CompileConfig()
         self._data_parallel = data_parallel
         self._compiled: dict[str, list[Compiled]] = {}
+        self.unreduced = UnreducedGradients(data_parallel)
 
     @property
     def captures(self) -> Sequence[Compiled]:
@@ -134,6 +143,7 @@ class CompiledModule(nn.Module):
             reason=reason,
             config=self._config,
             data_parallel=self._data_parallel,
+            unreduced=self.unreduced,
         )
         known.insert(0, compiled)
         _log.info(
@@ -164,6 +174,7 @@ def compile_call(
     reason: str,
     config: CompileConfig,
     data_parallel: DataParallel | None,
+    unreduced: UnreducedGradients | None = None,
 ) -> Compiled:
     """Capture and compile one call of a method of `module`."""
     start = time.perf_counter()
@@ -171,12 +182,18 @@ def compile_call(
     traced = frontend(module, call, reason, _executors(config, data_parallel), data_parallel)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
         window_bytes = _window_bytes(module, data_parallel)
-        graph = _compile(traced.lowered, traced.compile_data, window_bytes=window_bytes)
+        graph = _compile(
+            traced.lowered,
+            traced.compile_data,
+            window_bytes=window_bytes,
+            unreduced=unreduced or UnreducedGradients(data_parallel),
+        )
     return Compiled(
         method=name,
         capture=traced.capture,
         forward_traces=graph.forward_traces,
         backward_traces=graph.backward_traces,
+        keeping_trace=graph.keeping_trace,
         seconds=time.perf_counter() - start,
         run=traced.capture.callable(graph.run),
     )
@@ -243,7 +260,8 @@ def _passes(data_parallel: DataParallel | None) -> tuple[JointPass, ...]:
 class _Graph:
     run: Callable[..., Any]
     forward_traces: Sequence[TraceCtx]
-    backward_traces: Sequence[TraceCtx]
+    backward_traces: Sequence[TraceCtx] = ()
+    keeping_trace: TraceCtx | None = None
 
 
 def _window_bytes(module: nn.Module, data_parallel: DataParallel | None) -> int:
@@ -254,7 +272,13 @@ def _window_bytes(module: nn.Module, data_parallel: DataParallel | None) -> int:
     )
 
 
-def _compile(lowered: Lowered, compile_data: CompileData, *, window_bytes: int) -> _Graph:
+def _compile(
+    lowered: Lowered,
+    compile_data: CompileData,
+    *,
+    window_bytes: int,
+    unreduced: UnreducedGradients,
+) -> _Graph:
     """The one ordered list of what happens to a trace."""
     traces = [lowered.trace]
 
@@ -279,10 +303,14 @@ def _compile(lowered: Lowered, compile_data: CompileData, *, window_bytes: int) 
     if backward is None:
         _refuse_gradients(lowered)
         trace = then(unwrap_return_value(trace))
-        return _Graph(_inference(lowered, trace), traces, ())
+        return _Graph(_inference(lowered, trace), traces)
     backward = schedule(backward, window_bytes=window_bytes)
-    backward = del_last_used(backward, clear_mutable_collections=True)
-    return _Graph(_training(lowered, trace, backward), traces, [backward])
+    keeping = without_reductions(backward) if accumulated_names(backward) else None
+    backward, keeping = (
+        t and del_last_used(t, clear_mutable_collections=True) for t in (backward, keeping)
+    )
+    run = _training(lowered, trace, backward, keeping, unreduced)
+    return _Graph(run, traces, [backward], keeping)
 
 
 def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
@@ -296,31 +324,57 @@ def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
     return run
 
 
-def _training(lowered: Lowered, forward: TraceCtx, backward: TraceCtx) -> Callable[..., Any]:
+def _training(
+    lowered: Lowered,
+    forward: TraceCtx,
+    backward: TraceCtx,
+    keeping: TraceCtx | None,
+    unreduced: UnreducedGradients,
+) -> Callable[..., Any]:
     depends_on = lowered.depends_on
     if depends_on is None:
         depends_on = _all_dependencies(forward, backward)
     _check_gradients(lowered.input_names, forward, backward, depends_on)
-    compute, differentiate = forward.python_callable(), backward.python_callable()
+    compute = forward.python_callable()
+    differentiate = _differentiate(backward, keeping, unreduced)
 
     def run_forward(*inputs: Any) -> Any:
         with _plain_execution():
             result, saved = compute(*inputs)
         return result["output"], saved
 
-    def run_backward(saved: Any, cotangents: Any) -> Any:
-        with _plain_execution():
-            return differentiate(saved, cotangents)
-
-    function = autograd.Differentiable(
-        forward=run_forward, backward=run_backward, output_depends_on=depends_on
-    )
-
     def run(*inputs: Tensor) -> Sequence[Any]:
+        def run_backward(saved: Any, cotangents: Any, reached: Collection[int]) -> Any:
+            parameters = {forward.args[i].name: inputs[i] for i in reached}
+            with _plain_execution(), running(unreduced, parameters):
+                return differentiate(saved, cotangents)
+
+        function = autograd.Differentiable(
+            forward=run_forward, backward=run_backward, output_depends_on=depends_on
+        )
         computed = autograd.run(function, (*inputs, *lowered.constants))
         return lowered.outputs(inputs, computed)
 
     return run
+
+
+def _differentiate(
+    backward: TraceCtx, keeping: TraceCtx | None, unreduced: UnreducedGradients
+) -> Callable[..., Any]:
+    """The compiled backward, or the one that keeps gradients while `unreduced` says so."""
+    reduce: Callable[..., Any] = backward.python_callable()
+    if keeping is None:
+        return reduce
+    keep = keeping.python_callable()
+
+    def differentiate(saved: Any, cotangents: Any) -> Any:
+        if unreduced.is_keeping:
+            return keep(saved, cotangents)
+        gradients = reduce(saved, cotangents)
+        unreduced.reduce_rest()
+        return gradients
+
+    return differentiate
 
 
 def _all_dependencies(forward: TraceCtx, backward: TraceCtx) -> tuple[frozenset[int], ...]:

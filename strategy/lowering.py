@@ -312,9 +312,7 @@ class _Lowering:
             return lazy.proxy
         kind = DistParallelType.FULLY_SHARDED if sharded else DistParallelType.REPLICATED
         with self._grad(enabled=parameter.requires_grad):
-            full = unshard(
-                lazy.proxy, self.data_parallel.group, kind, training=self.capture.training
-            )
+            full = unshard(lazy.proxy, self.data_parallel, kind, training=self.capture.training)
             num_rows = parameter.unsharded_shape[0] if sharded else None  # type: ignore[attr-defined]
             if sharded and full.shape[0] != num_rows:
                 full = full[:num_rows]

@@ -6,11 +6,12 @@ import atexit
 import os
 import time
 from datetime import timedelta
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from thunder_memsave.config import ConfigError, StrategyConfig
 from thunder_memsave.sharding import DataParallel
 
 _SETTLE_SECONDS = 0.1
@@ -61,18 +62,67 @@ def init_default_group(
     atexit.register(destroy_groups)
 
 
-def make_data_parallel(
-    mode: Literal["none", "zero2", "zero3"], *, timeout: timedelta
-) -> DataParallel | None:
-    """Our own group over all ranks, or None where this process is alone. A collective.
+def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataParallel | None:
+    """Our own groups over all ranks, or None where this process is alone. A collective.
 
     Thunder copies the default group without its timeout, so that on gloo a stopped peer is noticed
-    after 30 minutes; and a group of our own keeps the user's collectives out of ours.
+    after 30 minutes; and groups of our own keep the user's collectives out of ours.
+
+    Raises:
+        ConfigError: hybrid sharding in groups of a size that does not divide the number of ranks.
     """
     if not dist.is_initialized():
         return None
-    group = dist.new_group(timeout=timeout, group_desc="thunder_memsave data parallel")
-    return DataParallel(mode=mode, group=group)
+    everyone = dist.new_group(timeout=config.timeout, group_desc="thunder_memsave data parallel")
+    settings = _settings(config)
+    size = _size_of_shard_group(config, ranks_per_node)
+    if size == dist.get_world_size():
+        return DataParallel(group=everyone, **settings)
+    return DataParallel(world=everyone, **_grid_of_groups(size, config.timeout), **settings)
+
+
+def _settings(config: StrategyConfig) -> dict[str, Any]:
+    """What of the configuration holds whatever the groups are."""
+    mode = config.sharding.mode
+    settings: dict[str, Any] = {
+        "mode": "zero3" if mode in ("hybrid", "auto") else mode,
+        "prefetch": config.prefetch,
+        "accumulate": "reduce_every" if config.accumulate == "auto" else config.accumulate,
+        "reduce_dtype": torch.float32 if config.reduce_dtype == "float32" else None,
+    }
+    if config.bucket != "auto":
+        settings["bucket_bytes"] = config.bucket
+    return settings
+
+
+def _size_of_shard_group(config: StrategyConfig, ranks_per_node: int) -> int:
+    num_ranks = dist.get_world_size()
+    if config.sharding.mode != "hybrid":
+        return num_ranks
+    size = ranks_per_node if config.sharding.size is None else config.sharding.size
+    if num_ranks % size:
+        divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+        raise ConfigError(
+            f"hybrid sharding in groups of {size} ranks was asked for, and {num_ranks} ranks cannot "
+            f"be divided into such groups; set sharding.size to one of {divisors}, or start a "
+            f"multiple of {size} processes."
+        )
+    return size
+
+
+def _grid_of_groups(size: int, timeout: timedelta) -> dict[str, Any]:
+    """This rank's row and column of all ranks, written `size` to a row."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    rows = [list(range(start, start + size)) for start in range(0, num_ranks, size)]
+    columns = [list(range(offset, num_ranks, size)) for offset in range(size)]
+    own: dict[str, Any] = {}
+    # Every rank makes every group, in one order: torch numbers them on each rank by itself.
+    for kind, members in [("group", rows), ("replicas", columns)]:
+        for ranks in members:
+            made = dist.new_group(ranks, timeout=timeout, group_desc=f"thunder_memsave {kind}")
+            if rank in ranks:
+                own[kind] = made
+    return own
 
 
 def destroy_groups() -> None:

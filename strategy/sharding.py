@@ -33,6 +33,7 @@ __all__ = [
     "local_rows",
     "num_real_rows",
     "own_rows",
+    "reduce_scatter",
     "shard_module",
     "shard_rest",
     "summon_full",
@@ -46,14 +47,24 @@ _CHANGES_ARE_KEPT = "_changes_are_kept"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallel:
-    """How parameters are spread over the ranks of one process group."""
+    """How parameters are spread over ranks: split inside `group`, the same across `replicas`."""
 
     mode: Literal["none", "zero2", "zero3"]
     """`none`: every rank holds everything; `zero2`, `zero3`: every rank holds its rows."""
     group: dist.ProcessGroup
-    """The ranks, with the user's timeout."""
+    """The ranks that share one set of rows, with the user's timeout, as every group here."""
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that hold the same rows as this one; None: no other does."""
+    world: dist.ProcessGroup | None = None
+    """All ranks; None: those of `group` are all."""
     prefetch: int | Literal["auto"] = 0
     """Bytes of whole parameters that may be on their way beside those that are read; `auto` is two largest blocks."""
+    accumulate: Literal["reduce_every", "accumulate_unsharded"] = "reduce_every"
+    """Where gradients of several micro-batches are summed: as shards, or whole and not yet reduced."""
+    bucket_bytes: int = 0
+    """Parameters of at most so many bytes share collectives; 0: each has its own."""
+    reduce_dtype: torch.dtype | None = torch.float32
+    """Gradients of fewer bits are summed over the ranks in it; None: in their own."""
 
     @property
     def rank(self) -> int:
@@ -64,6 +75,16 @@ class DataParallel:
     def world_size(self) -> int:
         """The number of ranks in the group."""
         return dist.get_world_size(self.group)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks, for what all must agree on."""
+        return self.group if self.world is None else self.world
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of all ranks, over which gradients are averaged."""
+        return dist.get_world_size(self.everyone)
 
     @property
     def shards(self) -> bool:
@@ -202,6 +223,12 @@ def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
     # torch 2.13 renamed it and warns about the old name, the only one that 2.11 has.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, shard, group=data_parallel.group)
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, data_parallel: DataParallel) -> None:
+    """Fills `out` with this rank's rows of the sum of all ranks' `whole`, padding included."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, whole.contiguous(), group=data_parallel.group)
 
 
 @contextmanager
