@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,11 +182,10 @@ def compile_call(
     frontend = _interpreter if config.frontend == "interpreter" else _dynamo
     traced = frontend(module, call, reason, _executors(config, data_parallel), data_parallel)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
-        window_bytes = _window_bytes(module, data_parallel)
         graph = _compile(
             traced.lowered,
             traced.compile_data,
-            window_bytes=window_bytes,
+            schedule=_schedule(module, data_parallel),
             unreduced=unreduced or UnreducedGradients(data_parallel),
         )
     return Compiled(
@@ -264,19 +264,21 @@ class _Graph:
     keeping_trace: TraceCtx | None = None
 
 
-def _window_bytes(module: nn.Module, data_parallel: DataParallel | None) -> int:
+def _schedule(
+    module: nn.Module, data_parallel: DataParallel | None
+) -> Callable[[TraceCtx], TraceCtx]:
     if data_parallel is None:
-        return 0
-    return (
-        two_largest_blocks(module) if data_parallel.prefetch == "auto" else data_parallel.prefetch
-    )
+        return partial(schedule, window_bytes=0)
+    prefetch, bucket_bytes = data_parallel.prefetch, data_parallel.bucket_bytes
+    window_bytes = two_largest_blocks(module) if prefetch == "auto" else prefetch
+    return partial(schedule, window_bytes=window_bytes, bucket_bytes=bucket_bytes)
 
 
 def _compile(
     lowered: Lowered,
     compile_data: CompileData,
     *,
-    window_bytes: int,
+    schedule: Callable[[TraceCtx], TraceCtx],
     unreduced: UnreducedGradients,
 ) -> _Graph:
     """The one ordered list of what happens to a trace."""
@@ -297,14 +299,14 @@ def _compile(
     backward = None
     if lowered.training:
         trace, backward = split_into_forward_and_backward(trace)
-    trace = then(schedule(trace, window_bytes=window_bytes))
+    trace = then(schedule(trace))
     trace = then(del_last_used(trace))
     _inplace_copy_sanity_check(trace)
     if backward is None:
         _refuse_gradients(lowered)
         trace = then(unwrap_return_value(trace))
         return _Graph(_inference(lowered, trace), traces)
-    backward = schedule(backward, window_bytes=window_bytes)
+    backward = schedule(backward)
     keeping = without_reductions(backward) if accumulated_names(backward) else None
     backward, keeping = (
         t and del_last_used(t, clear_mutable_collections=True) for t in (backward, keeping)

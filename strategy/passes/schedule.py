@@ -19,14 +19,22 @@ After, with a window of at least w2's bytes:
     t2 = torch_wait_prim_impl(ft2)
     t6 = torch.nn.functional.linear(t5, t2, None)
 
-While an operation runs, the gathered parameters on their way are at most `window_bytes`, and so are the whole gradients
-that wait for their reduction. Every rank has the same trace, so all start their collectives in the same order.
+Small parameters share a collective, and so do small gradients:
+
+    (ft1, ft2) = all_gather_bucket([w1, w2], group, torch.float32)
+
+While an operation runs, the gathered parameters on their way, or there but for later operations, are at most
+`window_bytes`, and so are the whole gradients that wait for their reduction. With a window of 0 only parameters that
+one operation reads are joined. Every rank has the same trace, so all start their collectives in the same order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from torch import nn
 
@@ -34,28 +42,42 @@ from thunder_memsave import compat
 
 compat.apply()
 
+from thunder.core import prims  # noqa: E402
+from thunder.core.dtypes import to_torch_dtype  # noqa: E402
 from thunder.core.proxies import FutureTensorProxy, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 
-from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
+from thunder_memsave.collectives import (  # noqa: E402
+    all_gather_bucket,
+    is_all_gather,
+    is_reduce_scatter,
+    is_wait,
+    reduce_scatter_bucket,
+)
 from thunder_memsave.sharding import whole_shape  # noqa: E402
 
+_Kind = tuple[Any, Any, int]  # dtype, device, the group's id
 
-def schedule(trace: TraceCtx, *, window_bytes: int) -> TraceCtx:
-    """Move collectives and the waits for them; nothing else.
+
+def schedule(trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0) -> TraceCtx:
+    """Move collectives and the waits for them, and join small ones; nothing else.
 
     Args:
         trace: A forward, backward or inference trace, before values are deleted after their last use.
         window_bytes: Whole parameters on their way, and whole gradients on theirs; 0 overlaps nothing.
+        bucket_bytes: Parameters and gradients of at most so many bytes share a collective of at most so many; 0: none.
 
     Returns:
-        A trace with the same symbols in another order.
+        A trace with the same symbols in another order, but for the collectives that were joined.
     """
     if not any(is_wait(b) for b in trace.bound_symbols):
         return trace
     new = from_trace(trace)
-    new.bound_symbols = list(_reordered(trace.bound_symbols, window_bytes))
+    with tracectx(new):
+        new.bound_symbols = list(
+            _Schedule(trace.bound_symbols, window_bytes, bucket_bytes).reordered()
+        )
     new.set_provenance(TraceProvenance("Pass schedule"))
     return new
 
@@ -79,85 +101,231 @@ def _whole_bytes(p: nn.Parameter) -> int:
     return whole_shape(p).numel() * p.element_size()
 
 
-class _InFlight:
-    """Collectives on their way, oldest first."""
+class _Schedule:
+    """Places one symbol after the other, with the collectives that are due before it."""
 
-    def __init__(self, window_bytes: int) -> None:
-        self._window_bytes = window_bytes
-        self._queue: deque[tuple[BoundSymbol, int]] = deque()
+    def __init__(
+        self, symbols: Sequence[BoundSymbol], window_bytes: int, bucket_bytes: int
+    ) -> None:
+        self._symbols = symbols
+        self._futures = {
+            o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
+        }
+        gathers = list(_gathers_in_order(symbols))
+        self._gathered = {g.future for g in gathers}
+        self._gathers = _Gathers(gathers, window_bytes, bucket_bytes)
+        self._reductions = _Reductions(window_bytes, bucket_bytes)
 
-    def has_room_for(self, num_bytes: int) -> bool:
-        return self._num_bytes + num_bytes <= self._window_bytes
+    def reordered(self) -> Iterator[BoundSymbol]:
+        for bsym in self._symbols:
+            yield from self._place(bsym)
 
-    def add(self, bsym: BoundSymbol, num_bytes: int) -> None:
-        self._queue.append((bsym, num_bytes))
+    def _place(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        future = bsym.args[0].name if is_wait(bsym) else None
+        if is_all_gather(bsym) and bsym.output.name in self._gathered:
+            return  # it starts when the window has room, at the latest right before its wait
+        if future in self._gathered:
+            yield from self._gathers.start_for(future)
+            yield bsym
+        elif future in self._futures:
+            self._reductions.postpone(bsym)
+            while self._reductions.are_overdue:
+                yield from self._end_oldest()
+        elif not self._reductions.postponed_with_its_input(bsym):
+            while self._reductions.give_input_to(bsym):
+                yield from self._end_oldest()
+            if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
+                yield from self._gathers.start_early()
+            yield from self._reductions.start(bsym) if is_reduce_scatter(bsym) else (bsym,)
 
-    def pop_until(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Take out the oldest ones up to this one, if it is there."""
-        if any(b is bsym for b, _ in self._queue):
-            popped = None
-            while popped is not bsym:
-                popped, _ = self._queue.popleft()
-                yield popped
+    def _end_oldest(self) -> Iterator[BoundSymbol]:
+        ended = self._reductions.pop_oldest()
+        yield from self._reductions.start_with(ended.wait)
+        yield ended.wait
+        for bsym in ended.readers:
+            yield from self._place(bsym)
 
-    def pop_overdue(self) -> Iterator[BoundSymbol]:
-        """Take out the oldest ones until the rest fits into the window."""
-        while self._num_bytes > self._window_bytes:
-            yield self._queue.popleft()[0]
 
-    def __iter__(self) -> Iterator[BoundSymbol]:
-        return (bsym for bsym, _ in self._queue)
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    bsym: BoundSymbol
+    reader: int
+    """Which of the operations that compute reads the parameter first."""
 
     @property
-    def _num_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self._queue)
+    def future(self) -> str:
+        return str(self.bsym.output.name)
+
+    @property
+    def num_bytes(self) -> int:
+        return _nbytes(self.bsym.output)
 
 
-def _reordered(symbols: Sequence[BoundSymbol], window_bytes: int) -> Iterator[BoundSymbol]:
-    starters = {o.name: b for b in symbols for o in b.flat_proxy_outs if _is_future(o)}
-    waits = {id(b): starters[b.args[0].name] for b in symbols if is_wait(b)}
-    waiting = deque(start for start in waits.values() if is_all_gather(start))
-    missing = {o.name for b in symbols for o in b.flat_proxy_outs}
-    gathers, reductions = _InFlight(window_bytes), _InFlight(window_bytes)
+def _gathers_in_order(symbols: Sequence[BoundSymbol]) -> Iterator[_Gather]:
+    """Yield the gathers in the order in which they are waited for."""
+    starts = {b.output.name: b for b in symbols if is_all_gather(b)}
+    of_one_gather: set[str] = set()
+    num_readers = 0
     for bsym in symbols:
-        if is_all_gather(bsym):
-            continue  # it starts when the window has room, at the latest right before its wait
-        if (start := waits.get(id(bsym))) is None:
-            yield from _waits_for_inputs(bsym, reductions)
-            while waiting and _can_start(waiting[0], gathers, missing):
-                gathers.add(waiting[0], _whole(waiting[0]))
-                yield waiting.popleft()
+        if is_wait(bsym) and (start := starts.get(bsym.args[0].name)) is not None:
+            yield _Gather(start, num_readers)
+        elif not is_all_gather(bsym) and not _reads_only(bsym, of_one_gather):
+            num_readers += 1
+            continue
+        # The wait, the cut of padding rows, a transpose, ... come before what reads the parameter.
+        of_one_gather.update(o.name for o in bsym.flat_proxy_outs)
+
+
+def _reads_only(bsym: BoundSymbol, names: set[str]) -> bool:
+    inputs = [a.name for a in bsym.flat_proxy_args if _is_tensor(a)]
+    return len(inputs) == 1 and inputs[0] in names
+
+
+class _Gathers:
+    """Gathers that have not started, and those on their way with their bytes."""
+
+    def __init__(self, gathers: Sequence[_Gather], window_bytes: int, bucket_bytes: int) -> None:
+        self._waiting = deque(gathers)
+        self._window_bytes, self._bucket_bytes = window_bytes, bucket_bytes
+        self._in_flight: dict[str, int] = {}
+
+    def start_early(self) -> Iterator[BoundSymbol]:
+        """Start what the window has room for: whole buckets, of which two fit into it."""
+        limit = min(self._bucket_bytes, self._window_bytes // 2)
+        while self._waiting:
+            bucket = self._bucket(limit, ahead_bytes=limit)
+            if sum(g.num_bytes for g in bucket) > self._room:
+                return
+            yield self._start(bucket)
+
+    def start_for(self, future: str) -> Iterator[BoundSymbol]:
+        """Start the gather that is waited for now, unless it has, with others as far as the window has room."""
+        if future not in self._in_flight:
+            assert self._waiting[0].future == future, "gathers start in the order of their waits"
+            yield self._start(self._bucket(self._bucket_bytes, ahead_bytes=self._room))
+        del self._in_flight[future]
+
+    def _bucket(self, limit: int, *, ahead_bytes: int) -> list[_Gather]:
+        """The next gather and small ones after it, of which `ahead_bytes` are for later operations."""
+        first = self._waiting[0]
+        bucket, num_bytes = [first], first.num_bytes
+        if num_bytes > limit:
+            return bucket
+        for gather in islice(self._waiting, 1, None):
+            if gather.num_bytes > limit or _kind(gather.bsym) != _kind(first.bsym):
+                continue
+            ahead_bytes -= gather.num_bytes if gather.reader != first.reader else 0
+            num_bytes += gather.num_bytes
+            if ahead_bytes < 0 or num_bytes > limit:
+                break
+            bucket.append(gather)
+        return bucket
+
+    def _start(self, bucket: Sequence[_Gather]) -> BoundSymbol:
+        self._in_flight.update((g.future, g.num_bytes) for g in bucket)
+        started = {g.future for g in bucket}
+        self._waiting = deque(g for g in self._waiting if g.future not in started)
+        if len(bucket) == 1:
+            return bucket[0].bsym
+        symbols = [g.bsym for g in bucket]
+        return all_gather_bucket.bind(
+            [b.args[0] for b in symbols],
+            symbols[0].args[1],
+            to_torch_dtype(symbols[0].output.dtype),
+            output=tuple(b.output for b in symbols),
+        )
+
+    @property
+    def _room(self) -> int:
+        return self._window_bytes - sum(self._in_flight.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Postponed:
+    wait: BoundSymbol
+    readers: list[BoundSymbol]
+    """What reads the result and nothing else: a cast back, a reduction over further ranks and what follows it."""
+
+    def gives(self, names: Set[str]) -> bool:
+        return any(o.name in names for b in (self.wait, *self.readers) for o in b.flat_proxy_outs)
+
+
+class _Reductions:
+    """Reductions that have not started because others may join them, and waits that are postponed."""
+
+    def __init__(self, window_bytes: int, bucket_bytes: int) -> None:
+        self._window_bytes = window_bytes
+        self._limit = min(bucket_bytes, window_bytes // 2)
+        self._joining: dict[_Kind, list[BoundSymbol]] = {}
+        self._sizes: dict[str, int] = {}
+        self._postponed: deque[_Postponed] = deque()
+
+    def start(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Start a reduction, or let it wait for others of its kind."""
+        self._sizes[bsym.output.name] = size = _nbytes(bsym.args[0])
+        if size > self._limit:
             yield bsym
-        elif is_all_gather(start):
-            if waiting and waiting[0] is start:
-                yield waiting.popleft()
-            list(gathers.pop_until(start))
-            yield bsym
-        else:
-            reductions.add(bsym, _nbytes(start.args[0]))
-            yield from reductions.pop_overdue()
-        missing.difference_update(o.name for o in bsym.flat_proxy_outs)
+            return
+        joining = self._joining.setdefault(_kind(bsym), [])
+        if sum(self._sizes[b.output.name] for b in joining) + size > self._limit:
+            yield self._start_joining(_kind(bsym))
+        self._joining.setdefault(_kind(bsym), []).append(bsym)
+
+    def start_with(self, wait: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Start what this waits for, if it has not started."""
+        for kind, joining in self._joining.items():
+            if any(b.output.name == wait.args[0].name for b in joining):
+                yield self._start_joining(kind)
+                return
+
+    def postpone(self, wait: BoundSymbol) -> None:
+        self._postponed.append(_Postponed(wait, []))
+
+    def postponed_with_its_input(self, bsym: BoundSymbol) -> bool:
+        """Postpone also what reads nothing but the result of a postponed wait."""
+        inputs = {a.name for a in bsym.flat_proxy_args if _is_tensor(a)}
+        source = next((p for p in self._postponed if p.gives(inputs)), None)
+        if source is None or len(inputs) > 1 or bsym.sym is prims.python_return:
+            return False
+        source.readers.append(bsym)
+        return True
+
+    @property
+    def are_overdue(self) -> bool:
+        """Whether more than the window is on its way."""
+        return sum(self._size(p.wait) for p in self._postponed) > self._window_bytes
+
+    def give_input_to(self, bsym: BoundSymbol) -> bool:
+        """Whether this symbol reads something that is postponed."""
+        names = {a.name for a in bsym.flat_proxy_args}
+        return any(p.gives(names) for p in self._postponed)
+
+    def pop_oldest(self) -> _Postponed:
+        return self._postponed.popleft()
+
+    def _start_joining(self, kind: _Kind) -> BoundSymbol:
+        symbols = self._joining.pop(kind)
+        if len(symbols) == 1:
+            return symbols[0]
+        return reduce_scatter_bucket.bind(
+            [b.args[0] for b in symbols],
+            symbols[0].args[2],
+            output=tuple(b.output for b in symbols),
+        )
+
+    def _size(self, wait: BoundSymbol) -> int:
+        return self._sizes.get(wait.args[0].name, _nbytes(wait.args[0]))
 
 
-def _can_start(gather: BoundSymbol, in_flight: _InFlight, missing: set[str]) -> bool:
-    return gather.args[0].name not in missing and in_flight.has_room_for(_whole(gather))
-
-
-def _waits_for_inputs(bsym: BoundSymbol, reductions: _InFlight) -> Iterator[BoundSymbol]:
-    """Yield the postponed waits whose results this symbol reads, and those before them."""
-    names = {a.name for a in bsym.flat_proxy_args}
-    read = [w for w in reductions if any(o.name in names for o in w.flat_proxy_outs)]
-    for wait in read:
-        yield from reductions.pop_until(wait)
-
-
-def _whole(gather: BoundSymbol) -> int:
-    return _nbytes(gather.flat_proxy_outs[0])
+def _kind(bsym: BoundSymbol) -> _Kind:
+    """Gathers, or reductions, of one kind can be one collective."""
+    group = bsym.args[2 if is_reduce_scatter(bsym) else 1]
+    return bsym.output.dtype, bsym.output.device, id(group)
 
 
 def _nbytes(tensor: TensorProxy | FutureTensorProxy) -> int:
     return int(tensor.numel) * int(tensor.dtype.bytes)
 
 
-def _is_future(proxy: object) -> bool:
-    return isinstance(proxy, FutureTensorProxy)
+def _is_tensor(proxy: object) -> bool:
+    return isinstance(proxy, TensorProxy | FutureTensorProxy)

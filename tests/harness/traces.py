@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from thunder_memsave.collectives import is_all_gather
+from thunder_memsave.collectives import gathers
 from thunder_memsave.sharding import DataParallel
 
 
@@ -41,15 +41,23 @@ class Collective:
 
 
 def collectives(trace: TraceCtx) -> list[Collective]:
-    """Every collective in the order of the trace."""
+    """Every collective in the order of the trace; one entry for each tensor of those that share one."""
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     found = []
     for bsym in trace.bound_symbols:
         kind = next((k for k in kinds if k in bsym.sym.name), None)
         if kind is not None:
-            whole = bsym.flat_proxy_outs[0] if kind == "all_gather" else bsym.args[0]
-            found.append(Collective(kind, bsym.args[0].name, nbytes(whole)))
+            inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+            whole = bsym.flat_proxy_outs if kind == "all_gather" else inputs
+            found += [
+                Collective(kind, i.name, nbytes(w)) for i, w in zip(inputs, whole, strict=True)
+            ]
     return found
+
+
+def num_calls(trace: TraceCtx, kind: str) -> int:
+    """How many collectives of a kind are started; those of several tensors count once."""
+    return sum(kind in b.sym.name for b in trace.bound_symbols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +83,12 @@ def live_gathered(trace: TraceCtx) -> list[LiveAt]:
             continue
         inputs = [a for a in bsym.flat_proxy_args if a.name in alive]
         shards = {shard_of[a.name] for a in inputs}
-        if is_all_gather(bsym):
-            (future,) = bsym.flat_proxy_outs
-            shard = future.name
-            sizes[shard] = nbytes(future)
-            _derive(bsym, shard, shard_of, alive)
+        if gathered := gathers(bsym):
+            for _, future in gathered:
+                sizes[future.name] = nbytes(future)
+                _derive([future], future.name, shard_of, alive)
         elif len(shards) == 1 and _depends_on_nothing_else(bsym, alive):
-            _derive(bsym, next(iter(shards)), shard_of, alive)
+            _derive(bsym.flat_proxy_outs, next(iter(shards)), shard_of, alive)
         elif bsym.sym is not prims.python_return:
             live = {shard: sizes[shard] for shard in {shard_of[name] for name in alive}}
             result.append(LiveAt(bsym.sym.name, live, frozenset(shards)))
@@ -99,8 +106,10 @@ def nbytes(tensor: Proxy) -> int:
     return int(tensor.numel) * int(tensor.dtype.bytes)
 
 
-def _derive(bsym: BoundSymbol, shard: str, shard_of: dict[str, str], alive: set[str]) -> None:
-    for output in bsym.flat_proxy_outs:
+def _derive(
+    outputs: Sequence[Proxy], shard: str, shard_of: dict[str, str], alive: set[str]
+) -> None:
+    for output in outputs:
         shard_of[output.name] = shard
         alive.add(output.name)
 
