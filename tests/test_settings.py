@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from thunder_memsave.config import ShardingConfig
-from thunder_memsave.settings import ConfigError, load_yaml, parse_duration, parse_section
+from thunder_memsave.settings import (
+    ConfigError,
+    load_yaml,
+    parse_bytes,
+    parse_duration,
+    parse_section,
+)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -29,7 +35,7 @@ def test_a_mapping_none_and_a_section_are_accepted() -> None:
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_name() -> None:
-    message = r"sharding has no key 'mod'; did you mean 'mode'\? Its keys are mode\."
+    message = r"sharding has no key 'mod'; did you mean 'mode'\? Its keys are mode, size\."
     with pytest.raises(ConfigError, match=message):
         parse_section(ShardingConfig, {"mod": "none"}, where="sharding")
 
@@ -50,6 +56,20 @@ def test_other_durations_are_refused(text: str) -> None:
 def test_a_zero_duration_is_refused() -> None:
     with pytest.raises(ConfigError, match="the duration '0s' is not positive"):
         parse_duration("0s")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("60GiB", 60 * 2**30), (" 256 MB ", 256 * 10**6), ("1.5KiB", 1536), ("7B", 7), (0, 0)],
+)
+def test_bytes_have_a_unit_or_are_a_whole_number(text: str | int, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["60", "60gib", "60Gi", "-1KiB", "0.3B", "GiB", "", -1, 1.5, True])
+def test_other_numbers_of_bytes_are_refused(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="is not a number of bytes; write a number and one of"):
+        parse_bytes(text)
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
