@@ -62,6 +62,7 @@ def five_steps(
     *,
     mode: str = "zero2",
     prefetch: int | str = 0,
+    bucket_bytes: int = 0,
     autocast: bool = False,
     without: JointPass | None = None,
 ) -> list[Tensor]:
@@ -69,7 +70,12 @@ def five_steps(
     torch.manual_seed(0)
     model = build()
     assert dist.group.WORLD is not None
-    data_parallel = DataParallel(mode=mode, prefetch=prefetch, group=dist.group.WORLD)  # type: ignore[arg-type]
+    data_parallel = DataParallel(
+        mode=mode,  # type: ignore[arg-type]
+        prefetch=prefetch,  # type: ignore[arg-type]
+        bucket_bytes=bucket_bytes,
+        group=dist.group.WORLD,
+    )
     shard_module(model, data_parallel)
     module = CompiledModule(model, data_parallel=data_parallel)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -99,21 +105,25 @@ def check_all(rank: int) -> None:
     ids = models.token_batch(seed=rank)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
     tokens = {"input_ids": ids, "labels": ids}
-    variants: list[tuple[Build, dict[str, Tensor], int | str]] = [
-        (Reader, {"x": x}, 0),
-        (Reader, {"x": x}, 10**9),
-        (lora, tokens, 0),
-        (partly_frozen, tokens, 4_000),
-        (tied, tokens, "auto"),
+    variants: list[tuple[Build, dict[str, Tensor], int | str, int]] = [
+        (Reader, {"x": x}, 0, 0),
+        (Reader, {"x": x}, 10**9, 10**9),
+        (lora, tokens, 0, 10**6),
+        (partly_frozen, tokens, 20_000, 4_000),
+        (tied, tokens, "auto", 10**6),
     ]
-    for build, named, prefetch in variants:
-        ours = five_steps(build, named, mode="zero3", prefetch=prefetch)
-        assert_bit_identical(ours, five_steps(build, named), (build, prefetch))
-    for build, named, _ in variants[1:3]:
+    for build, named, prefetch, bucket_bytes in variants:
+        window: dict[str, Any] = {"prefetch": prefetch, "bucket_bytes": bucket_bytes}
+        ours = five_steps(build, named, mode="zero3", **window)
+        assert_bit_identical(ours, five_steps(build, named), (build, window))
+    for build, named, _, bucket_bytes in variants[1:3]:
         reference = five_steps(build, named, autocast=True, without=gather_in_compute_dtype)
-        ours = five_steps(build, named, mode="zero3", prefetch=10**9, autocast=True)
+        window = {"prefetch": 10**9, "bucket_bytes": bucket_bytes}
+        ours = five_steps(build, named, mode="zero3", autocast=True, **window)
         assert_bit_identical(ours, reference, (build, "autocast"))
 
 
-def test_regathering_windows_and_gathering_in_bfloat16_change_no_bit(tmp_path: Path) -> None:
+def test_regathering_windows_buckets_and_gathering_in_bfloat16_change_no_bit(
+    tmp_path: Path,
+) -> None:
     run_on_ranks(check_all, 2, tmp_path / "rendezvous")
