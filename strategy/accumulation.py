@@ -36,7 +36,8 @@ from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace  # noqa: E402
 from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
-from thunder_memsave.sharding import DataParallel, is_sharded, reduce_scatter  # noqa: E402
+from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
+from thunder_memsave.transport import start_reduce_scatter  # noqa: E402
 
 _executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
 register_executor(_executor)
@@ -131,8 +132,8 @@ def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> T
     if not is_sharded(parameter):
         dist.all_reduce(grad, group=data_parallel.everyone)
         return grad
-    rows = grad.new_empty(parameter.shape)
-    reduce_scatter(rows, grad, data_parallel)
+    ((handle, rows),) = start_reduce_scatter([grad], data_parallel.group)
+    handle.wait()
     if data_parallel.replicas is not None:
         dist.all_reduce(rows, group=data_parallel.replicas)
     return rows

@@ -345,10 +345,16 @@ def _training(
             result, saved = compute(*inputs)
         return result["output"], saved
 
+    accumulated = set(accumulated_names(backward))
+    slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in accumulated]
+
     def run(*inputs: Tensor) -> Sequence[Any]:
+        # Not `inputs`: the batch is not kept until backward.
+        parameters = [(i, name, inputs[i]) for i, name in slots]
+
         def run_backward(saved: Any, cotangents: Any, reached: Collection[int]) -> Any:
-            parameters = {forward.args[i].name: inputs[i] for i in reached}
-            with _plain_execution(), running(unreduced, parameters):
+            trained = {name: p for i, name, p in parameters if i in reached}
+            with _plain_execution(), running(unreduced, trained):
                 return differentiate(saved, cotangents)
 
         function = autograd.Differentiable(

@@ -33,7 +33,6 @@ __all__ = [
     "local_rows",
     "num_real_rows",
     "own_rows",
-    "reduce_scatter",
     "shard_module",
     "shard_rest",
     "summon_full",
@@ -223,12 +222,6 @@ def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
     # torch 2.13 renamed it and warns about the old name, the only one that 2.11 has.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, shard, group=data_parallel.group)
-
-
-def reduce_scatter(out: Tensor, whole: Tensor, data_parallel: DataParallel) -> None:
-    """Fills `out` with this rank's rows of the sum of all ranks' `whole`, padding included."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, whole.contiguous(), group=data_parallel.group)
 
 
 @contextmanager

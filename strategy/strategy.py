@@ -248,8 +248,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         Raises:
             RuntimeError: no backward reduced the gradients of the last micro-batches.
         """
-        assert isinstance(optimizer, Optimizer)
-        if "closure" not in kwargs:  # a closure runs the last micro-batch itself
+        # A closure runs the last micro-batch itself.
+        if isinstance(optimizer, Optimizer) and "closure" not in kwargs:
             _refuse_unreduced(optimizer, self._modules)
         return super().optimizer_step(optimizer, **kwargs)
 
