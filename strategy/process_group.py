@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thunder_memsave.attempt import own_store
 from thunder_memsave.config import ConfigError, StrategyConfig
 from thunder_memsave.sharding import DataParallel
 
@@ -139,13 +140,6 @@ def destroy_groups() -> None:
 def _store(
     rank: int, world_size: int, main_address: str, main_port: int, timeout: timedelta
 ) -> dist.PrefixStore:
-    """A store without the keys of an earlier attempt.
-
-    torchrun keeps one store over its restarts: a restarted rank would read the gloo address of a
-    dead one and wait for it (https://github.com/pytorch/pytorch/issues/135712). The count is
-    torchrun's per node: after a restart of only some nodes they would disagree, and fail at the
-    timeout.
-    """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         main_address,
@@ -155,6 +149,4 @@ def _store(
         timeout=timeout,
         multi_tenant=True,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"thunder_memsave/attempt{attempt}"
-    return dist.PrefixStore(prefix, store)
+    return own_store(store, rank=rank, world_size=world_size, timeout=timeout)

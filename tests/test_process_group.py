@@ -15,7 +15,6 @@ import torch.distributed as dist
 from harness.distributed import run_on_ranks
 from thunder_memsave.config import ConfigError, StrategyConfig, parse_strategy
 from thunder_memsave.process_group import (
-    _store,
     destroy_groups,
     init_default_group,
     make_data_parallel,
@@ -83,19 +82,6 @@ def test_a_process_started_by_hand_needs_no_group(monkeypatch: pytest.MonkeyPatc
 def test_one_process_under_torchrun_has_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert needs_process_group(1)
-
-
-def test_a_restarted_attempt_does_not_see_the_keys_of_the_dead_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    port = free_port()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    first = _store(0, 1, LOOPBACK, port, TIMEOUT)
-    first.set("address", "dead")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    second = _store(0, 1, LOOPBACK, port, TIMEOUT)
-    assert not second.check(["address"])
-    assert first.check(["address"])
 
 
 def check_hybrid_groups(rank: int) -> None:
