@@ -203,10 +203,13 @@ def _held_bytes(step: Callable[[Any], None], module: Any, ids: Any) -> int:
             peak = max(peak, held())
             return result
 
-    see(list(module.parameters()))
-    with Storages():
-        step(ids)
-    _drop_gradients(module)
+    for _ in range(2):  # inside the mode compiled modules capture anew, which the second step is free of
+        alive.clear()
+        peak = 0
+        see(list(module.parameters()))
+        with Storages():
+            step(ids)
+        _drop_gradients(module)
     return peak
 
 

@@ -59,6 +59,7 @@ from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
 from thunder_memsave.passes import JOINT_PASSES, JointPass, JointTracePasses, regather  # noqa: E402
+from thunder_memsave.passes.lost_writes import refuse_lost_writes  # noqa: E402
 from thunder_memsave.passes.schedule import schedule, two_largest_blocks  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
@@ -296,6 +297,7 @@ def _compile(
             trace = then(grad_transform_on_trace(trace))
     # Executors claim operations, then the joint passes run, then whatever fuses.
     trace = then(transform_for_execution(trace, compile_data.executors_list))
+    refuse_lost_writes(trace)
     backward = None
     if lowered.training:
         trace, backward = split_into_forward_and_backward(trace)

@@ -214,6 +214,9 @@ class _Lowering:
         if function is torch.nn.functional.cross_entropy:
             return cross_entropy(*args, **kwargs)
         needs_grad = node_needs_grad(node)
+        if function is torch.ops._c10d_functional.wait_tensor and not needs_grad:
+            # Thunder's returns its argument at once, which may be read before the collective has ended.
+            return self.opaque.call(node_callable(node), expected, args, kwargs)
         symbol = _torch_to_thunder_function_map.get(function)
         if _is_auto_registered(symbol) and needs_grad and is_random(node):
             raise CompileError(

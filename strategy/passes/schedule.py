@@ -24,8 +24,9 @@ Small parameters share a collective, and so do small gradients:
     (ft1, ft2) = all_gather_bucket([w1, w2], group, torch.float32)
 
 While an operation runs, the gathered parameters on their way, or there but for later operations, are at most
-`window_bytes`, and so are the whole gradients that wait for their reduction. With a window of 0 only parameters that
-one operation reads are joined. Every rank has the same trace, so all start their collectives in the same order.
+`window_bytes`, and the whole gradients that wait for their reduction at most half of that. With a window of 0 only
+parameters that one operation reads are joined. Every rank has the same trace, so all start their collectives in the
+same order.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def schedule(trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0) -> Tr
 
     Args:
         trace: A forward, backward or inference trace, before values are deleted after their last use.
-        window_bytes: Whole parameters on their way, and whole gradients on theirs; 0 overlaps nothing.
+        window_bytes: Whole parameters on their way, and half as many of whole gradients on theirs; 0 overlaps nothing.
         bucket_bytes: Parameters and gradients of at most so many bytes share a collective of at most so many; 0: none.
 
     Returns:
@@ -114,7 +115,8 @@ class _Schedule:
         gathers = list(_gathers_in_order(symbols))
         self._gathered = {g.future for g in gathers}
         self._gathers = _Gathers(gathers, window_bytes, bucket_bytes)
-        self._reductions = _Reductions(window_bytes, bucket_bytes)
+        # A gradient on its way takes twice its bytes: what is sent, and what is received.
+        self._reductions = _Reductions(window_bytes // 2, bucket_bytes)
 
     def reordered(self) -> Iterator[BoundSymbol]:
         for bsym in self._symbols:

@@ -80,7 +80,7 @@ def test_the_collectives_are_the_same_in_number_and_order(
             assert of_kind(before, kind) == of_kind(after, kind)
 
 
-def test_reductions_are_waited_for_within_the_window(ahead: tuple[int, Compiled]) -> None:
+def test_reductions_are_waited_for_within_half_the_window(ahead: tuple[int, Compiled]) -> None:
     window_bytes, result = ahead
     highest, in_flight = 0, {}
     for bsym in result.backward_traces[-1].bound_symbols:
@@ -92,8 +92,8 @@ def test_reductions_are_waited_for_within_the_window(ahead: tuple[int, Compiled]
         elif bsym.sym is not prims.python_del:
             highest = max(highest, sum(in_flight.values()))
     assert not in_flight
-    assert highest <= window_bytes
-    assert highest > 0 or window_bytes < 48 * 32 * 4
+    assert highest <= window_bytes // 2
+    assert highest > 0
 
 
 def test_two_largest_blocks_are_those_of_the_module_list() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 
 from harness.distributed import run_on_ranks
 from thunder_memsave.compile import CompiledModule
@@ -108,7 +109,31 @@ def gradients(
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+class Gathering(Plain):
+    """Has a collective of its own, whose result is read right after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert dist.group.WORLD is not None
+        everyone = all_gather_tensor(x, 0, dist.group.WORLD)
+        return super().forward(x) + everyone.sum()
+
+
+def check_collective_of_the_user(rank: int) -> None:
+    """Of a size that takes a while; ours run beside it, in a group of their own."""
+    torch.manual_seed(0)
+    model = Gathering()
+    x = torch.randn(5000, 6, generator=torch.Generator().manual_seed(rank))
+    expected = model(x).detach()
+    group = dist.new_group()
+    data_parallel = DataParallel(mode="zero3", group=group, prefetch=10**6, bucket_bytes=10**6)
+    shard_module(model, data_parallel)
+    module = CompiledModule(model, data_parallel=data_parallel)
+    for _ in range(5):
+        torch.testing.assert_close(module(x), expected)
+
+
 def check_all(rank: int) -> None:
+    check_collective_of_the_user(rank)
     dynamo, interpreter = CompileConfig(), CompileConfig(frontend="interpreter")
     zero3: dict[str, Any] = {"mode": "zero3", "prefetch": 10**6, "bucket_bytes": 10**6}
     cases = [(Weights, calls, dynamo) for calls in CALLS] + [(Plain, step, interpreter)]
