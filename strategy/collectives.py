@@ -124,7 +124,7 @@ def is_all_gather(bsym: BoundSymbol) -> bool:
     if bsym.sym.name not in (_ALL_GATHER, _CAST_AND_ALL_GATHER):
         return False
     is_parameter = bsym.args[0].distparallel_type is DistParallelType.FULLY_SHARDED
-    return is_parameter and isinstance(bsym.output, FutureTensorProxy)
+    return bool(is_parameter) and isinstance(bsym.output, FutureTensorProxy)
 
 
 def is_reduce_scatter(bsym: BoundSymbol) -> bool:
@@ -143,7 +143,7 @@ def gathers(bsym: BoundSymbol) -> Sequence[tuple[TensorProxy, FutureTensorProxy]
 
 def is_wait(bsym: BoundSymbol) -> bool:
     """Whether an executed trace's symbol waits for a collective."""
-    return bsym.sym.name == _WAIT
+    return bool(bsym.sym.name == _WAIT)
 
 
 def _along_rows(*args: Any, dim: int | None = None, **_: Any) -> bool:

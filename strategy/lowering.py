@@ -214,7 +214,8 @@ class _Lowering:
         if function is torch.nn.functional.cross_entropy:
             return cross_entropy(*args, **kwargs)
         needs_grad = node_needs_grad(node)
-        if function is torch.ops._c10d_functional.wait_tensor and not needs_grad:
+        is_wait = function is torch.ops._c10d_functional.wait_tensor
+        if is_wait and not needs_grad and isinstance(expected, Tensor):
             # Thunder's returns its argument at once, which may be read before the collective has ended.
             return self.opaque.call(node_callable(node), expected, args, kwargs)
         symbol = _torch_to_thunder_function_map.get(function)

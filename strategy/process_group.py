@@ -14,6 +14,7 @@ import torch.distributed as dist
 from thunder_memsave.attempt import own_store
 from thunder_memsave.config import ConfigError, StrategyConfig
 from thunder_memsave.sharding import DataParallel
+from thunder_memsave.transport import AUTO_BUCKET_BYTES
 
 _SETTLE_SECONDS = 0.1
 
@@ -85,15 +86,13 @@ def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataPa
 def _settings(config: StrategyConfig) -> dict[str, Any]:
     """What of the configuration holds whatever the groups are."""
     mode = config.sharding.mode
-    settings: dict[str, Any] = {
+    return {
         "mode": "zero3" if mode in ("hybrid", "auto") else mode,
         "prefetch": config.prefetch,
         "accumulate": "reduce_every" if config.accumulate == "auto" else config.accumulate,
         "reduce_dtype": torch.float32 if config.reduce_dtype == "float32" else None,
+        "bucket_bytes": AUTO_BUCKET_BYTES if config.bucket == "auto" else config.bucket,
     }
-    if config.bucket != "auto":
-        settings["bucket_bytes"] = config.bucket
-    return settings
 
 
 def _size_of_shard_group(config: StrategyConfig, ranks_per_node: int) -> int:

@@ -55,8 +55,8 @@ def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:
     new = from_trace(trace)
     with tracectx(new):
         for bsym in trace.bound_symbols:
-            chain = chains.get(id(bsym))
-            new.bound_symbols += [bsym] if chain is None else _cast_first(chain, bsym)
+            is_first = id(bsym) in chains
+            new.bound_symbols += _cast_first(chains[id(bsym)], bsym) if is_first else [bsym]
     new = dce(new)
     new.set_provenance(TraceProvenance("Joint pass gather_in_compute_dtype"))
     return new
