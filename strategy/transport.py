@@ -45,7 +45,7 @@ def start_all_gather(
     else:
         # nccl: one launch, no copies. gloo: one message, through a buffer of its own.
         work = group.allgather_into_tensor_coalesced(outputs, inputs)
-    return [(work, w) for w in whole]
+    return [(_Named(work, "all-gather", whole, group), w) for w in whole]
 
 
 def start_reduce_scatter(
@@ -65,7 +65,30 @@ def start_reduce_scatter(
         handle = reduce_scatter_single(shards[0], whole[0], dist.ReduceOp.SUM, group, True)
     else:
         handle = group.reduce_scatter_tensor_coalesced(shards, whole)
-    return [(handle, s) for s in shards]
+    return [(_Named(handle, "reduce-scatter", whole, group), s) for s in shards]
+
+
+class _Named:
+    """Says what was waited for where waiting fails, as gloo's errors do not."""
+
+    def __init__(
+        self, handle: Handle, kind: str, whole: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        self._handle, self._group = handle, group
+        self._what = f"{kind} of {', '.join(str(list(w.shape)) for w in whole[:3])}"
+        self._what += f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+
+    def wait(self) -> None:
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            rank, ranks = dist.get_rank(), dist.get_process_group_ranks(self._group)
+            others = ", ".join(str(r) for r in ranks if r != rank)
+            raise RuntimeError(
+                f"rank {rank} waited for the {self._what} with rank {others}, which failed: {error}. A process that "
+                "has stopped, died or raised an error does not take part; its own output says why. strategy.timeout is "
+                "how long the others wait."
+            ) from error
 
 
 class _SumOfParts:
