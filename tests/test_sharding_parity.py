@@ -177,6 +177,8 @@ def test_gradients_are_as_exact_as_those_of_one_process() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_exact_in_every_combination(mode: str) -> None:
-    run_on_fabric_ranks(check_all, NUM_RANKS, [case for case in ALL if case.mode == mode])
+def test_gradients_are_exact_in_every_combination(mode: str, model: str) -> None:
+    cases = [case for case in ALL if (case.mode, case.model) == (mode, model)]
+    run_on_fabric_ranks(check_all, NUM_RANKS, cases)
