@@ -203,7 +203,9 @@ def _held_bytes(step: Callable[[Any], None], module: Any, ids: Any) -> int:
             peak = max(peak, held())
             return result
 
-    for _ in range(2):  # inside the mode compiled modules capture anew, which the second step is free of
+    for _ in range(
+        2
+    ):  # inside the mode compiled modules capture anew, which the second step is free of
         alive.clear()
         peak = 0
         see(list(module.parameters()))
@@ -235,6 +237,7 @@ def _report(measured: dict[str, Any], arguments: argparse.Namespace) -> None:
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, 2 ranks, 1 thread each, gloo",
+        "load_average": round(os.getloadavg()[0], 1),
         "versions": {
             name: version(name)
             for name in (
