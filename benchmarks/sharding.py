@@ -209,7 +209,7 @@ def _held_bytes(step: Callable[[Any], None], module: Any, ids: Any) -> int:
         alive.clear()
         peak = 0
         see(list(module.parameters()))
-        with Storages():
+        with Storages():  # type: ignore[no-untyped-call]
             step(ids)
         _drop_gradients(module)
     return peak
