@@ -3,6 +3,7 @@
 #   make setup   .venv with the package and everything that the other targets use
 #   make demo    fine-tune a small language model on two processes
 #   make test    the test suite
+#   make soak    every combination of what the suite covers in pairs (minutes)
 #   make check   what CI runs: linters, types, wheel, tests
 #   make lock    write constraints.txt from what is installed
 #   make clean   remove everything that these targets created; runs of your own stay
@@ -24,10 +25,10 @@ TORCH ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak check lint imports typing types wheel lock clean FORCE
 
 help:
-	@sed -n '3,12s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -44,6 +45,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+soak: $(STAMP)
+	$(BIN)/pytest -m soak $(PYTEST_ARGS)
 
 # One after the other, so that the tests' closing line is the last one, also under `make -j`.
 check:

@@ -25,7 +25,8 @@ class Differentiable:
     forward: Callable[..., Any]
     """`(*inputs) -> (outputs, (saved tensors, saved numbers))`."""
     backward: Callable[..., Any]
-    """`([saved tensors, saved numbers], cotangents) -> one gradient or None per input`; empties the lists."""
+    """`([saved tensors, saved numbers], cotangents, reached inputs) -> one gradient or None per input`; empties the
+    lists. The gradients of inputs that are not reached are thrown away."""
     output_depends_on: tuple[frozenset[int], ...]
     """For each output, the inputs it has a gradient with respect to; empty: not differentiable."""
 
@@ -69,7 +70,7 @@ class _Compiled(torch.autograd.Function):
             for gradient, like in zip(grad_outputs, ctx.like, strict=True)
         ]
         saved = _take_saved(ctx)
-        gradients = function.backward([saved, ctx.numbers], cotangents)
+        gradients = function.backward([saved, ctx.numbers], cotangents, wanted)
         return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
 
 

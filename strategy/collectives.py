@@ -1,11 +1,12 @@
-"""All-gather and reduce-scatter of a trace, run by torch.distributed under the names that this torch has.
+"""The collectives of a trace as operators, and what a symbol of an executed trace communicates.
 
-torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`, which Thunder's own implementations call (they
-warn since). Like Thunder's, these return `(work, tensor)` when asynchronous, which is what its `wait` takes.
+Like Thunder's, these return `(handle, tensor)`, which is what its `wait` takes. Those for several tensors return one
+such pair for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,30 @@ from thunder_memsave import compat
 compat.apply()
 
 import thunder.torch as ltorch  # noqa: E402
+from thunder.core.dtypes import to_dtype  # noqa: E402
+from thunder.core.proxies import (  # noqa: E402
+    DistParallelType,
+    FutureTensorProxy,
+    TensorProxy,
+)
+from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.distributed import prims as dist_prims  # noqa: E402
 from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from thunder_memsave.transport import (  # noqa: E402
+    Handle,
+    all_gather_single,
+    reduce_scatter_single,
+    start_all_gather,
+    start_reduce_scatter,
+)
+
+_ALL_GATHER = "all_gather_rows"
+_CAST_AND_ALL_GATHER = "cast_and_all_gather_rows"
+_ALL_GATHER_BUCKET = "all_gather_bucket"
+_REDUCE_SCATTER = "reduce_scatter_rows"
+_REDUCE_SCATTER_BUCKET = "reduce_scatter_bucket"
+_WAIT = "torch_wait_prim_impl"  # Thunder's own
 
 collectives_executor = OperatorExecutor("thunder_memsave_collectives", version="0")
 register_executor(collectives_executor)
@@ -29,21 +49,101 @@ register_executor(collectives_executor)
 
 def _all_gather(
     shard: Tensor, group: dist.ProcessGroup, do_async: bool, dim: int | None = None
-) -> Tensor | tuple[Any, Tensor]:
-    rows, *rest = shard.shape
-    full = torch.empty((rows * group.size(), *rest), dtype=shard.dtype, device=shard.device)
-    work = all_gather_single(full, shard.contiguous(), group, bool(do_async))
-    return (work, full) if do_async else full
+) -> Tensor | tuple[Handle, Tensor]:
+    if do_async:
+        return start_all_gather([shard], group)[0]
+    whole = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
+    all_gather_single(whole, shard.contiguous(), group)
+    return whole
 
 
 def _reduce_scatter(
-    full: Tensor, op: Any, group: dist.ProcessGroup, do_async: bool, dim: int | None = None
-) -> Tensor | tuple[Any, Tensor]:
-    rows, *rest = full.shape
-    shard = torch.empty((rows // group.size(), *rest), dtype=full.dtype, device=full.device)
+    whole: Tensor, op: Any, group: dist.ProcessGroup, do_async: bool, dim: int | None = None
+) -> Tensor | tuple[Handle, Tensor]:
+    if do_async and op is dist_prims.DistributedReduceOps.SUM:
+        return start_reduce_scatter([whole], group)[0]
+    shard = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
     reduce_op = ltorch.to_torch_distributed_reduce_op(op)
-    work = reduce_scatter_single(shard, full.contiguous(), reduce_op, group, bool(do_async))
+    work = reduce_scatter_single(shard, whole.contiguous(), reduce_op, group, bool(do_async))
     return (work, shard) if do_async else shard
+
+
+def _all_gather_bucket(
+    shards: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype
+) -> tuple[tuple[Handle, Tensor], ...]:
+    return tuple(start_all_gather([s.to(dtype) for s in shards], group))
+
+
+def _reduce_scatter_bucket(
+    whole: Sequence[Tensor], group: dist.ProcessGroup
+) -> tuple[tuple[Handle, Tensor], ...]:
+    return tuple(start_reduce_scatter(whole, group))
+
+
+def _cast_and_all_gather(
+    shard: Tensor, group: dist.ProcessGroup, dtype: torch.dtype
+) -> tuple[Handle, Tensor]:
+    return start_all_gather([shard.to(dtype)], group)[0]
+
+
+def _whole(shard: TensorProxy, group: dist.ProcessGroup, dtype: torch.dtype) -> FutureTensorProxy:
+    shape = (shard.shape[0] * group.size(), *shard.shape[1:])
+    return FutureTensorProxy(shape=shape, dtype=to_dtype(dtype), device=shard.device)
+
+
+def _rows(whole: TensorProxy, group: dist.ProcessGroup) -> FutureTensorProxy:
+    shape = (whole.shape[0] // group.size(), *whole.shape[1:])
+    return FutureTensorProxy(shape=shape, dtype=whole.dtype, device=whole.device)
+
+
+cast_and_all_gather = collectives_executor.register_operator(
+    _CAST_AND_ALL_GATHER, meta=_whole, fn=_cast_and_all_gather
+)
+"""`(shard, group, torch dtype) -> future` of the whole parameter in that dtype."""
+
+all_gather_bucket = collectives_executor.register_operator(
+    _ALL_GATHER_BUCKET,
+    meta=lambda shards, group, dtype: tuple(_whole(s, group, dtype) for s in shards),
+    fn=_all_gather_bucket,
+)
+"""`([shard, ...], group, torch dtype) -> (future, ...)` of whole parameters in that dtype, in one collective."""
+
+reduce_scatter_bucket = collectives_executor.register_operator(
+    _REDUCE_SCATTER_BUCKET,
+    meta=lambda whole, group: tuple(_rows(w, group) for w in whole),
+    fn=_reduce_scatter_bucket,
+)
+"""`([whole, ...], group) -> (future, ...)` of this rank's rows of the sums, in one collective."""
+
+
+def is_all_gather(bsym: BoundSymbol) -> bool:
+    """Whether an executed trace's symbol gathers one parameter, given as its first argument.
+
+    Collectives that the user's own code calls are none of our business.
+    """
+    if bsym.sym.name not in (_ALL_GATHER, _CAST_AND_ALL_GATHER):
+        return False
+    is_parameter = bsym.args[0].distparallel_type is DistParallelType.FULLY_SHARDED
+    return bool(is_parameter) and isinstance(bsym.output, FutureTensorProxy)
+
+
+def is_reduce_scatter(bsym: BoundSymbol) -> bool:
+    """Whether an executed trace's symbol starts to sum its first argument over the ranks, for this rank's rows."""
+    if bsym.sym.name != _REDUCE_SCATTER or not isinstance(bsym.output, FutureTensorProxy):
+        return False
+    return bool(bsym.args[1] is dist_prims.DistributedReduceOps.SUM)
+
+
+def gathers(bsym: BoundSymbol) -> Sequence[tuple[TensorProxy, FutureTensorProxy]]:
+    """The parameters that an executed trace's symbol gathers, alone or together: shard and future of the whole."""
+    if bsym.sym.name == _ALL_GATHER_BUCKET:
+        return list(zip(bsym.args[0], bsym.output, strict=True))
+    return [(bsym.args[0], bsym.output)] if is_all_gather(bsym) else []
+
+
+def is_wait(bsym: BoundSymbol) -> bool:
+    """Whether an executed trace's symbol waits for a collective."""
+    return bool(bsym.sym.name == _WAIT)
 
 
 def _along_rows(*args: Any, dim: int | None = None, **_: Any) -> bool:
@@ -51,8 +151,8 @@ def _along_rows(*args: Any, dim: int | None = None, **_: Any) -> bool:
 
 
 for _prim, _name, _run in (
-    (dist_prims.all_gather, "all_gather_rows", _all_gather),
-    (dist_prims.reduce_scatter, "reduce_scatter_rows", _reduce_scatter),
+    (dist_prims.all_gather, _ALL_GATHER, _all_gather),
+    (dist_prims.reduce_scatter, _REDUCE_SCATTER, _reduce_scatter),
 ):
     collectives_executor.register_implementation(
         _prim,

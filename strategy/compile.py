@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ from thunder.transforms.autodiff import (  # noqa: E402
 )
 
 from thunder_memsave import autograd  # noqa: E402
+from thunder_memsave.accumulation import (  # noqa: E402
+    UnreducedGradients,
+    accumulated_names,
+    running,
+    without_reductions,
+)
 from thunder_memsave.attention import attention_executor  # noqa: E402
 from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
 from thunder_memsave.collectives import collectives_executor  # noqa: E402
@@ -51,7 +58,9 @@ from thunder_memsave.errors import CompileError  # noqa: E402
 from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
-from thunder_memsave.passes import JOINT_PASSES, JointTracePasses  # noqa: E402
+from thunder_memsave.passes import JOINT_PASSES, JointPass, JointTracePasses, regather  # noqa: E402
+from thunder_memsave.passes.lost_writes import refuse_lost_writes  # noqa: E402
+from thunder_memsave.passes.schedule import schedule, two_largest_blocks  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
 _MANY_CAPTURES = 8
@@ -72,6 +81,8 @@ class Compiled:
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
     """Empty when nothing needs a gradient."""
+    keeping_trace: TraceCtx | None
+    """The backward that keeps gradients instead of reducing them; None where no backward may."""
     seconds: float
     run: Callable[..., Any]
     """The method, with its tensor work compiled."""
@@ -97,6 +108,7 @@ class CompiledModule(nn.Module):
         self._config = config if config is not None else CompileConfig()
         self._data_parallel = data_parallel
         self._compiled: dict[str, list[Compiled]] = {}
+        self.unreduced = UnreducedGradients(data_parallel)
 
     @property
     def captures(self) -> Sequence[Compiled]:
@@ -133,6 +145,7 @@ class CompiledModule(nn.Module):
             reason=reason,
             config=self._config,
             data_parallel=self._data_parallel,
+            unreduced=self.unreduced,
         )
         known.insert(0, compiled)
         _log.info(
@@ -163,18 +176,25 @@ def compile_call(
     reason: str,
     config: CompileConfig,
     data_parallel: DataParallel | None,
+    unreduced: UnreducedGradients | None = None,
 ) -> Compiled:
     """Capture and compile one call of a method of `module`."""
     start = time.perf_counter()
     frontend = _interpreter if config.frontend == "interpreter" else _dynamo
-    traced = frontend(module, call, reason, _executors(config), data_parallel)
+    traced = frontend(module, call, reason, _executors(config, data_parallel), data_parallel)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
-        graph = _compile(traced.lowered, traced.compile_data)
+        graph = _compile(
+            traced.lowered,
+            traced.compile_data,
+            schedule=_schedule(module, data_parallel),
+            unreduced=unreduced or UnreducedGradients(data_parallel),
+        )
     return Compiled(
         method=name,
         capture=traced.capture,
         forward_traces=graph.forward_traces,
         backward_traces=graph.backward_traces,
+        keeping_trace=graph.keeping_trace,
         seconds=time.perf_counter() - start,
         run=traced.capture.callable(graph.run),
     )
@@ -221,23 +241,47 @@ def _interpreter(
     return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
 
 
-def _executors(config: CompileConfig) -> tuple[Executor, ...]:
+def _executors(config: CompileConfig, data_parallel: DataParallel | None) -> tuple[Executor, ...]:
     """The ordered list: the joint passes must come before whatever fuses."""
     chosen = (
         get_default_executors() if config.executors is None else resolve_executors(config.executors)
     )
-    passes = JointTracePasses(JOINT_PASSES)
+    passes = JointTracePasses(_passes(data_parallel))
     return (passes, attention_executor, collectives_executor, *chosen)
+
+
+def _passes(data_parallel: DataParallel | None) -> tuple[JointPass, ...]:
+    """All, but for regathering where gathered weights are kept from forward to backward."""
+    if data_parallel is not None and data_parallel.mode == "zero3":
+        return JOINT_PASSES
+    return tuple(run for run in JOINT_PASSES if run is not regather)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     run: Callable[..., Any]
     forward_traces: Sequence[TraceCtx]
-    backward_traces: Sequence[TraceCtx]
+    backward_traces: Sequence[TraceCtx] = ()
+    keeping_trace: TraceCtx | None = None
 
 
-def _compile(lowered: Lowered, compile_data: CompileData) -> _Graph:
+def _schedule(
+    module: nn.Module, data_parallel: DataParallel | None
+) -> Callable[[TraceCtx], TraceCtx]:
+    if data_parallel is None:
+        return partial(schedule, window_bytes=0)
+    prefetch, bucket_bytes = data_parallel.prefetch, data_parallel.bucket_bytes
+    window_bytes = two_largest_blocks(module) if prefetch == "auto" else prefetch
+    return partial(schedule, window_bytes=window_bytes, bucket_bytes=bucket_bytes)
+
+
+def _compile(
+    lowered: Lowered,
+    compile_data: CompileData,
+    *,
+    schedule: Callable[[TraceCtx], TraceCtx],
+    unreduced: UnreducedGradients,
+) -> _Graph:
     """The one ordered list of what happens to a trace."""
     traces = [lowered.trace]
 
@@ -253,17 +297,24 @@ def _compile(lowered: Lowered, compile_data: CompileData) -> _Graph:
             trace = then(grad_transform_on_trace(trace))
     # Executors claim operations, then the joint passes run, then whatever fuses.
     trace = then(transform_for_execution(trace, compile_data.executors_list))
+    refuse_lost_writes(trace)
     backward = None
     if lowered.training:
         trace, backward = split_into_forward_and_backward(trace)
+    trace = then(schedule(trace))
     trace = then(del_last_used(trace))
     _inplace_copy_sanity_check(trace)
     if backward is None:
         _refuse_gradients(lowered)
         trace = then(unwrap_return_value(trace))
-        return _Graph(_inference(lowered, trace), traces, ())
-    backward = del_last_used(backward, clear_mutable_collections=True)
-    return _Graph(_training(lowered, trace, backward), traces, [backward])
+        return _Graph(_inference(lowered, trace), traces)
+    backward = schedule(backward)
+    keeping = without_reductions(backward) if accumulated_names(backward) else None
+    backward, keeping = (
+        t and del_last_used(t, clear_mutable_collections=True) for t in (backward, keeping)
+    )
+    run = _training(lowered, trace, backward, keeping, unreduced)
+    return _Graph(run, traces, [backward], keeping)
 
 
 def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
@@ -277,27 +328,63 @@ def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
     return run
 
 
-def _training(lowered: Lowered, forward: TraceCtx, backward: TraceCtx) -> Callable[..., Any]:
+def _training(
+    lowered: Lowered,
+    forward: TraceCtx,
+    backward: TraceCtx,
+    keeping: TraceCtx | None,
+    unreduced: UnreducedGradients,
+) -> Callable[..., Any]:
     depends_on = lowered.depends_on
     if depends_on is None:
         depends_on = _all_dependencies(forward, backward)
     _check_gradients(lowered.input_names, forward, backward, depends_on)
     compute = forward.python_callable()
+    differentiate = _differentiate(backward, keeping, unreduced)
 
     def run_forward(*inputs: Any) -> Any:
         with _plain_execution():
             result, saved = compute(*inputs)
         return result["output"], saved
 
-    function = autograd.Differentiable(
-        forward=run_forward, backward=backward.python_callable(), output_depends_on=depends_on
-    )
+    accumulated = set(accumulated_names(backward))
+    slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in accumulated]
 
     def run(*inputs: Tensor) -> Sequence[Any]:
+        # Not `inputs`: the batch is not kept until backward.
+        parameters = [(i, name, inputs[i]) for i, name in slots]
+
+        def run_backward(saved: Any, cotangents: Any, reached: Collection[int]) -> Any:
+            trained = {name: p for i, name, p in parameters if i in reached}
+            with _plain_execution(), running(unreduced, trained):
+                return differentiate(saved, cotangents)
+
+        function = autograd.Differentiable(
+            forward=run_forward, backward=run_backward, output_depends_on=depends_on
+        )
         computed = autograd.run(function, (*inputs, *lowered.constants))
         return lowered.outputs(inputs, computed)
 
     return run
+
+
+def _differentiate(
+    backward: TraceCtx, keeping: TraceCtx | None, unreduced: UnreducedGradients
+) -> Callable[..., Any]:
+    """The compiled backward, or the one that keeps gradients while `unreduced` says so."""
+    reduce: Callable[..., Any] = backward.python_callable()
+    if keeping is None:
+        return reduce
+    keep = keeping.python_callable()
+
+    def differentiate(saved: Any, cotangents: Any) -> Any:
+        if unreduced.is_keeping:
+            return keep(saved, cotangents)
+        gradients = reduce(saved, cotangents)
+        unreduced.reduce_rest()
+        return gradients
+
+    return differentiate
 
 
 def _all_dependencies(forward: TraceCtx, backward: TraceCtx) -> tuple[frozenset[int], ...]:

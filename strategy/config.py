@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thunder_memsave.settings import (
+    Bytes,
     ConfigError,
     Section,
     field_names,
+    parse_bytes,
     parse_duration,
     parse_section,
     raise_all,
@@ -29,6 +31,7 @@ __all__ = [
     "StrategyConfig",
     "load_strategy_config",
     "load_yaml",
+    "parse_bytes",
     "parse_duration",
     "parse_section",
     "parse_strategy",
@@ -43,9 +46,22 @@ _OUR_SECTIONS = ("strategy", "memory", "fp8")
 class ShardingConfig(Section):
     """How parameters, gradients and optimizer state are divided over the ranks."""
 
-    mode: Literal["none", "zero2"] = "zero2"
-    """`none` keeps replicas and all-reduces gradients; `zero2` shards all three, and keeps
-    gathered weights from forward to backward."""
+    mode: Literal["none", "zero2", "zero3", "hybrid", "auto"] = "zero2"
+    """`none` keeps replicas and all-reduces gradients; `zero2` shards parameters, gradients and
+    optimizer state, and keeps gathered weights from forward to backward; `zero3` gathers them again in backward; `hybrid` is
+    `zero3` within a group of ranks and `none` across the groups; `auto` is `zero3`."""
+
+    size: int | None = None
+    """Ranks per group of `hybrid`; None takes those of one node."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.size is not None and self.mode != "hybrid":
+            raise ConfigError(
+                f"sharding.size is {self.size}, and has no effect with sharding.mode {self.mode!r}; "
+                "leave it out, or set the mode to 'hybrid'.",
+                key="strategy.sharding.size",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +81,23 @@ class StrategyConfig(Section):
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+
+    prefetch: Bytes | Literal["auto"] = "auto"
+    """Bytes of gathered weights on their way beside those that are read, and of gradients whose
+    reduction may still run (half of it); `auto` is twice the model's largest block, 0 overlaps
+    nothing."""
+
+    accumulate: Literal["auto", "reduce_every", "accumulate_unsharded"] = "auto"
+    """What a backward inside `fabric.no_backward_sync` does: `reduce_every` reduces its gradients
+    at once and keeps shards, `accumulate_unsharded` keeps whole gradients in float32 and leaves
+    the reduction to the first backward outside; `auto` is `reduce_every`."""
+
+    bucket: Bytes | Literal["auto"] = "auto"
+    """Parameters of at most so many bytes share collectives with their neighbours; 0 gives each
+    parameter collectives of its own."""
+
+    reduce_dtype: Literal["float32"] | None = "float32"
+    """Gradients of fewer bits are summed over the ranks in this type; None sums them as they are."""
 
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective may wait for the other ranks; users write `30min`."""
@@ -99,7 +132,7 @@ def parse_strategy(values: object, *, where: str = "strategy") -> StrategyConfig
     problems = list(unknown_keys(given, known=[*own_keys, *compile_keys], where=where))
     if "sharding" in given and given["sharding"] is None:
         # Taking the default here would shard for somebody who wrote null for "none".
-        message = f"{where}.sharding is null; write 'none' or 'zero2', or leave it out."
+        message = f"{where}.sharding is null; write 'none' or 'zero3', or leave it out."
         problems.append(ConfigError(message, key=f"{where}.sharding"))
     section: dict[str, Any] = {name: given[name] for name in own_keys if name in given}
     compile_values = {name: given[name] for name in compile_keys if name in given}

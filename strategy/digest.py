@@ -51,17 +51,18 @@ class Digest:
 def check_ranks_agree(
     module: nn.Module, *, config: object, data_parallel: DataParallel | None
 ) -> None:
-    """Compares all ranks' digests. One collective, on `data_parallel.group`.
+    """Compares all ranks' digests. One collective, on `data_parallel.everyone`.
 
     Random seeds are no part of it: ranks may draw different dropout masks and data.
 
     Raises:
         RankMismatchError: on every rank, naming the first rank that differs and how.
     """
-    if data_parallel is None or data_parallel.world_size == 1:
+    if data_parallel is None or data_parallel.num_ranks == 1:
         return
-    digests: list[Digest | None] = [None] * data_parallel.world_size
-    dist.all_gather_object(digests, make_digest(module, config=config), group=data_parallel.group)
+    digests: list[Digest | None] = [None] * data_parallel.num_ranks
+    own = make_digest(module, config=config)
+    dist.all_gather_object(digests, own, group=data_parallel.everyone)
     first, *others = [d for d in digests if d is not None]
     for rank, other in enumerate(others, start=1):
         found = differences(first, other, rank=rank)

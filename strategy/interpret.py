@@ -186,7 +186,7 @@ def _unshard_inputs(
             shard = _shard_proxy(argument, parameter)
             arguments.append(shard)
             kind = shard.distparallel_type
-            full = unshard(shard, data_parallel.group, kind, training=training)
+            full = unshard(shard, data_parallel, kind, training=training)
             if full.shape != argument.shape:
                 full = full[: argument.shape[0]]
             swap[variableify(argument)] = full

@@ -214,6 +214,10 @@ class _Lowering:
         if function is torch.nn.functional.cross_entropy:
             return cross_entropy(*args, **kwargs)
         needs_grad = node_needs_grad(node)
+        is_wait = function is torch.ops._c10d_functional.wait_tensor
+        if is_wait and not needs_grad and isinstance(expected, Tensor):
+            # Thunder's returns its argument at once, which may be read before the collective has ended.
+            return self.opaque.call(node_callable(node), expected, args, kwargs)
         symbol = _torch_to_thunder_function_map.get(function)
         if _is_auto_registered(symbol) and needs_grad and is_random(node):
             raise CompileError(
@@ -312,9 +316,7 @@ class _Lowering:
             return lazy.proxy
         kind = DistParallelType.FULLY_SHARDED if sharded else DistParallelType.REPLICATED
         with self._grad(enabled=parameter.requires_grad):
-            full = unshard(
-                lazy.proxy, self.data_parallel.group, kind, training=self.capture.training
-            )
+            full = unshard(lazy.proxy, self.data_parallel, kind, training=self.capture.training)
             num_rows = parameter.unsharded_shape[0] if sharded else None  # type: ignore[attr-defined]
             if sharded and full.shape[0] != num_rows:
                 full = full[:num_rows]

@@ -6,12 +6,15 @@ import atexit
 import os
 import time
 from datetime import timedelta
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from thunder_memsave.attempt import own_store
+from thunder_memsave.config import ConfigError, StrategyConfig
 from thunder_memsave.sharding import DataParallel
+from thunder_memsave.transport import AUTO_BUCKET_BYTES
 
 _SETTLE_SECONDS = 0.1
 
@@ -61,18 +64,65 @@ def init_default_group(
     atexit.register(destroy_groups)
 
 
-def make_data_parallel(
-    mode: Literal["none", "zero2"], *, timeout: timedelta
-) -> DataParallel | None:
-    """Our own group over all ranks, or None where this process is alone. A collective.
+def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataParallel | None:
+    """Our own groups over all ranks, or None where this process is alone. A collective.
 
     Thunder copies the default group without its timeout, so that on gloo a stopped peer is noticed
-    after 30 minutes; and a group of our own keeps the user's collectives out of ours.
+    after 30 minutes; and groups of our own keep the user's collectives out of ours.
+
+    Raises:
+        ConfigError: hybrid sharding in groups of a size that does not divide the number of ranks.
     """
     if not dist.is_initialized():
         return None
-    group = dist.new_group(timeout=timeout, group_desc="thunder_memsave data parallel")
-    return DataParallel(mode=mode, group=group)
+    everyone = dist.new_group(timeout=config.timeout, group_desc="thunder_memsave data parallel")
+    settings = _settings(config)
+    size = _size_of_shard_group(config, ranks_per_node)
+    if size == dist.get_world_size():
+        return DataParallel(group=everyone, **settings)
+    return DataParallel(world=everyone, **_grid_of_groups(size, config.timeout), **settings)
+
+
+def _settings(config: StrategyConfig) -> dict[str, Any]:
+    """What of the configuration holds whatever the groups are."""
+    mode = config.sharding.mode
+    return {
+        "mode": "zero3" if mode in ("hybrid", "auto") else mode,
+        "prefetch": config.prefetch,
+        "accumulate": "reduce_every" if config.accumulate == "auto" else config.accumulate,
+        "reduce_dtype": torch.float32 if config.reduce_dtype == "float32" else None,
+        "bucket_bytes": AUTO_BUCKET_BYTES if config.bucket == "auto" else config.bucket,
+    }
+
+
+def _size_of_shard_group(config: StrategyConfig, ranks_per_node: int) -> int:
+    num_ranks = dist.get_world_size()
+    if config.sharding.mode != "hybrid":
+        return num_ranks
+    size = ranks_per_node if config.sharding.size is None else config.sharding.size
+    if num_ranks % size:
+        divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+        raise ConfigError(
+            f"hybrid sharding in groups of {size} ranks was asked for, and {num_ranks} ranks cannot "
+            f"be divided into such groups; set sharding.size to one of {divisors}, or start a "
+            f"multiple of {size} processes."
+        )
+    return size
+
+
+def _grid_of_groups(size: int, timeout: timedelta) -> dict[str, Any]:
+    """This rank's row and column of all ranks, written `size` to a row."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    rows = [list(range(start, start + size)) for start in range(0, num_ranks, size)]
+    columns = [list(range(offset, num_ranks, size)) for offset in range(size)]
+    own: dict[str, Any] = {}
+    # Every rank makes every group, in one order: torch numbers them on each rank by itself.
+    for kind, members in [("group", rows), ("replicas", columns)]:
+        for ranks in members:
+            made = dist.new_group(ranks, timeout=timeout, group_desc=f"thunder_memsave {kind}")
+            if rank in ranks:
+                own[kind] = made
+    return own
 
 
 def destroy_groups() -> None:
@@ -89,13 +139,6 @@ def destroy_groups() -> None:
 def _store(
     rank: int, world_size: int, main_address: str, main_port: int, timeout: timedelta
 ) -> dist.PrefixStore:
-    """A store without the keys of an earlier attempt.
-
-    torchrun keeps one store over its restarts: a restarted rank would read the gloo address of a
-    dead one and wait for it (https://github.com/pytorch/pytorch/issues/135712). The count is
-    torchrun's per node: after a restart of only some nodes they would disagree, and fail at the
-    timeout.
-    """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         main_address,
@@ -105,6 +148,4 @@ def _store(
         timeout=timeout,
         multi_tenant=True,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"thunder_memsave/attempt{attempt}"
-    return dist.PrefixStore(prefix, store)
+    return own_store(store, rank=rank, world_size=world_size, timeout=timeout)

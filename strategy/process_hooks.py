@@ -40,7 +40,7 @@ class ProcessHooks(ParallelStrategy):
         parallel_devices: The devices of this node's processes.
         cluster_environment: Who launched the processes.
         precision: One of Fabric's precision plugins.
-        config: Of which the timeout and the sharding mode are used.
+        config: Of which the timeout and what is said about sharding are used.
         process_group_backend: None takes `nccl` on CUDA devices and `gloo` on the CPU.
     """
 
@@ -142,9 +142,7 @@ class ProcessHooks(ParallelStrategy):
             timeout=self.config.timeout,
             device=self.root_device,
         )
-        self.data_parallel = make_data_parallel(
-            self.config.sharding.mode, timeout=self.config.timeout
-        )
+        self.data_parallel = make_data_parallel(self.config, ranks_per_node=self.num_processes)
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

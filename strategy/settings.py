@@ -6,14 +6,25 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from fractions import Fraction
+from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 SectionT = TypeVar("SectionT")
 
 _SECONDS_PER_UNIT = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
+
+Bytes = NewType("Bytes", int)
+"""A number of bytes; users write `256MiB`, `60GB` or a whole number."""
+
+_BYTES_PER_UNIT = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+_BYTES = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES_PER_UNIT)})")
 
 
 class ConfigError(ValueError):
@@ -129,23 +140,59 @@ def parse_duration(text: str | timedelta) -> timedelta:
     return duration
 
 
+def parse_bytes(value: str | int) -> int:
+    """Turn `256MiB` (1024 * 1024 bytes each), `60GB` (10**9 each) or a whole number into bytes.
+
+    Raises:
+        ConfigError: there is no unit, it is another one, or the number is negative or a fraction.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    num_bytes = Fraction(match[1]) * _BYTES_PER_UNIT[match[2]] if match else Fraction(1, 2)
+    if num_bytes.denominator != 1:
+        raise ConfigError(
+            f"{value!r} is not a number of bytes; write a number and one of the units "
+            f"{', '.join(_BYTES_PER_UNIT)}, such as '256MiB', or a whole number."
+        )
+    return int(num_bytes)
+
+
 def _convert(hint: Any, value: Any, *, where: str) -> Any:
     """Return the value as the field's type has it; only the types that `config` uses are known."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return _one_of(value, arguments, where=where)
     if origin in (Union, types.UnionType):
-        if value is None:
+        if value is None and types.NoneType in arguments:
             return None
-        (hint,) = [argument for argument in arguments if argument is not types.NoneType]
-        return _convert(hint, value, where=where)
+        return _convert_union(arguments, value, where=where)
     if origin is tuple:
         return _names(value, where=where)
     if hint is timedelta:
-        return _duration(value, where=where)
+        return _quantity(parse_duration, value, where=where)
+    if hint is Bytes:
+        return _quantity(parse_bytes, value, where=where)
+    if hint is int:
+        return _count(value, where=where)
     assert isinstance(hint, type), f"{where} has a type that is not parsed: {hint}"
     assert dataclasses.is_dataclass(hint), f"{where} has a type that is not parsed: {hint}"
     return parse_section(hint, value, where=where)
+
+
+def _convert_union(hints: Iterable[Any], value: Any, *, where: str) -> Any:
+    """Return a word of the union's `Literal`, or else what its one other type makes of the value."""
+    others = [hint for hint in hints if hint is not types.NoneType]
+    words = [word for hint in others if get_origin(hint) is Literal for word in get_args(hint)]
+    others = [hint for hint in others if get_origin(hint) is not Literal]
+    if value in words or not others:
+        return _one_of(value, words, where=where)
+    (hint,) = others
+    try:
+        return _convert(hint, value, where=where)
+    except ConfigError as error:
+        alternative = f" Or write {' or '.join(map(repr, words))}." if words else ""
+        raise ConfigError(f"{error}{alternative}", key=error.key) from None
 
 
 def _one_of(value: object, choices: Iterable[str], *, where: str) -> str:
@@ -167,11 +214,19 @@ def _names(value: object, *, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _duration(value: Any, *, where: str) -> timedelta:
+def _quantity(parse: Callable[[Any], Any], value: Any, *, where: str) -> Any:
     try:
-        return parse_duration(value)
+        return parse(value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}", key=where) from None
+
+
+def _count(value: object, *, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{where} is {value!r}, but must be a whole number of at least 1.", key=where
+        )
+    return value
 
 
 def require_mapping(value: Any, *, where: str) -> Mapping[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _Sharded
+from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -65,7 +67,15 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         cluster_environment: Who launched the processes.
         checkpoint_io: Refused: checkpoints are sharded over the ranks.
         precision: One of Fabric's precision plugins.
-        sharding: `"zero2"`, `"none"` or a `ShardingConfig`.
+        sharding: `"none"`, `"zero2"`, `"zero3"`, `"hybrid"`, `"auto"`, a mapping such as
+            `{"mode": "hybrid", "size": 8}`, or a `ShardingConfig`.
+        prefetch: Bytes of gathered weights on their way beside those that are read: `"auto"`,
+            `"256MiB"`, a number.
+        accumulate: What a backward inside `fabric.no_backward_sync` does: `"reduce_every"`,
+            `"accumulate_unsharded"` or `"auto"`.
+        bucket: Parameters of at most so many bytes share collectives: `"auto"`, `"64KiB"`, a number.
+        reduce_dtype: In what gradients of fewer bits are summed over the ranks: `"float32"`, or
+            None for their own type.
         frontend: How graphs are captured, `"dynamo"` or `"interpreter"`.
         executors: Names of Thunder executors; None takes the defaults.
         timeout: How long a collective may wait for the other ranks, such as `"30min"`.
@@ -87,6 +97,10 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         precision: Precision | None = None,
         *,
         sharding: str | Mapping[str, Any] | ShardingConfig = "zero2",
+        prefetch: int | str = "auto",
+        accumulate: str = "auto",
+        bucket: int | str = "auto",
+        reduce_dtype: str | None = "float32",
         frontend: str = "dynamo",
         executors: list[str] | tuple[str, ...] | None = None,
         timeout: str | timedelta = "30min",
@@ -102,6 +116,10 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         config = parse_strategy(
             {
                 "sharding": sharding,
+                "prefetch": prefetch,
+                "accumulate": accumulate,
+                "bucket": bucket,
+                "reduce_dtype": reduce_dtype,
                 "frontend": frontend,
                 "executors": executors,
                 "timeout": timeout,
@@ -117,7 +135,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             config=config,
             process_group_backend=process_group_backend,
         )
-        self._backward_sync_control = _ReduceInEveryBackward()
+        self._backward_sync_control = _Accumulation()
+        self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
         """Copies of a model that Fabric set up share the strategy, with its process groups."""
@@ -158,7 +177,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         if self.data_parallel is not None and self.data_parallel.shards:
-            share_found_inf(self.precision, self.data_parallel.group)
+            share_found_inf(self.precision, self.data_parallel.everyone)
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -200,7 +219,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         if self._shards:
             module.to(self.root_device)
             hide_padding(module)
-        return ForwardModule(module, config=self.config.compile, data_parallel=self.data_parallel)
+        forward = ForwardModule(
+            module, config=self.config.compile, data_parallel=self.data_parallel
+        )
+        self._modules.add(forward)
+        return forward
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
         together(act, self.data_parallel, error_elsewhere=OtherRankError)
@@ -219,6 +242,18 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         return optimizer
 
     @override
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        """Step, unless gradients wait for their reduction.
+
+        Raises:
+            RuntimeError: no backward reduced the gradients of the last micro-batches.
+        """
+        # A closure runs the last micro-batch itself.
+        if isinstance(optimizer, Optimizer) and "closure" not in kwargs:
+            _refuse_unreduced(optimizer, self._modules)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    @override
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -228,6 +263,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Scale the gradients to a global norm; returns the norm before. A collective."""
+        _refuse_unreduced(optimizer, self._modules)
         self.precision.unscale_gradients(optimizer)
         return clip_norm(
             list(self.precision.main_params(optimizer)),
@@ -241,15 +277,15 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
+        _refuse_unreduced(optimizer, self._modules)
         self.precision.unscale_gradients(optimizer)
         clip_value(self.precision.main_params(optimizer), clip_value=clip_val)
 
 
-class _ReduceInEveryBackward(_BackwardSyncControl):
-    """Reduces gradients in every micro-batch, so that accumulation is exact and never whole.
+class _Accumulation(_BackwardSyncControl):
+    """Micro-batches before the last one reduce their gradients too, or keep them whole, as configured.
 
-    Thunder's own `no_sync` drops the gradients of sharded parameters, and keeping unreduced ones
-    would take the memory of all whole gradients.
+    Thunder's own `no_sync` drops the gradients of sharded parameters.
     """
 
     @override
@@ -259,7 +295,20 @@ class _ReduceInEveryBackward(_BackwardSyncControl):
                 "no_backward_sync() needs a model that fabric.setup() returned, but got a "
                 f"{type(module).__name__}."
             )
-        return nullcontext()
+        return module.unreduced.keeping(enabled=enabled)
+
+
+def _refuse_unreduced(optimizer: Optimizer, modules: Iterable[ForwardModule]) -> None:
+    """The gradients of the last micro-batches would be missing without a word."""
+    waiting = {id(p) for module in modules for p in module.unreduced.parameters()}
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    num_waiting = sum(id(p) in waiting for p in own)
+    if num_waiting:
+        raise RuntimeError(
+            f"the gradients of {num_waiting} parameters are not reduced over the ranks yet: every "
+            "backward since the last step ran inside fabric.no_backward_sync; run the last "
+            "micro-batch's with enabled=False, or call optimizer.zero_grad() to drop them."
+        )
 
 
 def _has_meta(module: nn.Module) -> bool:

@@ -19,6 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from thunder_memsave import compat
+
+compat.apply()  # before a test module imports thunder
+
 # Libraries write these for the rest of the process, and reading them again changes nothing.
 _SET_BY_LIBRARIES = (
     "CUDA_MODULE_LOADING",  # torch.cuda, once CUDA is initialised

@@ -19,7 +19,7 @@ from thunder_memsave.config import (
     parse_strategy,
     refuse_keys,
 )
-from thunder_memsave.settings import ConfigErrors
+from thunder_memsave.settings import Bytes, ConfigErrors
 
 
 def write(folder: Path, text: str) -> Path:
@@ -31,10 +31,10 @@ def write(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("sharding", "zero3", r"strategy\.sharding is 'zero3', but must be one of 'none', "),
-        ("sharding", None, r"strategy\.sharding is null; write 'none' or 'zero2'"),
+        ("sharding", "zero1", r"strategy\.sharding is 'zero1', but must be one of 'none', "),
+        ("sharding", None, r"strategy\.sharding is null; write 'none' or 'zero3'"),
         ("sharding", 2, r"strategy\.sharding is 2, but must be a mapping"),
-        ("sharding", {"mode": "zero"}, r"sharding\.mode is 'zero', but .*; did you mean 'zero2'\?"),
+        ("sharding", {"mode": "zero"}, r"must be one of .*; did you mean 'zero3'\?"),
         ("frontend", "dynamos", r"strategy\.frontend is 'dynamos'.*; did you mean 'dynamo'\?"),
         ("executors", "torch", r"strategy\.executors is 'torch', but must be a list of names"),
         ("executors", [1], r"strategy\.executors is \[1\], but must be a list of names"),
@@ -48,9 +48,38 @@ def write(folder: Path, text: str) -> Path:
         ),
         ("compile", {}, r"strategy\.compile is not a key of 'strategy'"),
         (
-            "prefetch",
+            "window",
             "auto",
-            r"strategy\.prefetch is not a key.*; its keys are executors, frontend, ",
+            r"strategy\.window is not a key.*; its keys are accumulate, bucket, executors",
+        ),
+        (
+            "sharding",
+            {"mode": "hybrid", "size": 0},
+            r"sharding\.size is 0, but must be a whole num",
+        ),
+        (
+            "sharding",
+            {"mode": "hybrid", "size": "8"},
+            r"sharding\.size is '8', but must be a whole",
+        ),
+        (
+            "sharding",
+            {"mode": "zero3", "size": 8},
+            r"sharding\.size is 8, and has no effect with sharding\.mode 'zero3'; leave it out, or",
+        ),
+        ("prefetch", "256", r"strategy\.prefetch: '256' is not a number of bytes; write a number"),
+        ("prefetch", "256MiBs", r"such as '256MiB', or a whole number\. Or write 'auto'\."),
+        ("prefetch", None, r"strategy\.prefetch: None is not a number of bytes"),
+        ("bucket", -1, r"strategy\.bucket: -1 is not a number of bytes"),
+        (
+            "accumulate",
+            "unsharded",
+            r"accumulate is 'unsharded', but must be one of 'auto', 'reduc",
+        ),
+        (
+            "reduce_dtype",
+            "bfloat16",
+            r"reduce_dtype is 'bfloat16', but must be one of 'float32'; d",
         ),
     ],
 )
@@ -60,8 +89,8 @@ def test_a_wrong_strategy_setting_is_refused(key: str, value: Any, message: str)
 
 
 def test_the_dataclasses_refuse_wrong_values_too() -> None:
-    with pytest.raises(ConfigError, match=r"ShardingConfig\.mode is 'zero3'"):
-        ShardingConfig(mode="zero3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"ShardingConfig\.mode is 'zero1'"):
+        ShardingConfig(mode="zero1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"StrategyConfig\.timeout: the duration .* positive"):
         StrategyConfig(timeout=timedelta(0))
 
@@ -69,7 +98,11 @@ def test_the_dataclasses_refuse_wrong_values_too() -> None:
 def test_flat_keys_reach_their_sections() -> None:
     config = parse_strategy(
         {
-            "sharding": "none",
+            "sharding": {"mode": "hybrid", "size": 8},
+            "prefetch": "256MiB",
+            "accumulate": "accumulate_unsharded",
+            "bucket": 0,
+            "reduce_dtype": None,
             "frontend": "interpreter",
             "executors": ["sdpa", "torch"],
             "timeout": "90s",
@@ -77,7 +110,11 @@ def test_flat_keys_reach_their_sections() -> None:
         }
     )
     assert config == StrategyConfig(
-        sharding=ShardingConfig(mode="none"),
+        sharding=ShardingConfig(mode="hybrid", size=8),
+        prefetch=Bytes(256 * 1024**2),
+        accumulate="accumulate_unsharded",
+        bucket=Bytes(0),
+        reduce_dtype=None,
         compile=CompileConfig(frontend="interpreter", executors=("sdpa", "torch")),
         timeout=timedelta(seconds=90),
         state_dict_type="full",

@@ -7,7 +7,13 @@ from datetime import timedelta
 import pytest
 
 from thunder_memsave.config import CompileConfig, ShardingConfig
-from thunder_memsave.settings import ConfigError, ConfigErrors, parse_duration, parse_section
+from thunder_memsave.settings import (
+    ConfigError,
+    ConfigErrors,
+    parse_bytes,
+    parse_duration,
+    parse_section,
+)
 
 
 def test_a_string_sets_the_first_field() -> None:
@@ -48,6 +54,20 @@ def test_a_zero_duration_is_refused() -> None:
 def test_an_unknown_key_without_a_near_name_is_refused_with_all_names() -> None:
     with pytest.raises(ConfigError, match=r"'compile'; its keys are executors, frontend\.$"):
         parse_section(CompileConfig, {"xyz": 1}, where="compile")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("60GiB", 60 * 2**30), (" 256 MB ", 256 * 10**6), ("1.5KiB", 1536), ("7B", 7), (0, 0)],
+)
+def test_bytes_have_a_unit_or_are_a_whole_number(text: str | int, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["60", "60gib", "60Gi", "-1KiB", "0.3B", "GiB", "", -1, 1.5, True])
+def test_other_numbers_of_bytes_are_refused(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="is not a number of bytes; write a number and one of"):
+        parse_bytes(text)
 
 
 def test_all_problems_of_a_section_are_found_together_each_with_its_key() -> None:

@@ -22,7 +22,7 @@ class CheckpointError(OtherRankError):
 
 def is_rank_zero(data_parallel: DataParallel | None) -> bool:
     """Whether this process does what is done once."""
-    return data_parallel is None or data_parallel.rank == 0
+    return data_parallel is None or dist.get_rank(data_parallel.everyone) == 0
 
 
 def broadcast(value: T, data_parallel: DataParallel | None) -> T:
@@ -30,7 +30,7 @@ def broadcast(value: T, data_parallel: DataParallel | None) -> T:
     if data_parallel is None:
         return value
     values: list[T] = [value]
-    dist.broadcast_object_list(values, group=data_parallel.group, group_src=0)
+    dist.broadcast_object_list(values, group=data_parallel.everyone, group_src=0)
     return values[0]
 
 
@@ -55,9 +55,9 @@ def together(
         result = act()
     except Exception as e:  # raised again below, once the others know
         error = e
-    messages: list[str | None] = [None] * data_parallel.world_size
+    messages: list[str | None] = [None] * data_parallel.num_ranks
     text = None if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(messages, text, group=data_parallel.group)
+    dist.all_gather_object(messages, text, group=data_parallel.everyone)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

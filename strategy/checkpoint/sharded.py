@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.agreement import broadcast, once, together
+from thunder_memsave.checkpoint.agreement import broadcast, is_rank_zero, once, together
 from thunder_memsave.checkpoint.commit import commit, remove, save_synced, temporary_name
 from thunder_memsave.checkpoint.contents import Contents
 from thunder_memsave.checkpoint.module_state import (
@@ -66,12 +67,15 @@ def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel 
     try:
         together(lambda: _require_shared(temporary), data_parallel)
         with _dcp_options(data_parallel) as options:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), **options)
+            # Of several replicas the first one writes, so that all rows are of one moment.
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+            writer = dcp.FileSystemWriter(temporary)
+            dcp.save(state, storage_writer=writer, planner=planner, **options)
         meta = together(contents.state_of_others, data_parallel)
         once(lambda: save_synced(meta, temporary / META_FILE), data_parallel)
         once(lambda: commit(temporary, path), data_parallel)
     finally:
-        if data_parallel is None or data_parallel.rank == 0:
+        if is_rank_zero(data_parallel):
             remove(temporary)
 
 
@@ -276,5 +280,5 @@ def _dcp_options(data_parallel: DataParallel | None) -> Iterator[dict[str, Any]]
     with warnings.catch_warnings():
         # DCP warns that a process is alone even where it was told so.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
-        group = None if data_parallel is None else data_parallel.group
+        group = None if data_parallel is None else data_parallel.everyone
         yield {"process_group": group, "no_dist": data_parallel is None}

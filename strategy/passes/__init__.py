@@ -17,9 +17,20 @@ compat.apply()
 from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder.extend import FusionExecutor  # noqa: E402
 
+from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype  # noqa: E402
+from thunder_memsave.passes.regather import regather  # noqa: E402
+
+__all__ = [
+    "JOINT_PASSES",
+    "JointPass",
+    "JointTracePasses",
+    "gather_in_compute_dtype",
+    "regather",
+]
+
 JointPass = Callable[[TraceCtx], TraceCtx]
 
-JOINT_PASSES: tuple[JointPass, ...] = ()
+JOINT_PASSES: tuple[JointPass, ...] = (gather_in_compute_dtype, regather)
 """In the order in which they run."""
 
 

@@ -1,0 +1,225 @@
+"""Whole gradients that a rank keeps over micro-batches, until one backward reduces their sum.
+
+A trace of a backward that may do so has a `with_unreduced` before each reduction:
+
+    t8 = with_unreduced(t7, "t_weight")             # t7 plus what is kept of it
+    ft9 = reduce_scatter_rows(t8, op, group, True, None)
+    t10 = torch_wait_prim_impl(ft9)
+    return (t10, ...)
+
+`without_reductions` makes the trace for `fabric.no_backward_sync` of it, which communicates no gradient:
+
+    keep_unreduced(t7, "t_weight")
+    return (None, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core import prims  # noqa: E402
+from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
+from thunder.core.pytree import tree_map  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace  # noqa: E402
+from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
+
+from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
+from thunder_memsave.transport import start_reduce_scatter  # noqa: E402
+
+_executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
+register_executor(_executor)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One parameter's sum so far, already divided by the number of ranks."""
+
+    parameter: Tensor
+    total: Tensor
+    grad: Tensor
+    """What `parameter.grad` was set to: as long as it stays, nobody has dropped the gradients."""
+    version: int
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether `zero_grad` was called since, in either of its forms."""
+        if self.parameter.grad is not self.grad:
+            return True
+        return self.grad._version != self.version and not bool(self.grad.any())
+
+
+class UnreducedGradients:
+    """Those of one module."""
+
+    def __init__(self, data_parallel: DataParallel | None) -> None:
+        """`data_parallel`: the ranks over which gradients are reduced; None where there is nothing to reduce."""
+        self._data_parallel = data_parallel
+        self.is_keeping = False
+        """Whether a backward that runs now keeps its gradients instead of reducing them."""
+        self._kept: dict[int, _Kept] = {}
+
+    @contextmanager
+    def keeping(self, *, enabled: bool) -> Iterator[None]:
+        """Backwards inside keep their gradients."""
+        before, self.is_keeping = self.is_keeping, enabled
+        try:
+            yield
+        finally:
+            self.is_keeping = before
+
+    def parameters(self) -> list[Tensor]:
+        """Those with gradients that are not reduced yet."""
+        self._kept = {key: kept for key, kept in self._kept.items() if not kept.is_dropped}
+        return [kept.parameter for kept in self._kept.values()]
+
+    def add(self, parameter: Tensor, grad: Tensor) -> None:
+        """Keep a gradient. In float32 at least: bfloat16 would round every sum to 8 bits."""
+        kept = self._find(parameter)
+        if kept is not None:
+            kept.total.add_(grad)
+            return
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        if parameter.grad is None:
+            # The reduced sum goes here; and `zero_grad`, which takes it away, drops what is kept.
+            parameter.grad = torch.zeros_like(parameter.detach())
+        self._kept[id(parameter)] = _Kept(parameter, total, parameter.grad, parameter.grad._version)
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """What is kept, which is then kept no longer."""
+        kept = self._find(parameter)
+        if kept is None:
+            return None
+        del self._kept[id(parameter)]
+        return kept.total
+
+    def reduce_rest(self) -> None:
+        """Reduce what the backward that just ran had no gradient to add to. A collective.
+
+        For weights that some micro-batches use and the last one does not; the ranks must agree on which.
+        """
+        for parameter in self.parameters():
+            total = self.take(parameter)
+            assert total is not None
+            assert parameter.grad is not None
+            assert self._data_parallel is not None
+            parameter.grad.add_(_reduced(total, parameter, self._data_parallel))
+
+    def _find(self, parameter: Tensor) -> _Kept | None:
+        kept = self._kept.get(id(parameter))
+        if kept is not None and kept.is_dropped:
+            del self._kept[id(parameter)]
+            return None
+        return kept
+
+
+def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> Tensor:
+    wanted = data_parallel.reduce_dtype
+    dtype = parameter.dtype if wanted is None else torch.promote_types(parameter.dtype, wanted)
+    grad = total.to(dtype)
+    if not is_sharded(parameter):
+        dist.all_reduce(grad, group=data_parallel.everyone)
+        return grad
+    ((handle, rows),) = start_reduce_scatter([grad], data_parallel.group)
+    handle.wait()
+    if data_parallel.replicas is not None:
+        dist.all_reduce(rows, group=data_parallel.replicas)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """One run of a compiled backward."""
+
+    gradients: UnreducedGradients
+    parameters: Mapping[str, Tensor]
+    """By the names of the trace; only those that this run gives a gradient."""
+
+
+_running: ContextVar[_Backward] = ContextVar("_running")
+
+
+@contextmanager
+def running(gradients: UnreducedGradients, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """A compiled backward runs inside, and gives these parameters, named as in its trace, gradients."""
+    token = _running.set(_Backward(gradients, parameters))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _with_unreduced(grad: Tensor, name: str) -> Tensor:
+    backward = _running.get()
+    parameter = backward.parameters.get(name)
+    kept = None if parameter is None else backward.gradients.take(parameter)
+    return grad if kept is None else kept.add_(grad).to(grad.dtype)
+
+
+def _keep_unreduced(grad: Tensor, name: str) -> None:
+    backward = _running.get()
+    if (parameter := backward.parameters.get(name)) is not None:
+        backward.gradients.add(parameter, grad)
+
+
+with_unreduced = _executor.register_operator(
+    "with_unreduced", meta=lambda grad, name: TensorProxy(like=grad), fn=_with_unreduced
+)
+"""`(grad, parameter's name) -> grad` plus what was kept of it, about to be reduced."""
+
+_keep = _executor.register_operator(
+    "keep_unreduced",
+    meta=lambda grad, name: None,
+    fn=_keep_unreduced,
+    tags=[prims.OpTags.DONT_DCE],
+)
+
+
+def accumulated_names(trace: TraceCtx) -> Sequence[str]:
+    """Names of the parameters whose gradients may be kept, in the order of their reductions."""
+    return [b.args[1] for b in trace.bound_symbols if b.sym.id == with_unreduced.id]
+
+
+def without_reductions(trace: TraceCtx) -> TraceCtx:
+    """Keep gradients instead of reducing them.
+
+    Args:
+        trace: A backward trace, before values are deleted after their last use.
+
+    Returns:
+        A trace without everything that leads from a `with_unreduced` to the output, where None is in its place.
+    """
+    reduced: set[str] = set()
+    new = from_trace(trace)
+    new.bound_symbols = list(_kept_symbols(trace.bound_symbols, reduced))
+    new.set_provenance(TraceProvenance("Pass without_reductions"))
+    return new
+
+
+def _kept_symbols(symbols: Sequence[BoundSymbol], reduced: set[str]) -> Iterator[BoundSymbol]:
+    for bsym in symbols:
+        if bsym.sym.id == with_unreduced.id:
+            yield _keep.bind(*bsym.args, output=None)
+        elif bsym.sym is prims.python_return:
+            yield bsym.from_bsym(args=tree_map(lambda v: _unless(v, reduced), bsym.args))
+            continue
+        elif not any(a.name in reduced for a in bsym.flat_proxy_args):
+            yield bsym
+            continue
+        reduced.update(o.name for o in bsym.flat_proxy_outs)
+
+
+def _unless(value: Any, reduced: set[str]) -> Any:
+    return None if isinstance(value, Proxy) and value.name in reduced else value

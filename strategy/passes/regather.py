@@ -1,0 +1,177 @@
+"""Regather (ZeRO-3): a gathered parameter lives while consecutive operations read it, and is gathered again after that.
+
+Before, a weight is gathered once, at its first use, and lives until backward has read it:
+
+    ft1 = all_gather_rows(w, group, True, None)
+    t2 = torch_wait_prim_impl(ft1)                  # forward
+    t3 = torch.nn.functional.linear(x, t2, None)
+    ...
+    t9 = torch.matmul(g, t2)                        # backward
+
+After, each reader has a value of its own, made from the shard right before it:
+
+    ft1_0 = all_gather_rows(w, group, True, None)
+    t2_0 = torch_wait_prim_impl(ft1_0)              # forward
+    t3 = torch.nn.functional.linear(x, t2_0, None)
+    ...
+    ft1_1 = all_gather_rows(w, group, True, None)   # backward
+    t2_1 = torch_wait_prim_impl(ft1_1)
+    t9 = torch.matmul(g, t2_1)
+
+The same holds for all that is computed from one gathered parameter alone: its rows without padding, a transpose, a
+cast. Keeping those would keep the weight, or a copy of it. Thunder's split, which comes later, then saves the shards,
+which are there anyway. A weight that forward reads in distant places, such as a tied embedding, is gathered for each.
+
+Source: ZeRO, stage 3 (Rajbhandari et al. 2020). Thunder 0.2.6 has such a mode in name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core import prims  # noqa: E402
+from thunder.core.prims import OpTags  # noqa: E402
+from thunder.core.proxies import (  # noqa: E402
+    FutureTensorProxy,
+    Proxy,
+    TensorProxy,
+    variableify,
+)
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
+
+from thunder_memsave.collectives import is_all_gather  # noqa: E402
+
+
+def regather(trace: TraceCtx) -> TraceCtx:
+    """Give every reader of a gathered parameter a value of its own.
+
+    Args:
+        trace: A joint or an inference trace, with operations claimed by executors.
+
+    Returns:
+        A trace in which no gathered value outlives the consecutive operations that read it, except those that are
+        returned to the caller.
+    """
+    gathered = _gathered_values(trace.bound_symbols)
+    if not gathered:
+        return trace
+    new = from_trace(trace)
+    with tracectx(new):
+        new.bound_symbols = list(_rewritten(trace.bound_symbols, gathered))
+    new.set_provenance(TraceProvenance("Joint pass regather"))
+    return new
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A value that one gathered parameter alone decides."""
+
+    shard: str
+    """Name of the parameter's rows."""
+    producer: BoundSymbol
+
+
+def _gathered_values(symbols: Sequence[BoundSymbol]) -> dict[str, _Gathered]:
+    values: dict[str, _Gathered] = {}
+    for bsym in symbols:
+        if is_all_gather(bsym):
+            shard = bsym.args[0].name
+        else:
+            inputs = [values.get(a.name) for a in bsym.flat_proxy_args if _is_tensor(a)]
+            shards = {value.shard if value else None for value in inputs}
+            if len(shards) != 1 or None in shards or not _can_be_repeated(bsym):
+                continue
+            (shard,) = shards
+        values.update((o.name, _Gathered(shard, bsym)) for o in bsym.flat_proxy_outs)
+    return values
+
+
+def _is_tensor(proxy: Proxy) -> bool:
+    return isinstance(proxy, TensorProxy | FutureTensorProxy)
+
+
+def _can_be_repeated(bsym: BoundSymbol) -> bool:
+    """Random and in-place operations, and what hands a value to the caller, happen once."""
+    tags = bsym.sym.tags or ()
+    if bsym.sym in (prims.python_return, prims.get_grad) or "copy_" in bsym.sym.name:
+        return False
+    if OpTags.RANDOM_OP in tags or OpTags.IN_PLACE in tags:
+        return False
+    return all(_can_be_repeated(b) for b in bsym.subsymbols)
+
+
+def _rewritten(
+    symbols: Sequence[BoundSymbol], gathered: Mapping[str, _Gathered]
+) -> Iterator[BoundSymbol]:
+    """Yield the symbols, each reader after the values that are made for it."""
+    originals, forward = _needed_originals(symbols, gathered), _forward(symbols)
+    made: dict[str, dict[Any, Proxy]] = {}
+    was_forward = True
+    for number, bsym in enumerate(symbols):
+        if any(o.name in gathered for o in bsym.flat_proxy_outs):
+            if id(bsym) in originals:
+                yield bsym
+            continue
+        if bsym.sym in (prims.python_return, prims.get_grad):
+            yield bsym
+            continue
+        read = [a.name for a in bsym.flat_proxy_args if a.name in gathered]
+        # What the operation before has read, and this one does not, is freed here. Backward takes nothing of
+        # forward's, even where the two meet.
+        is_forward = id(bsym) in forward
+        before, was_forward = made if is_forward is was_forward else {}, is_forward
+        made = {shard: before.get(shard, {}) for shard in (gathered[name].shard for name in read)}
+        for name in read:
+            yield from _made(name, gathered, made[gathered[name].shard], suffix=str(number))
+        swaps = {old: new for values in made.values() for old, new in values.items()}
+        yield bsym.from_bsym_swap_proxies(swaps, skip_output=True)
+
+
+def _forward(symbols: Sequence[BoundSymbol]) -> set[int]:
+    """Ids of what forward's outputs need, as Thunder's split decides it; all else is backward's."""
+    result = symbols[-1].args[0]
+    if not (isinstance(result, dict) and "fw_flat_out" in result):
+        return set(map(id, symbols))
+    needed = {o.name for o in result["fw_flat_out"] if isinstance(o, Proxy)}
+    forward = set()
+    for bsym in reversed(symbols[:-1]):
+        writes_forward = "copy_" in bsym.sym.name and bsym.args[1].name in needed
+        if any(o.name in needed for o in bsym.flat_proxy_outs) or writes_forward:
+            forward.add(id(bsym))
+            needed.update(a.name for a in bsym.flat_proxy_args)
+    return forward
+
+
+def _needed_originals(
+    symbols: Sequence[BoundSymbol], gathered: Mapping[str, _Gathered]
+) -> set[int]:
+    """Ids of the producers of what is returned to the caller under its own name."""
+    needed: set[int] = set()
+    names = [a.name for a in symbols[-1].flat_proxy_args if a.name in gathered]
+    while names:
+        producer = gathered[names.pop()].producer
+        needed.add(id(producer))
+        names += [a.name for a in producer.flat_proxy_args if a.name in gathered]
+    return needed
+
+
+def _made(
+    name: str, gathered: Mapping[str, _Gathered], made: dict[Any, Proxy], *, suffix: str
+) -> Iterator[BoundSymbol]:
+    """Yield what computes the value again, unless it is there; `made` learns its new name."""
+    producer = gathered[name].producer
+    if all(variableify(o) in made for o in producer.flat_proxy_outs):
+        return
+    for argument in producer.flat_proxy_args:
+        if argument.name in gathered:
+            yield from _made(argument.name, gathered, made, suffix=suffix)
+    for output in producer.flat_proxy_outs:
+        made[variableify(output)] = output.replace_name(f"{output.name}_{suffix}")
+    yield producer.from_bsym_swap_proxies(made)

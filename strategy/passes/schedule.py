@@ -1,0 +1,333 @@
+"""Schedule: collectives run beside computation, within a window of bytes.
+
+Each gather starts before the operation that needs it, as early as the window allows; each reduction is waited for as
+late as the window allows. Before:
+
+    ft1 = all_gather_rows(w1, group, True, None)
+    t1 = torch_wait_prim_impl(ft1)
+    t5 = torch.nn.functional.linear(x, t1, None)
+    ft2 = all_gather_rows(w2, group, True, None)
+    t2 = torch_wait_prim_impl(ft2)
+    t6 = torch.nn.functional.linear(t5, t2, None)
+
+After, with a window of at least w2's bytes:
+
+    ft1 = all_gather_rows(w1, group, True, None)
+    t1 = torch_wait_prim_impl(ft1)
+    ft2 = all_gather_rows(w2, group, True, None)    # on its way while linear runs
+    t5 = torch.nn.functional.linear(x, t1, None)
+    t2 = torch_wait_prim_impl(ft2)
+    t6 = torch.nn.functional.linear(t5, t2, None)
+
+Small parameters share a collective, and so do small gradients:
+
+    (ft1, ft2) = all_gather_bucket([w1, w2], group, torch.float32)
+
+While an operation runs, the gathered parameters on their way, or there but for later operations, are at most
+`window_bytes`, and the whole gradients that wait for their reduction at most half of that. With a window of 0 only
+parameters that one operation reads are joined. Every rank has the same trace, so all start their collectives in the
+same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core import prims  # noqa: E402
+from thunder.core.dtypes import to_torch_dtype  # noqa: E402
+from thunder.core.proxies import FutureTensorProxy, TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
+
+from thunder_memsave.collectives import (  # noqa: E402
+    all_gather_bucket,
+    is_all_gather,
+    is_reduce_scatter,
+    is_wait,
+    reduce_scatter_bucket,
+)
+from thunder_memsave.sharding import whole_shape  # noqa: E402
+
+_Kind = tuple[Any, Any, int]  # dtype, device, the group's id
+
+
+def schedule(trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0) -> TraceCtx:
+    """Move collectives and the waits for them, and join small ones; nothing else.
+
+    Args:
+        trace: A forward, backward or inference trace, before values are deleted after their last use.
+        window_bytes: Whole parameters on their way, and half as many of whole gradients on theirs; 0 overlaps nothing.
+        bucket_bytes: Parameters and gradients of at most so many bytes share a collective of at most so many; 0: none.
+
+    Returns:
+        A trace with the same symbols in another order, but for the collectives that were joined.
+    """
+    if not any(is_wait(b) for b in trace.bound_symbols):
+        return trace
+    new = from_trace(trace)
+    with tracectx(new):
+        new.bound_symbols = list(
+            _Schedule(trace.bound_symbols, window_bytes, bucket_bytes).reordered()
+        )
+    new.set_provenance(TraceProvenance("Pass schedule"))
+    return new
+
+
+def two_largest_blocks(module: nn.Module) -> int:
+    """Bytes of twice the largest repeated block, whole: one that is read, one on its way.
+
+    A block is an element of an `nn.ModuleList`, or of an `nn.Sequential`; without any, the largest parameter counts.
+    """
+    blocks = [
+        block
+        for container in module.modules()
+        if isinstance(container, nn.ModuleList | nn.Sequential)
+        for block in container
+    ]
+    sizes = [sum(map(_whole_bytes, block.parameters())) for block in blocks]
+    return 2 * max(sizes or [_whole_bytes(p) for p in module.parameters()] or [0])
+
+
+def _whole_bytes(p: nn.Parameter) -> int:
+    return whole_shape(p).numel() * p.element_size()
+
+
+class _Schedule:
+    """Places one symbol after the other, with the collectives that are due before it."""
+
+    def __init__(
+        self, symbols: Sequence[BoundSymbol], window_bytes: int, bucket_bytes: int
+    ) -> None:
+        self._symbols = symbols
+        self._futures = {
+            o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
+        }
+        gathers = list(_gathers_in_order(symbols))
+        self._gathered = {g.future for g in gathers}
+        self._gathers = _Gathers(gathers, window_bytes, bucket_bytes)
+        # A gradient on its way takes twice its bytes: what is sent, and what is received.
+        self._reductions = _Reductions(window_bytes // 2, bucket_bytes)
+
+    def reordered(self) -> Iterator[BoundSymbol]:
+        for bsym in self._symbols:
+            yield from self._place(bsym)
+
+    def _place(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        future = bsym.args[0].name if is_wait(bsym) else None
+        if is_all_gather(bsym) and bsym.output.name in self._gathered:
+            return  # it starts when the window has room, at the latest right before its wait
+        if future in self._gathered:
+            yield from self._gathers.start_for(future)
+            yield bsym
+        elif future in self._futures:
+            self._reductions.postpone(bsym)
+            while self._reductions.are_overdue:
+                yield from self._end_oldest()
+        elif not self._reductions.postponed_with_its_input(bsym):
+            while self._reductions.give_input_to(bsym):
+                yield from self._end_oldest()
+            if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
+                yield from self._gathers.start_early()
+            yield from self._reductions.start(bsym) if is_reduce_scatter(bsym) else (bsym,)
+
+    def _end_oldest(self) -> Iterator[BoundSymbol]:
+        ended = self._reductions.pop_oldest()
+        yield from self._reductions.start_with(ended.wait)
+        yield ended.wait
+        for bsym in ended.readers:
+            yield from self._place(bsym)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    bsym: BoundSymbol
+    reader: int
+    """Which of the operations that compute reads the parameter first."""
+
+    @property
+    def future(self) -> str:
+        return str(self.bsym.output.name)
+
+    @property
+    def num_bytes(self) -> int:
+        return _nbytes(self.bsym.output)
+
+
+def _gathers_in_order(symbols: Sequence[BoundSymbol]) -> Iterator[_Gather]:
+    """Yield the gathers in the order in which they are waited for."""
+    starts = {b.output.name: b for b in symbols if is_all_gather(b)}
+    of_one_gather: set[str] = set()
+    num_readers = 0
+    for bsym in symbols:
+        if is_wait(bsym) and (start := starts.get(bsym.args[0].name)) is not None:
+            yield _Gather(start, num_readers)
+        elif not is_all_gather(bsym) and not _reads_only(bsym, of_one_gather):
+            num_readers += 1
+            continue
+        # The wait, the cut of padding rows, a transpose, ... come before what reads the parameter.
+        of_one_gather.update(o.name for o in bsym.flat_proxy_outs)
+
+
+def _reads_only(bsym: BoundSymbol, names: set[str]) -> bool:
+    inputs = [a.name for a in bsym.flat_proxy_args if _is_tensor(a)]
+    return len(inputs) == 1 and inputs[0] in names
+
+
+class _Gathers:
+    """Gathers that have not started, and those on their way with their bytes."""
+
+    def __init__(self, gathers: Sequence[_Gather], window_bytes: int, bucket_bytes: int) -> None:
+        self._waiting = deque(gathers)
+        self._window_bytes, self._bucket_bytes = window_bytes, bucket_bytes
+        self._in_flight: dict[str, int] = {}
+
+    def start_early(self) -> Iterator[BoundSymbol]:
+        """Start what the window has room for: whole buckets, of which two fit into it."""
+        limit = min(self._bucket_bytes, self._window_bytes // 2)
+        while self._waiting:
+            bucket = self._bucket(limit, ahead_bytes=limit)
+            if sum(g.num_bytes for g in bucket) > self._room:
+                return
+            yield self._start(bucket)
+
+    def start_for(self, future: str) -> Iterator[BoundSymbol]:
+        """Start the gather that is waited for now, unless it has, with others as far as the window has room."""
+        if future not in self._in_flight:
+            assert self._waiting[0].future == future, "gathers start in the order of their waits"
+            yield self._start(self._bucket(self._bucket_bytes, ahead_bytes=self._room))
+        del self._in_flight[future]
+
+    def _bucket(self, limit: int, *, ahead_bytes: int) -> list[_Gather]:
+        """The next gather and small ones after it, of which `ahead_bytes` are for later operations."""
+        first = self._waiting[0]
+        bucket, num_bytes = [first], first.num_bytes
+        if num_bytes > limit:
+            return bucket
+        for gather in islice(self._waiting, 1, None):
+            if gather.num_bytes > limit or _kind(gather.bsym) != _kind(first.bsym):
+                continue
+            ahead_bytes -= gather.num_bytes if gather.reader != first.reader else 0
+            num_bytes += gather.num_bytes
+            if ahead_bytes < 0 or num_bytes > limit:
+                break
+            bucket.append(gather)
+        return bucket
+
+    def _start(self, bucket: Sequence[_Gather]) -> BoundSymbol:
+        self._in_flight.update((g.future, g.num_bytes) for g in bucket)
+        started = {g.future for g in bucket}
+        self._waiting = deque(g for g in self._waiting if g.future not in started)
+        if len(bucket) == 1:
+            return bucket[0].bsym
+        symbols = [g.bsym for g in bucket]
+        return all_gather_bucket.bind(
+            [b.args[0] for b in symbols],
+            symbols[0].args[1],
+            to_torch_dtype(symbols[0].output.dtype),
+            output=tuple(b.output for b in symbols),
+        )
+
+    @property
+    def _room(self) -> int:
+        return self._window_bytes - sum(self._in_flight.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Postponed:
+    wait: BoundSymbol
+    readers: list[BoundSymbol]
+    """What reads the result and nothing else: a cast back, a reduction over further ranks and what follows it."""
+
+    def gives(self, names: Set[str]) -> bool:
+        return any(o.name in names for b in (self.wait, *self.readers) for o in b.flat_proxy_outs)
+
+
+class _Reductions:
+    """Reductions that have not started because others may join them, and waits that are postponed."""
+
+    def __init__(self, window_bytes: int, bucket_bytes: int) -> None:
+        self._window_bytes = window_bytes
+        self._limit = min(bucket_bytes, window_bytes // 2)
+        self._joining: dict[_Kind, list[BoundSymbol]] = {}
+        self._sizes: dict[str, int] = {}
+        self._postponed: deque[_Postponed] = deque()
+
+    def start(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Start a reduction, or let it wait for others of its kind."""
+        self._sizes[bsym.output.name] = size = _nbytes(bsym.args[0])
+        if size > self._limit:
+            yield bsym
+            return
+        joining = self._joining.setdefault(_kind(bsym), [])
+        if sum(self._sizes[b.output.name] for b in joining) + size > self._limit:
+            yield self._start_joining(_kind(bsym))
+        self._joining.setdefault(_kind(bsym), []).append(bsym)
+
+    def start_with(self, wait: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Start what this waits for, if it has not started."""
+        for kind, joining in self._joining.items():
+            if any(b.output.name == wait.args[0].name for b in joining):
+                yield self._start_joining(kind)
+                return
+
+    def postpone(self, wait: BoundSymbol) -> None:
+        self._postponed.append(_Postponed(wait, []))
+
+    def postponed_with_its_input(self, bsym: BoundSymbol) -> bool:
+        """Postpone also what reads nothing but the result of a postponed wait."""
+        inputs = {a.name for a in bsym.flat_proxy_args if _is_tensor(a)}
+        source = next((p for p in self._postponed if p.gives(inputs)), None)
+        if source is None or len(inputs) > 1 or bsym.sym is prims.python_return:
+            return False
+        source.readers.append(bsym)
+        return True
+
+    @property
+    def are_overdue(self) -> bool:
+        """Whether more than the window is on its way."""
+        return sum(self._size(p.wait) for p in self._postponed) > self._window_bytes
+
+    def give_input_to(self, bsym: BoundSymbol) -> bool:
+        """Whether this symbol reads something that is postponed."""
+        names = {a.name for a in bsym.flat_proxy_args}
+        return any(p.gives(names) for p in self._postponed)
+
+    def pop_oldest(self) -> _Postponed:
+        return self._postponed.popleft()
+
+    def _start_joining(self, kind: _Kind) -> BoundSymbol:
+        symbols = self._joining.pop(kind)
+        if len(symbols) == 1:
+            return symbols[0]
+        return reduce_scatter_bucket.bind(
+            [b.args[0] for b in symbols],
+            symbols[0].args[2],
+            output=tuple(b.output for b in symbols),
+        )
+
+    def _size(self, wait: BoundSymbol) -> int:
+        return self._sizes.get(wait.args[0].name, _nbytes(wait.args[0]))
+
+
+def _kind(bsym: BoundSymbol) -> _Kind:
+    """Gathers, or reductions, of one kind can be one collective."""
+    group = bsym.args[2 if is_reduce_scatter(bsym) else 1]
+    return bsym.output.dtype, bsym.output.device, id(group)
+
+
+def _nbytes(tensor: TensorProxy | FutureTensorProxy) -> int:
+    return int(tensor.numel) * int(tensor.dtype.bytes)
+
+
+def _is_tensor(proxy: object) -> bool:
+    return isinstance(proxy, TensorProxy | FutureTensorProxy)

@@ -1,0 +1,119 @@
+"""Counts what an executed trace communicates, keeps alive and saves, exactly and without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from thunder.core import prims
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from thunder_memsave.collectives import gathers
+from thunder_memsave.sharding import DataParallel
+
+
+@contextmanager
+def fake_ranks(world_size: int, *, mode: str = "zero3") -> Iterator[DataParallel]:
+    """Rank 0 of a group whose collectives do nothing: for tracing, not for numbers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        assert dist.group.WORLD is not None
+        yield DataParallel(mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a trace."""
+
+    kind: str
+    """`all_gather`, `reduce_scatter` or `all_reduce`."""
+    name: str
+    """Of the tensor that goes in; a parameter's name with dots for underscores is not restored."""
+    nbytes: int
+    """Bytes of the whole tensor: what comes out of a gather, what goes into a reduction."""
+
+
+def collectives(trace: TraceCtx) -> list[Collective]:
+    """Every collective in the order of the trace; one entry for each tensor of those that share one."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    found = []
+    for bsym in trace.bound_symbols:
+        kind = next((k for k in kinds if k in bsym.sym.name), None)
+        if kind is not None:
+            inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+            whole = bsym.flat_proxy_outs if kind == "all_gather" else inputs
+            found += [
+                Collective(kind, i.name, nbytes(w)) for i, w in zip(inputs, whole, strict=True)
+            ]
+    return found
+
+
+def num_calls(trace: TraceCtx, kind: str) -> int:
+    """How many collectives of a kind are started; those of several tensors count once."""
+    return sum(kind in b.sym.name for b in trace.bound_symbols)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveAt:
+    """Gathered parameters at one symbol of a trace, by the names of their shards."""
+
+    symbol: str
+    live: dict[str, int]
+    """Those in memory while the symbol runs, with their bytes."""
+    read: frozenset[str]
+    """Those that it reads."""
+
+
+def live_gathered(trace: TraceCtx) -> list[LiveAt]:
+    """What is alive at each symbol that computes; gathers, waits and views only lead up to one."""
+    shard_of: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    alive: set[str] = set()
+    result = []
+    for bsym in trace.bound_symbols:
+        if bsym.sym is prims.python_del:
+            alive -= {a.name for a in bsym.flat_proxy_args}
+            continue
+        inputs = [a for a in bsym.flat_proxy_args if a.name in alive]
+        shards = {shard_of[a.name] for a in inputs}
+        if gathered := gathers(bsym):
+            for _, future in gathered:
+                sizes[future.name] = nbytes(future)
+                _derive([future], future.name, shard_of, alive)
+        elif len(shards) == 1 and _depends_on_nothing_else(bsym, alive):
+            _derive(bsym.flat_proxy_outs, next(iter(shards)), shard_of, alive)
+        elif bsym.sym is not prims.python_return:
+            live = {shard: sizes[shard] for shard in {shard_of[name] for name in alive}}
+            result.append(LiveAt(bsym.sym.name, live, frozenset(shards)))
+    return result
+
+
+def saved_for_backward(forward: TraceCtx) -> list[TensorProxy]:
+    """The tensors that forward hands to backward."""
+    tensors, _ = forward.bound_symbols[-1].args[1]
+    return list(tensors)
+
+
+def nbytes(tensor: Proxy) -> int:
+    assert isinstance(tensor, TensorProxy | FutureTensorProxy)
+    return int(tensor.numel) * int(tensor.dtype.bytes)
+
+
+def _derive(
+    outputs: Sequence[Proxy], shard: str, shard_of: dict[str, str], alive: set[str]
+) -> None:
+    for output in outputs:
+        shard_of[output.name] = shard
+        alive.add(output.name)
+
+
+def _depends_on_nothing_else(bsym: BoundSymbol, alive: set[str]) -> bool:
+    tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy | FutureTensorProxy)]
+    return all(a.name in alive for a in tensors)

@@ -1,0 +1,47 @@
+"""A sharded parameter cannot be changed by the forward; a buffer, a replicated or a computed value can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.traces import fake_ranks
+from thunder_memsave.compile import CompiledModule
+from thunder_memsave.errors import CompileError
+from thunder_memsave.sharding import shard_module
+
+
+class Counter(nn.Module):
+    def __init__(self, count: Tensor, *, is_buffer: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        if is_buffer:
+            self.register_buffer("count", count)
+        else:
+            self.count = nn.Parameter(count, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        y = self.linear(x)
+        y.mul_(2)
+        return y * self.count
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+@pytest.mark.parametrize("num_rows", [4, 5])  # the latter are cut out of padded ones
+def test_a_write_to_a_sharded_parameter_is_refused(mode: str, num_rows: int) -> None:
+    model = Counter(torch.ones(num_rows, 1, 1))
+    with fake_ranks(2, mode=mode) as data_parallel:
+        shard_module(model, data_parallel)
+        module = CompiledModule(model, data_parallel=data_parallel)
+        with pytest.raises(CompileError, match=r"'t_.*count.*' in place, of which each rank holds"):
+            module(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("model", [Counter(torch.ones(())), Counter(torch.ones(5), is_buffer=True)])
+def test_other_writes_happen(model: Counter) -> None:
+    with fake_ranks(2) as data_parallel:
+        shard_module(model, data_parallel)
+        CompiledModule(model, data_parallel=data_parallel)(torch.ones(3, 4))
+    assert torch.equal(model.count, torch.full_like(model.count, 2))

@@ -1,0 +1,175 @@
+"""Under zero3 no gathered parameter outlives the operations that read it, and the numbers are zero2's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from thunder.core.trace import TraceCtx
+from thunder.dev_utils.check_trace import check_trace
+from torch import nn
+
+import thunder_memsave.compile as compile_module
+from harness import models
+from harness.traces import collectives, fake_ranks, live_gathered, saved_for_backward
+from thunder_memsave.capture import Call
+from thunder_memsave.compile import Compiled, CompiledModule, compile_call
+from thunder_memsave.config import CompileConfig
+from thunder_memsave.passes import regather
+from thunder_memsave.sharding import DataParallel, shard_module
+
+IDS = models.token_batch()
+
+
+def lora() -> nn.Module:
+    config: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
+    return get_peft_model(models.llama(num_layers=2), LoraConfig(**config))
+
+
+def partly_frozen() -> nn.Module:
+    model = models.gpt2(num_layers=2, resid_pdrop=0.1)
+    for number, p in enumerate(model.parameters()):
+        p.requires_grad_(number % 3 > 0)
+    return model
+
+
+def tied() -> nn.Module:
+    return models.qwen2(num_layers=2, tie_word_embeddings=True)
+
+
+MODELS = {"lora": lora, "partly_frozen": partly_frozen, "tied": tied}
+
+
+def compiled(model: nn.Module, data_parallel: DataParallel) -> Compiled:
+    shard_module(model, data_parallel)
+    module = CompiledModule(model, data_parallel=data_parallel)
+    module(input_ids=IDS, labels=IDS)
+    return module.captures[0]
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_live_gathered_parameters_are_those_that_the_operation_reads(
+    build: Callable[[], nn.Module],
+) -> None:
+    with fake_ranks(2) as data_parallel:
+        result = compiled(build(), data_parallel)
+    for trace in (result.forward_traces[-1], result.backward_traces[-1]):
+        points = live_gathered(trace)
+        assert any(point.live for point in points)
+        for point in points:
+            assert set(point.live) == point.read, f"{point.symbol} keeps what it does not read"
+
+
+def test_zero2_keeps_what_zero3_gathers_again() -> None:
+    """The count of live parameters sees a difference where there is one."""
+    with fake_ranks(2, mode="zero2") as data_parallel:
+        result = compiled(models.llama(num_layers=2), data_parallel)
+    assert not collectives_of(result.backward_traces[-1], "all_gather")
+    assert any(set(p.live) > p.read for p in live_gathered(result.forward_traces[-1]))
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_nothing_of_the_size_of_a_parameter_is_saved_but_shards_and_activations(
+    build: Callable[[], nn.Module],
+) -> None:
+    with fake_ranks(2) as data_parallel:
+        result = compiled(build(), data_parallel)
+    forward = result.forward_traces[-1]
+    gathered = {o.name for b in forward.bound_symbols for o in b.flat_proxy_outs if _gathers(b)}
+    assert gathered
+    saved = {t.name for t in saved_for_backward(forward)}
+    of_parameters = _derived(forward, gathered)
+    assert not saved & of_parameters
+
+
+def test_a_llama_communicates_each_weight_as_often_as_it_is_read() -> None:
+    """One gather in forward; one in backward, but for the embedding; one reduce-scatter if trained."""
+    model = models.llama(num_layers=2)
+    model.model.layers[0].mlp.requires_grad_(False)
+    named = {f"t_{n.replace('.', '_')}": p for n, p in model.named_parameters()}
+    with fake_ranks(2) as data_parallel:
+        result = compiled(model, data_parallel)
+    forward = [c.name for c in collectives(result.forward_traces[-1])]
+    backward = collectives_of(result.backward_traces[-1], "all_gather")
+    reduced = collectives_of(result.backward_traces[-1], "reduce_scatter")
+    assert sorted(forward) == sorted(named)
+    assert sorted(backward) == sorted(set(named) - {"t_model_embed_tokens_weight"})
+    assert len(reduced) == sum(p.requires_grad for p in named.values())
+
+
+def test_evaluation_frees_each_weight_after_its_use() -> None:
+    with fake_ranks(2) as data_parallel, torch.no_grad():
+        result = compiled(models.llama(num_layers=2), data_parallel)
+    assert all(set(p.live) == p.read for p in live_gathered(result.forward_traces[-1]))
+
+
+def test_the_joint_trace_stays_valid() -> None:
+    seen: list[TraceCtx] = []
+
+    def recorded(trace: TraceCtx) -> TraceCtx:
+        seen.append(regather(trace))
+        return seen[-1]
+
+    with (
+        fake_ranks(2) as data_parallel,
+        patch.object(compile_module, "_passes", lambda _: (recorded,)),
+    ):
+        compiled(tied(), data_parallel)
+    assert "Joint pass regather" in str(seen[0].get_provenance())
+    check_trace(seen[0])
+
+
+def collectives_of(trace: Any, kind: str) -> list[str]:
+    return [c.name for c in collectives(trace) if c.kind == kind]
+
+
+def _gathers(bsym: Any) -> bool:
+    return bool(bsym.sym.name.startswith("all_gather"))
+
+
+def _derived(trace: Any, names: set[str]) -> set[str]:
+    """Everything that depends on these values alone."""
+    derived = set(names)
+    for bsym in trace.bound_symbols:
+        inputs = {a.name for a in bsym.flat_proxy_args if hasattr(a, "numel")}
+        if inputs and inputs <= derived:
+            derived |= {o.name for o in bsym.flat_proxy_outs}
+    return derived
+
+
+def test_sixty_four_ranks_of_a_large_model_hold_one_operations_weights_at_a_time() -> None:
+    """The shapes of Llama-3-8B but for the number of layers; on meta, so that nothing is computed."""
+    shapes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = models.llama(num_layers=3, **shapes, **heads).bfloat16()
+        ids = torch.zeros(1, 2048, dtype=torch.long)
+    sizes = {n: p.numel() * 2 for n, p in model.named_parameters()}
+    embedding = sizes["model.embed_tokens.weight"]
+    with fake_ranks(64) as data_parallel:
+        shard_module(model, data_parallel)
+        call = Call.of(model, (), {"input_ids": ids, "labels": ids})
+        result = compile_call(
+            model,
+            call,
+            name="forward",
+            reason="test",
+            config=CompileConfig(),
+            data_parallel=data_parallel,
+        )
+    forward, backward = result.forward_traces[-1], result.backward_traces[-1]
+    assert num_bytes_of(forward, "all_gather") == sum(sizes.values())
+    assert num_bytes_of(backward, "all_gather") == sum(sizes.values()) - embedding
+    assert num_bytes_of(backward, "reduce_scatter") == 2 * sum(sizes.values())  # in float32
+    for trace in (forward, backward):
+        points = live_gathered(trace)
+        assert all(set(point.live) == point.read for point in points)
+        assert max(sum(point.live.values()) for point in points) == max(sizes.values())
+
+
+def num_bytes_of(trace: Any, kind: str) -> int:
+    return sum(c.nbytes for c in collectives(trace) if c.kind == kind)
