@@ -68,7 +68,14 @@ class RunDirectory:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(dump_run_config(_with_two_sizes(config)), encoding="utf-8")
+            # A run that started at the same moment also found the directory empty.
+            with self.config.open("x" if config.resume is False else "w", encoding="utf-8") as file:
+                file.write(dump_run_config(_with_two_sizes(config)))
+        except FileExistsError as error:
+            message = (
+                f"another run has just begun in output_dir {self.root}; name another directory."
+            )
+            raise ConfigError(message, key="output_dir") from error
         except OSError as error:
             message = f"cannot write to output_dir {self.root}: {error}"
             raise ConfigError(message, key="output_dir") from error

@@ -195,8 +195,7 @@ def test_python_does_not_report_a_ctrl_c_that_it_drops() -> None:
     reported: list[object] = []
     report = _WithoutInterrupts(reported.append)
     dropped, other = (
-        cast(Any, SimpleNamespace(exc_value=each))
-        for each in (KeyboardInterrupt(), ValueError())
+        cast(Any, SimpleNamespace(exc_value=each)) for each in (KeyboardInterrupt(), ValueError())
     )
     report(dropped)
     report(other)
