@@ -164,6 +164,6 @@ def test_of_two_runs_that_start_at_once_the_second_is_refused(
 ) -> None:
     directory = RunDirectory(root=tmp_path / "run")
     directory.create(config_of())
-    with pytest.raises(ConfigError, match="another run has just begun in output_dir .*run; name"):
+    with pytest.raises(ConfigError, match=r"another run has just begun in output_dir .*run; name"):
         directory.create(config_of())
     directory.create(config_of("resume=auto"))
