@@ -112,6 +112,7 @@ def identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
         "seed": config.train.seed,
         "global_batch_size": sizes.global_batch_size,
         "num_rows": len(data.train),
+        "fingerprint_of_rows": data.train.fingerprint,
     }
 
 

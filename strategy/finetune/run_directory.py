@@ -16,6 +16,13 @@ from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.parse import dump_run_config
 from thunder_memsave.settings import ConfigError
 
+_DATA = (
+    "the data files, the tokenizer with its chat template (some write today's date), "
+    "data.max_seq_length and data.packing"
+)
+# What to look at where the value alone does not say it.
+_CAUSES = {"num_rows": _DATA, "fingerprint_of_rows": _DATA}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDirectory:
@@ -68,7 +75,14 @@ class RunDirectory:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(dump_run_config(_with_two_sizes(config)), encoding="utf-8")
+            # A run that started at the same moment also found the directory empty.
+            with self.config.open("x" if config.resume is False else "w", encoding="utf-8") as file:
+                file.write(dump_run_config(_with_two_sizes(config)))
+        except FileExistsError as error:
+            message = (
+                f"another run has just begun in output_dir {self.root}; name another directory."
+            )
+            raise ConfigError(message, key="output_dir") from error
         except OSError as error:
             message = f"cannot write to output_dir {self.root}: {error}"
             raise ConfigError(message, key="output_dir") from error
@@ -150,9 +164,8 @@ def check_same_values(info: CheckpointInfo, values: Mapping[str, int | str]) -> 
         written = info.values.get(name)
         if written != value:
             raise ConfigError(
-                f"{info.path} was written with {name} {written}, this run has {value}, so "
-                "it cannot go on from there; restore the setting, or start a new run in another "
-                "output_dir.",
+                f"{info.path} was written with {name} {written}, this run has {value}, so it cannot go on from "
+                f"there; restore {_CAUSES.get(name, 'the setting')}, or start a new run in another output_dir.",
                 key="resume",
             )
 

@@ -16,7 +16,9 @@ from thunder_memsave import __version__
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.job import identity, prepare
 from thunder_memsave.finetune.run_file.key_help import key_helps
+from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.run_file.shipped import shipped_configs
 
 
@@ -175,15 +177,15 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = run_file.parent / "run" / "checkpoints" / "step-00000003"
-    values: dict[str, int | str] = {
-        "optimizer_class": "AdamW",
-        "seed": 42,
-        "global_batch_size": 4,
-        "num_rows": 18,
-    }
-    write_checkpoint_info(checkpoint, world_size=1, values={"step": 3, **values})
+    job = prepare(load_run_config(run_file))
+    values = {"step": 3, **identity(job.config, job.data)}
+    write_checkpoint_info(checkpoint, world_size=1, values=values)
     assert main(["validate", str(run_file), "--resume=auto"]) == 0
     assert f"\nstart:     {checkpoint}\n" in capsys.readouterr().out
+    assert main(["validate", str(run_file), "--resume=auto", "--data.max_seq_length=30"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"was written with fingerprint_of_rows {values['fingerprint_of_rows']}, this" in message
+    assert "restore the data files, the tokenizer with its chat template" in message
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from harness.language_model import run_values, write_jsonl, write_run_file
 from thunder_memsave.finetune import job
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.job import prepare
+from thunder_memsave.finetune.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.parse import read_run_file
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.settings import ConfigError, ConfigErrors
@@ -156,3 +157,13 @@ def test_callbacks_and_loggers_that_could_not_work_are_refused(
         "callbacks=[{class_path: EarlyStopping}]", "data.dataset.init_args.val_fraction=0"
     )
     assert keys_of(without) == {"callbacks[0]"}
+
+
+def test_of_two_runs_that_start_at_once_the_second_is_refused(
+    config_of: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    directory = RunDirectory(root=tmp_path / "run")
+    directory.create(config_of())
+    with pytest.raises(ConfigError, match=r"another run has just begun in output_dir .*run; name"):
+        directory.create(config_of())
+    directory.create(config_of("resume=auto"))

@@ -9,6 +9,7 @@ that is trained on is always a piece of the whole conversation as the template r
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,16 +30,30 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\ue0f7"
 # transformers gives a template the model's thinking under all of these names.
 _THINKING = ("reasoning", "reasoning_content", "thinking")
+# What a template is given besides a user's variables.
+_OURS = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
 
 
-def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
+def render_chat(
+    row: Mapping[str, Any], tokenizer: Any, variables: Mapping[str, Any] | None = None
+) -> tuple[Part, ...]:
     """Render a row's `messages`, with its `tools` if it has any.
+
+    Args:
+        row: One row of the data.
+        tokenizer: Whose template is used.
+        variables: Values for further names in the template, such as `enable_thinking`.
 
     Raises:
         ConfigError: the messages are malformed, the template refuses them or does not use what
             they hold, or an assistant's text cannot be told apart.
     """
-    chat = _Chat(tokenizer=tokenizer, messages=_messages_of(row), tools=_tools_of(row))
+    chat = _Chat(
+        tokenizer=tokenizer,
+        messages=_messages_of(row),
+        tools=_tools_of(row),
+        variables=variables or {},
+    )
     chat.check_fields()
     if _GENERATION_MARK.search(chat.template):
         text, spans = chat.render_marked()
@@ -46,6 +61,26 @@ def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
         text = chat.render(chat.messages)
         spans = list(_assistant_spans(chat, text))
     return tuple(_parts(text, spans))
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: Any, *, key: str) -> None:
+    """Refuse variables that the template does not use, or that come from the data.
+
+    Raises:
+        ConfigError: there is such a one; `key` is the setting that holds them.
+    """
+    template = str(tokenizer.get_chat_template())
+    for name in variables:
+        if name in _OURS:
+            raise ConfigError(
+                f"{key} sets {name!r}, which comes from the data; remove it.", key=f"{key}.{name}"
+            )
+        if name not in template:
+            raise ConfigError(
+                f"{key} sets {name!r}, which the tokenizer's chat template does not use; remove it, or look at the "
+                "template for the name that it uses.",
+                key=f"{key}.{name}",
+            )
 
 
 def check_chat(row: Mapping[str, Any]) -> tuple[Part, ...]:
@@ -66,6 +101,7 @@ class _Chat:
     tokenizer: Any
     messages: Sequence[Message]
     tools: list[Any] | None
+    variables: Mapping[str, Any]
 
     @property
     def template(self) -> str:
@@ -76,7 +112,11 @@ class _Chat:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tools=self.tools, tokenize=False, add_generation_prompt=prompt
+                    list(messages),
+                    tools=self.tools,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **self.variables,
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
@@ -91,6 +131,7 @@ class _Chat:
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
+                **self.variables,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the chat template refuses this conversation: {error}") from error
@@ -177,7 +218,7 @@ def _end(chat: _Chat, text: str, index: int) -> int:
     if text.startswith(until_here):
         return len(until_here)
     end = _marked(chat, text, index, before=False)
-    as_last = _Chat(tokenizer=chat.tokenizer, messages=chat.messages[: index + 1], tools=chat.tools)
+    as_last = dataclasses.replace(chat, messages=chat.messages[: index + 1])
     end_of_turn = until_here[_marked(as_last, until_here, index, before=False) :]
     if not text.startswith(end_of_turn, end):
         raise ConfigError(_cannot_tell_apart(index))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from thunder_memsave.finetune.data.chat import check_chat, render_chat
+from thunder_memsave.finetune.data.chat import check_chat, check_variables, render_chat
 from thunder_memsave.finetune.data.documents import DataSplit, Document, Part
 from thunder_memsave.finetune.data.jsonl import read_jsonl, read_text, string_of
 from thunder_memsave.settings import ConfigError
@@ -86,9 +86,22 @@ class ChatJSONL(_JSONL):
     All special tokens come from the template, the ends of turns too; what it writes after the
     prompt for an answer is trained on. A row may have `tools`, and messages whatever fields the
     template uses (`tool_calls`, ...); one that it does not use is refused.
+    `chat_template_kwargs` gives the template values for other names that it uses, such as
+    `enable_thinking` (Qwen3) or `date_string` (Llama 3, which else may write today's date).
     """
 
     rendered = True
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        val_path: str | None = None,
+        val_fraction: float = 0.0,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ):
+        super().__init__(path=path, val_path=val_path, val_fraction=val_fraction)
+        self.chat_template_kwargs = chat_template_kwargs or {}
 
     @override
     def load(self, tokenizer: Any) -> DataSplit:
@@ -98,6 +111,8 @@ class ChatJSONL(_JSONL):
                 "use PromptJSONL, or add chat_template.jinja to the model's directory.",
                 key="data.dataset.class_path",
             )
+        key = f"{_ARGUMENTS}.chat_template_kwargs"
+        check_variables(self.chat_template_kwargs, tokenizer, key=key)
         return super().load(tokenizer)
 
     @override
@@ -108,7 +123,7 @@ class ChatJSONL(_JSONL):
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
-        return render_chat(row, tokenizer)
+        return render_chat(row, tokenizer, self.chat_template_kwargs)
 
 
 class PlainText:

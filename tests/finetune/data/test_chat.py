@@ -186,3 +186,44 @@ def test_a_conversation_that_the_template_cannot_serve_is_refused(
     chat_tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=message):
         render_chat({"messages": TWO_TURNS, **row}, chat_tokenizer)
+
+
+DATED = (
+    "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "<system>{{ date_string }}<end>"
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def test_a_variable_of_the_template_is_given_by_the_run_file(
+    chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Llama 3.2's template, for one, else writes today's date."""
+    chat_tokenizer.chat_template = DATED
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": TWO_TURNS}])
+    dataset = ChatJSONL(path=str(path), chat_template_kwargs={"date_string": "26 Jul 2024"})
+    (document,) = dataset.load(chat_tokenizer).train
+    text = "".join(part.text for part in document.parts)
+    assert text.startswith("<system>26 Jul 2024<end><user>")
+    assert any(part.assistant for part in document.parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "datestring",
+            r"kwargs sets 'datestring', which the tokenizer's chat template does not use",
+        ),
+        ("messages", r"sets 'messages', which comes from the data; remove it"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_use_is_refused(
+    name: str, message: str, chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    chat_tokenizer.chat_template = DATED
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": TWO_TURNS}])
+    with pytest.raises(ConfigError, match=message) as error:
+        ChatJSONL(path=str(path), chat_template_kwargs={name: 1}).load(chat_tokenizer)
+    assert error.value.key == f"data.dataset.init_args.chat_template_kwargs.{name}"

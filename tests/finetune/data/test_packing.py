@@ -32,6 +32,20 @@ def documents_of(rows: Rows) -> list[list[int]]:
     ]
 
 
+def test_rows_have_the_same_fingerprint_only_when_they_train_alike() -> None:
+    samples = samples_of([3, 5, 4])
+    rows = pad(samples, length=8, pad_id=0)
+    assert rows.fingerprint == pad(samples_of([3, 5, 4]), length=8, pad_id=0).fingerprint
+    targets = dataclasses.replace(samples[2], targets=samples[2].targets * 0)
+    others = [
+        pad(samples, length=9, pad_id=0),
+        pad(samples[::-1], length=8, pad_id=0),
+        pad([*samples[:2], targets], length=8, pad_id=0),
+        pack(samples, length=8, pad_id=0, seed=0),
+    ]
+    assert len({rows.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
 def test_packed_rows_hold_every_document_once() -> None:
     samples = samples_of([random.Random(1).randrange(2, 33) for _ in range(100)])
     rows = pack(samples, length=32, pad_id=0, seed=3)
