@@ -48,7 +48,9 @@ def test_the_ranks_of_one_attempt_share_a_store_and_the_next_attempt_has_another
 
 def test_a_rank_that_died_while_it_started_is_replaced() -> None:
     store = dist.HashStore()
-    with pytest.raises(StartError, match=r"rank 1 waited until the timeout for rank 0 to start with it"):
+    with pytest.raises(
+        StartError, match=r"rank 1 waited until the timeout for rank 0 to start with it"
+    ):
         own_store(store, rank=1, world_size=3, timeout=AT_ONCE)
     run_attempt(store)
 
@@ -78,7 +80,9 @@ def test_a_rank_whose_neighbour_does_not_come_says_so() -> None:
     handshake = dist.PrefixStore("thunder_memsave/start", store)
     with ThreadPoolExecutor(1) as pool:
         zero = start(pool, store, 0)
-        with pytest.raises(StartError, match=r"rank 1 waited .* for rank 0 to start all ranks; look"):
+        with pytest.raises(
+            StartError, match=r"rank 1 waited .* for rank 0 to start all ranks; look"
+        ):
             own_store(store, rank=1, world_size=3, timeout=timedelta(seconds=0.5))
         # Rank 0 goes on waiting; both come at last.
         handshake.set("ask/2", "two")
