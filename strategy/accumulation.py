@@ -36,6 +36,7 @@ from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace  # noqa: E402
 from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
+from thunder_memsave.missing_ranks import collective  # noqa: E402
 from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
 from thunder_memsave.transport import start_reduce_scatter  # noqa: E402
 
@@ -130,12 +131,14 @@ def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> T
     dtype = parameter.dtype if wanted is None else torch.promote_types(parameter.dtype, wanted)
     grad = total.to(dtype)
     if not is_sharded(parameter):
-        dist.all_reduce(grad, group=data_parallel.everyone)
+        with collective("sum of a kept gradient", data_parallel.everyone):
+            dist.all_reduce(grad, group=data_parallel.everyone)
         return grad
     ((handle, rows),) = start_reduce_scatter([grad], data_parallel.group)
     handle.wait()
     if data_parallel.replicas is not None:
-        dist.all_reduce(rows, group=data_parallel.replicas)
+        with collective("sum of a kept gradient's rows", data_parallel.replicas):
+            dist.all_reduce(rows, group=data_parallel.replicas)
     return rows
 
 

@@ -34,10 +34,11 @@ def own_store(
     """
     handshake = dist.PrefixStore("thunder_memsave/start", store)
     deadline = time.monotonic() + timeout.total_seconds()
-    if rank == 0:
-        name = _name_attempt(handshake, world_size, deadline)
-    else:
-        name = _ask_for_name(handshake, rank, deadline)
+    name = (
+        _name_attempt(handshake, world_size, deadline)
+        if rank == 0
+        else _ask_for_name(handshake, rank, deadline)
+    )
     return dist.PrefixStore(f"thunder_memsave/attempt-{name}", store)
 
 

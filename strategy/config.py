@@ -100,8 +100,14 @@ class StrategyConfig(Section):
     reduce_dtype: Literal["float32"] | None = "float32"
     """Gradients of fewer bits are summed over the ranks in this type; None sums them as they are."""
 
+    nonfinite_gradients: Literal["ignore", "skip", "stop"] = "ignore"
+    """What a step does whose gradients are infinite or not a number on any rank: `ignore` takes it;
+    `skip` leaves parameters and optimizer state alone on every rank, and logs a warning; `stop`
+    raises an error on every rank. Under `skip`, clipping to a norm raises nothing either."""
+
     timeout: timedelta = timedelta(minutes=30)
-    """How long a collective may wait for the other ranks; users write `30min`."""
+    """How long a collective may wait for the other ranks; users write `30min`. On gloo it fails
+    with a message then; on nccl torch's watchdog logs one, and ends the process."""
 
     state_dict_type: Literal["sharded", "full"] = "sharded"
     """What `fabric.save` writes: one directory of shards, or one file with full tensors."""

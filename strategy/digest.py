@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharding import DataParallel, is_sharded
 
 _PACKAGES = ("torch", "lightning-thunder", "lightning", "thunder-memsave", "transformers", "peft")
@@ -62,7 +63,8 @@ def check_ranks_agree(
         return
     digests: list[Digest | None] = [None] * data_parallel.num_ranks
     own = make_digest(module, config=config)
-    dist.all_gather_object(digests, own, group=data_parallel.everyone)
+    with collective("comparison of the models", data_parallel.everyone):
+        dist.all_gather_object(digests, own, group=data_parallel.everyone)
     first, *others = [d for d in digests if d is not None]
     for rank, other in enumerate(others, start=1):
         found = differences(first, other, rank=rank)

@@ -1,12 +1,15 @@
-"""Clipping of gradients that are spread over ranks."""
+"""Norms of gradients that are spread over ranks: for clipping, and for whether they are finite."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharding import DataParallel, all_gather, is_sharded
 
 
@@ -52,6 +55,19 @@ def clip_value(parameters: Iterable[nn.Parameter], *, clip_value: float) -> None
     """
     _require_positive("clip_value", clip_value)
     nn.utils.clip_grad_value_(list(parameters), clip_value)
+
+
+def are_finite(parameters: Iterable[nn.Parameter], *, data_parallel: DataParallel | None) -> bool:
+    """Whether every gradient is finite on every rank; the same answer on all. A collective of one number."""
+    parameters = list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    # The largest element: NaN goes through it, and unlike a sum it does not overflow.
+    largest = nn.utils.get_total_norm(grads, math.inf)
+    finite = torch.isfinite(largest).to(parameters[0].device, torch.float32)
+    if data_parallel is not None:
+        with collective("agreement on finite gradients", data_parallel.everyone):
+            dist.all_reduce(finite, dist.ReduceOp.MIN, group=data_parallel.everyone)
+    return bool(finite)
 
 
 def global_norm(

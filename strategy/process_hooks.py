@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thunder_memsave.config import ConfigError, StrategyConfig
+from thunder_memsave.missing_ranks import collective
 from thunder_memsave.process_group import (
     init_default_group,
     make_data_parallel,
@@ -169,7 +170,8 @@ class ProcessHooks(ParallelStrategy):
         reduce_op: ReduceOp | str | None = "mean",
     ) -> Tensor | Any:
         if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            with collective("fabric.all_reduce", group):
+                return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     @override
@@ -181,22 +183,23 @@ class ProcessHooks(ParallelStrategy):
         # Fabric's own way to do this warns about a deprecation in torch 2.13.
         tensor = tensor.detach().contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, tensor, group=group)
+        with collective("fabric.all_gather", group):
+            dist.all_gather(gathered, tensor, group=group)
         return torch.stack(gathered)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+        with collective("fabric.barrier" if name is None else f"fabric.barrier {name!r}"):
+            dist.barrier(device_ids=device_ids)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not dist.is_initialized():
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src)
+        with collective("fabric.broadcast"):
+            dist.broadcast_object_list(objects, src)
         return objects[0]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharded_parameter import (
     ShardedParameter,
     ShardedParameterError,
@@ -221,7 +222,8 @@ def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
         out, shard = out.view(torch.uint8), shard.view(torch.uint8)
     # torch 2.13 renamed it and warns about the old name, the only one that 2.11 has.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, shard, group=data_parallel.group)
+    with collective(f"all-gather of {list(out.shape)}", data_parallel.group):
+        gather(out, shard, group=data_parallel.group)
 
 
 @contextmanager

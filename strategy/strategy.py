@@ -34,6 +34,11 @@ from thunder_memsave.forward_methods import take_redirection
 from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
 from thunder_memsave.materialize import materialize
+from thunder_memsave.nonfinite import (
+    NonfiniteGradients,
+    refuse_closure,
+    refuse_stop_with_scaler,
+)
 from thunder_memsave.precision import refuse_unsupported, share_found_inf
 from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
 from thunder_memsave.sharding import shard_module
@@ -78,6 +83,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             None for their own type.
         frontend: How graphs are captured, `"dynamo"` or `"interpreter"`.
         executors: Names of Thunder executors; None takes the defaults.
+        nonfinite_gradients: What a step does whose gradients are not finite: `"ignore"`, `"skip"`,
+            `"stop"`.
         timeout: How long a collective may wait for the other ranks, such as `"30min"`.
         state_dict_type: What `fabric.save` writes, `"sharded"` or `"full"`.
         memory: Has no keys in this version.
@@ -103,6 +110,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         reduce_dtype: str | None = "float32",
         frontend: str = "dynamo",
         executors: list[str] | tuple[str, ...] | None = None,
+        nonfinite_gradients: str = "ignore",
         timeout: str | timedelta = "30min",
         state_dict_type: str = "sharded",
         memory: Mapping[str, Any] | None = None,
@@ -122,6 +130,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 "reduce_dtype": reduce_dtype,
                 "frontend": frontend,
                 "executors": executors,
+                "nonfinite_gradients": nonfinite_gradients,
                 "timeout": timeout,
                 "state_dict_type": state_dict_type,
             },
@@ -136,6 +145,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             process_group_backend=process_group_backend,
         )
         self._backward_sync_control = _Accumulation()
+        self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
@@ -154,6 +164,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         config = load_strategy_config(path)
         strategy = cls(process_group_backend=process_group_backend)
         strategy.config = config
+        strategy._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         return strategy
 
     @classmethod
@@ -175,6 +186,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
     @override
     def _setup_distributed(self) -> None:
+        refuse_stop_with_scaler(self._nonfinite.policy, self.precision)
         super()._setup_distributed()
         if self.data_parallel is not None and self.data_parallel.shards:
             share_found_inf(self.precision, self.data_parallel.everyone)
@@ -243,15 +255,25 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step, unless gradients wait for their reduction.
+        """Step, unless gradients wait for their reduction, or are not finite and such steps are skipped.
 
         Raises:
             RuntimeError: no backward reduced the gradients of the last micro-batches.
+            NonfiniteGradientsError: gradients are not finite, and the run is to stop; on every rank.
+            ConfigError: a closure makes the gradients, and they are to be checked.
         """
-        # A closure runs the last micro-batch itself.
-        if isinstance(optimizer, Optimizer) and "closure" not in kwargs:
-            _refuse_unreduced(optimizer, self._modules)
+        if isinstance(optimizer, Optimizer) and not self._may_step(optimizer, kwargs):
+            return None
         return super().optimizer_step(optimizer, **kwargs)
+
+    def _may_step(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+        if "closure" in kwargs:  # runs the last micro-batch itself
+            refuse_closure(self._nonfinite.policy)
+            return True
+        _refuse_unreduced(optimizer, self._modules)
+        return self._nonfinite.allows_step(
+            optimizer, precision=self.precision, data_parallel=self.data_parallel
+        )
 
     @override
     def clip_gradients_norm(
@@ -265,13 +287,17 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         """Scale the gradients to a global norm; returns the norm before. A collective."""
         _refuse_unreduced(optimizer, self._modules)
         self.precision.unscale_gradients(optimizer)
-        return clip_norm(
-            list(self.precision.main_params(optimizer)),
+        parameters = list(self.precision.main_params(optimizer))
+        norm = clip_norm(
+            parameters,
             max_norm=max_norm,
             norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
+            # Fabric's default, which would end a run that is told to skip such steps.
+            error_if_nonfinite=error_if_nonfinite and self._nonfinite.policy != "skip",
             data_parallel=self.data_parallel,
         )
+        self._nonfinite.note_norm(parameters, norm, data_parallel=self.data_parallel)
+        return norm
 
     @override
     def clip_gradients_value(

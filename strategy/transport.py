@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thunder_memsave.missing_ranks import NoticingHandle
+
 # torch 2.13 renamed both, and warns about the old names, the only ones that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,7 +47,7 @@ def start_all_gather(
     else:
         # nccl: one launch, no copies. gloo: one message, through a buffer of its own.
         work = group.allgather_into_tensor_coalesced(outputs, inputs)
-    return [(_Named(work, "all-gather", whole, group), w) for w in whole]
+    return [(NoticingHandle(work, _named("all-gather", whole), group), w) for w in whole]
 
 
 def start_reduce_scatter(
@@ -65,30 +67,7 @@ def start_reduce_scatter(
         handle = reduce_scatter_single(shards[0], whole[0], dist.ReduceOp.SUM, group, True)
     else:
         handle = group.reduce_scatter_tensor_coalesced(shards, whole)
-    return [(_Named(handle, "reduce-scatter", whole, group), s) for s in shards]
-
-
-class _Named:
-    """Says what was waited for where waiting fails, as gloo's errors do not."""
-
-    def __init__(
-        self, handle: Handle, kind: str, whole: Sequence[Tensor], group: dist.ProcessGroup
-    ) -> None:
-        self._handle, self._group = handle, group
-        self._what = f"{kind} of {', '.join(str(list(w.shape)) for w in whole[:3])}"
-        self._what += f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-
-    def wait(self) -> None:
-        try:
-            self._handle.wait()
-        except RuntimeError as error:
-            rank, ranks = dist.get_rank(), dist.get_process_group_ranks(self._group)
-            others = ", ".join(str(r) for r in ranks if r != rank)
-            raise RuntimeError(
-                f"rank {rank} waited for the {self._what} with rank {others}, which failed: {error}. A process that "
-                "has stopped, died or raised an error does not take part; its own output says why. strategy.timeout is "
-                "how long the others wait."
-            ) from error
+    return [(NoticingHandle(handle, _named("reduce-scatter", whole), group), s) for s in shards]
 
 
 class _SumOfParts:
@@ -118,6 +97,12 @@ class _SumOfParts:
         # Handles live until the last of their results is waited for; this does not need to.
         del self._received, self._shards
         self._work = None
+
+
+def _named(kind: str, whole: Sequence[Tensor]) -> str:
+    """What is communicated, for messages."""
+    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+    return f"{kind} of {', '.join(str(list(w.shape)) for w in whole[:3])}{more}"
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharding import DataParallel
 
 T = TypeVar("T")
@@ -30,7 +31,8 @@ def broadcast(value: T, data_parallel: DataParallel | None) -> T:
     if data_parallel is None:
         return value
     values: list[T] = [value]
-    dist.broadcast_object_list(values, group=data_parallel.everyone, group_src=0)
+    with collective("broadcast of rank 0's values", data_parallel.everyone):
+        dist.broadcast_object_list(values, group=data_parallel.everyone, group_src=0)
     return values[0]
 
 
@@ -57,7 +59,8 @@ def together(
         error = e
     messages: list[str | None] = [None] * data_parallel.num_ranks
     text = None if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(messages, text, group=data_parallel.everyone)
+    with collective("exchange of what failed where", data_parallel.everyone):
+        dist.all_gather_object(messages, text, group=data_parallel.everyone)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

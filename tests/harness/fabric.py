@@ -101,14 +101,20 @@ def run_python(arguments: Sequence[object], *, timeout: float = 300, **env: str)
 
 def start_python(arguments: Sequence[object], **env: str) -> subprocess.Popen[str]:
     """Start this Python in a session of its own, so that `finish` can end all it started."""
-    tests = str(Path(__file__).parents[1])
+    # What pytest itself was told to import comes along: a checkout that is not the installed one.
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tests, **env},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            **env,
+        },
     )
 
 
