@@ -48,6 +48,7 @@ _EVAL, _SAVE = "eval.every_n_steps", "checkpoint.every_n_steps"
 _AT_START = "every run tokenizes its data when it starts; leave it out"
 _CONVERT = "rows are made before the run, as messages, prompt and completion, or text"
 _KERNELS = "Thunder compiles the step, without kernels of other packages; leave it out"
+_FSDP = "FULL_SHARD is zero3, SHARD_GRAD_OP zero2, HYBRID_SHARD hybrid, NO_SHARD none"
 _ONE_AXIS = "this version shards over data-parallel ranks only"
 _NO_PREFERENCES = "this command trains on texts, prompts and chats, not on preferences or rewards"
 _SAME_LOSS = "the loss is the cross-entropy of the target tokens; leave it out"
@@ -259,11 +260,13 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "enable_activation_checkpointing": _(TORCHTUNE, note=_PLANNING),
     "activation_offloading": _(AXOLOTL, TRAINER, note=_PLANNING),
     "enable_activation_offloading": _(TORCHTUNE, note=_PLANNING),
-    "fsdp": _(AXOLOTL, TRAINER, here="strategy.sharding"),
-    "fsdp_config": _(AXOLOTL, TRAINER, here="strategy.sharding"),
-    "fsdp_version": _(AXOLOTL, here="strategy.sharding", note="zero2 or none"),
-    "dp_shard_size": _(AXOLOTL, here="strategy.sharding", note="zero2 or none"),
-    "accelerator_config": _(TRAINER, here="strategy.sharding", note="zero2 or none"),
+    "fsdp": _(AXOLOTL, TRAINER, here="strategy.sharding", note=_FSDP),
+    "fsdp_config": _(AXOLOTL, TRAINER, here="strategy.sharding", note=_FSDP),
+    "fsdp_version": _(AXOLOTL, here="strategy.sharding", note="there is one version"),
+    "dp_shard_size": _(
+        AXOLOTL, here="strategy.sharding", note="{mode: hybrid, size: 8}; zero3 shards over all"
+    ),
+    "accelerator_config": _(TRAINER, here="strategy.sharding", note="zero2, zero3, hybrid or none"),
     "parallelism_config": _(TRAINER, note=_ONE_AXIS),
     "tensor_parallel_size": _(AXOLOTL, note=_ONE_AXIS),
     "context_parallel_size": _(AXOLOTL, note=_ONE_AXIS),
@@ -280,7 +283,12 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "liger_rms_norm": _(AXOLOTL, note=_KERNELS),
     "liger_glu_activation": _(AXOLOTL, note=_KERNELS),
     "liger_fused_linear_cross_entropy": _(AXOLOTL, note=_KERNELS),
-    "deepspeed": _(AXOLOTL, TRAINER, here="strategy.sharding", note="zero2 or none"),
+    "deepspeed": _(
+        AXOLOTL,
+        TRAINER,
+        here="strategy.sharding",
+        note="stage 2 is zero2, stage 3 zero3; nothing is offloaded",
+    ),
     "num_nodes": _(LITGPT, note="start one torchrun per node; it says how many there are"),
     "torch_compile": _(AXOLOTL, TRAINER, note="the step is always compiled; leave it out"),
     "compile": _(TORCHTUNE, note="the step is always compiled; leave it out"),
