@@ -15,6 +15,7 @@ A trace of a backward that may do so has a `with_unreduced` before each reductio
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from thunder_memsave import compat
 
@@ -44,7 +46,7 @@ _executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
 register_executor(_executor)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Kept:
     """One parameter's sum so far, already divided by the number of ranks."""
 
@@ -53,6 +55,7 @@ class _Kept:
     grad: Tensor
     """What `parameter.grad` was set to: as long as it stays, nobody has dropped the gradients."""
     version: int
+    hook: RemovableHandle | None = None
 
     @property
     def is_dropped(self) -> bool:
@@ -60,6 +63,26 @@ class _Kept:
         if self.parameter.grad is not self.grad:
             return True
         return self.grad._version != self.version and not bool(self.grad.any())
+
+    def follow(self) -> None:
+        """Tell what autograd adds to `grad` from what `zero_grad` does, also where a sum of zeros is added.
+
+        Such as a weight's decay in the loss, or `0 * weight.sum()`: on some ranks only, where others have other rows.
+        """
+        # Weak: the hook is the parameter's, and must not keep the parameter and its gradient alive.
+        this = weakref.ref(self)
+
+        def added(_: Tensor) -> None:
+            if (kept := this()) is not None and kept.grad._version == kept.version + 1:
+                kept.version += 1
+
+        if self.parameter.requires_grad:  # it may have been frozen between forward and backward
+            self.hook = self.parameter.register_post_accumulate_grad_hook(added)
+
+    def unfollow(self) -> None:
+        """It is kept no longer."""
+        if self.hook is not None:
+            self.hook.remove()
 
 
 class UnreducedGradients:
@@ -83,8 +106,8 @@ class UnreducedGradients:
 
     def parameters(self) -> list[Tensor]:
         """Those with gradients that are not reduced yet."""
-        self._kept = {key: kept for key, kept in self._kept.items() if not kept.is_dropped}
-        return [kept.parameter for kept in self._kept.values()]
+        found = [self._find(kept.parameter) for kept in list(self._kept.values())]
+        return [kept.parameter for kept in found if kept is not None]
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """Keep a gradient. In float32 at least: bfloat16 would round every sum to 8 bits."""
@@ -96,14 +119,16 @@ class UnreducedGradients:
         if parameter.grad is None:
             # The reduced sum goes here; and `zero_grad`, which takes it away, drops what is kept.
             parameter.grad = torch.zeros_like(parameter.detach())
-        self._kept[id(parameter)] = _Kept(parameter, total, parameter.grad, parameter.grad._version)
+        kept = _Kept(parameter, total, parameter.grad, parameter.grad._version)
+        kept.follow()
+        self._kept[id(parameter)] = kept
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """What is kept, which is then kept no longer."""
         kept = self._find(parameter)
         if kept is None:
             return None
-        del self._kept[id(parameter)]
+        self._forget(kept)
         return kept.total
 
     def reduce_rest(self) -> None:
@@ -121,9 +146,13 @@ class UnreducedGradients:
     def _find(self, parameter: Tensor) -> _Kept | None:
         kept = self._kept.get(id(parameter))
         if kept is not None and kept.is_dropped:
-            del self._kept[id(parameter)]
+            self._forget(kept)
             return None
         return kept
+
+    def _forget(self, kept: _Kept) -> None:
+        kept.unfollow()
+        del self._kept[id(kept.parameter)]
 
 
 def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> Tensor:

@@ -158,6 +158,7 @@ def test_kept_gradients_follow_zero_grad_methods_and_outputs() -> None:
 def check_keeping() -> None:
     fabric = make_fabric(devices=NUM_RANKS, sharding="zero3", accumulate="accumulate_unsharded")
     check_a_dropped_micro_batch(fabric)
+    check_a_loss_with_the_parameters_themselves(fabric)
     check_weights_that_the_last_micro_batch_does_not_use(fabric)
     check_outputs_without_a_gradient(fabric)
     check_that_nothing_is_lost_without_a_word(fabric)
@@ -180,6 +181,21 @@ def check_a_dropped_micro_batch(fabric: Fabric) -> None:
         run(fabric, model, "forward", 2, last=True)
         check_gradients(fabric, model, expected(("forward", 1), ("forward", 2)))
         optimizer.zero_grad()
+
+
+def check_a_loss_with_the_parameters_themselves(fabric: Fabric) -> None:
+    """Zeros that autograd adds are not taken for `zero_grad(set_to_none=False)`."""
+    model, optimizer = set_up(fabric)
+    for step in (0, 10):
+        for seed in range(step, step + NUM_MICRO_BATCHES):
+            with fabric.no_backward_sync(model, enabled=seed < step + NUM_MICRO_BATCHES - 1):
+                loss = model(batch(seed)[fabric.global_rank :: NUM_RANKS]).square().mean()
+                fabric.backward(loss + 0 * sum(p.sum() for p in model.parameters()))
+        whole = expected(*(("forward", step + i) for i in range(NUM_MICRO_BATCHES)))
+        whole["extra.weight"] = torch.zeros(3, 3)
+        check_gradients(fabric, model, whole)
+        optimizer.zero_grad(set_to_none=False)
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def check_weights_that_the_last_micro_batch_does_not_use(fabric: Fabric) -> None:
