@@ -154,6 +154,8 @@ def end(agent: subprocess.Popen[bytes]) -> None:
 
 MACHINE_DIES = ("backward-2", "step-3", "save-4")
 PROCESS_DIES = "backward-5"
+AGENT_DIES = ("backward-2", "step-3", "backward-4")
+"""Before the step is saved, so that the process which takes over comes here again."""
 
 
 def check_restarts(
@@ -225,8 +227,8 @@ def test_an_elastic_run_takes_an_agent_back_whose_process_lives_on(
 ) -> None:
     expected = uninterrupted(script, make_directory(tmp_path / "expected"))
     with on_loopback(make_directory(tmp_path / "run"), "c10d") as cluster:
-        with running(cluster, [script, cluster.logs, 1, 2, *MACHINE_DIES]) as run:
-            for gate in MACHINE_DIES:
+        with running(cluster, [script, cluster.logs, 1, 2, *AGENT_DIES]) as run:
+            for gate in AGENT_DIES:
                 kill_agent_alone(run, gate)
             run.wait()
         check_same_weights(cluster.logs, expected)

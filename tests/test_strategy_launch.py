@@ -1,4 +1,4 @@
-"""Every way to launch trains the same: torchrun, two of its nodes, and Fabric's own launcher."""
+"""Every way to launch trains the same: torchrun, two of its nodes, SLURM, and Fabric's own launcher."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 from harness.fabric import finish, free_port, run_python, start_python
+from thunder_memsave.config import ConfigError
 
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -105,6 +107,38 @@ def test_two_nodes_of_torchrun(script: Path, results: Path) -> None:
     for node in nodes:
         finish(node)
     check_results(results, places=[[0, 0], [1, 0]])
+
+
+def slurm(task: int, port: int) -> dict[str, str]:
+    """What `srun --nodes=2 --ntasks-per-node=1` tells a task."""
+    return {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_PROCID": str(task),
+        "SLURM_NODEID": str(task),
+        "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def test_slurm(script: Path, results: Path) -> None:
+    port = free_port()
+    tasks = [start_python([script, 1, 2, results], **slurm(task, port)) for task in range(2)]
+    for task in tasks:
+        finish(task)
+    check_results(results, places=[[0, 0], [1, 0]])
+
+
+def test_devices_that_contradict_slurm_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**slurm(0, free_port()), "SLURM_NTASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    fabric = Fabric(strategy="thunder_memsave", accelerator="cpu", devices=1, num_nodes=2)
+    with pytest.raises(ConfigError, match="asks for 2 processes, but SLURMEnvironment started 8"):
+        fabric.launch()
 
 
 def test_fabrics_own_launcher(script: Path, results: Path) -> None:
