@@ -23,6 +23,7 @@ checkpoints: those methods belong to rank 0's callback, and every rank loads wha
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any, cast
@@ -48,6 +49,8 @@ from thunder_memsave.finetune.stop import NotFiniteError, was_interrupted
 
 EVALUATION_METRICS = ("val_loss", "val_perplexity")
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -60,6 +63,8 @@ class Plan:
     max_grad_norm: float | None
     lr_scheduler: LRSchedulerConfig
     eval: EvalConfig
+    skips_nonfinite: bool = False
+    """Whether a step whose loss or gradients are not finite is left out, instead of ending the run."""
 
 
 def fit(
@@ -87,8 +92,8 @@ def fit(
         The reason that a callback gave for an end before the plan's.
 
     Raises:
-        NotFiniteError: a loss or the norm of a step's gradients is not finite; on all ranks, and
-            before those gradients change a weight.
+        NotFiniteError: the loss or the norm of gradients of a step that the plan does not skip, or the validation
+            loss, is not finite; on all ranks, and before those gradients change a weight.
     """
     start, num_steps = state["step"], plan.num_steps
     control = TrainingControl()
@@ -161,14 +166,10 @@ def _train_step(
     set_learning_rate(optimizer, lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps))
     loss = float(_accumulate(fabric, model, work, mask=plan.mask))
     norm = _clip(fabric, model, optimizer, max_norm=plan.max_grad_norm)
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        lr = optimizer.param_groups[0]["lr"]
-        raise NotFiniteError(
-            f"step {step + 1} was not taken: its loss is {loss:g} and the norm of its gradients "
-            f"{norm:g}; lower the learning rate (optimizer.init_args.lr; it was {lr:.3g} in this "
-            "step), or check the data."
-        )
-    optimizer.step()
+    if math.isfinite(loss) and math.isfinite(norm):
+        optimizer.step()
+    else:
+        _refuse_step(fabric, optimizer, plan=plan, step=step, loss=loss, norm=norm)
     optimizer.zero_grad()
     num_inputs = sum(batch.input_ids.numel() for batch in work.batches) * fabric.world_size
     return {
@@ -177,6 +178,22 @@ def _train_step(
         "num_input_tokens": float(num_inputs),
         "num_tokens": float(work.num_tokens),
     }
+
+
+def _refuse_step(
+    fabric: Fabric, optimizer: Optimizer, *, plan: Plan, step: int, loss: float, norm: float
+) -> None:
+    """Leave the step out, or end the run; loss and norm are the same on all ranks."""
+    lr = optimizer.param_groups[0]["lr"]
+    message = (
+        f"step {step + 1} was not taken: its loss is {loss:g} and the norm of its gradients "
+        f"{norm:g}; lower the learning rate (optimizer.init_args.lr; it was {lr:.3g} in this "
+        "step), or check the data."
+    )
+    if not plan.skips_nonfinite:
+        raise NotFiniteError(message)
+    if fabric.is_global_zero:
+        _log.warning(message)
 
 
 def _clip(

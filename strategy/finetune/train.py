@@ -331,6 +331,7 @@ def _plan(job: Job, fabric: Fabric) -> Plan:
         max_grad_norm=config.train.max_grad_norm,
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,
+        skips_nonfinite=config.strategy.get("nonfinite_gradients") == "skip",
     )
 
 

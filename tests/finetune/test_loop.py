@@ -329,6 +329,29 @@ def test_a_step_whose_loss_or_gradients_are_not_finite_changes_no_weight(
     assert witness.calls[-2:] == ["done 2", "step"]
 
 
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_a_step_that_is_not_finite_can_be_left_out(
+    in_loss: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(3, 4, 5, 6)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = PoisonedModel(in_loss=in_loss)
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    state = {"model": module, "optimizer": optimizer, "step": 0}
+    fit(
+        fabric,
+        module,
+        optimizer,
+        train_rows=rows,
+        validation_rows=None,
+        plan=plan(num_steps=3, skips_nonfinite=True),
+        state=state,
+    )
+    assert torch.equal(model.table.weight, model.before)
+    assert state["step"] == 3
+    assert "step 3 was not taken: its loss is " in caplog.text
+
+
 class Swallower(Witness):
     """Does what a library may do with Ctrl-C in the second step."""
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import yaml
 from docstring_parser import parse_from_object
@@ -15,6 +15,7 @@ from docstring_parser import parse_from_object
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.value_kinds import wanted
+from thunder_memsave.settings import Bytes
 
 _WIDTH = 100
 
@@ -24,6 +25,7 @@ _OWN_WORDS: dict[Any, str] = {
     ClassSpec | None: "a class or null",
     list[ClassSpec]: "a list of classes",
     timedelta: "a duration",
+    Bytes | Literal["auto"]: "auto or bytes, such as 256MiB",
 }
 
 
@@ -65,14 +67,24 @@ def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
 
 def _strategy_helps() -> Iterator[KeyHelp]:
     """Yield the keys of the strategy, which its YAML has without the classes that group them."""
-    yield dataclasses.replace(next(key_helps(ShardingConfig)), key="strategy.sharding")
+    sharding, size = key_helps(ShardingConfig)
+    yield dataclasses.replace(
+        sharding,
+        key="strategy.sharding",
+        wanted=f"{sharding.wanted}, or {{mode: hybrid, size: 8}}",
+        meaning=f"{sharding.meaning} size: {size.meaning}",
+    )
     yield from key_helps(CompileConfig, where="strategy.")
-    for name in ("timeout", "state_dict_type"):
-        hint, meanings = get_type_hints(StrategyConfig)[name], _meanings(StrategyConfig)
-        default = getattr(StrategyConfig(), name)
-        text = _default("30min" if isinstance(default, timedelta) else default, hint)
+    hints, meanings = get_type_hints(StrategyConfig), _meanings(StrategyConfig)
+    for field in dataclasses.fields(StrategyConfig):
+        name, default = field.name, getattr(StrategyConfig(), field.name)
+        if dataclasses.is_dataclass(hints[name]):
+            continue
         yield KeyHelp(
-            key=f"strategy.{name}", wanted=_wanted(hint), default=text, meaning=meanings[name]
+            key=f"strategy.{name}",
+            wanted=_wanted(hints[name]),
+            default=_default("30min" if isinstance(default, timedelta) else default, hints[name]),
+            meaning=meanings[name],
         )
 
 
