@@ -33,6 +33,7 @@ from thunder_memsave.transport import (  # noqa: E402
     all_gather_single,
     reduce_scatter_single,
     start_all_gather,
+    start_all_reduce,
     start_reduce_scatter,
 )
 
@@ -41,6 +42,7 @@ _CAST_AND_ALL_GATHER = "cast_and_all_gather_rows"
 _ALL_GATHER_BUCKET = "all_gather_bucket"
 _REDUCE_SCATTER = "reduce_scatter_rows"
 _REDUCE_SCATTER_BUCKET = "reduce_scatter_bucket"
+_ALL_REDUCE = "all_reduce_values"
 _WAIT = "torch_wait_prim_impl"  # Thunder's own
 
 collectives_executor = OperatorExecutor("thunder_memsave_collectives", version="0")
@@ -66,6 +68,17 @@ def _reduce_scatter(
     reduce_op = ltorch.to_torch_distributed_reduce_op(op)
     work = reduce_scatter_single(shard, whole.contiguous(), reduce_op, group, bool(do_async))
     return (work, shard) if do_async else shard
+
+
+def _all_reduce(
+    values: Tensor, op: Any, group: dist.ProcessGroup, do_async: bool, skip_clone: bool = False
+) -> Tensor | tuple[Handle, Tensor]:
+    reduced = values if skip_clone else values.clone()
+    started = start_all_reduce(reduced, ltorch.to_torch_distributed_reduce_op(op), group)
+    if do_async:
+        return started
+    started[0].wait()
+    return reduced
 
 
 def _all_gather_bucket(
@@ -153,6 +166,7 @@ def _along_rows(*args: Any, dim: int | None = None, **_: Any) -> bool:
 for _prim, _name, _run in (
     (dist_prims.all_gather, _ALL_GATHER, _all_gather),
     (dist_prims.reduce_scatter, _REDUCE_SCATTER, _reduce_scatter),
+    (dist_prims.all_reduce, _ALL_REDUCE, _all_reduce),
 ):
     collectives_executor.register_implementation(
         _prim,

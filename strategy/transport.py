@@ -1,4 +1,4 @@
-"""Starts all-gathers and reduce-scatters along dim 0, of one tensor or of several together.
+"""Starts all-gathers and reduce-scatters along dim 0, of one tensor or of several together, and all-reduces.
 
 Each start returns one `(handle, result)` per tensor; the result may be read after `handle.wait()`, which may be called
 once per result. Nothing else needs to be kept: gloo's works hold what they read, and nccl's until they are waited for
@@ -68,6 +68,15 @@ def start_reduce_scatter(
     else:
         handle = group.reduce_scatter_tensor_coalesced(shards, whole)
     return [(NoticingHandle(handle, _named("reduce-scatter", whole), group), s) for s in shards]
+
+
+def start_all_reduce(
+    values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> tuple[Handle, Tensor]:
+    """Reduce `values` over the ranks, in place."""
+    work = dist.all_reduce(values, op, group, async_op=True)
+    assert work is not None
+    return NoticingHandle(work, _named("all-reduce", [values]), group), values
 
 
 class _SumOfParts:

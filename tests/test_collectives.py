@@ -37,7 +37,7 @@ def _counts(compiled: Compiled) -> Counter[str]:
     return Counter(n for n in names if n in _COLLECTIVES)
 
 
-_COLLECTIVES = ("all_gather_rows", "reduce_scatter_rows", "torch_all_reduce_prim_impl")
+_COLLECTIVES = ("all_gather_rows", "reduce_scatter_rows", "all_reduce_values")
 
 
 def _communicates(rank: int) -> None:
@@ -46,9 +46,9 @@ def _communicates(rank: int) -> None:
         # Embedding, weight and bias are gathered; the two trainable ones are scattered; gain is whole.
         (
             "zero2",
-            {"all_gather_rows": 3, "reduce_scatter_rows": 2, "torch_all_reduce_prim_impl": 1},
+            {"all_gather_rows": 3, "reduce_scatter_rows": 2, "all_reduce_values": 1},
         ),
-        ("none", {"torch_all_reduce_prim_impl": 3}),
+        ("none", {"all_reduce_values": 3}),
     ):
         torch.manual_seed(0)
         model = Model()

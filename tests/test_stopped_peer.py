@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -21,12 +23,10 @@ TIMEOUT_S = 3.0
 
 
 def check(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    data_parallel = DataParallel(mode="zero3", group=group)
-    model = nn.Linear(4, 6)
-    shard_module(model, data_parallel)
-    module = CompiledModule(model, data_parallel=data_parallel)
-    module(torch.ones(3, 4)).sum().backward()
+    sharded, replicated = compiled("zero3"), compiled("none")
+    for module in (sharded, replicated):
+        module(torch.ones(3, 4)).sum().backward()
+    loss = replicated(torch.ones(3, 4)).sum()
     pids: list[int | None] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     if rank == 1:
@@ -34,15 +34,29 @@ def check(rank: int) -> None:
         return
     assert pids[1] is not None
     try:
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match=MESSAGE):
-            module(torch.ones(3, 4))
-        assert time.monotonic() - start < TIMEOUT_S + 2
+        check_that_it_is_noticed(lambda: sharded(torch.ones(3, 4)), r"all-gather of \[6, 4\]")
+        check_that_it_is_noticed(loss.backward, r"all-reduce of \[6\]")
     finally:
         os.kill(pids[1], signal.SIGCONT)
 
 
-MESSAGE = r"rank 0 waited for the all-gather of \[6, 4\] with rank 1, which failed: .*imed out.* strategy.timeout"
+def compiled(mode: Literal["none", "zero3"]) -> CompiledModule:
+    """A layer with a group of its own: where one collective failed, the next would fail at once."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    data_parallel = DataParallel(mode=mode, group=group)
+    model = nn.Linear(4, 6)
+    shard_module(model, data_parallel)
+    return CompiledModule(model, data_parallel=data_parallel)
+
+
+def check_that_it_is_noticed(act: Callable[[], object], collective: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=MESSAGE.format(collective)):
+        act()
+    assert time.monotonic() - start < TIMEOUT_S + 2
+
+
+MESSAGE = r"rank 0 waited for the {} with rank 1, which failed: .*imed out.* strategy.timeout"
 
 
 def test_a_stopped_peer_is_noticed_within_the_timeout(tmp_path: Path) -> None:
