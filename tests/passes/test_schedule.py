@@ -20,13 +20,13 @@ IDS = models.token_batch()
 NUM_LAYERS = 3
 
 
-def llama() -> nn.Module:
+def llama(num_layers: int = NUM_LAYERS) -> nn.Module:
     torch.manual_seed(0)
-    return models.llama(num_layers=NUM_LAYERS)
+    return models.llama(num_layers=num_layers)
 
 
-def compiled(prefetch: int | str, *, mode: str = "zero3") -> Compiled:
-    model = llama()
+def compiled(prefetch: int | str, *, mode: str = "zero3", num_layers: int = NUM_LAYERS) -> Compiled:
+    model = llama(num_layers)
     with fake_ranks(2, mode=mode) as data_parallel:
         data_parallel = replace(data_parallel, prefetch=prefetch)  # type: ignore[arg-type]
         shard_module(model, data_parallel)
@@ -55,6 +55,16 @@ def test_what_is_on_its_way_fits_into_the_window(ahead: tuple[int, Compiled]) ->
     window_bytes, result = ahead
     for trace in traces(result):
         assert max(map(beside, live_gathered(trace))) <= window_bytes
+
+
+def test_twelve_layers_stay_within_the_window_and_keep_no_whole_weight() -> None:
+    """What is gathered does not add up with the depth, and is gone when backward starts."""
+    result = compiled("auto", num_layers=12)
+    for trace in traces(result):
+        assert max(map(beside, live_gathered(trace))) <= two_largest_blocks(llama())
+    gathered = {c.name for c in collectives(traces(result)[1]) if c.kind == "all_gather"}
+    assert len(gathered) > 12
+    assert not live_gathered(traces(result)[0])[-1].live
 
 
 def test_the_window_is_used(ahead: tuple[int, Compiled]) -> None:
