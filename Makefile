@@ -2,7 +2,7 @@
 #
 #   make setup   .venv with the package and everything that the other targets use
 #   make demo    fine-tune a small language model on two processes
-#   make test    the test suite
+#   make test    the test suite, two tests at a time (WORKERS=4 for four)
 #   make soak    every combination of what the suite covers in pairs (minutes)
 #   make check   what CI runs: linters, types, wheel, tests
 #   make lock    write constraints.txt from what is installed
@@ -22,6 +22,7 @@ SOURCES := $(filter-out %/__pycache__,$(wildcard strategy/*)) callbacks configs
 -include $(VENV)/choice.mk
 CONSTRAINTS ?= constraints.txt
 TORCH ?=
+WORKERS ?= 2  # tests side by side; many of them start two processes
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -44,7 +45,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py
 
 test: $(STAMP)
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)

@@ -90,4 +90,8 @@ def _write_rows(path: Path, rows: Iterable[dict[str, object] | dict[str, str]]) 
 
 
 if __name__ == "__main__":
+    if any(argument.startswith("-") for argument in sys.argv[1:]) or len(sys.argv) > 2:
+        sys.exit(
+            "usage: python -m thunder_memsave.configs.tiny [DIRECTORY], which is 'tiny' if left out"
+        )
     main(*map(Path, sys.argv[1:2]))

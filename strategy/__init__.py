@@ -4,13 +4,14 @@
                                        +-- strategy.py (Fabric hooks, nothing else)
     Fabric(strategy=...) - config.py --+      | setup_module
                                               v
-       sharding.py   parameters become shards, in place
+       sharding.py   parameters become shards, in place; process_group.py the groups of ranks,
+                     transport.py their collectives, missing_ranks.py who gave no sign
        capture.py    module + first batch -> torch-level graph (Dynamo, guards kept)
-       lowering.py   torch-level graph -> Thunder trace, one synchronize per parameter
+       lowering.py   torch-level graph -> Thunder trace, unshard.py: one gather per parameter
        compile.py    the one ordered list: autograd, executors, joint-trace passes, split
-       passes/       joint trace -> joint trace, one file each
+       passes/       trace -> trace, one file each: gather_dtype, regather, lost_writes, schedule
                                               v
-       one training step: forward, backward, clip, optimizer
+       one training step: forward, backward (accumulation.py), clip, optimizer (nonfinite.py)
                                               v
        callbacks/    what watches the loop - checkpoint/ atomic, sharded, resumable
 

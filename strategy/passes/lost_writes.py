@@ -22,7 +22,7 @@ def refuse_lost_writes(trace: TraceCtx) -> None:
     for bsym in trace.bound_symbols:
         if is_all_gather(bsym):
             shards[bsym.output.name] = bsym.args[0].name
-        elif "copy_" in bsym.sym.name and bsym.args[1].name in shards:
+        elif bsym.sym.name == "copy_" and bsym.args[1].name in shards:
             raise CompileError(
                 f"The forward changes the parameter {shards[bsym.args[1].name]!r} in place, of which each rank holds "
                 "only its rows; the change would be lost. Make it a buffer, or change it outside of the compiled "

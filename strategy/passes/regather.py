@@ -100,7 +100,7 @@ def _is_tensor(proxy: Proxy) -> bool:
 def _can_be_repeated(bsym: BoundSymbol) -> bool:
     """Random and in-place operations, and what hands a value to the caller, happen once."""
     tags = bsym.sym.tags or ()
-    if bsym.sym in (prims.python_return, prims.get_grad) or "copy_" in bsym.sym.name:
+    if bsym.sym in (prims.python_return, prims.get_grad) or bsym.sym.name == "copy_":
         return False
     if OpTags.RANDOM_OP in tags or OpTags.IN_PLACE in tags:
         return False
@@ -142,7 +142,7 @@ def _forward(symbols: Sequence[BoundSymbol]) -> set[int]:
     needed = {o.name for o in result["fw_flat_out"] if isinstance(o, Proxy)}
     forward = set()
     for bsym in reversed(symbols[:-1]):
-        writes_forward = "copy_" in bsym.sym.name and bsym.args[1].name in needed
+        writes_forward = bsym.sym.name == "copy_" and bsym.args[1].name in needed
         if any(o.name in needed for o in bsym.flat_proxy_outs) or writes_forward:
             forward.add(id(bsym))
             needed.update(a.name for a in bsym.flat_proxy_args)

@@ -469,8 +469,12 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(one_rank: Path)
     path = one_rank / "run" / "config.yaml"
     before = path.read_text()
     output = run_here(path, "--resume=auto", "--lora.r=8", exit_code=2)
-    assert output.count("cannot go on from ") == 1
-    assert "shape (4, 32) in the file, (8, 32) in the model" in output
+    words = " ".join(output.split())
+    assert (
+        words.count("step-00000006 holds another model or optimizer than this run file describes")
+        == 1
+    )
+    assert "shape (4, 32) in the file, (8, 32) in the model" in words
     assert path.read_text() == before
 
 
