@@ -141,12 +141,15 @@ def _derived(trace: Any, names: set[str]) -> set[str]:
     return derived
 
 
-def test_sixty_four_ranks_of_a_large_model_hold_one_operations_weights_at_a_time() -> None:
-    """The shapes of Llama-3-8B but for the number of layers; on meta, so that nothing is computed."""
+@pytest.mark.parametrize("num_layers", [3, pytest.param(32, marks=pytest.mark.soak)])
+def test_sixty_four_ranks_of_a_large_model_hold_one_operations_weights_at_a_time(
+    num_layers: int,
+) -> None:
+    """The shapes of Llama-3-8B; on meta, so that nothing is computed."""
     shapes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
-        model = models.llama(num_layers=3, **shapes, **heads).bfloat16()
+        model = models.llama(num_layers=num_layers, **shapes, **heads).bfloat16()
         ids = torch.zeros(1, 2048, dtype=torch.long)
     sizes = {n: p.numel() * 2 for n, p in model.named_parameters()}
     embedding = sizes["model.embed_tokens.weight"]
