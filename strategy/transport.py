@@ -3,6 +3,10 @@
 Each start returns one `(handle, result)` per tensor; the result may be read after `handle.wait()`, which may be called
 once per result. Nothing else needs to be kept: gloo's works hold what they read, and nccl's until they are waited for
 (`stashed_for_allocator_safety_` in torch's ProcessGroupNCCL.hpp; before it was the default, `record_stream` did that).
+
+On the CPU a start also waits: with several collectives of one gloo group under way, gathers of several tensors beside
+all-to-alls, the heap was corrupted within minutes (torch 2.13: `malloc(): unaligned tcache chunk detected`), also with
+every tensor kept alive. Overlap is for nccl; gloo's ranks share the CPU with what they would overlap.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ def start_all_gather(
     else:
         # nccl: one launch, no copies. gloo: one message, through a buffer of its own.
         work = group.allgather_into_tensor_coalesced(outputs, inputs)
-    return [(NoticingHandle(work, _named("all-gather", whole), group), w) for w in whole]
+    handle = _started(NoticingHandle(work, _named("all-gather", whole), group), whole[0])
+    return [(handle, w) for w in whole]
 
 
 def start_reduce_scatter(
@@ -67,7 +72,8 @@ def start_reduce_scatter(
         handle = reduce_scatter_single(shards[0], whole[0], dist.ReduceOp.SUM, group, True)
     else:
         handle = group.reduce_scatter_tensor_coalesced(shards, whole)
-    return [(NoticingHandle(handle, _named("reduce-scatter", whole), group), s) for s in shards]
+    handle = _started(NoticingHandle(handle, _named("reduce-scatter", whole), group), whole[0])
+    return [(handle, s) for s in shards]
 
 
 def start_all_reduce(
@@ -76,7 +82,14 @@ def start_all_reduce(
     """Reduce `values` over the ranks, in place."""
     work = dist.all_reduce(values, op, group, async_op=True)
     assert work is not None
-    return NoticingHandle(work, _named("all-reduce", [values]), group), values
+    return _started(NoticingHandle(work, _named("all-reduce", [values]), group), values), values
+
+
+def _started(handle: Handle, tensor: Tensor) -> Handle:
+    """Let it run beside what follows, where that is safe."""
+    if tensor.device.type == "cpu":
+        handle.wait()
+    return handle
 
 
 class _SumOfParts:
