@@ -65,15 +65,14 @@ def start_reduce_scatter(
     """
     whole = [w.contiguous() for w in whole]
     shards = [w.new_empty((w.shape[0] // group.size(), *w.shape[1:])) for w in whole]
-    handle: Handle
     if whole[0].device.type == "cpu":
-        handle = _SumOfParts(whole, shards, group)
-    elif len(whole) == 1:
-        handle = reduce_scatter_single(shards[0], whole[0], dist.ReduceOp.SUM, group, True)
+        handle = _sum_parts(whole, shards, group)
+        return [(handle, s) for s in shards]
+    if len(whole) == 1:
+        work = reduce_scatter_single(shards[0], whole[0], dist.ReduceOp.SUM, group, True)
     else:
-        handle = group.reduce_scatter_tensor_coalesced(shards, whole)
-    handle = _started(NoticingHandle(handle, _named("reduce-scatter", whole), group), whole[0])
-    return [(handle, s) for s in shards]
+        work = group.reduce_scatter_tensor_coalesced(shards, whole)
+    return [(NoticingHandle(work, _named("reduce-scatter", whole), group), s) for s in shards]
 
 
 def start_all_reduce(
@@ -92,33 +91,23 @@ def _started(handle: Handle, tensor: Tensor) -> Handle:
     return handle
 
 
-class _SumOfParts:
+def _sum_parts(
+    whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup
+) -> Handle:
     """Every rank sends each other rank its rows, and adds up what it gets."""
-
-    def __init__(
-        self, whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup
-    ) -> None:
-        by_rank = [w.view(group.size(), -1) for w in whole]
-        sent = by_rank[0] if len(whole) == 1 else torch.cat(by_rank, dim=1)
-        self._received = torch.empty_like(sent)
-        self._shards = shards
-        # gloo takes bytes of any type; it asks for flat tensors.
-        self._work = dist.all_to_all_single(
-            self._received.view(-1), sent.view(-1), group=group, async_op=True
-        )
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        self._work.wait()
-        parts = self._received.split([s.numel() for s in self._shards], dim=1)
-        for shard, (first, *others) in zip(self._shards, parts, strict=True):
-            shard.view(-1).copy_(first)
-            for other in others:
-                shard.view(-1).add_(other)
-        # Handles live until the last of their results is waited for; this does not need to.
-        del self._received, self._shards
-        self._work = None
+    by_rank = [w.view(group.size(), -1) for w in whole]
+    sent = by_rank[0] if len(whole) == 1 else torch.cat(by_rank, dim=1)
+    received = torch.empty_like(sent)
+    # gloo takes bytes of any type; it asks for flat tensors.
+    work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+    handle = NoticingHandle(work, _named("reduce-scatter", whole), group)
+    handle.wait()
+    parts = received.split([s.numel() for s in shards], dim=1)
+    for shard, (first, *others) in zip(shards, parts, strict=True):
+        shard.view(-1).copy_(first)
+        for other in others:
+            shard.view(-1).add_(other)
+    return handle
 
 
 def _named(kind: str, whole: Sequence[Tensor]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
 from thunder_memsave.finetune.job import Job
 from thunder_memsave.finetune.launch import world_size
@@ -57,17 +56,7 @@ def _batch(job: Job) -> str:
 
 
 def _steps(job: Job) -> str:
-    sharding = Sharding(
-        global_batch_size=job.batch_sizes.global_batch_size,
-        micro_batch_size=job.batch_sizes.micro_batch_size,
-        rank=0,
-        world_size=world_size(job.config),
-    )
-    per_epoch = num_steps_per_epoch(len(job.data.train), sharding)
-    train = job.config.train
-    epochs = 1 if train.epochs is None and train.max_steps is None else train.epochs
-    limits = [None if epochs is None else epochs * per_epoch, train.max_steps]
-    num_steps = min(limit for limit in limits if limit is not None)
+    num_steps, per_epoch = job.num_steps, job.steps_per_epoch
     epochs_text = f"{num_steps / per_epoch:.3g}"
     noun = "epoch" if epochs_text == "1" else "epochs"
     return f"{num_steps:,} = {epochs_text} {noun} of {_count(per_epoch, 'step')}"

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.launch import world_size
 from thunder_memsave.finetune.model.build import build_model, load_tokenizer
@@ -53,6 +54,31 @@ class Job:
     data: PreparedData
     model: nn.Module
     resume_from: CheckpointInfo | None
+    identity: dict[str, int | str]
+    """What gives a step and its state their meaning; it must not change in a run."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over the data."""
+        return num_steps_per_epoch(len(self.data.train), self.sharding(rank=0))
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run; one epoch if it does not say."""
+        epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
+        if epochs is None and max_steps is None:
+            epochs = 1
+        limits = [None if epochs is None else epochs * self.steps_per_epoch, max_steps]
+        return min(limit for limit in limits if limit is not None)
+
+    def sharding(self, *, rank: int) -> Sharding:
+        """How a global batch is divided, for one rank."""
+        return Sharding(
+            global_batch_size=self.batch_sizes.global_batch_size,
+            micro_batch_size=self.batch_sizes.micro_batch_size,
+            rank=rank,
+            world_size=world_size(self.config),
+        )
 
 
 def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
@@ -80,12 +106,13 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     )
     tokenizer = _tokenizer(config, problems)
     data = _data(config, tokenizer, problems)
-    if resume_from is not None and sizes is not None and data is not None:
-        checkpoint, rows = resume_from, data
+    identity = None
+    if sizes is not None and data is not None and not problems.is_broken("optimizer"):
+        identity = _identity(config, sizes, data)
+    if resume_from is not None and identity is not None:
+        checkpoint, values = resume_from, identity
         problems.check(
-            lambda: check_same_values(checkpoint, identity(config, rows)),
-            reads=("train.seed", "optimizer"),
-            about="resume",
+            lambda: check_same_values(checkpoint, values), reads=("train.seed",), about="resume"
         )
     _check_watchers(config, data, problems)
     model = _model(config, tokenizer, problems)
@@ -93,6 +120,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     assert sizes is not None
     assert data is not None
     assert model is not None
+    assert identity is not None
     return Job(
         config=config,
         directory=RunDirectory(root=Path(config.output_dir)),
@@ -101,12 +129,11 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         data=data,
         model=model,
         resume_from=resume_from,
+        identity=identity,
     )
 
 
-def identity(config: RunConfig, data: PreparedData) -> dict[str, int | str]:
-    """Collect what gives a step and its state their meaning; it must not change in a run."""
-    sizes = batch_sizes(config.train, world_size=world_size(config))
+def _identity(config: RunConfig, sizes: BatchSizes, data: PreparedData) -> dict[str, int | str]:
     return {
         "optimizer_class": config.optimizer["class_path"].rpartition(".")[2],
         "seed": config.train.seed,

@@ -20,11 +20,10 @@ from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.checkpoint.agreement import OtherRankError
 from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.environment import add_start
 from thunder_memsave.finetune.export import export, is_adapted
 from thunder_memsave.finetune.fabric import build_fabric
-from thunder_memsave.finetune.job import Job, identity, prepare
+from thunder_memsave.finetune.job import Job, prepare
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loss import MaskKind
 from thunder_memsave.finetune.model.trained_part import trained_part
@@ -94,7 +93,7 @@ def _begin(
         model=trained_part(job.model, in_files=base.names),
         optimizer=optimizer,
         callbacks=CallbackStates(callbacks),
-        **identity(job.config, job.data),
+        **job.identity,
         **base.identity,
     )
     if job.resume_from is not None:
@@ -316,16 +315,10 @@ def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
 
 def _plan(job: Job, fabric: Fabric) -> Plan:
     config = job.config
-    sharding = Sharding(
-        global_batch_size=job.batch_sizes.global_batch_size,
-        micro_batch_size=job.batch_sizes.micro_batch_size,
-        rank=fabric.global_rank,
-        world_size=fabric.world_size,
-    )
     mask = _MASK_OF_ATTENTION[config.model.attn_implementation]
     return Plan(
-        num_steps=_num_steps(config, num_steps_per_epoch(len(job.data.train), sharding)),
-        sharding=sharding,
+        num_steps=job.num_steps,
+        sharding=job.sharding(rank=fabric.global_rank),
         seed=config.train.seed,
         mask=mask if config.data.packing else "none",
         max_grad_norm=config.train.max_grad_norm,
@@ -333,11 +326,3 @@ def _plan(job: Job, fabric: Fabric) -> Plan:
         eval=config.eval,
         skips_nonfinite=config.strategy.get("nonfinite_gradients") == "skip",
     )
-
-
-def _num_steps(config: RunConfig, steps_per_epoch: int) -> int:
-    epochs, max_steps = config.train.epochs, config.train.max_steps
-    if epochs is None and max_steps is None:
-        epochs = 1
-    limits = [epochs * steps_per_epoch if epochs is not None else None, max_steps]
-    return min(limit for limit in limits if limit is not None)

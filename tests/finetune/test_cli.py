@@ -16,7 +16,7 @@ from thunder_memsave import __version__
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.finetune.cli import main
-from thunder_memsave.finetune.job import identity, prepare
+from thunder_memsave.finetune.job import prepare
 from thunder_memsave.finetune.run_file.key_help import key_helps
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.run_file.shipped import shipped_configs
@@ -178,7 +178,7 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
 ) -> None:
     checkpoint = run_file.parent / "run" / "checkpoints" / "step-00000003"
     job = prepare(load_run_config(run_file))
-    values = {"step": 3, **identity(job.config, job.data)}
+    values = {"step": 3, **job.identity}
     write_checkpoint_info(checkpoint, world_size=1, values=values)
     assert main(["validate", str(run_file), "--resume=auto"]) == 0
     assert f"\nstart:     {checkpoint}\n" in capsys.readouterr().out
