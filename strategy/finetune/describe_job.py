@@ -32,10 +32,7 @@ def _fact(name: str, text: str) -> str:
 
 
 def _model(job: Job) -> str:
-    # A tied weight counts once.
-    sizes = {parameter: parameter.numel() for parameter in job.model.parameters()}
-    num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-    num_all = sum(sizes.values())
+    num_trained, num_all = job.num_trained_parameters, job.num_parameters
     percent = 100 * num_trained / num_all
     return (
         f"{job.config.model.name_or_path}, {num_trained:,} of {num_all:,} parameters are trained "

@@ -58,6 +58,16 @@ class Job:
     """What gives a step and its state their meaning; it must not change in a run."""
 
     @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, also where this process holds a shard; a tied one counts once."""
+        return sum(_num_elements(p) for p in self.model.parameters())
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Those that training changes."""
+        return sum(_num_elements(p) for p in self.model.parameters() if p.requires_grad)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass over the data."""
         return num_steps_per_epoch(len(self.data.train), self.sharding(rank=0))
@@ -79,6 +89,10 @@ class Job:
             rank=rank,
             world_size=world_size(self.config),
         )
+
+
+def _num_elements(parameter: nn.Parameter) -> int:
+    return int(getattr(parameter, "unsharded_shape", parameter.shape).numel())
 
 
 def prepare(config: RunConfig, problems: Problems | None = None) -> Job:

@@ -263,9 +263,8 @@ def _create_directory(fabric: Fabric, job: Job, *, step: int) -> None:
 
 def _announce(fabric: Fabric, job: Job, *, num_left: int) -> None:
     """Say what is about to run."""
-    sizes = {p: getattr(p, "unsharded_shape", p.shape).numel() for p in job.model.parameters()}
-    num_trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-    _say(fabric, f"model: {num_trained:,} of {sum(sizes.values()):,} parameters are trained")
+    num_trained, num_all = job.num_trained_parameters, job.num_parameters
+    _say(fabric, f"model: {num_trained:,} of {num_all:,} parameters are trained")
     if job.resume_from is not None:
         _say(fabric, f"resuming from {job.resume_from.path}")
     if num_left > 0:

@@ -10,6 +10,7 @@ from thunder.core.trace import TraceCtx  # noqa: E402
 
 from thunder_memsave.collectives import is_all_gather  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
+from thunder_memsave.passes.symbols import written_in_place  # noqa: E402
 
 
 def refuse_lost_writes(trace: TraceCtx) -> None:
@@ -22,9 +23,10 @@ def refuse_lost_writes(trace: TraceCtx) -> None:
     for bsym in trace.bound_symbols:
         if is_all_gather(bsym):
             shards[bsym.output.name] = bsym.args[0].name
-        elif bsym.sym.name == "copy_" and bsym.args[1].name in shards:
+        elif (written := written_in_place(bsym)) in shards:
+            assert written is not None
             raise CompileError(
-                f"The forward changes the parameter {shards[bsym.args[1].name]!r} in place, of which each rank holds "
+                f"The forward changes the parameter {shards[written]!r} in place, of which each rank holds "
                 "only its rows; the change would be lost. Make it a buffer, or change it outside of the compiled "
                 "forward, inside fabric.strategy.summon_full(module, writeback=True)."
             )

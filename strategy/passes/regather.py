@@ -38,15 +38,14 @@ compat.apply()
 from thunder.core import prims  # noqa: E402
 from thunder.core.prims import OpTags  # noqa: E402
 from thunder.core.proxies import (  # noqa: E402
-    FutureTensorProxy,
     Proxy,
-    TensorProxy,
     variableify,
 )
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 
 from thunder_memsave.collectives import is_all_gather  # noqa: E402
+from thunder_memsave.passes.symbols import is_tensor, written_in_place  # noqa: E402
 
 
 def regather(trace: TraceCtx) -> TraceCtx:
@@ -84,7 +83,7 @@ def _gathered_values(symbols: Sequence[BoundSymbol]) -> dict[str, _Gathered]:
         if is_all_gather(bsym):
             shard = bsym.args[0].name
         else:
-            inputs = [values.get(a.name) for a in bsym.flat_proxy_args if _is_tensor(a)]
+            inputs = [values.get(a.name) for a in bsym.flat_proxy_args if is_tensor(a)]
             shards = {value.shard if value else None for value in inputs}
             if len(shards) != 1 or None in shards or not _can_be_repeated(bsym):
                 continue
@@ -93,14 +92,10 @@ def _gathered_values(symbols: Sequence[BoundSymbol]) -> dict[str, _Gathered]:
     return values
 
 
-def _is_tensor(proxy: Proxy) -> bool:
-    return isinstance(proxy, TensorProxy | FutureTensorProxy)
-
-
 def _can_be_repeated(bsym: BoundSymbol) -> bool:
     """Random and in-place operations, and what hands a value to the caller, happen once."""
     tags = bsym.sym.tags or ()
-    if bsym.sym in (prims.python_return, prims.get_grad) or bsym.sym.name == "copy_":
+    if bsym.sym in (prims.python_return, prims.get_grad) or written_in_place(bsym) is not None:
         return False
     if OpTags.RANDOM_OP in tags or OpTags.IN_PLACE in tags:
         return False
@@ -142,8 +137,8 @@ def _forward(symbols: Sequence[BoundSymbol]) -> set[int]:
     needed = {o.name for o in result["fw_flat_out"] if isinstance(o, Proxy)}
     forward = set()
     for bsym in reversed(symbols[:-1]):
-        writes_forward = bsym.sym.name == "copy_" and bsym.args[1].name in needed
-        if any(o.name in needed for o in bsym.flat_proxy_outs) or writes_forward:
+        makes_forward = any(o.name in needed for o in bsym.flat_proxy_outs)
+        if makes_forward or written_in_place(bsym) in needed:
             forward.add(id(bsym))
             needed.update(a.name for a in bsym.flat_proxy_args)
     return forward

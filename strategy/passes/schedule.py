@@ -56,6 +56,7 @@ from thunder_memsave.collectives import (  # noqa: E402
     is_wait,
     reduce_scatter_bucket,
 )
+from thunder_memsave.passes.symbols import is_tensor  # noqa: E402
 from thunder_memsave.sharding import whole_shape  # noqa: E402
 
 _Kind = tuple[Any, Any, int]  # dtype, device, the group's id
@@ -179,7 +180,7 @@ def _gathers_in_order(symbols: Sequence[BoundSymbol]) -> Iterator[_Gather]:
 
 
 def _reads_only(bsym: BoundSymbol, names: set[str]) -> bool:
-    inputs = [a.name for a in bsym.flat_proxy_args if _is_tensor(a)]
+    inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
     return len(inputs) == 1 and inputs[0] in names
 
 
@@ -285,7 +286,7 @@ class _Reductions:
 
     def postponed_with_its_input(self, bsym: BoundSymbol) -> bool:
         """Postpone also what reads nothing but the result of a postponed wait."""
-        inputs = {a.name for a in bsym.flat_proxy_args if _is_tensor(a)}
+        inputs = {a.name for a in bsym.flat_proxy_args if is_tensor(a)}
         source = next((p for p in self._postponed if p.gives(inputs)), None)
         if source is None or len(inputs) > 1 or bsym.sym is prims.python_return:
             return False
@@ -327,7 +328,3 @@ def _kind(bsym: BoundSymbol) -> _Kind:
 
 def _nbytes(tensor: TensorProxy | FutureTensorProxy) -> int:
     return int(tensor.numel) * int(tensor.dtype.bytes)
-
-
-def _is_tensor(proxy: object) -> bool:
-    return isinstance(proxy, TensorProxy | FutureTensorProxy)

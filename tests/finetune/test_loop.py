@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -303,29 +304,39 @@ class PoisonedModel(TinyModel):
         return SimpleNamespace(logits=logits)
 
 
+class PoisonedRun:
+    """Four rows, whose third step has a loss or gradients that are not finite."""
+
+    def __init__(self, *, in_loss: bool, callbacks: Sequence[object] = ()) -> None:
+        self.model = PoisonedModel(in_loss=in_loss)
+        self.fabric = Fabric(accelerator="cpu", devices=1, callbacks=list(callbacks))
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        module, self.optimizer = self.fabric.setup(self.model, optimizer)
+        self.state: dict[str, Any] = {"model": module, "optimizer": self.optimizer, "step": 0}
+
+    def fit(self, **changes: Any) -> None:
+        fit(
+            self.fabric,
+            self.state["model"],
+            self.optimizer,
+            train_rows=rows_of(3, 4, 5, 6),
+            validation_rows=None,
+            plan=plan(**changes),
+            state=self.state,
+        )
+
+
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("in_loss", [True, False])
 def test_a_step_whose_loss_or_gradients_are_not_finite_changes_no_weight(
     in_loss: bool, max_grad_norm: float | None
 ) -> None:
-    rows = rows_of(3, 4, 5, 6)
     witness = Witness()
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[witness])
-    model = PoisonedModel(in_loss=in_loss)
-    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    state = {"model": module, "optimizer": optimizer, "step": 0}
+    run = PoisonedRun(in_loss=in_loss, callbacks=[witness])
     with pytest.raises(NotFiniteError, match=r"step 3 was not taken.*it was 0\.5 in this step"):
-        fit(
-            fabric,
-            module,
-            optimizer,
-            train_rows=rows,
-            validation_rows=None,
-            plan=plan(num_steps=4, max_grad_norm=max_grad_norm),
-            state=state,
-        )
-    assert torch.equal(model.table.weight, model.before)
-    assert state["step"] == 2
+        run.fit(num_steps=4, max_grad_norm=max_grad_norm)
+    assert torch.equal(run.model.table.weight, run.model.before)
+    assert run.state["step"] == 2
     assert witness.calls[-2:] == ["done 2", "step"]
 
 
@@ -333,22 +344,10 @@ def test_a_step_whose_loss_or_gradients_are_not_finite_changes_no_weight(
 def test_a_step_that_is_not_finite_can_be_left_out(
     in_loss: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = rows_of(3, 4, 5, 6)
-    fabric = Fabric(accelerator="cpu", devices=1)
-    model = PoisonedModel(in_loss=in_loss)
-    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    state = {"model": module, "optimizer": optimizer, "step": 0}
-    fit(
-        fabric,
-        module,
-        optimizer,
-        train_rows=rows,
-        validation_rows=None,
-        plan=plan(num_steps=3, skips_nonfinite=True),
-        state=state,
-    )
-    assert torch.equal(model.table.weight, model.before)
-    assert state["step"] == 3
+    run = PoisonedRun(in_loss=in_loss)
+    run.fit(num_steps=3, skips_nonfinite=True)
+    assert torch.equal(run.model.table.weight, run.model.before)
+    assert run.state["step"] == 3
     assert "step 3 was not taken: its loss is " in caplog.text
 
 
