@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.checkpoint.agreement import OtherRankError, broadcast, together
+from thunder_memsave.agreement import OtherRankError, broadcast, together
 from thunder_memsave.checkpoint.module_state import Problem, StateMismatchError, copy_rows
 from thunder_memsave.checkpoint.sources import (
     StateDictSource,

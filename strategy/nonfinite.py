@@ -12,7 +12,7 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.agreement import is_rank_zero
+from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.config import ConfigError
 from thunder_memsave.gradients import are_finite
 from thunder_memsave.sharding import DataParallel, is_sharded

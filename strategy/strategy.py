@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from thunder_memsave.agreement import OtherRankError, together
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
-from thunder_memsave.checkpoint.agreement import OtherRankError, together
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import (
     ShardingConfig,

@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from harness.fabric import all_gathered, make_fabric, on_fabric_rank, run_on_fabric_ranks
-from thunder_memsave.checkpoint.agreement import OtherRankError
+from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.config import ConfigError
 from thunder_memsave.digest import RankMismatchError
 from thunder_memsave.sharding import is_sharded, own_rows, take_rows

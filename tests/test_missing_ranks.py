@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave import ThunderMemsaveStrategy
-from thunder_memsave.checkpoint.agreement import together
+from thunder_memsave.agreement import together
 from thunder_memsave.missing_ranks import CollectiveError, collective
 from thunder_memsave.sharding import DataParallel
 from thunder_memsave.transport import start_all_gather

@@ -19,7 +19,7 @@ from harness.fabric import (
     on_fabric_rank,
     run_on_fabric_ranks,
 )
-from thunder_memsave.checkpoint.agreement import OtherRankError
+from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.config import ConfigError
 from thunder_memsave.digest import RankMismatchError
 from thunder_memsave.sharding import ShardedParameterError

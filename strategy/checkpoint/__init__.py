@@ -1,6 +1,6 @@
 """What `fabric.save` and `fabric.load` do."""
 
-from thunder_memsave.checkpoint.agreement import CheckpointError
+from thunder_memsave.agreement import CheckpointError
 from thunder_memsave.checkpoint.module_state import (
     StateMismatchError,
     load_state_dict,

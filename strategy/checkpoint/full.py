@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.agreement import is_rank_zero, once, together
+from thunder_memsave.agreement import is_rank_zero, once, together
 from thunder_memsave.checkpoint.commit import save_synced, write_file
 from thunder_memsave.checkpoint.contents import Contents
 from thunder_memsave.checkpoint.module_state import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.checkpoint.agreement import is_rank_zero
+from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.checkpoint.sources import StateDictSource, TensorSource, TensorSpec
 from thunder_memsave.sharding import (
     DataParallel,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.agreement import broadcast, together
+from thunder_memsave.agreement import broadcast, together
 from thunder_memsave.checkpoint.contents import Contents
 from thunder_memsave.checkpoint.full import Filter, load_full, save_full
 from thunder_memsave.checkpoint.module_state import load_state_dict

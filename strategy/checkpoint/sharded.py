@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.agreement import broadcast, is_rank_zero, once, together
+from thunder_memsave.agreement import broadcast, is_rank_zero, once, together
 from thunder_memsave.checkpoint.commit import commit, remove, save_synced, temporary_name
 from thunder_memsave.checkpoint.contents import Contents
 from thunder_memsave.checkpoint.module_state import (

@@ -272,8 +272,8 @@ def _message_for_user(error: Exception) -> str | None:
     """Return a message that says all that a user needs; None where a traceback says more."""
     import torch
 
+    from thunder_memsave.agreement import OtherRankError
     from thunder_memsave.checkpoint import StateMismatchError
-    from thunder_memsave.checkpoint.agreement import OtherRankError
     from thunder_memsave.digest import RankMismatchError
 
     ours = (CaptureError, CompileError, OtherRankError, StateMismatchError, RankMismatchError)

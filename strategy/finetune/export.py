@@ -12,8 +12,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+from thunder_memsave.agreement import once
 from thunder_memsave.checkpoint import unsharded_state_dict
-from thunder_memsave.checkpoint.agreement import once
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 

@@ -14,11 +14,11 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
-from thunder_memsave.checkpoint.agreement import OtherRankError
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.environment import add_start
 from thunder_memsave.finetune.export import export, is_adapted

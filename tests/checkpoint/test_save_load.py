@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.distributed import run_on_ranks
+from thunder_memsave.agreement import once
 from thunder_memsave.checkpoint import (
     CheckpointError,
     StateMismatchError,
@@ -22,7 +23,6 @@ from thunder_memsave.checkpoint import (
     save_checkpoint,
     unsharded_state_dict,
 )
-from thunder_memsave.checkpoint.agreement import once
 from thunder_memsave.sharding import (
     DataParallel,
     gather_full,
