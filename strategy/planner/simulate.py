@@ -1,0 +1,128 @@
+"""Simulates a program: what the device holds at every moment of a training step, in bytes.
+
+Before an operation the program holds what was made and has not died; during it also what the operation allocates;
+after it what the operation has made, less what dies. Memory that a device's allocator caches or cannot use because it
+is in pieces is not part of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from thunder_memsave.planner.graph import Program, StepMemory, Storage, StorageKind
+
+_NOTHING_ELSE = StepMemory()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Memory over one training step. All in bytes, and with what `StepMemory` adds."""
+
+    peak_bytes: int
+    """The most of forward, backward and update."""
+    peak_step: int
+    """The step of the program during which that is; its number of steps where it is the optimizer's update."""
+    peak_bytes_by_kind: Mapping[StorageKind | str, int]
+    """What the peak consists of: storages by kind; what the operation itself allocates as `inside`; and of
+    `StepMemory` `accumulated`, `optimizer`, `other` and, in the update, `update`."""
+    live_bytes: tuple[int, ...]
+    """Before each step, and after the last."""
+    step_peak_bytes: tuple[int, ...]
+    """During each step."""
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    """0 for a program without backward, and so is the next."""
+    update_peak_bytes: int
+    """During clipping and the optimizer's update, which come after backward."""
+
+
+def simulate(program: Program, memory: StepMemory = _NOTHING_ELSE) -> Profile:
+    """Follow a program step by step.
+
+    Args:
+        program: What runs. What it has not freed at its end is there while the optimizer updates.
+        memory: What else the training step holds.
+
+    Returns:
+        The exact profile, if the program says exactly what each operation allocates and when storages die.
+    """
+    live = list(_live_bytes(program, _constant_bytes(program, memory)))
+    during = [
+        before + step.op.peak_bytes for before, step in zip(live, program.steps, strict=False)
+    ]
+    forward, backward = during[: program.num_forward], during[program.num_forward :]
+    update = live[-1] + memory.update_peak_bytes if backward else 0
+    peak_step = _first_largest([*during, update if backward else live[-1]])
+    return Profile(
+        peak_bytes=max([*during, update, live[-1]]),
+        peak_step=peak_step,
+        peak_bytes_by_kind=_by_kind_at(program, memory, peak_step),
+        live_bytes=tuple(live),
+        step_peak_bytes=tuple(during),
+        forward_peak_bytes=max(forward, default=live[0]),
+        backward_peak_bytes=max(backward, default=0),
+        update_peak_bytes=update,
+    )
+
+
+def live_bytes_by_kind(program: Program) -> Mapping[StorageKind, tuple[int, ...]]:
+    """Bytes of live storages before each step and after the last, by kind; kinds that never appear are left out."""
+    kinds: tuple[StorageKind, ...] = tuple(sorted({s.kind for s in program.storages}))
+    now: dict[StorageKind, int] = dict.fromkeys(kinds, 0)
+    rows: dict[StorageKind, list[int]] = {kind: [] for kind in kinds}
+    for appeared, died in _changes(program):
+        for storage in appeared:
+            now[storage.kind] += storage.nbytes
+        for storage in died:
+            now[storage.kind] -= storage.nbytes
+        for kind in kinds:
+            rows[kind].append(now[kind])
+    return {kind: tuple(row) for kind, row in rows.items() if any(row)}
+
+
+def _constant_bytes(program: Program, memory: StepMemory) -> int:
+    return memory.gradient_bytes + memory.optimizer_bytes + memory.other_bytes
+
+
+def _live_bytes(program: Program, constant_bytes: int) -> Iterator[int]:
+    live = constant_bytes
+    for appeared, died in _changes(program):
+        live += sum(s.nbytes for s in appeared) - sum(s.nbytes for s in died)
+        yield live
+
+
+def _changes(program: Program) -> Iterator[tuple[list[Storage], list[Storage]]]:
+    """Storages that appear and die before the first step, and then between each two, and after the last."""
+    storages = program.storages
+    appeared: Iterable[int] = program.held
+    died: Iterable[int] = ()
+    for number, step in enumerate(program.steps):
+        cotangents = program.cotangents if number == program.num_forward else ()
+        yield [storages[s] for s in (*appeared, *cotangents)], [storages[s] for s in died]
+        appeared, died = step.makes, step.frees
+    yield [storages[s] for s in appeared], [storages[s] for s in died]
+
+
+def _first_largest(values: list[int]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _by_kind_at(program: Program, memory: StepMemory, number: int) -> Mapping[str, int]:
+    """Before step `number`, and what it allocates itself."""
+    parts: dict[str, int] = {
+        "accumulated": memory.gradient_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "other": memory.other_bytes,
+    }
+    for appeared, died in islice(_changes(program), number + 1):
+        for storage in appeared:
+            parts[storage.kind] = parts.get(storage.kind, 0) + storage.nbytes
+        for storage in died:
+            parts[storage.kind] -= storage.nbytes
+    if number == len(program.steps):
+        parts["update"] = memory.update_peak_bytes if program.num_forward < number else 0
+    else:
+        parts["inside"] = program.steps[number].op.peak_bytes
+    return {kind: nbytes for kind, nbytes in parts.items() if nbytes}
