@@ -35,11 +35,12 @@ and `output_dir`; an unknown key is refused, with the nearest that there is. On 
 _TABLE_HEAD = "| key | values | default | meaning |\n|---|---|---|---|"
 
 _STRATEGY = "Also the arguments of `ThunderMemsaveStrategy`."
+_MEMORY = "Also the argument `memory` of `ThunderMemsaveStrategy`, a mapping."
 
 _RESERVED = """\
 ## Reserved
 
-`memory` and `fp8` are the names of sections to come; in this version they have no keys, and setting them is an error.
+`fp8` is the name of a section to come; in this version it has no keys, and setting it is an error.
 """
 
 
@@ -89,7 +90,8 @@ def _heading(section: str) -> str:
     if not section:
         return "## At the top level\n"
     cls = get_type_hints(RunConfig)[section]
-    about = cls.__doc__ if dataclasses.is_dataclass(cls) else _STRATEGY
+    free = {"strategy": _STRATEGY, "memory": _MEMORY}
+    about = cls.__doc__ if dataclasses.is_dataclass(cls) else free[section]
     return f"## `{section}`\n\n{inspect.cleandoc(about or '').splitlines()[0]}\n"
 
 

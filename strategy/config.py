@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from thunder_memsave.settings import (
     Bytes,
+    BytesOrFraction,
     ConfigError,
     Section,
     field_names,
@@ -27,12 +29,14 @@ from thunder_memsave.yaml_file import load_yaml
 __all__ = [
     "CompileConfig",
     "ConfigError",
+    "MemoryConfig",
     "ShardingConfig",
     "StrategyConfig",
     "load_strategy_config",
     "load_yaml",
     "parse_bytes",
     "parse_duration",
+    "parse_memory",
     "parse_section",
     "parse_strategy",
     "refuse_keys",
@@ -40,6 +44,11 @@ __all__ = [
 
 # Sections of the run file that the strategy reads; the others belong to the fine-tuning command.
 _OUR_SECTIONS = ("strategy", "memory", "fp8")
+
+# The strategy's own sections: keys of `compile` stand among its own, `memory` beside it.
+_NOT_FLAT = ("compile", "memory")
+
+_RESERVE = BytesOrFraction(0.05)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +86,117 @@ class CompileConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig(Section):
+    """How much device memory a training step may take, and what backward keeps from forward."""
+
+    budget: BytesOrFraction | Literal["auto"] = "auto"
+    """The most that tensors may take on each device: bytes, or a fraction of what the device has;
+    `auto` is all that it has less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
+
+    policy: Literal["plan", "keep_all", "recompute_all"] = "plan"
+    """`plan` computes again in backward what must be to stay within the budget, where that costs
+    least time; `keep_all` only what is free, such as views and casts; `recompute_all` whatever can
+    be. The last two have no budget."""
+
+    reserve: BytesOrFraction = _RESERVE
+    """What `budget: auto` leaves to fragmentation and other libraries: bytes, or a fraction of what
+    the device has."""
+
+    keep: tuple[str, ...] = ()
+    """Names of modules, or patterns such as `*.mlp.down_proj`: what they and the modules within
+    them compute is kept for backward."""
+
+    recompute: tuple[str, ...] = ()
+    """The same for what is computed again in backward instead."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.budget != "auto" and not self.budget:
+            raise ConfigError(
+                "memory.budget is 0, in which no step fits; write the bytes that tensors may take, such as '60GiB', "
+                "or 'auto'.",
+                key="memory.budget",
+            )
+        _refuse_without_effect(self)
+
+    def budget_bytes(self, device_total_bytes: int | None) -> int | None:
+        """The most that tensors may take on a device, in bytes.
+
+        Args:
+            device_total_bytes: What the device has; None for the CPU, whose memory is not a limit
+                that is planned for.
+
+        Returns:
+            None where there is no limit.
+
+        Raises:
+            ConfigError: the budget is a fraction of what is not known, or more than the device has.
+        """
+        if self.policy != "plan":
+            return None
+        if self.budget == "auto":
+            return device_total_bytes and device_total_bytes - self._reserve_bytes(
+                device_total_bytes
+            )
+        if isinstance(self.budget, float):
+            return self._fraction_bytes(self.budget, device_total_bytes)
+        if device_total_bytes is not None and self.budget > device_total_bytes:
+            raise ConfigError(
+                f"memory.budget is {self.budget:,} bytes, but the device has {device_total_bytes:,}; write less, or "
+                "'auto'.",
+                key="memory.budget",
+            )
+        return int(self.budget)
+
+    def _fraction_bytes(self, fraction: float, device_total_bytes: int | None) -> int:
+        if device_total_bytes is None:
+            raise ConfigError(
+                f"memory.budget is {fraction}, a fraction of the device's memory, but this is the CPU, which shares "
+                "its memory with everything else; write bytes, such as '4GiB', or 'auto' for no limit.",
+                key="memory.budget",
+            )
+        return int(fraction * device_total_bytes)
+
+    def _reserve_bytes(self, device_total_bytes: int) -> int:
+        fraction = isinstance(self.reserve, float)
+        reserve = int(self.reserve * device_total_bytes) if fraction else int(self.reserve)
+        if reserve >= device_total_bytes:
+            raise ConfigError(
+                f"memory.reserve is {self.reserve}, which leaves nothing of the device's {device_total_bytes:,} bytes; "
+                "write less.",
+                key="memory.reserve",
+            )
+        return reserve
+
+
+def _refuse_without_effect(memory: MemoryConfig) -> None:
+    """Refuse what the other keys make meaningless."""
+    default = {field.name: field.default for field in dataclasses.fields(MemoryConfig)}
+    unused = {
+        "budget": memory.policy != "plan",
+        "reserve": memory.policy != "plan" or memory.budget != "auto",
+        "keep": memory.policy == "keep_all",
+        "recompute": memory.policy == "recompute_all",
+    }
+    for name, is_unused in unused.items():
+        value = getattr(memory, name)
+        if is_unused and value != default[name]:
+            reason = (
+                f"policy is {memory.policy!r}" if memory.policy != "plan" else "budget is given"
+            )
+            raise ConfigError(
+                f"memory.{name} is {value!r}, and has no effect where memory.{reason}; leave one of them out.",
+                key=f"memory.{name}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyConfig(Section):
     """Everything that `ThunderMemsaveStrategy` can be told through YAML."""
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     prefetch: Bytes | Literal["auto"] = "auto"
     """Bytes of gathered weights on their way beside those that are read, and of gradients whose
@@ -122,20 +237,38 @@ def load_strategy_config(path: str | Path) -> StrategyConfig:
     sections = load_yaml(path)
     for name in sections:
         _refuse_misspelled_section(name, path)
-    for name in ("memory", "fp8"):
-        refuse_keys(sections.get(name), where=name)
-    return parse_strategy(sections.get("strategy"))
+    refuse_keys(sections.get("fp8"), where="fp8")
+    return parse_strategy(sections.get("strategy"), memory=sections.get("memory"))
 
 
-def parse_strategy(values: object, *, where: str = "strategy") -> StrategyConfig:
+def parse_memory(values: object, *, where: str = "memory") -> MemoryConfig:
+    """Build the section `memory`; None, or a mapping without keys, means the defaults.
+
+    Raises:
+        ConfigError: a key is unknown, has a value of the wrong kind, or no effect beside the others.
+    """
+    if isinstance(values, MemoryConfig):
+        return values
+    given = require_mapping({} if values is None else values, where=where)
+    return parse_section(MemoryConfig, given, where=where)
+
+
+def parse_strategy(
+    values: object, *, where: str = "strategy", memory: object = None
+) -> StrategyConfig:
     """Build the configuration from the flat keys that YAML uses.
+
+    Args:
+        values: The keys of the section `strategy`.
+        where: The section's name in messages.
+        memory: The section `memory`, which the run file has beside it.
 
     Raises:
         ConfigError: a key is unknown or has a value of the wrong kind.
     """
     given = require_mapping({} if values is None else values, where=where)
     compile_keys = field_names(CompileConfig)
-    own_keys = [name for name in field_names(StrategyConfig) if name != "compile"]
+    own_keys = [name for name in field_names(StrategyConfig) if name not in _NOT_FLAT]
     problems = list(unknown_keys(given, known=[*own_keys, *compile_keys], where=where))
     if "sharding" in given and given["sharding"] is None:
         # Taking the default here would shard for somebody who wrote null for "none".
@@ -145,6 +278,10 @@ def parse_strategy(values: object, *, where: str = "strategy") -> StrategyConfig
     compile_values = {name: given[name] for name in compile_keys if name in given}
     try:
         section["compile"] = parse_section(CompileConfig, compile_values, where=where)
+    except ConfigError as error:
+        problems.append(error)
+    try:
+        section["memory"] = parse_memory(memory)
     except ConfigError as error:
         problems.append(error)
     try:

@@ -19,6 +19,9 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 Bytes = NewType("Bytes", int)
 """A number of bytes; users write `256MiB`, `60GB` or a whole number."""
 
+BytesOrFraction = NewType("BytesOrFraction", float)
+"""A number of bytes as `Bytes` (an int), or what part of a whole as a float above 0, at most 1."""
+
 _BYTES_PER_UNIT = {
     "B": 1,
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
@@ -158,6 +161,22 @@ def parse_bytes(value: str | int) -> int:
     return int(num_bytes)
 
 
+def parse_bytes_or_fraction(value: str | int | float) -> int | float:
+    """Turn `60GiB` or a whole number into bytes, and leave a fraction such as 0.85 as it is.
+
+    Raises:
+        ConfigError: it is neither, or a fraction that is not above 0 and at most 1.
+    """
+    if not isinstance(value, float):
+        return parse_bytes(value)
+    if not 0 < value <= 1:
+        raise ConfigError(
+            f"{value!r} is not a fraction of the device's memory; write a number above 0 and at most 1, such as 0.85, "
+            "or bytes, such as '60GiB'."
+        )
+    return value
+
+
 def _convert(hint: Any, value: Any, *, where: str) -> Any:
     """Return the value as the field's type has it; only the types that `config` uses are known."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -173,6 +192,8 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         return _quantity(parse_duration, value, where=where)
     if hint is Bytes:
         return _quantity(parse_bytes, value, where=where)
+    if hint is BytesOrFraction:
+        return _quantity(parse_bytes_or_fraction, value, where=where)
     if hint is int:
         return _count(value, where=where)
     assert isinstance(hint, type), f"{where} has a type that is not parsed: {hint}"

@@ -13,9 +13,11 @@ import pytest
 from thunder_memsave.config import (
     CompileConfig,
     ConfigError,
+    MemoryConfig,
     ShardingConfig,
     StrategyConfig,
     load_strategy_config,
+    parse_memory,
     parse_strategy,
     refuse_keys,
 )
@@ -154,11 +156,94 @@ def test_an_empty_run_file_means_the_defaults(tmp_path: Path) -> None:
     assert load_strategy_config(write(tmp_path, "")) == StrategyConfig()
 
 
-@pytest.mark.parametrize("section", ["memory: {budget: 60GiB}", "fp8: {}"])
-def test_sections_of_later_versions_have_no_keys(tmp_path: Path, section: str) -> None:
-    with pytest.raises(ConfigError, match=r"(memory|fp8) has no keys yet in this version"):
-        load_strategy_config(write(tmp_path, section))
-    refuse_keys(None, where="memory")
+def test_sections_of_later_versions_have_no_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fp8 has no keys yet in this version"):
+        load_strategy_config(write(tmp_path, "fp8: {}"))
+    refuse_keys(None, where="fp8")
+
+
+def test_the_memory_section_stands_beside_the_strategys(tmp_path: Path) -> None:
+    config = load_strategy_config(write(tmp_path, "memory: {budget: 60GiB, keep: ['*.mlp']}"))
+    assert config.memory == MemoryConfig(budget=Bytes(60 * 1024**3), keep=("*.mlp",))
+    with pytest.raises(ConfigError, match=r"strategy\.memory is not a key of 'strategy'"):
+        load_strategy_config(write(tmp_path, "strategy: {memory: {budget: 60GiB}}"))
+
+
+@pytest.mark.parametrize(
+    ("memory", "device", "budget"),
+    [
+        ({}, None, None),
+        ({}, 1000, 950),
+        ({"reserve": 100}, 1000, 900),
+        ({"reserve": 0}, 1000, 1000),
+        ({"reserve": 0.5}, 1000, 500),
+        ({"budget": 0.85}, 1000, 850),
+        ({"budget": 1.0}, 1000, 1000),
+        ({"budget": "1KiB"}, None, 1024),
+        ({"budget": 700}, 1000, 700),
+        ({"policy": "keep_all"}, 1000, None),
+        ({"policy": "recompute_all"}, 1000, None),
+    ],
+)
+def test_the_budget_in_bytes(memory: dict[str, Any], device: int | None, budget: int) -> None:
+    assert parse_memory(memory).budget_bytes(device) == budget
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (
+            {"budget": 1.5},
+            r"memory\.budget: 1\.5 is not a fraction .* at most 1, .* Or write 'auto'",
+        ),
+        ({"budget": "60GiBs"}, r"memory\.budget: '60GiBs' is not a number of bytes"),
+        ({"budget": -1}, r"memory\.budget: -1 is not a number of bytes"),
+        ({"budget": 0}, r"memory\.budget is 0, in which no step fits; write the bytes"),
+        ({"reserve": 2.0}, r"memory\.reserve: 2\.0 is not a fraction"),
+        ({"polic": "plan"}, r"memory\.polic is not a key of 'memory'; did you mean 'policy'"),
+        ({"policy": "full"}, r"memory\.policy is 'full', but must be one of 'plan', 'keep_all', "),
+        ({"keep": "mlp"}, r"memory\.keep is 'mlp', but must be a list of names"),
+        (
+            {"policy": "keep_all", "budget": "1GiB"},
+            r"memory\.budget is 1073741824, and has no effect where memory\.policy is 'keep_all'; leave one",
+        ),
+        (
+            {"budget": "1GiB", "reserve": 0.1},
+            r"memory\.reserve is 0\.1, and has no effect where memory\.budget is given",
+        ),
+        (
+            {"policy": "keep_all", "keep": ["*"]},
+            r"memory\.keep is \('\*',\), and has no effect where memory\.policy is 'keep_all'",
+        ),
+        (
+            {"policy": "recompute_all", "recompute": ["*"]},
+            r"memory\.recompute is .* no effect where memory\.policy is 'recompute_all'",
+        ),
+        ([], r"memory is \[\], but must be a mapping"),
+    ],
+)
+def test_what_is_wrong_with_the_memory_section_is_named(memory: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_memory(memory)
+    assert (error.value.key or "memory").startswith("memory")
+
+
+def test_a_budget_that_the_device_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"memory\.budget is 0\.5, a fraction .* write bytes"):
+        parse_memory({"budget": 0.5}).budget_bytes(None)
+    with pytest.raises(ConfigError, match=r"is 2,000 bytes, but the device has 1,000; write less"):
+        parse_memory({"budget": 2000}).budget_bytes(1000)
+    with pytest.raises(ConfigError, match=r"memory\.reserve is 1000, which leaves nothing of"):
+        parse_memory({"reserve": 1000}).budget_bytes(1000)
+
+
+def test_the_strategys_and_the_memory_sections_problems_come_together() -> None:
+    with pytest.raises(ConfigErrors) as error:
+        parse_strategy({"sharding": "zero9"}, memory={"budget": "much"})
+    assert [problem.key for problem in error.value.problems] == [
+        "memory.budget",
+        "strategy.sharding",
+    ]
 
 
 def test_a_misspelled_section_is_refused(tmp_path: Path) -> None:

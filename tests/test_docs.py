@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from thunder_memsave import callbacks
-from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
+from thunder_memsave.config import CompileConfig, MemoryConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.model.adapters import _METHODS
 from thunder_memsave.finetune.run_file.foreign_names import FOREIGN_NAMES
@@ -162,6 +162,8 @@ def exists(key: str) -> bool:
     if section == "strategy":
         known = (ShardingConfig, CompileConfig, StrategyConfig)
         return rest[0] in {field.name for cls in known for field in dataclasses.fields(cls)}
+    if section == "memory":
+        return rest in [[field.name] for field in dataclasses.fields(MemoryConfig)]
     hint = get_type_hints(RunConfig)[section]
     for position, part in enumerate(rest):
         if not dataclasses.is_dataclass(hint):

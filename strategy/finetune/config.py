@@ -148,6 +148,9 @@ class RunConfig:
     strategy: dict[str, Any] = field(default_factory=dict)
     """Sharding and compilation, as `ThunderMemsaveStrategy.from_config` reads them."""
 
+    memory: dict[str, Any] = field(default_factory=dict)
+    """The budget of device memory and how it is kept, as `ThunderMemsaveStrategy` reads it."""
+
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loggers: list[ClassSpec] = field(default_factory=list)

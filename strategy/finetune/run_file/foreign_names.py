@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune", "TRL", "unsloth"
 
-_PLANNING = "recompute and offload come with memory planning, which this version does not have"
+_PLANNING = "what does not fit is recomputed; with policy recompute_all, everything"
+_NO_OFFLOAD = "this version offloads nothing to the CPU; memory.budget recomputes instead"
 _QUANTIZED = "this version computes with float32 and bfloat16 weights only; use model.dtype"
 
 
@@ -254,12 +255,18 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     ),
     "num_warmup_steps": _(TORCHTUNE, here="lr_scheduler.warmup_steps"),
     # memory and sharding
-    "gradient_checkpointing": _(AXOLOTL, TRAINER, UNSLOTH, note=_PLANNING),
-    "gradient_checkpointing_kwargs": _(AXOLOTL, TRAINER, note=_PLANNING),
-    "activation_checkpointing": _(TRAINER, note=_PLANNING),
-    "enable_activation_checkpointing": _(TORCHTUNE, note=_PLANNING),
-    "activation_offloading": _(AXOLOTL, TRAINER, note=_PLANNING),
-    "enable_activation_offloading": _(TORCHTUNE, note=_PLANNING),
+    "gradient_checkpointing": _(
+        AXOLOTL, TRAINER, UNSLOTH, here=("memory.budget", "memory.policy"), note=_PLANNING
+    ),
+    "gradient_checkpointing_kwargs": _(
+        AXOLOTL, TRAINER, here=("memory.budget", "memory.policy"), note=_PLANNING
+    ),
+    "activation_checkpointing": _(TRAINER, here=("memory.budget", "memory.policy"), note=_PLANNING),
+    "enable_activation_checkpointing": _(
+        TORCHTUNE, here=("memory.budget", "memory.policy"), note=_PLANNING
+    ),
+    "activation_offloading": _(AXOLOTL, TRAINER, note=_NO_OFFLOAD),
+    "enable_activation_offloading": _(TORCHTUNE, note=_NO_OFFLOAD),
     "fsdp": _(AXOLOTL, TRAINER, here="strategy.sharding", note=_FSDP),
     "fsdp_config": _(AXOLOTL, TRAINER, here="strategy.sharding", note=_FSDP),
     "fsdp_version": _(AXOLOTL, here="strategy.sharding", note="there is one version"),

@@ -12,10 +12,15 @@ from typing import Any, Literal, get_type_hints
 import yaml
 from docstring_parser import parse_from_object
 
-from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
+from thunder_memsave.config import (
+    CompileConfig,
+    MemoryConfig,
+    ShardingConfig,
+    StrategyConfig,
+)
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.value_kinds import wanted
-from thunder_memsave.settings import Bytes
+from thunder_memsave.settings import Bytes, BytesOrFraction
 
 _WIDTH = 100
 
@@ -26,6 +31,8 @@ _OWN_WORDS: dict[Any, str] = {
     list[ClassSpec]: "a list of classes",
     timedelta: "a duration",
     Bytes | Literal["auto"]: "auto or bytes, such as 256MiB",
+    BytesOrFraction: "bytes or a fraction",
+    BytesOrFraction | Literal["auto"]: "auto, bytes such as 60GiB, or a fraction",
 }
 
 
@@ -56,6 +63,9 @@ def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
             continue
         if key == "strategy":
             yield from _strategy_helps()
+            continue
+        if key == "memory":
+            yield from key_helps(MemoryConfig, where="memory.")
             continue
         yield KeyHelp(
             key=key,

@@ -14,7 +14,7 @@ from thunder_memsave.settings import ConfigError, ConfigErrors, field_names
 from thunder_memsave.yaml_file import parse_yaml
 
 # Known by name only, so that a message can say so.
-RESERVED_SECTIONS = ("memory", "fp8")
+RESERVED_SECTIONS = ("fp8",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

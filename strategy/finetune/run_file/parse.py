@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,14 @@ from typing import Any, get_type_hints
 import jsonargparse
 import yaml
 
-from thunder_memsave.config import CompileConfig, StrategyConfig, parse_strategy, refuse_keys
+from thunder_memsave.config import (
+    CompileConfig,
+    MemoryConfig,
+    StrategyConfig,
+    parse_memory,
+    parse_strategy,
+    refuse_keys,
+)
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.checks import check_config
 from thunder_memsave.finetune.run_file.overrides import (
@@ -37,6 +44,7 @@ _EXAMPLES = {
     "optimizer": "{class_path: torch.optim.AdamW, init_args: {lr: 2e-4}}",
     "lr_scheduler": "{name: cosine, warmup_steps: 0.03}",
     "strategy": "{sharding: zero2}",
+    "memory": "{budget: 60GiB}",
     "loggers": "[{class_path: TensorBoardLogger}]",
     "callbacks": "[{class_path: EarlyStopping, init_args: {patience: 3}}]",
 }
@@ -130,6 +138,7 @@ def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
     _complete_optimizer(sound)
     config = _instantiate(sound, problems)
     _check_strategy(config.strategy, problems)
+    _check_memory(config.memory, problems)
     check_config(config, problems)
     return config
 
@@ -137,12 +146,27 @@ def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
 def _check_strategy(values: Mapping[str, Any], problems: Problems) -> None:
     """Let the strategy check its keys; what other tools call them is known here only."""
     sections = (StrategyConfig, CompileConfig)
-    known = [name for cls in sections for name in field_names(cls) if name != "compile"]
+    own = [name for cls in sections for name in field_names(cls)]
+    known = [name for name in own if name not in ("compile", "memory")]
+    _check_by(parse_strategy, values, problems, where="strategy", known=known)
+
+
+def _check_memory(values: Mapping[str, Any], problems: Problems) -> None:
+    _check_by(parse_memory, values, problems, where="memory", known=field_names(MemoryConfig))
+
+
+def _check_by(
+    parse: Callable[[object], object],
+    values: Mapping[str, Any],
+    problems: Problems,
+    *,
+    where: str,
+    known: Sequence[str],
+) -> None:
     unknown = [key for key in values if key not in known]
-    problems.add(*(unknown_key(str(key), where="strategy", known=known) for key in unknown))
-    sound = {key: value for key, value in values.items() if key not in unknown}
+    problems.add(*(unknown_key(str(key), where=where, known=known) for key in unknown))
     try:
-        parse_strategy(sound)
+        parse({key: value for key, value in values.items() if key not in unknown})
     except ConfigError as error:
         problems.add(error)
 

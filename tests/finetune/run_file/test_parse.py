@@ -187,7 +187,14 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "not a key of 'data.dataset'; an argument of the class belongs under init_args: write "
             "data.dataset.init_args.path.",
         ),
-        ("memory.budget=4GiB", "memory has no keys yet in this version"),
+        ("memory.budget=4GiBs", "memory.budget: '4GiBs' is not a number of bytes"),
+        ("memory.budgt=4GiB", "memory.budgt is not a key of 'memory'; did you mean 'budget'?"),
+        ("memory=60GiB", "memory is '60GiB', but must be a mapping, such as {budget: 60GiB}."),
+        (
+            "train.gradient_checkpointing=true",
+            "here it is memory.budget and memory.policy (what does not fit is recomputed; with",
+        ),
+        ("fp8.backend=auto", "fp8 has no keys yet in this version"),
     ],
 )
 def test_what_is_wrong_in_an_override_is_named(tmp_path: Path, override: str, message: str) -> None:
