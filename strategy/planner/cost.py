@@ -1,0 +1,49 @@
+"""What operations cost: a roofline of a device, and what was measured, which wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from thunder_memsave.planner.graph import Device, Op, TrainingGraph
+
+_NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
+
+
+def costs_us(
+    graph: TrainingGraph, device: Device, measured_us: Mapping[str, float] = _NOTHING_MEASURED
+) -> tuple[float, ...]:
+    """Time of each operation of a graph.
+
+    Args:
+        graph: What is computed.
+        device: Where.
+        measured_us: Times by `Op.key`.
+
+    Returns:
+        Microseconds by the operation's number. Views are 0 whatever was measured: nothing runs on the device.
+    """
+    return tuple(_cost_us(op, device, measured_us) for op in graph.ops)
+
+
+def roofline_us(op: Op, device: Device) -> float:
+    """The longest of computing, moving and receiving at the device's rates, and starting it."""
+    if op.repeat == "free":
+        return 0.0
+    seconds = max(
+        op.flops / _flops_per_s(op, device),
+        op.moved_bytes / device.memory_bytes_per_s,
+        op.sent_bytes / device.network_bytes_per_s,
+    )
+    return seconds * 1e6 + device.launch_us
+
+
+def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:
+    if op.repeat != "free" and op.key in measured_us:
+        return measured_us[op.key]
+    return roofline_us(op, device)
+
+
+def _flops_per_s(op: Op, device: Device) -> float:
+    """A dtype that the device has no rate for, such as integers, runs at that of float32."""
+    return device.flops_per_s.get(op.dtype, device.flops_per_s["float32"])
