@@ -54,6 +54,7 @@ from thunder_memsave.fx_nodes import (  # noqa: E402
 )
 from thunder_memsave.graph_outputs import OutputOrder, distinct_values, graph_outputs  # noqa: E402
 from thunder_memsave.higher_order import HIGHER_ORDER, inline_checkpoints  # noqa: E402
+from thunder_memsave.location import Location, locate, module_name  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor, is_random  # noqa: E402
 from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
 from thunder_memsave.unshard import unshard  # noqa: E402
@@ -171,8 +172,17 @@ class _Lowering:
             elif node.op == "get_attr":
                 values[node] = self._attribute(graph, node.target)
             elif node.op != "output":
-                values[node] = self._run_node(node, values)
+                values[node] = self._run_located(node, values)
         return values
+
+    def _run_located(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Run a node, and say of its symbols which line and module they come from."""
+        num_symbols = len(self.trace.scopes[-1])
+        result = self._run_node(node, values)
+        source = self._where(node).partition(" in ")[0]
+        place = Location(source=source, module=module_name(node.meta.get("nn_module_stack")))
+        locate(self.trace.scopes[-1][num_symbols:], place)
+        return result
 
     def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         self.trace.set_current_source_location(self._where(node), None)

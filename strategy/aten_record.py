@@ -1,0 +1,140 @@
+"""Records what PyTorch operators do while Python runs: memory, work, random numbers and writes.
+
+The operators may run on real tensors or on FakeTensors. What is seen are tensors; memory that a kernel takes inside of
+itself is not (`scratch.py` measures that).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+CUDA_BLOCK_BYTES = 512
+"""The caching allocator's `kMinBlockSize`: it rounds every request up to a multiple of it
+(torch/csrc/cuda/CUDAConfig, c10/cuda/CUDACachingAllocator.cpp `round_size`), and counts that as allocated."""
+
+_FROM_A_TABLE = {"embedding", "gather", "index", "index_select", "take", "take_along_dim"}
+"""These read as much of their first argument as they return, not all of it."""
+
+_aten = torch.ops.aten
+
+
+def allocated_bytes(nbytes: int, device_type: str) -> int:
+    """What an allocator counts for a request: whole blocks on CUDA, and the bytes themselves on the CPU."""
+    if device_type != "cuda":
+        return nbytes
+    return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+
+
+class AtenRecord(TorchDispatchMode):
+    """Follows the storages that operators allocate inside the context."""
+
+    def __init__(
+        self,
+        existing: Iterable[Tensor] = (),
+        *,
+        allocated: Callable[[int, str], int] = allocated_bytes,
+    ) -> None:
+        """`existing` tensors are there before, and are not counted; `allocated(nbytes, device type)` is what is."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._existing = {storage_id(t) for t in existing}
+        self._allocated = allocated
+        self._live: dict[int, int] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.flops = 0
+        """As torch's FlopCounterMode counts."""
+        self.moved_bytes = 0
+        self.is_random = False
+        self.written: set[int] = set()
+        """`storage_id` of existing storages that are written to."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        for tensor in outputs:
+            self._follow(tensor)
+        self.is_random |= _draws(func, args, kwargs)
+        self.flops += _flops(func, args, kwargs, result)
+        if func._schema.is_mutable:
+            self.written |= _written(func, args, kwargs) & self._existing
+        elif {storage_id(t) for t in outputs} <= {storage_id(t) for t in inputs}:
+            return result  # a view moves nothing
+        self.moved_bytes += _moved_bytes(func, inputs, outputs)
+        return result
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._existing:
+            return
+        self._live[key] = nbytes = self._allocated(storage.nbytes(), tensor.device.type)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        self.live_bytes -= self._live.pop(key)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention kernels are tagged as random, and are so with a dropout probability only."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    probability = _named(func, args, kwargs).get("dropout_p")
+    return not (isinstance(probability, float) and probability == 0.0)
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = func._schema.arguments
+    given = {p.name: p.default_value for p in parameters if p.has_default_value()}
+    given.update(zip((p.name for p in parameters), args, strict=False))
+    return {**given, **kwargs}
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    given = _named(func, args, kwargs)
+    parameters = func._schema.arguments
+    names = [p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write]
+    return {storage_id(t) for name in names for t in _tensors(given.get(name))}
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    packet = func._overloadpacket
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(t.shape for t in args[:3])))
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(t.shape for t in args[:4])))
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    read, made = list(map(_nbytes, inputs)), sum(map(_nbytes, outputs))
+    if read and func._overloadpacket.__name__ in _FROM_A_TABLE:
+        read[0] = min(read[0], made)
+    return sum(read) + made
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of memory: an expanded tensor has less than its shape says."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
