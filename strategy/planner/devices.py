@@ -1,7 +1,7 @@
 """Devices that costs are estimated for: rates from data sheets, without sparsity.
 
 Sources: NVIDIA's data sheets of H100 SXM, H200 SXM, HGX B200, A100 80GB SXM, and L40S. `float32` is without TF32, which
-torch uses only when asked. Memory is what torch reports, rounded down, not the number in the name. A rank's network rate
+torch uses only when asked. Memory is what torch reports, rounded down, not the number in the name. The network rate
 is the least of its link to the other devices of a node and what a node's adapters take in together (eight of
 400 Gbit/s; A100: 200 Gbit/s); an L40S has PCIe alone. A real device stays below all of these; measured costs win.
 """

@@ -1,13 +1,13 @@
 """Orders a plan: the program that the passes make of a graph when backward keeps some storages and nothing else.
 
-An operation that is computed again comes right before the first operation of backward that needs it, after what it
-needs itself; it is computed again at most once, and what it makes dies after its last use. Kept storages live from
+An operation that is computed again comes right before the first operation of backward that needs it, and those that
+one operation needs come in the order of forward; it is computed again at most once, and what it makes dies after its last use. Kept storages live from
 forward to their last use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 
 from thunder_memsave.planner.graph import Op, Program, Step, Storage, TrainingGraph
@@ -45,25 +45,8 @@ def order(
     for number in range(graph.num_forward):
         emitted.run(number)
     for number in range(graph.num_forward, len(graph.ops)):
-        if number not in emitted.postponed:
-            emitted.run_with_needed(number)
+        emitted.run_with_needed(number)
     return emitted.program()
-
-
-def postponed(graph: TrainingGraph) -> frozenset[int]:
-    """Operations at the start of backward that depend on no cotangent: they run when their results are needed.
-
-    Thunder's split moves there what only backward reads.
-    """
-    begins = next(
-        (n for n, op in _backward(graph) if not graph.cotangents.isdisjoint(op.reads)),
-        len(graph.ops),
-    )
-    return frozenset(
-        n
-        for n, op in _backward(graph)
-        if n < begins and op.repeat in ("free", "yes") and not _makes_gradient(graph, op)
-    )
 
 
 def producers(graph: TrainingGraph) -> dict[str, int]:
@@ -82,12 +65,19 @@ def unrepeatable(graph: TrainingGraph) -> frozenset[int]:
     )
 
 
-def _backward(graph: TrainingGraph) -> Iterator[tuple[int, Op]]:
-    return ((n, graph.ops[n]) for n in range(graph.num_forward, len(graph.ops)))
+def kept_values(graph: TrainingGraph, keep: Set[str]) -> frozenset[str]:
+    """Names of the values in the kept storages that views cannot give: for passes, which know values only.
 
-
-def _makes_gradient(graph: TrainingGraph, op: Op) -> bool:
-    return any(graph.storage_of.get(name) in graph.gradients for name in op.results)
+    They are the first value of each storage, and what writing to it in place has made of it.
+    """
+    kept = _kept(graph, keep)
+    return frozenset(
+        name
+        for op in graph.ops[: graph.num_forward]
+        if op.repeat != "free"
+        for name in op.results
+        if graph.storage_of.get(name) in kept
+    )
 
 
 def _check_names(graph: TrainingGraph, keep: Set[str] | None) -> None:
@@ -126,7 +116,6 @@ class _Emission:
     graph: TrainingGraph
     kept: frozenset[int]
     generator_state_bytes: int
-    postponed: frozenset[int] = frozenset()
     storages: list[Storage] = field(default_factory=list)
     placed: list[_Placed] = field(default_factory=list)
     last_use: dict[int, int] = field(default_factory=dict)
@@ -142,10 +131,6 @@ class _Emission:
         self.storages = list(graph.storages)
         self._producer = producers(graph)
         self._available = self.kept | graph.inputs | graph.outputs | graph.cotangents
-        if len(self.kept) < len(graph.storages):
-            self.postponed = frozenset(
-                n for n in postponed(graph) if self.kept.isdisjoint(graph.ops[n].makes)
-            )
 
     def run(self, number: int) -> None:
         """Run an operation for the first time."""
@@ -154,40 +139,29 @@ class _Emission:
 
     def run_with_needed(self, number: int) -> None:
         """Run an operation of backward after what it needs."""
-        for needed in self._needed_before(number):
-            self._run_late(needed)
+        for needed in sorted(self._missing(number)):
+            self._run_again(needed)
         self.run(number)
 
-    def _needed_before(self, number: int) -> Iterator[int]:
-        """Numbers of operations to run now, each after those that it needs."""
-        stack = [iter(self._missing(number))]
-        path = [number]
+    def _missing(self, number: int) -> set[int]:
+        """All operations of forward that have to run again before this one can."""
+        found: set[int] = set()
+        stack = [number]
         while stack:
-            needed = next(stack[-1], None)
-            if needed is None:
-                stack.pop()
-                done = path.pop()
-                if done != number and done not in self._repeated:
-                    self._repeated.add(done)
-                    yield done
-            elif needed not in self._repeated:
-                stack.append(iter(self._missing(needed)))
-                path.append(needed)
+            for name in self.graph.ops[stack.pop()].arguments:
+                producer = self._producer.get(name, self.graph.num_forward)
+                if (
+                    producer < self.graph.num_forward
+                    and self.graph.storage_of[name] not in self._available
+                    and producer not in self._repeated
+                    and producer not in found
+                ):
+                    found.add(producer)
+                    stack.append(producer)
+        return found
 
-    def _missing(self, number: int) -> Sequence[int]:
-        """Producers of the arguments that are not there."""
-        return [
-            producer
-            for name in self.graph.ops[number].arguments
-            if (producer := self._producer.get(name)) is not None
-            and (producer < self.graph.num_forward or producer in self.postponed)
-            and self.graph.storage_of[name] not in self._available
-        ]
-
-    def _run_late(self, number: int) -> None:
-        if number in self.postponed:
-            self.run(number)
-            return
+    def _run_again(self, number: int) -> None:
+        self._repeated.add(number)
         op = self.graph.ops[number]
         if op.repeat == "no":
             raise OrderError(
