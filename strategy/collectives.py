@@ -43,6 +43,7 @@ _ALL_GATHER_BUCKET = "all_gather_bucket"
 _REDUCE_SCATTER = "reduce_scatter_rows"
 _REDUCE_SCATTER_BUCKET = "reduce_scatter_bucket"
 _ALL_REDUCE = "all_reduce_values"
+_ALL_REDUCE_BUCKET = "all_reduce_bucket"
 _WAIT = "torch_wait_prim_impl"  # Thunder's own
 
 collectives_executor = OperatorExecutor("thunder_memsave_collectives", version="0")
@@ -74,11 +75,11 @@ def _all_reduce(
     values: Tensor, op: Any, group: dist.ProcessGroup, do_async: bool, skip_clone: bool = False
 ) -> Tensor | tuple[Handle, Tensor]:
     reduced = values if skip_clone else values.clone()
-    started = start_all_reduce(reduced, ltorch.to_torch_distributed_reduce_op(op), group)
-    if do_async:
-        return started
-    started[0].wait()
-    return reduced
+    if do_async and op is dist_prims.DistributedReduceOps.SUM:
+        return start_all_reduce([reduced], group)[0]
+    reduce_op = ltorch.to_torch_distributed_reduce_op(op)
+    work = dist.all_reduce(reduced, reduce_op, group, async_op=bool(do_async))
+    return (work, reduced) if do_async else reduced
 
 
 def _all_gather_bucket(
@@ -91,6 +92,12 @@ def _reduce_scatter_bucket(
     whole: Sequence[Tensor], group: dist.ProcessGroup
 ) -> tuple[tuple[Handle, Tensor], ...]:
     return tuple(start_reduce_scatter(whole, group))
+
+
+def _all_reduce_bucket(
+    values: Sequence[Tensor], group: dist.ProcessGroup, skip_clone: bool
+) -> tuple[tuple[Handle, Tensor], ...]:
+    return tuple(start_all_reduce(values if skip_clone else [v.clone() for v in values], group))
 
 
 def _cast_and_all_gather(
@@ -107,6 +114,10 @@ def _whole(shard: TensorProxy, group: dist.ProcessGroup, dtype: torch.dtype) -> 
 def _rows(whole: TensorProxy, group: dist.ProcessGroup) -> FutureTensorProxy:
     shape = (whole.shape[0] // group.size(), *whole.shape[1:])
     return FutureTensorProxy(shape=shape, dtype=whole.dtype, device=whole.device)
+
+
+def _same(values: TensorProxy) -> FutureTensorProxy:
+    return FutureTensorProxy(shape=values.shape, dtype=values.dtype, device=values.device)
 
 
 cast_and_all_gather = collectives_executor.register_operator(
@@ -129,6 +140,14 @@ reduce_scatter_bucket = collectives_executor.register_operator(
 """`([whole, ...], group) -> (future, ...)` of this rank's rows of the sums, in one collective."""
 
 
+all_reduce_bucket = collectives_executor.register_operator(
+    _ALL_REDUCE_BUCKET,
+    meta=lambda values, group, skip_clone: tuple(map(_same, values)),
+    fn=_all_reduce_bucket,
+)
+"""`([values, ...], group, skip_clone) -> (future, ...)` of the sums, in one collective; `skip_clone`: in place."""
+
+
 def is_all_gather(bsym: BoundSymbol) -> bool:
     """Whether an executed trace's symbol gathers one parameter, given as its first argument.
 
@@ -145,6 +164,18 @@ def is_reduce_scatter(bsym: BoundSymbol) -> bool:
     if bsym.sym.name != _REDUCE_SCATTER or not isinstance(bsym.output, FutureTensorProxy):
         return False
     return bool(bsym.args[1] is dist_prims.DistributedReduceOps.SUM)
+
+
+def is_all_reduce(bsym: BoundSymbol) -> bool:
+    """Whether an executed trace's symbol starts to sum its first argument over the ranks, for all of them."""
+    if bsym.sym.name != _ALL_REDUCE or not isinstance(bsym.output, FutureTensorProxy):
+        return False
+    return bool(bsym.args[1] is dist_prims.DistributedReduceOps.SUM)
+
+
+def reduces_in_place(all_reduce: BoundSymbol) -> bool:
+    """Whether an all-reduce of an executed trace overwrites its input, which then nothing else reads."""
+    return bool(all_reduce.args[4]) if len(all_reduce.args) > 4 else False
 
 
 def gathers(bsym: BoundSymbol) -> Sequence[tuple[TensorProxy, FutureTensorProxy]]:

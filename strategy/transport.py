@@ -1,4 +1,4 @@
-"""Starts all-gathers and reduce-scatters along dim 0, of one tensor or of several together, and all-reduces.
+"""Starts all-gathers and reduce-scatters along dim 0, and all-reduces, of one tensor or of several together.
 
 Each start returns one `(handle, result)` per tensor; the result may be read after `handle.wait()`, which may be called
 once per result. Nothing else needs to be kept: gloo's works hold what they read, and nccl's until they are waited for
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from thunder_memsave.missing_ranks import NoticingHandle
 
@@ -65,23 +65,33 @@ def start_reduce_scatter(
     """
     whole = [w.contiguous() for w in whole]
     shards = [w.new_empty((w.shape[0] // group.size(), *w.shape[1:])) for w in whole]
+    name = _named("reduce-scatter", whole)
     if whole[0].device.type == "cpu":
-        handle = _sum_parts(whole, shards, group)
-        return [(handle, s) for s in shards]
-    if len(whole) == 1:
+        handle: Handle = _sum_parts(whole, shards, group, name)
+    elif len(whole) == 1:
         work = reduce_scatter_single(shards[0], whole[0], dist.ReduceOp.SUM, group, True)
+        handle = NoticingHandle(work, name, group)
     else:
         work = group.reduce_scatter_tensor_coalesced(shards, whole)
-    return [(NoticingHandle(work, _named("reduce-scatter", whole), group), s) for s in shards]
+        handle = NoticingHandle(work, name, group)
+    return [(handle, s) for s in shards]
 
 
 def start_all_reduce(
-    values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> tuple[Handle, Tensor]:
-    """Reduce `values` over the ranks, in place."""
-    work = dist.all_reduce(values, op, group, async_op=True)
-    assert work is not None
-    return _started(NoticingHandle(work, _named("all-reduce", [values]), group), values), values
+    values: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[tuple[Handle, Tensor]]:
+    """Sum each of `values` over the ranks, in place; all have one dtype and device.
+
+    On the CPU the sum runs from rank 0 to the last one for every element, as it does in `start_reduce_scatter`.
+    """
+    name = _named("all-reduce", values)
+    # Two numbers have one sum in either order, so that two ranks need not sum by parts, which takes gloo longer.
+    if values[0].device.type == "cpu" and group.size() > 2:
+        handle = _sum_everywhere(values, group, name)
+    else:
+        work = group.allreduce_coalesced(list(values), dist.AllreduceCoalescedOptions())
+        handle = _started(NoticingHandle(work, name, group), values[0])
+    return [(handle, v) for v in values]
 
 
 def _started(handle: Handle, tensor: Tensor) -> Handle:
@@ -91,8 +101,23 @@ def _started(handle: Handle, tensor: Tensor) -> Handle:
     return handle
 
 
+def _sum_everywhere(values: Sequence[Tensor], group: dist.ProcessGroup, name: str) -> Handle:
+    """Every rank sums a part of all elements, and sends it to all."""
+    flat = torch.cat([v.reshape(-1) for v in values])
+    sums = nn.functional.pad(flat, (0, -flat.numel() % group.size()))
+    part = sums.new_empty(sums.numel() // group.size())
+    _sum_parts([sums], [part], group, name)
+    handle = NoticingHandle(all_gather_single(sums, part, group, True), name, group)
+    handle.wait()
+    for v, total in zip(
+        values, sums[: flat.numel()].split([v.numel() for v in values]), strict=True
+    ):
+        v.copy_(total.view(v.shape))
+    return handle
+
+
 def _sum_parts(
-    whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup
+    whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup, name: str
 ) -> Handle:
     """Every rank sends each other rank its rows, and adds up what it gets."""
     by_rank = [w.view(group.size(), -1) for w in whole]
@@ -100,7 +125,7 @@ def _sum_parts(
     received = torch.empty_like(sent)
     # gloo takes bytes of any type; it asks for flat tensors.
     work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-    handle = NoticingHandle(work, _named("reduce-scatter", whole), group)
+    handle = NoticingHandle(work, name, group)
     handle.wait()
     parts = received.split([s.numel() for s in shards], dim=1)
     for shard, (first, *others) in zip(shards, parts, strict=True):

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 
+from harness.distributed import SOAK_HANG_S
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.four_models import KINDS as MODELS
+from harness.four_models import SMALLEST_VOCABULARY, build
 from thunder_memsave.sharding import gather_rows, is_sharded
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -22,7 +25,6 @@ SEQUENCE_LENGTH = 8
 
 MODES: dict[str, Any] = {"zero2": "zero2", "zero3": "zero3", "2x2": {"mode": "hybrid", "size": 2}}
 ACCUMULATE = ("off", "reduce_every", "accumulate_unsharded")
-MODELS = ("all trainable", "lora", "tied", "odd")
 WINDOWS = (0, "auto")
 
 
@@ -44,62 +46,12 @@ PAIRS = [
 ]
 
 
-class Adapted(nn.Module):
-    """A frozen layer, and what is trained beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(2, base.in_features) / 4)
-        self.b = nn.Parameter(torch.randn(base.out_features, 2) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.a.t() @ self.b.t()
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, inner: int, *, lora: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up: nn.Module = nn.Linear(width, inner)
-        self.down: nn.Module = nn.Linear(inner, width)
-        if lora:
-            self.norm.requires_grad_(False)
-            self.up, self.down = Adapted(nn.Linear(width, inner)), Adapted(nn.Linear(inner, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        vocabulary, width, inner = (13, 7, 9) if kind == "odd" else (16, 8, 12)
-        self.embedding = nn.Embedding(vocabulary, width)
-        blocks = [Block(width, inner, lora=kind == "lora") for _ in range(2)]
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.scale = nn.Parameter(torch.tensor(1.25))
-        if kind == "lora":
-            self.embedding.requires_grad_(False)
-            self.head.requires_grad_(False)
-        if kind == "tied":
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(self.blocks(self.embedding(tokens))) * self.scale
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def build(kind: str) -> Model:
-    torch.manual_seed(0)
-    return Model(kind)
-
-
 def tokens(seed: int) -> Tensor:
     """Rows of all ranks, one rank's after the other's."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(13, (NUM_RANKS * ROWS_PER_RANK, SEQUENCE_LENGTH), generator=generator)
+    return torch.randint(
+        SMALLEST_VOCABULARY, (NUM_RANKS * ROWS_PER_RANK, SEQUENCE_LENGTH), generator=generator
+    )
 
 
 def num_micro_batches(case: Case) -> int:
@@ -181,4 +133,4 @@ def test_gradients_are_as_exact_as_those_of_one_process() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_exact_in_every_combination(mode: str, model: str) -> None:
     cases = [case for case in ALL if (case.mode, case.model) == (mode, model)]
-    run_on_fabric_ranks(check_all, NUM_RANKS, cases)
+    run_on_fabric_ranks(check_all, NUM_RANKS, cases, hang_s=SOAK_HANG_S)

@@ -51,15 +51,18 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  
 
 from thunder_memsave.collectives import (  # noqa: E402
     all_gather_bucket,
+    all_reduce_bucket,
     is_all_gather,
+    is_all_reduce,
     is_reduce_scatter,
     is_wait,
     reduce_scatter_bucket,
+    reduces_in_place,
 )
 from thunder_memsave.passes.symbols import is_tensor  # noqa: E402
 from thunder_memsave.sharding import whole_shape  # noqa: E402
 
-_Kind = tuple[Any, Any, int]  # dtype, device, the group's id
+_Kind = tuple[Any, ...]  # whether and how it sums, dtype, device, the group's id
 
 
 def schedule(trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0) -> TraceCtx:
@@ -139,7 +142,7 @@ class _Schedule:
                 yield from self._end_oldest()
             if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
                 yield from self._gathers.start_early()
-            yield from self._reductions.start(bsym) if is_reduce_scatter(bsym) else (bsym,)
+            yield from self._reductions.start(bsym)
 
     def _end_oldest(self) -> Iterator[BoundSymbol]:
         ended = self._reductions.pop_oldest()
@@ -243,7 +246,7 @@ class _Gathers:
         return self._window_bytes - sum(self._in_flight.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Postponed:
     wait: BoundSymbol
     readers: list[BoundSymbol]
@@ -261,13 +264,15 @@ class _Reductions:
         self._limit = min(bucket_bytes, window_bytes // 2)
         self._joining: dict[_Kind, list[BoundSymbol]] = {}
         self._sizes: dict[str, int] = {}
+        self._started: set[str] = set()
         self._postponed: deque[_Postponed] = deque()
 
     def start(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Start a reduction, or let it wait for others of its kind."""
-        self._sizes[bsym.output.name] = size = _nbytes(bsym.args[0])
-        if size > self._limit:
-            yield bsym
+        """Start a reduction, or let it wait for others of its kind; all else starts at once."""
+        size = _nbytes(bsym.args[0]) if _is_reduction(bsym) else 0
+        self._sizes.update((o.name, size) for o in bsym.flat_proxy_outs if size)
+        if not 0 < size <= self._limit:
+            yield self._started_now(bsym)
             return
         joining = self._joining.setdefault(_kind(bsym), [])
         if sum(self._sizes[b.output.name] for b in joining) + size > self._limit:
@@ -304,26 +309,41 @@ class _Reductions:
         return any(p.gives(names) for p in self._postponed)
 
     def pop_oldest(self) -> _Postponed:
-        return self._postponed.popleft()
+        """The oldest that is on its way; those that others may still join come last."""
+        on_their_way = (p for p in self._postponed if p.wait.args[0].name in self._started)
+        oldest = next(on_their_way, self._postponed[0])
+        self._postponed.remove(oldest)
+        return oldest
 
     def _start_joining(self, kind: _Kind) -> BoundSymbol:
         symbols = self._joining.pop(kind)
-        if len(symbols) == 1:
-            return symbols[0]
-        return reduce_scatter_bucket.bind(
-            [b.args[0] for b in symbols],
-            symbols[0].args[2],
-            output=tuple(b.output for b in symbols),
-        )
+        return self._started_now(symbols[0] if len(symbols) == 1 else _reduction_bucket(symbols))
+
+    def _started_now(self, bsym: BoundSymbol) -> BoundSymbol:
+        self._started.update(o.name for o in bsym.flat_proxy_outs)
+        return bsym
 
     def _size(self, wait: BoundSymbol) -> int:
         return self._sizes.get(wait.args[0].name, _nbytes(wait.args[0]))
 
 
+def _is_reduction(bsym: BoundSymbol) -> bool:
+    return is_reduce_scatter(bsym) or is_all_reduce(bsym)
+
+
+def _reduction_bucket(symbols: Sequence[BoundSymbol]) -> BoundSymbol:
+    first, values = symbols[0], [b.args[0] for b in symbols]
+    output = tuple(b.output for b in symbols)
+    if is_reduce_scatter(first):
+        return reduce_scatter_bucket.bind(values, first.args[2], output=output)
+    return all_reduce_bucket.bind(values, first.args[2], reduces_in_place(first), output=output)
+
+
 def _kind(bsym: BoundSymbol) -> _Kind:
     """Gathers, or reductions, of one kind can be one collective."""
-    group = bsym.args[2 if is_reduce_scatter(bsym) else 1]
-    return bsym.output.dtype, bsym.output.device, id(group)
+    sums = is_all_reduce(bsym) and ("in place" if reduces_in_place(bsym) else "in a copy")
+    group = bsym.args[2 if _is_reduction(bsym) else 1]
+    return sums, bsym.output.dtype, bsym.output.device, id(group)
 
 
 def _nbytes(tensor: TensorProxy | FutureTensorProxy) -> int:

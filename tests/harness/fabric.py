@@ -15,7 +15,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from harness.distributed import run_on_ranks
+from harness.distributed import HANG_S, run_on_ranks
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.process_group import destroy_groups
 
@@ -53,19 +53,22 @@ def on_fabric_rank(fn: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def run_on_fabric_ranks(fn: Callable[..., None], world_size: int, *args: object) -> None:
+def run_on_fabric_ranks(
+    fn: Callable[..., None], world_size: int, *args: object, hang_s: float = HANG_S
+) -> None:
     """Call `fn(*args)` in `world_size` processes; each builds its Fabric with `make_fabric`.
 
     Args:
         fn: A module's function, decorated with `on_fabric_rank`.
         world_size: The number of processes.
         *args: What `fn` is called with.
+        hang_s: After this time the processes are killed.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; carries its traceback.
         TimeoutError: the ranks hung; they were killed.
     """
-    run_on_ranks(fn, world_size, Path(), world_size, free_port(), *args, init=False)
+    run_on_ranks(fn, world_size, Path(), world_size, free_port(), *args, init=False, hang_s=hang_s)
 
 
 def all_reduced(fabric: Fabric, value: Tensor, **arguments: Any) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness import models
@@ -19,8 +20,10 @@ KINDS = ("all_gather", "reduce_scatter")
 NORM_BYTES = 32 * 4
 
 
-def compiled(model: nn.Module, prefetch: int | str, bucket_bytes: int, **inputs: Any) -> Compiled:
-    with fake_ranks(2) as data_parallel:
+def compiled(
+    model: nn.Module, prefetch: int | str, bucket_bytes: int, mode: str = "zero3", **inputs: Any
+) -> Compiled:
+    with fake_ranks(2, mode=mode) as data_parallel:
         settings: dict[str, Any] = {"prefetch": prefetch, "bucket_bytes": bucket_bytes}
         data_parallel = replace(data_parallel, **settings)
         shard_module(model, data_parallel)
@@ -118,3 +121,36 @@ def test_each_dtype_has_buckets_of_its_own() -> None:
     assert num_calls(forward, "all_gather") == 2
     assert len(collectives(forward)) == 4
     assert num_calls(backward, "reduce_scatter") == 2
+
+
+@pytest.mark.parametrize(
+    ("window_bytes", "bucket_bytes", "num_calls_expected"),
+    [(0, 10**9, 5), (10**9, 0, 5), (10**9, 10**9, 1), (8 * NORM_BYTES // 4, 10**9, 4)],
+)
+def test_small_gradients_of_whole_weights_share_an_all_reduce(
+    window_bytes: int, bucket_bytes: int, num_calls_expected: int
+) -> None:
+    """A quarter of the last window has room for two of the three vectors."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False))
+    result = compiled(model, window_bytes, bucket_bytes, mode="none", input=torch.randn(3, 6))
+    backward = traces(result)[1]
+    assert len(collectives(backward)) == 5
+    assert num_calls(backward, "all_reduce") == num_calls_expected
+
+
+def test_gradients_over_replicas_share_an_all_reduce() -> None:
+    """Each follows a reduction of its own, which is waited for first."""
+    with fake_ranks(4) as data_parallel:
+        pairs: dict[str, Any] = {
+            "group": dist.new_group([0, 1]),
+            "replicas": dist.new_group([0, 2]),
+        }
+        window: dict[str, Any] = {"prefetch": 10**9, "bucket_bytes": 10**9}
+        data_parallel = replace(data_parallel, world=data_parallel.group, **pairs, **window)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+        shard_module(model, data_parallel)
+        module = CompiledModule(model, data_parallel=data_parallel)
+        module(torch.randn(3, 6))
+    backward = traces(module.captures[0])[1]
+    assert [num_calls(backward, kind) for kind in ("reduce_scatter", "all_reduce")] == [1, 1]
+    assert len(collectives(backward)) == 1 + 2 * 4  # one weight is gathered for backward
