@@ -1,8 +1,8 @@
 """Orders a plan: the program that the passes make of a graph when backward keeps some storages and nothing else.
 
 An operation that is computed again comes right before the first operation of backward that needs it, and those that
-one operation needs come in the order of forward; it is computed again at most once, and what it makes dies after its last use. Kept storages live from
-forward to their last use.
+one operation needs come in the order of forward; it is computed again at most once, and what it makes dies after its
+last use. Kept storages live from forward to their last use.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ class _Emission:
     last_use: dict[int, int] = field(default_factory=dict)
     _now: dict[int, int] = field(default_factory=dict)
     """The program's storage in which a storage of the graph is, where it was computed again."""
-    _states: dict[int, int] = field(default_factory=dict)
     _repeated: set[int] = field(default_factory=set)
     _producer: dict[str, int] = field(default_factory=dict)
     _available: frozenset[int] = frozenset()

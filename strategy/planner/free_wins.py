@@ -1,0 +1,98 @@
+"""Free wins: what backward need not keep because it follows cheaply from what is kept anyway.
+
+Applied at any budget. Each storage is kept once, whatever views of it are called; views, casts, masks, comparisons,
+constants and elementwise values are computed again where that leaves less to keep. Matrix products, attention,
+reductions of much data, random numbers and collectives never are. The choice is an optimum: the least of kept bytes
+plus a sixteenth of the bytes that computing again moves. So the time that it adds is bounded: for each byte less that
+is kept, at most sixteen are moved, and eager PyTorch moves at least two, because it writes and reads what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from thunder_memsave.planner.graph import Op, TrainingGraph
+from thunder_memsave.planner.linear import LinearProgram
+from thunder_memsave.planner.needs import Needs, needs
+
+MOVED_PER_KEPT_BYTE = 16
+_REDUCTION = 16
+"""An operation that reads so many times what it makes is a reduction; a comparison of two int64 reads 16 times that."""
+
+
+def free_keep(
+    graph: TrainingGraph,
+    *,
+    keep: Set[str] = frozenset(),
+    recompute: Set[str] = frozenset(),
+    regather: bool = False,
+) -> frozenset[str]:
+    """Choose what is kept when there is no budget.
+
+    Args:
+        graph: What is computed.
+        keep: Names of storages that are kept whatever follows from what.
+        recompute: Names of storages that are computed again, whatever that takes.
+        regather: Whether parameters are gathered again in backward (ZeRO-3), rather than kept from forward.
+
+    Returns:
+        Names of storages. Everything that backward reads is among them, or follows from them.
+    """
+    return choose_free(needs(graph), keep=keep, recompute=recompute, regather=regather)
+
+
+def choose_free(
+    needs: Needs, *, keep: Set[str], recompute: Set[str], regather: bool
+) -> frozenset[str]:
+    """The same for needs that are known."""
+    graph, program = needs.graph, LinearProgram()
+    ops = {
+        o: program.variable(cost=_cost(graph.ops[o]), whole=True)
+        for o in needs.ops
+        if _is_cheap(graph, graph.ops[o], regather=regather)
+        or any(graph.storages[s].name in recompute for s in needs.makes[o])
+    }
+    kept = {s: program.variable(cost=graph.storages[s].nbytes, whole=True) for s in needs.storages}
+    for storage, variable in kept.items():
+        name = graph.storages[storage].name
+        if (storage in needs.must_keep and storage in needs.first) or name in keep:
+            program.low[variable] = 1.0
+        elif name in recompute:
+            program.high[variable] = 0.0
+    add_coverage(program, needs, kept, ops)
+    values = program.solve().values
+    assert values is not None, "keeping everything that can be kept is a solution"
+    return frozenset(graph.storages[s].name for s, v in kept.items() if values[v] > 0.5)
+
+
+def add_coverage(
+    program: LinearProgram, needs: Needs, kept: dict[int, int], ops: dict[int, int]
+) -> None:
+    """Require that what backward reads is kept or computed again, and so what computing again reads."""
+    for storage in needs.first:
+        again = _again(needs, storage, ops)
+        program.row([(kept[storage], 1.0), *again], least=1.0)
+    for number, variable in ops.items():
+        for storage in needs.inputs[number]:
+            again = _again(needs, storage, ops)
+            program.row([(kept[storage], 1.0), *again, (variable, -1.0)], least=0.0)
+
+
+def _again(needs: Needs, storage: int, ops: dict[int, int]) -> list[tuple[int, float]]:
+    number = needs.producer[storage]
+    if storage in needs.must_keep or number not in ops:
+        return []
+    return [(ops[number], 1.0)]
+
+
+def _cost(op: Op) -> float:
+    # A byte more: of two equal choices the one with fewer operations.
+    return op.moved_bytes / MOVED_PER_KEPT_BYTE + 1.0
+
+
+def _is_cheap(graph: TrainingGraph, op: Op, *, regather: bool) -> bool:
+    if op.sent_bytes or any(graph.storages[s].kind == "gathered" for s in op.makes):
+        return regather
+    made = sum(graph.storages[s].nbytes for s in op.makes)
+    is_reduction = op.moved_bytes - made > _REDUCTION * made
+    return op.repeat != "replay" and not op.flops and not is_reduction

@@ -1,0 +1,101 @@
+"""A linear program with some whole-numbered variables, built row by row and solved by HiGHS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+_OPTIMAL = 0
+_INFEASIBLE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """What HiGHS found."""
+
+    values: np.ndarray | None
+    """Of all variables; None when nothing was found in time, or nothing exists."""
+    is_infeasible: bool
+    """Proven: there is none."""
+    bound: float
+    """No solution costs less."""
+
+
+@dataclass(kw_only=True)
+class LinearProgram:
+    """Minimise cost, subject to rows."""
+
+    cost: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    _columns: list[int] = field(default_factory=list)
+    _factors: list[float] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=lambda: [0])
+    _least: list[float] = field(default_factory=list)
+    _most: list[float] = field(default_factory=list)
+
+    def variable(
+        self, *, cost: float = 0.0, low: float = 0.0, high: float = 1.0, whole: bool = False
+    ) -> int:
+        """Add a variable; its number is returned."""
+        self.cost.append(cost)
+        self.low.append(low)
+        self.high.append(high)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def row(
+        self,
+        terms: Mapping[int, float] | Iterable[tuple[int, float]],
+        *,
+        least: float = -inf,
+        most: float = inf,
+    ) -> None:
+        """Require that a sum of variables times factors is within bounds; a variable may occur twice."""
+        for column, factor in terms.items() if isinstance(terms, Mapping) else terms:
+            self._columns.append(column)
+            self._factors.append(factor)
+        self._starts.append(len(self._columns))
+        self._least.append(least)
+        self._most.append(most)
+
+    def solve(
+        self, *, relaxed: bool = False, time_limit_s: float | None = None, gap: float = 1e-9
+    ) -> Solution:
+        """Minimise.
+
+        Args:
+            relaxed: Whether whole-numbered variables may be any number: a lower bound, quickly.
+            time_limit_s: HiGHS stops after that with the best that it has found.
+            gap: HiGHS stops when the cost is proven to be above the bound by at most this fraction.
+        """
+        options: dict[str, float] = {"mip_rel_gap": gap}
+        if time_limit_s is not None:
+            options["time_limit"] = max(time_limit_s, 0.05)
+        result = milp(
+            np.array(self.cost),
+            integrality=None if relaxed else np.array(self.whole, dtype=int),
+            bounds=Bounds(np.array(self.low), np.array(self.high)),
+            constraints=LinearConstraint(self._matrix(), self._least, self._most),
+            options=options,
+        )
+        bound = getattr(result, "mip_dual_bound", None)
+        if result.status == _OPTIMAL and (relaxed or bound is None):
+            bound = result.fun
+        return Solution(
+            values=result.x,
+            is_infeasible=result.status == _INFEASIBLE,
+            bound=-inf if bound is None or not np.isfinite(bound) else float(bound),
+        )
+
+    def _matrix(self) -> csr_array:
+        shape = (len(self._starts) - 1, len(self.cost))
+        matrix = csr_array((self._factors, self._columns, self._starts), shape=shape)
+        matrix.sum_duplicates()
+        return matrix

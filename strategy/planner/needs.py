@@ -1,0 +1,133 @@
+"""What backward needs of forward, and what it takes to compute that again: the choices that a plan has.
+
+Everything is about storages and the operations that make them; views are part of their storage. Positions are those of
+operations of backward, counted from its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from thunder_memsave.planner.graph import TrainingGraph
+from thunder_memsave.planner.order import unrepeatable
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The part of a graph that plans differ in. Storages and operations are given by their numbers in the graph."""
+
+    graph: TrainingGraph
+    storages: tuple[int, ...]
+    """Those that backward reads, and those that computing them again can read; in the order of forward. Arguments and
+    outputs are not among them: they are there anyway."""
+    ops: tuple[int, ...]
+    """Those that make them."""
+    producer: Mapping[int, int]
+    inputs: Mapping[int, tuple[int, ...]]
+    """By operation: what it reads of `storages`."""
+    makes: Mapping[int, tuple[int, ...]]
+    """By operation: what it makes of `storages`."""
+    first: Mapping[int, int]
+    """Where backward first reads a storage; missing where only computing others again does."""
+    last: Mapping[int, int]
+    """Where it last does."""
+    earliest: Mapping[int, int]
+    """Before that, no plan reads the storage in backward."""
+    must_keep: frozenset[int]
+    """Storages that nothing gives a second time."""
+    last_in_forward: Mapping[int, int]
+    """The operation of forward that reads it last, or makes it."""
+
+
+def needs(graph: TrainingGraph) -> Needs:
+    """Find what a plan decides about. Linear in the number of operations."""
+    anyway = graph.inputs | graph.outputs | graph.cotangents
+    first, last = _read_by_backward(graph, anyway)
+    producer = _producers(graph, anyway)
+    fixed = unrepeatable(graph)
+    found, ops = _reachable(graph, first, producer, fixed)
+    storages = tuple(sorted(found, key=producer.__getitem__))
+    inputs = {o: tuple(s for s in graph.ops[o].reads if s in found) for o in ops}
+    makes = {o: tuple(s for s in graph.ops[o].makes if s in found) for o in ops}
+    return Needs(
+        graph=graph,
+        storages=storages,
+        ops=tuple(sorted(ops)),
+        producer={s: producer[s] for s in storages},
+        inputs=inputs,
+        makes=makes,
+        first=first,
+        last=last,
+        earliest=_earliest(sorted(ops, reverse=True), inputs, makes, first),
+        must_keep=frozenset(s for s in storages if s in fixed or producer[s] not in ops),
+        last_in_forward=_last_in_forward(graph, found),
+    )
+
+
+def _read_by_backward(
+    graph: TrainingGraph, anyway: frozenset[int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    made = {s for op in graph.ops[: graph.num_forward] for s in op.makes} - anyway
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, op in enumerate(graph.ops[graph.num_forward :]):
+        for storage in op.reads:
+            if storage in made:
+                first.setdefault(storage, position)
+                last[storage] = position
+    return first, last
+
+
+def _producers(graph: TrainingGraph, anyway: frozenset[int]) -> dict[int, int]:
+    return {
+        s: number
+        for number, op in enumerate(graph.ops[: graph.num_forward])
+        for s in op.makes
+        if s not in anyway
+    }
+
+
+def _reachable(
+    graph: TrainingGraph,
+    first: Iterable[int],
+    producer: Mapping[int, int],
+    fixed: frozenset[int],
+) -> tuple[set[int], set[int]]:
+    """Storages from which what is needed can be computed, and the operations that may run again for that."""
+    storages = set(first)
+    ops: set[int] = set()
+    stack = list(first)
+    while stack:
+        storage = stack.pop()
+        number = producer[storage]
+        if storage in fixed or graph.ops[number].repeat == "no" or number in ops:
+            continue
+        ops.add(number)
+        new = [s for s in graph.ops[number].reads if s in producer and s not in storages]
+        storages.update(new)
+        stack += new
+    return storages, ops
+
+
+def _earliest(
+    ops: Sequence[int],
+    inputs: Mapping[int, tuple[int, ...]],
+    makes: Mapping[int, tuple[int, ...]],
+    first: Mapping[int, int],
+) -> dict[int, int]:
+    earliest = dict(first)
+    for number in ops:
+        runs = min((earliest.get(s, NEVER) for s in makes[number]), default=NEVER)
+        for storage in inputs[number]:
+            earliest[storage] = min(earliest.get(storage, NEVER), runs)
+    return earliest
+
+
+def _last_in_forward(graph: TrainingGraph, storages: set[int]) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for number, op in enumerate(graph.ops[: graph.num_forward]):
+        last.update((s, number) for s in (*op.reads, *op.makes) if s in storages)
+    return last
