@@ -32,6 +32,7 @@ from thunder.core.proxies import (  # noqa: E402
 )
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
+from thunder.extend import TemporaryExecutor  # noqa: E402
 
 from thunder_memsave.aten_record import AtenRecord, allocated_bytes, storage_id  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
@@ -95,6 +96,8 @@ class Operation(NamedTuple):
     """Takes one value for each argument proxy, and returns one for each result."""
     arguments: Sequence[Value | None]
     """None: a number."""
+    can_run_alone: bool
+    """Not so for functions of which nothing is known but that a model calls them."""
 
 
 class Scratch(Protocol):
@@ -154,11 +157,14 @@ class OpProfiles:
         for rule in self.rules:
             if (ruled := rule(bsym, tensors)) is not None:
                 return replace(ruled, key=key)
-        operation = Operation(_callable(bsym), arguments)
+        is_opaque = isinstance(bsym.sym.executor, TemporaryExecutor)
+        operation = Operation(_callable(bsym), arguments, not is_opaque)
         profile = replace(self._run(bsym, operation), key=key)
         scratch_bytes = self._scratch(operation, profile)
         return replace(
-            profile, peak_bytes=profile.peak_bytes + scratch_bytes, scratch_bytes=scratch_bytes
+            profile,
+            peak_bytes=profile.peak_bytes + scratch_bytes,
+            scratch_bytes=max(scratch_bytes, 0),
         )
 
     def _run(self, bsym: BoundSymbol, operation: Operation) -> OpProfile:
@@ -208,7 +214,8 @@ def contiguous(proxy: TensorProxy | FutureTensorProxy) -> Layout:
     """The layout of a new tensor like `proxy`."""
     shape = tuple(int(s) for s in proxy.shape)
     dtype = dtypes.to_torch_dtype(proxy.dtype)
-    stride, size = [], 1
+    stride: list[int] = []
+    size = 1
     for length in reversed(shape):
         stride.insert(0, size)
         size *= max(length, 1)
@@ -230,19 +237,24 @@ def layout_of(tensor: Tensor) -> Layout:
     )
 
 
-def make_arguments(values: Sequence[Value | None]) -> list[Any]:
-    """Tensors of zeros with these layouts, those of one storage sharing it; 0 for numbers."""
+def make_arguments(values: Sequence[Value | None], *, zeros: bool = False) -> list[Any]:
+    """Tensors with these layouts, those of one storage sharing it; 0 for numbers."""
     storages: dict[int, Tensor] = {}
-    return [0 if v is None else _tensor(v, storages) for v in values]
+    return [0 if v is None else _tensor(v, storages, zeros=zeros) for v in values]
 
 
-def _tensor(value: Value, storages: dict[int, Tensor]) -> Tensor:
+def _tensor(value: Value, storages: dict[int, Tensor], *, zeros: bool) -> Tensor:
     layout = value.layout
+    num_elements = layout.storage_bytes // layout.dtype.itemsize
     if (base := storages.get(value.storage)) is None:
-        num_elements = layout.storage_bytes // layout.dtype.itemsize
-        base = torch.zeros(num_elements, dtype=layout.dtype, device=layout.device)
+        make = torch.zeros if zeros else torch.empty
+        base = make(num_elements, dtype=layout.dtype, device=layout.device)
         storages[value.storage] = base
-    return base.view(layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)
+    if base.dtype != layout.dtype:
+        base = base.view(layout.dtype)
+    if layout.offset == 0 and layout[:2] == ((num_elements,), (1,)):
+        return base
+    return base.as_strided(layout.shape, layout.stride, layout.offset)
 
 
 def _value(tensor: Tensor, numbers: Mapping[int, int]) -> Value:

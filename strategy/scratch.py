@@ -1,1 +1,173 @@
-"""How much memory kernels take inside of themselves, measured on the device that is there."""
+"""How much memory kernels take inside of themselves: measured where the device is there, else bounded.
+
+FakeTensors show every tensor that an operation makes, and not the buffers that a kernel asks the allocator for: those of
+flash attention, or the copies in which a bfloat16 product is computed on the CPU. They are measured by running the
+operation once on zeros, and kept on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from thunder_memsave.disk_table import DiskTable
+from thunder_memsave.op_profile import Layout, Operation, OpProfile, make_arguments
+
+_log = logging.getLogger(__name__)
+
+_ROWS, _COLUMNS = 128, 32
+"""Flash attention's backward rounds sequences and head dimensions up to these (flash_attn/flash_api.cpp)."""
+
+
+def bounded_scratch(operation: Operation, found: OpProfile) -> int:
+    """The most that the kernels of an operation take, from their source, without running it.
+
+    - CUDA flash attention, backward (pytorch's flash_api.cpp, `mha_bwd`): a float32 gradient of the query, a float32
+      number per row, both with rounded sizes, and where key heads are shared one gradient of key and value per query
+      head.
+    - CPU flash attention (FlashAttentionKernel.cpp): per thread one block of scores and of the output in float32.
+    - Indexing's backward on CUDA (Embedding.cu): four sorted lists of the indices, in int64.
+
+    All other operations have none beyond what libraries keep for good: cuBLAS's workspace is part of the reserve.
+    """
+    symbol = found.key.partition("[")[0]
+    layouts = [a.layout for a in operation.arguments if a is not None]
+    if not layouts or "attention" not in symbol and "sdp" not in symbol:
+        return _of_indices(symbol, layouts)
+    if layouts[0].device.startswith("cpu"):
+        return _cpu_flash_bytes(layouts)
+    is_backward = "backward" in symbol or "bwd" in symbol
+    return _cuda_flash_backward_bytes(layouts) if is_backward else 0
+
+
+def _of_indices(symbol: str, layouts: list[Layout]) -> int:
+    if "embedding" not in symbol or "backward" not in symbol:
+        return 0
+    indices = [v for v in layouts if v.dtype == torch.int64 and not v.device.startswith("cpu")]
+    return sum(4 * 8 * _numel(v) for v in indices)
+
+
+def _cpu_flash_bytes(layouts: list[Layout]) -> int:
+    head_dim = layouts[0].shape[-1]
+    rows, columns = 256, 512  # the largest blocks that the kernel chooses
+    per_thread = rows * columns + 2 * rows + rows * head_dim
+    return torch.get_num_threads() * (4 * per_thread + 2 * rows * columns)
+
+
+def _cuda_flash_backward_bytes(layouts: list[Layout]) -> int:
+    """The first three of four dimensions are batch, heads and rows, in either order."""
+    of_four = [v for v in layouts if len(v.shape) == 4]
+    if len(of_four) < 4:
+        return 0
+    _, query, key, _ = of_four[:4]
+    batch, heads, rows, head_dim = query.shape
+    rows, head_dim = _rounded(rows, _ROWS), _rounded(head_dim, _COLUMNS)
+    accumulated = 4 * batch * heads * rows * (head_dim + 1)
+    shares_keys = _numel(key) < _numel(query)
+    expanded = 2 * query.dtype.itemsize * _numel(query) if shares_keys else 0
+    return accumulated + expanded
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _numel(layout: Layout) -> int:
+    return int(torch.Size(layout.shape).numel())
+
+
+class MeasuredScratch:
+    """Runs every kind of operation once, on zeros, and remembers what it took."""
+
+    def __init__(self, *, directory: Path | None = None) -> None:
+        """`directory`: of the table; the user's cache unless given."""
+        self._table = DiskTable("scratch", _environment(), directory=directory)
+
+    def __call__(self, operation: Operation, found: OpProfile) -> int:
+        """Bytes at the operation's peak beside what `found` says; fewer than 0 where FakeTensors show too many."""
+        if found.is_view or not operation.can_run_alone:
+            return 0
+        if (known := self._table.get(found.key)) is None:
+            known = _measured(operation, found)
+            if known is None:
+                return bounded_scratch(operation, found)
+            self._table.put(found.key, known)
+        return max(int(known) - found.peak_bytes, sum(found.made_bytes) - found.peak_bytes)
+
+    def save(self) -> None:
+        """Write what was measured."""
+        self._table.save()
+
+
+def _measured(operation: Operation, found: OpProfile) -> int | None:
+    """The operation's peak in bytes; None where it cannot be measured here."""
+    device_type = _device_type(operation)
+    if device_type not in ("cpu", "cuda") or torch.autograd._profiler_enabled():
+        return None
+    try:
+        with _generators_kept(device_type), torch.no_grad():
+            arguments = make_arguments(operation.arguments, zeros=True)
+            operation.run(*arguments)  # what is made once and kept is not the operation's
+            run = _run_of(operation, arguments)
+            return _cpu_peak_bytes(run) if device_type == "cpu" else _cuda_peak_bytes(run)
+    except (RuntimeError, IndexError, ValueError) as error:  # out of memory, or zeros are refused
+        _log.warning("%s could not be measured, so its scratch is bounded: %s", found.key, error)
+        return None
+
+
+def _run_of(operation: Operation, arguments: list[object]) -> Callable[[], None]:
+    def run() -> None:
+        operation.run(*arguments)
+
+    return run
+
+
+def _device_type(operation: Operation) -> str:
+    devices = {a.layout.device.partition(":")[0] for a in operation.arguments if a is not None}
+    return devices.pop() if len(devices) == 1 else ""
+
+
+def _cpu_peak_bytes(run: Callable[[], None]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        run()
+    assert seen.profiler is not None
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return int(peak)
+
+
+def _cuda_peak_bytes(run: Callable[[], None]) -> int:
+    """Starts the device's statistics of the peak anew."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+@contextlib.contextmanager
+def _generators_kept(device_type: str) -> Iterator[None]:
+    """Random operations draw from the user's generators."""
+    devices = [torch.cuda.current_device()] if device_type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _environment() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"
+
+
+def _processor() -> str:
+    """Which kernels are chosen depends on it."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {platform.processor()}"

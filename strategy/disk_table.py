@@ -1,0 +1,65 @@
+"""A table of measured numbers in the user's cache directory, so that what was measured once is not measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """Where this user's caches are: `$XDG_CACHE_HOME/thunder_memsave`, by default under `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "thunder_memsave"
+
+
+class DiskTable:
+    """Numbers by key, valid in one environment (versions, device, threads), which names the file."""
+
+    def __init__(self, name: str, environment: str, *, directory: Path | None = None) -> None:
+        """`directory`: `cache_directory()` unless given. A file that cannot be read counts as empty."""
+        digest = hashlib.sha256(environment.encode()).hexdigest()[:16]
+        self._path = (directory or cache_directory()) / f"{name}-{digest}.json"
+        self._environment = environment
+        self._numbers: dict[str, float] = self._read()
+        self._is_changed = False
+
+    def get(self, key: str) -> float | None:
+        """What was put for this key, in this process or an earlier one."""
+        return self._numbers.get(key)
+
+    def put(self, key: str, number: float) -> None:
+        """Remember a number; `save` writes it."""
+        self._numbers[key] = number
+        self._is_changed = True
+
+    def save(self) -> None:
+        """Write what is new, beside what other processes have written since.
+
+        A directory that cannot be written to is no error: the next process measures again.
+        """
+        if not self._is_changed:
+            return
+        numbers = {**self._read(), **self._numbers}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self._path, json.dumps({"of": self._environment, "numbers": numbers}))
+        except OSError:
+            return
+        self._is_changed = False
+
+    def _read(self) -> dict[str, float]:
+        try:
+            return dict(json.loads(self._path.read_text(encoding="utf-8"))["numbers"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write at once, so that no process reads half a file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(name).replace(path)

@@ -1,0 +1,58 @@
+"""Measures memory on the CPU to the byte, and records the traces that a compiled module goes through."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from thunder.core.trace import TraceCtx
+from torch.profiler import ProfilerActivity, profile
+
+import thunder_memsave.compile as compile_module
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the CPU's allocator did while a function ran, in bytes beside what was there before."""
+
+    peak_bytes: int
+    end_bytes: int
+    """What is there after it, its result included."""
+
+
+def measured_memory(fn: Callable[[], object]) -> Measured:
+    """Run `fn` and add up the profiler's memory events: all that is allocated through torch, kernels' scratch included.
+
+    Run it once before: what libraries allocate once and keep would count.
+    """
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        result = fn()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    del result
+    return Measured(peak, live)
+
+
+def measured_peak_bytes(fn: Callable[[], object]) -> int:
+    """The peak of `measured_memory`."""
+    return measured_memory(fn).peak_bytes
+
+
+@contextmanager
+def joint_traces() -> Iterator[list[TraceCtx]]:
+    """Collect the joint trace, before any pass, of every call that is compiled inside."""
+    seen: list[TraceCtx] = []
+
+    def record(trace: TraceCtx) -> TraceCtx:
+        seen.append(trace)
+        return trace
+
+    with patch.object(compile_module, "JOINT_PASSES", (record, *compile_module.JOINT_PASSES)):
+        yield seen
