@@ -61,7 +61,7 @@ class Cluster:
                     "GLOO_SOCKET_IFNAME": node.interface,
                     "NODE": node.name,
                     "OMP_NUM_THREADS": "1",
-                    # A restarted agent waits in vain for the address of a store that torch 2.11's agents share.
+                    # A restarted agent waits in vain for the address of a store that agents share.
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                     **env,
                 },
