@@ -22,6 +22,10 @@ class CompileError(RuntimeError):
     """A captured graph cannot be compiled, or would not compute what eager PyTorch computes."""
 
 
+class PlanError(RuntimeError):
+    """A plan asks for what a trace cannot do."""
+
+
 def user_frame(stack: Iterable[traceback.FrameSummary] | None) -> str:
     """`file:line in function` of the innermost frame outside of installed libraries, else of the innermost one."""
     frames = list(stack or ())

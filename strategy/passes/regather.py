@@ -45,7 +45,11 @@ from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 
 from thunder_memsave.collectives import is_all_gather  # noqa: E402
-from thunder_memsave.passes.symbols import is_tensor, written_in_place  # noqa: E402
+from thunder_memsave.passes.symbols import (  # noqa: E402
+    forward_symbols,
+    is_tensor,
+    written_in_place,
+)
 
 
 def regather(trace: TraceCtx) -> TraceCtx:
@@ -106,7 +110,7 @@ def _rewritten(
     symbols: Sequence[BoundSymbol], gathered: Mapping[str, _Gathered]
 ) -> Iterator[BoundSymbol]:
     """Yield the symbols, each reader after the values that are made for it."""
-    originals, forward = _needed_originals(symbols, gathered), _forward(symbols)
+    originals, forward = _needed_originals(symbols, gathered), forward_symbols(symbols)
     made: dict[str, dict[Any, Proxy]] = {}
     was_forward = True
     for number, bsym in enumerate(symbols):
@@ -127,21 +131,6 @@ def _rewritten(
             yield from _made(name, gathered, made[gathered[name].shard], suffix=str(number))
         swaps = {old: new for values in made.values() for old, new in values.items()}
         yield bsym.from_bsym_swap_proxies(swaps, skip_output=True)
-
-
-def _forward(symbols: Sequence[BoundSymbol]) -> set[int]:
-    """Ids of what forward's outputs need, as Thunder's split decides it; all else is backward's."""
-    result = symbols[-1].args[0]
-    if not (isinstance(result, dict) and "fw_flat_out" in result):
-        return set(map(id, symbols))
-    needed = {o.name for o in result["fw_flat_out"] if isinstance(o, Proxy)}
-    forward = set()
-    for bsym in reversed(symbols[:-1]):
-        makes_forward = any(o.name in needed for o in bsym.flat_proxy_outs)
-        if makes_forward or written_in_place(bsym) in needed:
-            forward.add(id(bsym))
-            needed.update(a.name for a in bsym.flat_proxy_args)
-    return forward
 
 
 def _needed_originals(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from thunder_memsave import compat
 
 compat.apply()
 
-from thunder.core.proxies import FutureTensorProxy, TensorProxy  # noqa: E402
+from thunder.core import prims  # noqa: E402
+from thunder.core.proxies import (  # noqa: E402
+    CollectionProxy,
+    FutureTensorProxy,
+    Proxy,
+    TensorProxy,
+)
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 
 
@@ -19,3 +28,59 @@ def written_in_place(bsym: BoundSymbol) -> str | None:
     """Name of the tensor into which this symbol copies; None: it writes to nothing that exists."""
     # The exact name: `copy_with_setitem_impl` and others that begin alike make a new tensor.
     return str(bsym.args[1].name) if bsym.sym.name == "copy_" else None
+
+
+def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
+    """Ids of what forward's outputs need, as Thunder's split decides it; all else is backward's.
+
+    Args:
+        symbols: Of a joint trace, or of an inference trace, which is all forward.
+    """
+    if not is_joint(symbols):
+        return set(map(id, symbols))
+    result = symbols[-1].args[0]
+    # The arguments, too: what is copied into one of them is for the caller to see.
+    needed = {
+        o.name for o in (*result["fw_flat_out"], *result["flat_args"]) if isinstance(o, Proxy)
+    }
+    forward = set()
+    for bsym in reversed(symbols[:-1]):
+        makes_forward = any(o.name in needed for o in bsym.flat_proxy_outs)
+        if makes_forward or written_in_place(bsym) in needed:
+            forward.add(id(bsym))
+            needed.update(a.name for a in bsym.flat_proxy_args)
+    return forward
+
+
+def is_joint(symbols: Sequence[BoundSymbol]) -> bool:
+    """Whether they are of a joint trace, which returns forward's outputs and gradients."""
+    if symbols[-1].sym is not prims.python_return:
+        return False
+    result = symbols[-1].args[0]
+    return isinstance(result, dict) and "fw_flat_out" in result
+
+
+def renamed(
+    bsym: BoundSymbol, names: Mapping[str, Proxy], *, skip_output: bool = False
+) -> BoundSymbol:
+    """The same symbol on other values, given by the names of those that they replace.
+
+    As Thunder's `from_bsym_swap_proxies`, in a fraction of its time.
+    """
+    return bsym.from_bsym(
+        args=_swapped(bsym.args, names),
+        kwargs=_swapped(bsym.kwargs, names),
+        output=bsym.output if skip_output else _swapped(bsym.output, names),
+        subsymbols=[renamed(part, names, skip_output=skip_output) for part in bsym.subsymbols],
+    )
+
+
+def _swapped(value: Any, names: Mapping[str, Proxy]) -> Any:
+    if isinstance(value, Proxy):
+        assert not isinstance(value, CollectionProxy), "only unpacking symbols have these"
+        return names.get(value.name, value)
+    if type(value) in (tuple, list):
+        return type(value)(_swapped(v, names) for v in value)
+    if type(value) is dict:
+        return {key: _swapped(v, names) for key, v in value.items()}
+    return value

@@ -1,0 +1,263 @@
+"""Recompute: what backward reads of forward and is not kept is computed again, right before its first reader.
+
+Before, with `keep={"t1"}`:
+
+    t1 = torch.nn.functional.linear(x, w1, None)
+    t2 = torch.nn.functional.gelu(t1)
+    t3 = torch.nn.functional.linear(t2, w2, None)   # an output
+    ...
+    t8 = torch.matmul(g, t2)                        # backward; t2 is saved
+
+After:
+
+    t1 = torch.nn.functional.linear(x, w1, None)
+    t2 = torch.nn.functional.gelu(t1)
+    t3 = torch.nn.functional.linear(t2, w2, None)
+    ...
+    bw_t2 = torch.nn.functional.gelu(t1)            # a clone; t1 is saved
+    t8 = torch.matmul(g, bw_t2)
+
+Thunder's split, which comes later, derives what is saved: the kept values that backward or a clone reads, and the
+arguments and outputs of forward, which are there anyway. Several names for one memory need no care of their own: where
+the first of them is kept, a view of it is cloned like anything else, and costs nothing.
+
+Gathered parameters. `regather`, which runs before this, gives backward's readers of a weight a gather of their own. A
+clone that reads the weight brings that gather forward instead of adding another: one gather per weight in backward,
+shared, and freed after its last reader. Only where no gather of that weight is to come (its last reader in backward ran
+before, or it had none) is it gathered again for the clone. So no whole weight is saved, and without clones nothing
+changes.
+
+Random numbers are drawn once: see `random_ops`.
+
+Fence. Clones are tagged as backward's, which keeps Thunder's fusions from joining them with forward, and carry
+`RECOMPUTE_IN_BACKWARD` and names that begin with `bw_`. Merging equal expressions (Thunder's `cse`, which nvFuser's
+pass runs) would still undo the recomputation, and a fusion could start a clone early. `fenced=True` is for traces that
+such passes see afterwards: clones then read what is kept through a symbol that also reads the gradient at hand.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core import prims  # noqa: E402
+from thunder.core.proxies import Proxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
+
+from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
+from thunder_memsave.errors import PlanError  # noqa: E402
+from thunder_memsave.passes.repeatable import why_not_repeatable  # noqa: E402
+from thunder_memsave.passes.symbols import (  # noqa: E402
+    forward_symbols,
+    is_joint,
+    is_tensor,
+    renamed,
+)
+from thunder_memsave.random_ops import draws_random_numbers, replay  # noqa: E402
+
+PREFIX = "bw_"
+"""Begins the name of every value that is computed again."""
+
+
+def recompute(trace: TraceCtx, *, keep: Set[str], fenced: bool = False) -> TraceCtx:
+    """Compute again in backward what it reads of forward, but for what is kept.
+
+    Linear in the number of symbols.
+
+    Args:
+        trace: A joint trace, with operations claimed by executors; an inference trace stays as it is.
+        keep: Names of values that are saved where backward needs them. The first name of a storage keeps it.
+        fenced: Whether passes that merge or fuse symbols come after this one.
+
+    Returns:
+        A trace in which each symbol of forward has at most one clone, in backward, as late as its readers allow.
+
+    Raises:
+        PlanError: `keep` has a name that the trace does not, or leaves out a value that must not be computed again.
+    """
+    symbols = trace.bound_symbols
+    if not is_joint(symbols):
+        return trace
+    _refuse_unknown(keep, trace)
+    new = from_trace(trace)
+    with tracectx(new):
+        backward = _Backward(symbols, keep, fenced=fenced)
+        rewritten = [s for bsym in symbols for s in backward.placed(bsym)]
+        if not backward.clones:
+            return trace
+        new.bound_symbols = [backward.drawing.get(id(b), b) for b in rewritten]
+    new.set_provenance(TraceProvenance("Joint pass recompute"))
+    return new
+
+
+def _refuse_unknown(keep: Set[str], trace: TraceCtx) -> None:
+    known = {o.name for b in trace.bound_symbols for o in b.flat_proxy_outs}
+    if unknown := sorted(keep - known - {a.name for a in trace.args}):
+        raise PlanError(
+            f"The plan keeps {unknown[0]!r} and {len(unknown) - 1} other values that the trace does not have. It was "
+            "made for another trace: make a new plan."
+        )
+
+
+class _Backward:
+    """Places the symbols of a joint trace one after the other, clones before their first readers."""
+
+    def __init__(self, symbols: Sequence[BoundSymbol], keep: Set[str], *, fenced: bool) -> None:
+        self._forward = forward_symbols(symbols)
+        self._position = {id(b): i for i, b in enumerate(symbols)}
+        self._refused = why_not_repeatable(symbols)
+        self._producers = self._missing_values(symbols, keep)
+        of_backward = [b for b in symbols if id(b) not in self._forward]
+        self._gathers = _BackwardGathers(of_backward, self._position)
+        self._named: dict[str, Proxy] = {}
+        """What readers in backward call a value that was computed again."""
+        self.clones: set[int] = set()
+        """Ids of the symbols of forward that have one."""
+        self.drawing: dict[int, BoundSymbol] = {}
+        """By the ids of random symbols: what is in their place in forward."""
+
+    def _missing_values(
+        self, symbols: Sequence[BoundSymbol], keep: Set[str]
+    ) -> dict[str, BoundSymbol]:
+        """Producers of the values of forward that backward finds only if they are computed again."""
+        available = set(keep)
+        available.update(o.name for o in symbols[-1].args[0]["fw_flat_out"] if isinstance(o, Proxy))
+        for bsym in symbols:  # of what is on its way, the tensor is kept that it becomes
+            if is_wait(bsym) and bsym.args[0].name in available:
+                available.add(bsym.output.name)
+        return {
+            o.name: b
+            for b in symbols
+            if id(b) in self._forward and b.sym.id is not prims.PrimIDs.UNPACK_TRIVIAL
+            for o in b.flat_proxy_outs
+            if is_tensor(o) and o.name not in available
+        }
+
+    def placed(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Yield the symbol after the clones that it is the first to read."""
+        if id(bsym) in self._forward or bsym.sym in (prims.python_return, prims.get_grad):
+            yield bsym
+        elif not self._gathers.is_placed(bsym):
+            missing = self._missing(bsym)
+            for producer in sorted(missing, key=lambda b: self._position[id(b)]):
+                yield from self._again(producer, reader=bsym)
+            self._gathers.place(bsym)
+            yield self._renamed(bsym)
+
+    def _missing(self, reader: BoundSymbol) -> list[BoundSymbol]:
+        """All that has to be computed again before the reader can run."""
+        found: dict[int, BoundSymbol] = {}
+        stack = [reader]
+        while stack:
+            for argument in stack.pop().flat_proxy_args:
+                producer = self._producers.get(argument.name)
+                if producer is None or id(producer) in self.clones or id(producer) in found:
+                    continue
+                self._refuse(producer, argument.name)
+                found[id(producer)] = producer
+                stack.append(producer)
+        return list(found.values())
+
+    def _refuse(self, producer: BoundSymbol, name: str) -> None:
+        if (reason := self._refused.get(id(producer))) is not None:
+            raise PlanError(
+                f"Backward needs {name!r}, which the plan does not keep, and it cannot be computed again: "
+                f"{producer.sym.name} {reason} (at {producer.source_filename or 'an unknown line'}). Keep {name!r}."
+            )
+
+    def _again(self, producer: BoundSymbol, *, reader: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Yield a clone, or what backward has of its own that gives the same."""
+        self.clones.add(id(producer))
+        inputs = self._names_of_inputs(producer)
+        same = self._gathers.same_as(producer, inputs, position=self._position[id(reader)])
+        if same is not None:
+            self._call(producer, same)
+            if not self._gathers.is_placed(same):
+                self._gathers.place(same)
+                yield same
+            return
+        clone = _clone(producer, inputs)
+        self._call(producer, clone)
+        if draws_random_numbers(producer):
+            pair = replay(producer)
+            self.drawing[id(producer)] = pair.drawing
+            clone = pair.replaying(clone)
+        yield clone
+
+    def _call(self, producer: BoundSymbol, clone: BoundSymbol) -> None:
+        """Let later readers find what `clone` makes; what is kept they read as it is."""
+        for before, after in zip(producer.flat_proxy_outs, clone.flat_proxy_outs, strict=True):
+            if before.name in self._producers:
+                self._named[before.name] = after
+
+    def _names_of_inputs(self, bsym: BoundSymbol) -> dict[str, Proxy]:
+        inputs = (a.name for a in bsym.flat_proxy_args)
+        return {name: self._named[name] for name in inputs if name in self._named}
+
+    def _renamed(self, bsym: BoundSymbol) -> BoundSymbol:
+        names = self._names_of_inputs(bsym)
+        return renamed(bsym, names, skip_output=True) if names else bsym
+
+
+def _clone(producer: BoundSymbol, inputs: Mapping[str, Proxy]) -> BoundSymbol:
+    given = {a.name for a in producer.flat_proxy_args}
+    made = {o.name: o for o in _made_inside(producer) if o.name not in given}
+    named = {name: o.replace_name(f"{PREFIX}{name}") for name, o in made.items()}
+    clone = renamed(producer, {**inputs, **named})
+    clone.tags.update((BoundSymbolTag.BACKWARD, BoundSymbolTag.RECOMPUTE_IN_BACKWARD))
+    return clone
+
+
+def _made_inside(bsym: BoundSymbol) -> Iterator[Proxy]:
+    """Yield results, and those of the symbols of which it consists: a fusion takes it apart."""
+    yield from bsym.flat_proxy_outs
+    for part in bsym.subsymbols:
+        yield from _made_inside(part)
+
+
+class _BackwardGathers:
+    """What backward itself gathers, and computes from one gathered parameter alone: clones share it."""
+
+    def __init__(self, symbols: Sequence[BoundSymbol], position: Mapping[int, int]) -> None:
+        self._by_expression: dict[Any, list[BoundSymbol]] = defaultdict(list)
+        self._last_read: dict[int, int] = {}
+        self._placed: set[int] = set()
+        self._gather_of: dict[str, int] = {}
+        for bsym in symbols:
+            gathers = self._gathers_of_inputs(bsym)
+            self._last_read.update((g, position[id(bsym)]) for g in gathers if g is not None)
+            if is_all_gather(bsym):
+                gathers = {id(bsym)}
+            if len(gathers) == 1 and None not in gathers:
+                self._by_expression[bsym.rhs].append(bsym)
+                self._gather_of.update((o.name, *gathers) for o in bsym.flat_proxy_outs)
+
+    def place(self, bsym: BoundSymbol) -> None:
+        self._placed.add(id(bsym))
+
+    def is_placed(self, bsym: BoundSymbol) -> bool:
+        return id(bsym) in self._placed
+
+    def same_as(
+        self, producer: BoundSymbol, inputs: Mapping[str, Proxy], *, position: int
+    ) -> BoundSymbol | None:
+        """A symbol of backward that makes what the clone would, and has not run or is still read at `position`."""
+        of_gathers = {self._gather_of.get(p.name) for p in inputs.values()}
+        if not is_all_gather(producer) and (not of_gathers or None in of_gathers):
+            return None
+        same = self._by_expression.get(renamed(producer, inputs, skip_output=True).rhs, ())
+        return next((b for b in same if self._is_there(b, position)), None)
+
+    def _is_there(self, bsym: BoundSymbol, position: int) -> bool:
+        if not self.is_placed(bsym) or not is_all_gather(bsym):
+            return True
+        return self._last_read.get(id(bsym), -1) > position
+
+    def _gathers_of_inputs(self, bsym: BoundSymbol) -> set[int | None]:
+        return {self._gather_of.get(a.name) for a in bsym.flat_proxy_args if is_tensor(a)}

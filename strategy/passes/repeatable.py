@@ -1,0 +1,106 @@
+"""Which operations of forward can run a second time, in backward, and give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core import prims  # noqa: E402
+from thunder.core.prims import OpTags  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+
+from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
+from thunder_memsave.passes.symbols import is_tensor, written_in_place  # noqa: E402
+from thunder_memsave.random_ops import draws_random_numbers, is_replayable  # noqa: E402
+
+# Of the executors' operators, which do not carry Thunder's tags; `broadcast_in_dim` is none of these.
+_COMMUNICATES = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "reduce_scatter",
+    "torch_broadcast",
+    "wait_tensor",
+)
+_HAPPENS_ONCE = (OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
+_MAKES_NEW_MEMORY = (OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP)
+
+
+def why_not_repeatable(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:
+    """Reasons by the ids of those symbols of a joint trace that must not run again in backward.
+
+    A gather of a parameter may: every rank runs the same trace. So may random operations that `random_ops` replays.
+    """
+    reasons: dict[int, str] = {}
+    of_value: dict[str, str] = {}
+    overwritten = _read_what_is_overwritten(symbols)
+    for bsym in symbols:
+        reason = _why_not(bsym)
+        if reason is None and is_wait(bsym):
+            reason = of_value.get(bsym.args[0].name)
+        if reason is None and id(bsym) in overwritten:
+            reason = f"reads {overwritten[id(bsym)]!r}, which is overwritten later"
+        if reason is not None:
+            reasons[id(bsym)] = reason
+            of_value.update((o.name, reason) for o in bsym.flat_proxy_outs)
+    return reasons
+
+
+def _why_not(bsym: BoundSymbol) -> str | None:
+    if (written := written_in_place(bsym)) is not None:
+        return f"writes to {written!r}"
+    if not is_all_gather(bsym) and any(kind in bsym.sym.name for kind in _COMMUNICATES):
+        return "communicates"
+    if draws_random_numbers(bsym) and not is_replayable(bsym):
+        return "draws random numbers from a generator that cannot be set back"
+    if any(tag in tags for tags in _all_tags(bsym) for tag in _HAPPENS_ONCE):
+        return "has a side effect"
+    return None
+
+
+def _all_tags(bsym: BoundSymbol) -> Iterator[Sequence[OpTags]]:
+    yield bsym.sym.tags or ()
+    for part in bsym.subsymbols:
+        yield from _all_tags(part)
+
+
+def _read_what_is_overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:
+    """Name of a tensor for each symbol that reads it and runs before something is copied into it."""
+    if not any(written_in_place(b) is not None for b in symbols):
+        return {}
+    roots = _roots(symbols)
+    found: dict[int, str] = {}
+    written: set[str] = set()
+    for bsym in reversed(symbols):
+        if (name := written_in_place(bsym)) is not None:
+            written |= roots.get(name, {name})
+        read = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
+        overwritten = next((n for n in read if roots.get(n, {n}) & written), None)
+        if overwritten is not None and bsym.sym is not prims.python_return:
+            found[id(bsym)] = overwritten
+    return found
+
+
+def _roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
+    """The tensors whose memory each value may share: all that it is made of without computing anything."""
+    roots: dict[str, set[str]] = {}
+    for bsym in symbols:
+        inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
+        shared = (
+            set() if _makes_new_memory(bsym) else {r for n in inputs for r in roots.get(n, {n})}
+        )
+        for output in bsym.flat_proxy_outs:
+            roots.setdefault(output.name, set(shared) or {output.name})
+    return roots
+
+
+def _makes_new_memory(bsym: BoundSymbol) -> bool:
+    """Whether it surely computes: what Thunder calls an elementwise operation, a reduction or a product."""
+    if bsym.subsymbols:
+        return any(map(_makes_new_memory, bsym.subsymbols))
+    # Elementwise operations have no tag, but metas of one origin.
+    is_elementwise = "_elementwise_" in getattr(bsym.sym.meta, "__qualname__", "")
+    return is_elementwise or any(tag in (bsym.sym.tags or ()) for tag in _MAKES_NEW_MEMORY)
