@@ -71,7 +71,9 @@ def steps(case: Case) -> list[Tensor]:
 
 
 def check_all(rank: int, cases: list[Case]) -> None:
-    references = {model: steps(Case(model, "zero2", 0, 0)) for model in {c.model for c in cases}}
+    references = {
+        model: steps(Case(model, "zero2", 0, 0)) for model in dict.fromkeys(c.model for c in cases)
+    }
     for case in cases:
         reference = references[case.model]
         assert len(reference) > 5 * NUM_STEPS
