@@ -1,113 +1,36 @@
-"""Scaled dot product attention on CPU: one flash-attention operator where it applies, else a decomposition.
+"""Scaled dot product attention: one operator of a kernel where one applies, else a decomposition.
 
-Thunder decomposes attention on CPU: it saves twice what eager saves, and a row that is masked entirely (left padding)
-becomes NaN where eager gives zeros. On CUDA the executors that Thunder brings (cuDNN, flash) claim attention.
+Thunder decomposes attention on the CPU, and on CUDA where it cannot ask a GPU, as in a plan: that saves twice what
+eager saves or more, and a row that is masked entirely (left padding) becomes NaN where eager gives zeros. What the
+kernels do not take on CUDA, such as dropout, is left to the executors that Thunder brings.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from thunder_memsave import compat
 
 compat.apply()
 
 import thunder.torch as ltorch  # noqa: E402
-from thunder.core import devices, dtypes, prims  # noqa: E402
+from thunder.core import devices, dtypes  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import Symbol  # noqa: E402
-from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
-attention_executor = OperatorExecutor("thunder_memsave_attention", version="0")
-register_executor(attention_executor)
-
-
-def _flash_forward_meta(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    mask: TensorProxy | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[TensorProxy, TensorProxy]:
-    logsumexp = TensorProxy(
-        shape=query.shape[:-1], device=query.device, dtype=_accumulate_dtype(query.dtype)
-    )
-    return TensorProxy(like=query), logsumexp
-
-
-def _flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
-
-
-def _flash_backward_meta(
-    grad: TensorProxy, query: TensorProxy, key: TensorProxy, value: TensorProxy, *_: Any
-) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-    return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
-
-
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        grad, query, key, value, output, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
-
-
-_forward = attention_executor.register_operator(
-    "cpu_flash_attention", meta=_flash_forward_meta, fn=_flash_forward
-)
-_backward = attention_executor.register_operator(
-    "cpu_flash_attention_backward", meta=_flash_backward_meta, fn=_flash_backward
+from thunder_memsave.attention_kernels import (  # noqa: E402
+    attention_executor,
+    cpu_flash,
+    cuda_efficient,
+    cuda_flash,
 )
 
+__all__ = ["attention_executor", "scaled_dot_product_attention"]
 
-def _flash_meta(query: TensorProxy, *_: Any) -> TensorProxy:
-    return TensorProxy(like=query)
-
-
-def _flash_execution(*args: Any) -> TensorProxy:
-    return _forward(*args)[0]
-
-
-def _flash_grad(
-    query: TensorProxy, key: TensorProxy, value: TensorProxy, *settings: Any
-) -> TensorProxy:
-    output, logsumexp = _forward(query, key, value, *settings)
-    grad = prims.get_grad(output)
-    grads = _backward(grad, query, key, value, output, logsumexp, *settings)
-    for operand, gradient in zip((query, key, value), grads, strict=True):
-        prims.put_grad(operand, gradient)
-    return output
-
-
-_flash = Symbol(
-    "flash_attention", meta=_flash_meta, id="thunder_memsave.flash_attention", is_prim=True
-)
-attention_executor.register_implementation(
-    _flash, execution_transform=_flash_execution, grad_transform=_flash_grad
-)
+_FLASH_DTYPES = (dtypes.bfloat16, dtypes.float16)
+_FLASH_LARGEST_HEAD = 192  # more is not differentiable on all GPUs
+_FLASH_CAPABILITY = (8, 0)
 
 
 def scaled_dot_product_attention(
@@ -126,19 +49,68 @@ def scaled_dot_product_attention(
 
     `mask_needs_grad`: whether the mask is trained, as a position bias is. The kernels give it no gradient.
     """
-    if enable_gqa:
-        key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    if query.device.devicetype is not devices.DeviceType.CPU and not mask_needs_grad:
+    if query.device.devicetype is devices.DeviceType.CUDA and not mask_needs_grad:
+        if attn_mask is None and _cuda_flash_applies(query, key, value, dropout_p, is_causal):
+            return cuda_flash(query, key, value, None, is_causal, scale)
+        key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
+        if _cuda_efficient_applies(query, key, value, attn_mask, dropout_p):
+            return cuda_efficient(query, key, value, attn_mask, is_causal, scale)
         return ltorch.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
+    key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
     mask = _additive(attn_mask, query)
-    if not mask_needs_grad and _flash_applies(query, key, value, mask, dropout_p):
-        return _flash(query, key, value, mask, is_causal, scale)
+    if not mask_needs_grad and _cpu_flash_applies(query, key, value, mask, dropout_p):
+        return cpu_flash(query, key, value, mask, is_causal, scale)
     return _decomposed(query, key, value, mask, dropout_p, is_causal, scale)
 
 
-def _flash_applies(
+def _cuda_flash_applies(
+    query: TensorProxy, key: TensorProxy, value: TensorProxy, dropout_p: float, is_causal: bool
+) -> bool:
+    width, num_heads = query.shape[-1], key.shape[-3] if key.ndim == 4 else 0
+    return (
+        dropout_p == 0.0
+        and query.dtype in _FLASH_DTYPES
+        and all(t.ndim == 4 and t.shape[-1] == width for t in (query, key, value))
+        and width % 8 == 0
+        and width <= _FLASH_LARGEST_HEAD
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and num_heads == value.shape[1]
+        and query.shape[1] % num_heads == 0
+        and not (is_causal and query.shape[-2] != key.shape[-2])
+        and _capability(query.device) >= _FLASH_CAPABILITY
+    )
+
+
+def _cuda_efficient_applies(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    mask: TensorProxy | None,
+    dropout_p: float,
+) -> bool:
+    operands = (query, key, value)
+    # The kernel reads 16 bytes at a time.
+    num_aligned = 16 // query.dtype.bytes
+    return (
+        dropout_p == 0.0
+        and query.dtype in (*_FLASH_DTYPES, dtypes.float32)
+        and query.shape[-1] % num_aligned == 0
+        and all(t.ndim == 4 and t.shape[-1] == query.shape[-1] for t in operands)
+        and all(t.shape[:2] == query.shape[:2] for t in operands)
+        and (mask is None or dtypes.is_boolean_dtype(mask.dtype) or mask.dtype is query.dtype)
+    )
+
+
+def _capability(device: devices.Device) -> tuple[int, int]:
+    """Of the GPU that is here; without one the trace is a plan, and all devices that are planned for are newer."""
+    if not torch.cuda.is_available():
+        return _FLASH_CAPABILITY
+    return torch.cuda.get_device_capability(device.index)
+
+
+def _cpu_flash_applies(
     query: TensorProxy,
     key: TensorProxy,
     value: TensorProxy,
@@ -188,7 +160,3 @@ def _additive(mask: TensorProxy | None, query: TensorProxy) -> TensorProxy | Non
 def _repeat_heads(heads: TensorProxy, query: TensorProxy) -> TensorProxy:
     """Grouped-query attention: each key/value head serves `query heads / heads` consecutive query heads."""
     return ltorch.repeat_interleave(heads, query.shape[-3] // heads.shape[-3], -3)
-
-
-def _accumulate_dtype(dtype: Any) -> Any:
-    return dtypes.float64 if dtype is dtypes.float64 else dtypes.float32

@@ -177,11 +177,19 @@ def compile_call(
     config: CompileConfig,
     data_parallel: DataParallel | None,
     unreduced: UnreducedGradients | None = None,
+    target: torch.device | None = None,
 ) -> Compiled:
-    """Capture and compile one call of a method of `module`."""
+    """Capture and compile one call of a method of `module`.
+
+    `target`: the device that is compiled for, where it is not here (`target_device.py`); the result is not to be run.
+    """
     start = time.perf_counter()
-    frontend = _interpreter if config.frontend == "interpreter" else _dynamo
-    traced = frontend(module, call, reason, _executors(config, data_parallel), data_parallel)
+    executors = _executors(config, data_parallel)
+    if config.frontend == "interpreter":
+        assert target is None, "what captures for another device is Dynamo"
+        traced = _interpreter(module, call, reason, executors, data_parallel)
+    else:
+        traced = _dynamo(module, call, reason, executors, data_parallel, target)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
         graph = _compile(
             traced.lowered,
@@ -215,6 +223,7 @@ def _dynamo(
     reason: str,
     executors: Sequence[Executor],
     data_parallel: DataParallel | None,
+    target: torch.device | None,
 ) -> _Traced:
     captured = capture(module, call, reason=reason)
     opaque = OpaqueExecutor()
@@ -223,7 +232,11 @@ def _dynamo(
     )
     with compile_data_and_stats(compile_data, CompileStats()):
         lowered = lower(
-            captured, compile_data=compile_data, data_parallel=data_parallel, opaque=opaque
+            captured,
+            compile_data=compile_data,
+            data_parallel=data_parallel,
+            opaque=opaque,
+            target=target,
         )
     return _Traced(captured, lowered, compile_data)
 

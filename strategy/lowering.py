@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from thunder_memsave import compat
 
@@ -85,8 +86,16 @@ def lower(
     compile_data: CompileData,
     data_parallel: DataParallel | None,
     opaque: OpaqueExecutor,
+    target: torch.device | None = None,
 ) -> Lowered:
     """Run `capture.graph` on proxies.
+
+    Args:
+        capture: The graph.
+        compile_data: Thunder's settings, with the executors.
+        data_parallel: The ranks that share the parameters; None on one device.
+        opaque: Gets the operations that Thunder does not know.
+        target: Where every tensor is taken to be, for a plan; None: where it is.
 
     Raises:
         CompileError: Thunder does not know an operation that needs a gradient, or gives another shape or dtype than
@@ -95,7 +104,7 @@ def lower(
     inline_checkpoints(capture.graph)
     refuse_lost_changes(capture.graph)
     _refuse_gradients_under_no_grad(capture)
-    lowering = _Lowering(capture, compile_data, data_parallel, opaque)
+    lowering = _Lowering(capture, compile_data, data_parallel, opaque, target)
     return lowering.run()
 
 
@@ -125,8 +134,10 @@ class _Lowering:
         compile_data: CompileData,
         data_parallel: DataParallel | None,
         opaque: OpaqueExecutor,
+        target: torch.device | None,
     ) -> None:
         self.capture = capture
+        self.target = target
         self.compile_data = compile_data
         self.data_parallel = data_parallel
         self.trace = TraceCtx(_computation)
@@ -227,7 +238,7 @@ class _Lowering:
         is_wait = function is torch.ops._c10d_functional.wait_tensor
         if is_wait and not needs_grad and isinstance(expected, Tensor):
             # Thunder's returns its argument at once, which may be read before the collective has ended.
-            return self.opaque.call(node_callable(node), expected, args, kwargs)
+            return self._call_opaque(node_callable(node), expected, args, kwargs)
         symbol = _torch_to_thunder_function_map.get(function)
         if _is_auto_registered(symbol) and needs_grad and is_random(node):
             raise CompileError(
@@ -250,9 +261,18 @@ class _Lowering:
                     "Write it with other operations, or keep it out of the compiled model."
                 ) from error
             if changed_operand(node) is None:
-                return self.opaque.call(node_callable(node), expected, args, kwargs)
-            changed = self.opaque.call(_on_a_copy(node_callable(node)), expected, args, kwargs)
+                return self._call_opaque(node_callable(node), expected, args, kwargs)
+            changed = self._call_opaque(_on_a_copy(node_callable(node)), expected, args, kwargs)
             return args[0].copy_(changed)
+
+    def _call_opaque(
+        self,
+        function: Callable[..., Any],
+        expected: Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        return self.opaque.call(function, expected, args, kwargs, device=self.target)
 
     def _refuse_lost_gradient(self, node: fx.Node, symbol: Any) -> None:
         """Thunder's rules for some operations leave out the gradient of an operand, or give its conjugate."""
@@ -308,7 +328,12 @@ class _Lowering:
         return user_frame_of_text(node.meta.get("stack_trace"))
 
     def _read(self, argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-        return _plain(fx.node.map_arg(argument, lambda node: self._force(values[node])))
+        plain = _plain(fx.node.map_arg(argument, lambda node: self._force(values[node])))
+        return plain if self.target is None else tree_map(self._on_target, plain)
+
+    def _on_target(self, argument: Any) -> Any:
+        """The graph names the devices on which its tensors were captured."""
+        return self.target if isinstance(argument, torch.device) else argument
 
     def _force(self, value: Any) -> Any:
         if not isinstance(value, _Lazy):
@@ -342,7 +367,7 @@ class _Lowering:
                 if is_sharded(tensor)
                 else DistParallelType.REPLICATED
             )
-        return _Lazy(_proxy(tensor, name, kind), graph_input)
+        return _Lazy(_proxy(tensor, name, kind, self.target), graph_input)
 
     def _constant_proxies(self) -> list[tuple[Tensor, TensorProxy]]:
         found: list[tuple[Tensor, TensorProxy]] = []
@@ -350,7 +375,7 @@ class _Lowering:
             for node in graph.graph.nodes:
                 value = getattr_path(graph, node.target) if node.op == "get_attr" else None
                 if isinstance(value, Tensor) and id(value) not in self.constants:
-                    pair = (value, _proxy(value, f"c{len(found)}", None))
+                    pair = (value, _proxy(value, f"c{len(found)}", None, self.target))
                     self.constants[id(value)] = pair
                     found.append(pair)
         return found
@@ -373,11 +398,13 @@ def _computation() -> None:
     """Names the trace."""
 
 
-def _proxy(tensor: Tensor, name: str, kind: DistParallelType | None) -> TensorProxy:
+def _proxy(
+    tensor: Tensor, name: str, kind: DistParallelType | None, target: torch.device | None
+) -> TensorProxy:
     return TensorProxy(
         name,
         shape=tuple(tensor.shape),
-        device=devices.to_device(tensor.device),
+        device=devices.to_device(target or tensor.device),
         dtype=dtypes.to_dtype(tensor.dtype),
         requires_grad=tensor.requires_grad,
         distparallel_type=kind,

@@ -30,22 +30,24 @@ class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
         expected: Tensor,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        device: torch.device | None = None,
     ) -> Any:
-        """Record `function(*args, **kwargs)`, whose result looks like `expected`."""
+        """Record `function(*args, **kwargs)`, whose result looks like `expected`, but for another device if given."""
 
         def meta(*_: Any, **__: Any) -> TensorProxy:
-            return proxy_like(expected)
+            return proxy_like(expected, device)
 
         name = getattr(function, "__name__", "opaque").strip("_")
         operator = self.register_operator(name, meta=meta, fn=function)
         return operator(*args, **kwargs)
 
 
-def proxy_like(expected: Tensor) -> TensorProxy:
-    """A proxy with the metadata of a (fake) tensor."""
+def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorProxy:
+    """A proxy with the metadata of a (fake) tensor, on `device` if given."""
     return TensorProxy(
         shape=tuple(expected.shape),
-        device=devices.to_device(expected.device),
+        device=devices.to_device(device or expected.device),
         dtype=dtypes.to_dtype(expected.dtype),
         requires_grad=expected.requires_grad,
     )
