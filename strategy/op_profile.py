@@ -103,14 +103,14 @@ class Operation(NamedTuple):
 class Scratch(Protocol):
     """How much memory kernels take without a tensor."""
 
-    def __call__(self, operation: Operation, profile: OpProfile) -> int:
+    def __call__(self, operation: Operation, profile: OpProfile, /) -> int:
         """Bytes at the operation's peak beside what `profile` says."""
 
 
 class Rule(Protocol):
     """What is known of a symbol that must not be run."""
 
-    def __call__(self, bsym: BoundSymbol, arguments: Sequence[Value]) -> OpProfile | None:
+    def __call__(self, bsym: BoundSymbol, arguments: Sequence[Value], /) -> OpProfile | None:
         """Its profile; None where it may be run."""
 
 

@@ -1,7 +1,7 @@
 """How much memory kernels take inside of themselves: measured where the device is there, else bounded.
 
-FakeTensors show every tensor that an operation makes, and not the buffers that a kernel asks the allocator for: those of
-flash attention, or the copies in which a bfloat16 product is computed on the CPU. They are measured by running the
+FakeTensors show every tensor that an operation makes, and not the buffers that a kernel asks the allocator for: those
+of flash attention, or the copies in which a bfloat16 product is computed on the CPU. They are measured by running the
 operation once on zeros, and kept on disk.
 """
 
@@ -38,7 +38,7 @@ def bounded_scratch(operation: Operation, found: OpProfile) -> int:
     """
     symbol = found.key.partition("[")[0]
     layouts = [a.layout for a in operation.arguments if a is not None]
-    if not layouts or "attention" not in symbol and "sdp" not in symbol:
+    if not layouts or ("attention" not in symbol and "sdp" not in symbol):
         return _of_indices(symbol, layouts)
     if layouts[0].device.startswith("cpu"):
         return _cpu_flash_bytes(layouts)

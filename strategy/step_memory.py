@@ -1,1 +1,180 @@
-"""What a training step holds besides the tensors of forward and backward: the optimizer, and its update."""
+"""What a training step holds besides the tensors of forward and backward: an optimizer's state, and its update.
+
+Clipping and the update run twice on FakeTensors, so that any optimizer is known by what it does: whether it updates
+all parameters at once (`foreach`: a copy of them or more) or one by one, and what state it keeps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils import _foreach_utils
+
+from thunder_memsave.aten_record import AtenRecord, allocated_bytes
+from thunder_memsave.planner.graph import StepMemory
+
+Clip = Callable[[Sequence[nn.Parameter]], object]
+"""Clips the gradients of parameters, in place."""
+
+
+class StepMemoryError(RuntimeError):
+    """What an optimizer needs cannot be found out."""
+
+
+def step_memory(
+    optimizers: Sequence[Optimizer],
+    *,
+    clip: Clip | None = None,
+    accumulates: bool = False,
+    other_bytes: int = 0,
+    device_type: str = "",
+) -> StepMemory:
+    """The memory of an update.
+
+    Args:
+        optimizers: Each is updated once per step, one after the other. They are not changed.
+        clip: What is called before, with all parameters of the optimizers.
+        accumulates: Whether gradients are there before backward, from earlier micro-batches.
+        other_bytes: Anything that stays.
+        device_type: Of the planned device, where parameters live on another, such as meta.
+
+    Raises:
+        StepMemoryError: an optimizer does not run on tensors without data.
+    """
+    update = _Update(optimizers, clip, device_type)
+    update.run()
+    state_bytes, first_peak_bytes = update.record.live_bytes, update.record.peak_bytes
+    update.record.peak_bytes = update.record.live_bytes
+    update.run()
+    return StepMemory(
+        gradient_bytes=update.gradient_bytes if accumulates else 0,
+        optimizer_bytes=state_bytes,
+        other_bytes=other_bytes,
+        update_peak_bytes=max(first_peak_bytes, update.record.peak_bytes) - state_bytes,
+    )
+
+
+class _Update:
+    """Copies of optimizers, over parameters without data."""
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], clip: Clip | None, device_type: str
+    ) -> None:
+        self._clip, self._fake = clip, FakeTensorMode(allow_non_fake_inputs=True)
+        self._device_type = device_type
+        self._parameters: dict[int, nn.Parameter] = {}
+        with self._fake:
+            self._optimizers = [self._copied(o) for o in optimizers]
+        fakes = list(self._parameters.values())
+        gradients = [p.grad for p in fakes if p.grad is not None]
+        planned = device_type or (fakes[0].device.type if fakes else "cpu")
+        self.gradient_bytes = sum(
+            allocated_bytes(g.untyped_storage().nbytes(), planned) for g in gradients
+        )
+        self.record = _UpdateRecord((*fakes, *gradients), allocated=_only_on(planned))
+
+    def run(self) -> None:
+        """Clip, and update once."""
+        with self._fake, self.record:
+            if self._clip is not None:
+                self._clip([p for p in self._parameters.values() if p.grad is not None])
+            for optimizer in self._optimizers:
+                self._step(optimizer)
+
+    def _step(self, optimizer: Optimizer) -> None:
+        try:
+            type(optimizer).step(optimizer)
+        except Exception as error:
+            raise StepMemoryError(
+                f"the memory that {type(optimizer).__name__} needs is not known: its step does not run on tensors "
+                f"without data ({error}). Use another optimizer, or leave room for it with memory.reserve."
+            ) from error
+
+    def _copied(self, optimizer: Optimizer) -> Optimizer:
+        """The same class and settings, without state and hooks, over fake parameters."""
+        kind = type(optimizer)
+        copied = kind.__new__(kind)
+        # Not `step`: a learning rate schedule replaces it on the instance.
+        own = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+        copied.__dict__.update({k: OrderedDict() if "hooks" in k else v for k, v in own.items()})
+        copied.state = defaultdict(dict)
+        copied.param_groups = [
+            {**group, **self._choice(group), "params": [*map(self._parameter, group["params"])]}
+            for group in optimizer.param_groups
+        ]
+        return copied
+
+    def _choice(self, group: Mapping[str, Any]) -> dict[str, bool]:
+        """What torch's optimizers choose where nothing is said (`_default_to_fused_or_foreach`), for these types."""
+        if group.get("foreach", False) is not None or group.get("fused"):
+            return {}
+        if group.get("differentiable"):
+            return {"foreach": False}
+        devices = {self._device_type or p.device.type for p in group["params"]}
+        types = {type(p) for p in group["params"]}
+        supported = _foreach_utils._get_foreach_kernels_supported_devices()
+        at_once = devices <= set(supported) and types <= set(_foreach_supported_types)
+        return {"foreach": at_once}
+
+    def _parameter(self, parameter: Tensor) -> nn.Parameter:
+        if id(parameter) not in self._parameters:
+            fake = nn.Parameter(self._like(parameter), requires_grad=parameter.requires_grad)
+            fake.grad = self._like(parameter) if parameter.requires_grad else None
+            self._parameters[id(parameter)] = fake
+        return self._parameters[id(parameter)]
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        # Of the planned device's type: by it optimizers choose whether they update all at once.
+        device = self._device_type or tensor.device
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _only_on(planned: str) -> Callable[[int, str], int]:
+    """Count what is on the planned device: step counters of an optimizer on CUDA are on the CPU."""
+
+    def allocated(nbytes: int, device_type: str) -> int:
+        if device_type == "cpu" and planned != "cpu":
+            return 0
+        return allocated_bytes(nbytes, planned)
+
+    return allocated
+
+
+class _UpdateRecord(AtenRecord):
+    """Lets an update run on tensors without data: numbers that it reads are 1, and writing in place is nothing."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _one(args[0].dtype)
+        result = None
+        # Such as `_foreach_add_`, and `_fused_adamw_`, which has no meta kernel.
+        if func._schema.returns or not func._schema.is_mutable:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + _number_bytes(func, args))
+        return result
+
+
+def _number_bytes(func: Any, args: Sequence[Any]) -> int:
+    """On the CPU a number beside a tensor becomes a float64 tensor of its own, and one in the tensor's dtype."""
+    name = func._overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
+    if name not in ("add", "sub", "mul", "div") or len(args) < 2:
+        return 0
+    tensors, numbers = (a if isinstance(a, (list, tuple)) else [a] for a in args[:2])
+    if isinstance(numbers[0], Tensor) or tensors[0].device.type != "cpu":
+        return 0
+    return torch.float64.itemsize + int(tensors[0].element_size())
+
+
+def _one(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1

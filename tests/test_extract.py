@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.memory import joint_traces, measured_memory
-from harness.models import gpt2, llama, qwen2, token_batch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from harness.memory import joint_traces, measured_memory
+from harness.models import gpt2, llama, qwen2, token_batch
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.extract import profiles, program, training_graph
 from thunder_memsave.op_profile import OpProfiles
@@ -67,7 +66,7 @@ def lora() -> nn.Module:
 
 
 def bf16_llama() -> nn.Module:
-    return llama(2).to(torch.bfloat16)
+    return nn.Module.to(llama(2), torch.bfloat16)
 
 
 def autocast() -> AbstractContextManager[object]:

@@ -12,6 +12,7 @@ from thunder.core.trace import TraceCtx
 from torch.profiler import ProfilerActivity, profile
 
 import thunder_memsave.compile as compile_module
+from thunder_memsave.passes import JOINT_PASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ def measured_memory(fn: Callable[[], object]) -> Measured:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         result = fn()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    assert seen.profiler is not None
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
@@ -54,5 +56,5 @@ def joint_traces() -> Iterator[list[TraceCtx]]:
         seen.append(trace)
         return trace
 
-    with patch.object(compile_module, "JOINT_PASSES", (record, *compile_module.JOINT_PASSES)):
+    with patch.object(compile_module, "JOINT_PASSES", (record, *JOINT_PASSES)):
         yield seen
