@@ -29,13 +29,23 @@ from thunder_memsave.finetune.config import (
     RunConfig,
     TrainConfig,
 )
-from thunder_memsave.finetune.model.build import build_model
+from thunder_memsave.finetune.model.build import build_model, describe_model
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.train import train
 
 DIRECTORY = Path(str(files("thunder_memsave.configs")))
 CONFIGS = sorted(DIRECTORY.glob("*.yaml"))
 LARGE = [path for path in CONFIGS if path.stem.startswith(("llama3", "qwen3"))]
+
+# Elements in the safetensors files on the hub; a tied output layer counts once.
+PUBLISHED_SIZES = {
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+}
 
 SECTIONS = (
     RunConfig,
@@ -175,6 +185,13 @@ def test_a_header_says_what_the_file_does_and_how_to_launch_it(path: Path) -> No
     assert "torchrun --nnodes 2" in header
     named = re.findall(r"thunder-memsave (?:train|validate) (\S+)", header)
     assert {name for name in named if name.startswith(path.stem.split("_")[0])} >= {path.stem}
+
+
+@pytest.mark.parametrize("path", LARGE, ids=by_name)
+def test_the_architecture_has_as_many_weights_as_the_published_model(path: Path) -> None:
+    config = dataclasses.replace(run_file(path), lora=None)
+    num = sum(p.numel() for p in describe_model(config).parameters())
+    assert num == PUBLISHED_SIZES[path.stem.rpartition("_")[0]]
 
 
 @pytest.mark.parametrize("path", LARGE, ids=by_name)

@@ -27,6 +27,10 @@ class ModelConfig:
     config: dict[str, Any] | None = None
     """A transformers config (`model_type: llama`, ...): random weights instead of loaded ones."""
 
+    architecture: dict[str, Any] | None = None
+    """What the model's own config says of its shape (`model_type: llama`, ...), so that `plan` needs
+    no hub. Nothing else is made of it; a model of another shape is refused."""
+
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Format of the frozen weights and of the computation."""
 

@@ -57,11 +57,27 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     Raises:
         ConfigError: the model cannot be made, or does not fit the tokenizer or the data.
     """
-    section = check_adapter(config)
     architecture = _architecture(config.model)
     # Before the weights, which may be large.
-    _check_fit(architecture, tokenizer, config)
-    model = _model(architecture, config)
+    _check_fit(architecture, config)
+    _check_vocabulary(architecture.get_text_config().vocab_size, tokenizer, config.model)
+    return _with_adapter(_model(architecture, config, with_weights=True), config)
+
+
+def describe_model(config: RunConfig) -> nn.Module:
+    """Make the model as `build_model` does, but without its files: what a plan needs.
+
+    Raises:
+        ConfigError: neither the run file nor a directory here says what it looks like, or it cannot
+            be made.
+    """
+    architecture = _architecture_without_hub(config.model)
+    _check_fit(architecture, config)
+    return _with_adapter(_model(architecture, config, with_weights=False), config)
+
+
+def _with_adapter(model: Any, config: RunConfig) -> nn.Module:
+    section = check_adapter(config)
     check_packable(model, config)
     if section is not None:
         model = add_adapter(model, section, config)
@@ -81,9 +97,22 @@ def precision_of(config: RunConfig) -> str:
     return "bf16-mixed" if is_mixed and not casts_its_inputs(config) else "32-true"
 
 
+def _architecture_without_hub(settings: ModelConfig) -> Any:
+    if settings.config is None and settings.architecture is not None:
+        return _inline_config(settings.architecture, key="model.architecture")
+    if settings.config is None and not Path(settings.name_or_path).expanduser().is_dir():
+        raise ConfigError(
+            f"a plan of {settings.name_or_path} needs its config, and downloads nothing; give the keys of its "
+            "config.json as model.architecture, or name a directory that has it.",
+            key="model.name_or_path",
+        )
+    return _architecture(settings)
+
+
 def _architecture(settings: ModelConfig) -> Any:
+    expected = settings.architecture
     if settings.config is not None:
-        return _inline_config(settings.config)
+        return _inline_config(settings.config, key="model.config")
     directory = model_directory(settings)
     try:
         architecture = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -91,12 +120,31 @@ def _architecture(settings: ModelConfig) -> Any:
         raise ConfigError(
             f"cannot read the model's config in {directory}: {error}", key="model.name_or_path"
         ) from error
+    _refuse_other_architecture(architecture, expected, settings)
     # As the user names it, not as the cache does: an adapter says by this what it belongs to.
     architecture.name_or_path = settings.name_or_path
     return architecture
 
 
-def _model(architecture: Any, config: RunConfig) -> Any:
+def _refuse_other_architecture(
+    architecture: Any, expected: dict[str, Any] | None, settings: ModelConfig
+) -> None:
+    if expected is None:
+        return
+    written = _inline_config(expected, key="model.architecture")
+    for key in expected:
+        ours, theirs = getattr(written, key, None), getattr(architecture, key, None)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            ours, theirs = ({k: each[k] for k in ours.keys() & theirs} for each in (ours, theirs))
+        if ours != theirs:
+            raise ConfigError(
+                f"model.architecture.{key} is {ours!r}, but {settings.name_or_path} has {theirs!r}; correct it, or "
+                "write model.architecture: null, which reads it from there.",
+                key=f"model.architecture.{key}",
+            )
+
+
+def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
     settings = config.model
     try:
         with torch.device("meta"):
@@ -105,7 +153,7 @@ def _model(architecture: Any, config: RunConfig) -> Any:
                 attn_implementation=settings.attn_implementation,
                 dtype=_load_dtype(config),
             )
-        if settings.config is None:
+        if with_weights and settings.config is None:
             directory = model_directory(settings)
             stored = stored_names(model, open_source(directory).names())
             load_on_setup(model, directory, rename=names_before(model, stored))
@@ -141,29 +189,27 @@ def _load_dtype(config: RunConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _inline_config(values: dict[str, Any]) -> Any:
+def _inline_config(values: dict[str, Any], *, key: str) -> Any:
     """Make a transformers config; transformers itself keeps unknown keys without a word."""
     model_type = values.get("model_type")
     known_types = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known_types:
         raise ConfigError(
-            f"model.config.model_type is {model_type!r}, which transformers does not know"
+            f"{key}.model_type is {model_type!r}, which transformers does not know"
             f"{suggestion(model_type, known_types)}",
-            key="model.config.model_type",
+            key=f"{key}.model_type",
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
     signature = inspect.signature(config_class)
     known = ["model_type", *signature.parameters, *config_class.attribute_map]
-    refuse_unknown(values, known=known, where="model.config")
+    refuse_unknown(values, known=known, where=key)
     try:
         return transformers.AutoConfig.for_model(**values)
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(
-            f"transformers refuses model.config: {error}", key="model.config"
-        ) from error
+        raise ConfigError(f"transformers refuses {key}: {error}", key=key) from error
 
 
-def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
+def _check_fit(architecture: Any, config: RunConfig) -> None:
     text = architecture.get_text_config()
     quantized = getattr(architecture, "quantization_config", None)
     if quantized is not None:
@@ -172,7 +218,6 @@ def _check_fit(architecture: Any, tokenizer: Any, config: RunConfig) -> None:
             "here; name the model that they were made from.",
             key="model.name_or_path",
         )
-    _check_vocabulary(text.vocab_size, tokenizer, config.model)
     length = config.data.max_seq_length
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and length > longest:

@@ -134,6 +134,15 @@ def _dtypes(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+def _architecture(config: RunConfig) -> Iterator[ConfigError]:
+    if config.model.config is not None and config.model.architecture is not None:
+        yield ConfigError(
+            "model.config and model.architecture are both given; write model.config for random weights, or "
+            "model.architecture for what the named model's own config says.",
+            key="model.architecture",
+        )
+
+
 def _scheduler(config: RunConfig) -> Iterator[ConfigError]:
     scheduler = config.lr_scheduler
     if scheduler.name == "constant" and scheduler.min_lr_ratio is not None:
@@ -167,6 +176,7 @@ _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("lora", "adapter"): _lora_and_adapter,
     ("model.name_or_path", "model.revision"): _revision,
     ("model.dtype", "model.trainable_dtype"): _dtypes,
+    ("model.config", "model.architecture"): _architecture,
     ("lr_scheduler.name", "lr_scheduler.min_lr_ratio"): _scheduler,
     ("resume",): _resume,
     ("devices",): _devices,

@@ -12,7 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import VOCAB_SIZE, llama_config
 from thunder_memsave.finetune.config import ModelConfig, RunConfig, TrainConfig
-from thunder_memsave.finetune.model.build import build_model, load_tokenizer, precision_of
+from thunder_memsave.finetune.model.build import (
+    build_model,
+    describe_model,
+    load_tokenizer,
+    precision_of,
+)
 from thunder_memsave.materialize import materialize
 from thunder_memsave.settings import ConfigError
 
@@ -181,3 +186,43 @@ def test_a_token_without_an_embedding_is_refused(
     config = run_config(tmp_path / "model", lora=None)
     with pytest.raises(ConfigError, match=r"from 0 to 400, but the model has 320 embeddings; rem"):
         build_model(config, load_tokenizer(config.model))
+
+
+def test_a_model_is_described_without_its_files_by_its_architecture() -> None:
+    fields = {"r": 2, "target_modules": ["q_proj"]}
+    config = run_config(
+        Path("org/not-here"), lora=fields, architecture={**llama_config(), "model_type": "llama"}
+    )
+    model = describe_model(config)
+    assert all(p.is_meta for p in model.parameters())
+    formats = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert formats == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_a_directory_says_what_its_model_looks_like(model_directory: Path) -> None:
+    model: Any = describe_model(run_config(model_directory, lora=None))
+    assert model.config.vocab_size == VOCAB_SIZE
+
+
+def test_a_description_downloads_nothing() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a plan of org/model needs its config, and downloads noth"
+    ):
+        describe_model(run_config(Path("org/model"), lora=None))
+
+
+def test_a_model_of_another_shape_than_the_run_file_says_is_refused(
+    model_directory: Path, tokenizer: Any
+) -> None:
+    shape = {**llama_config(), "model_type": "llama"}
+    build_model(run_config(model_directory, lora=None, architecture=shape), tokenizer)
+    wrong = {**shape, "hidden_size": 64}
+    with pytest.raises(
+        ConfigError, match=r"architecture\.hidden_size is 64, but .* has 32; correct"
+    ):
+        build_model(run_config(model_directory, lora=None, architecture=wrong), tokenizer)
+
+
+def test_an_architecture_is_checked_as_a_config_is() -> None:
+    with pytest.raises(ConfigError, match=r"model\.architecture\.model_type is 'lama', which"):
+        describe_model(run_config(Path("org/a"), lora=None, architecture={"model_type": "lama"}))

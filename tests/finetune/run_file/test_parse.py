@@ -194,6 +194,10 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "train.gradient_checkpointing=true",
             "here it is memory.budget and memory.policy (what does not fit is recomputed; with",
         ),
+        (
+            "model={name_or_path: a, config: {model_type: llama}, architecture: {model_type: llama}}",
+            "model.config and model.architecture are both given; write model.config for random",
+        ),
         ("fp8.backend=auto", "fp8 has no keys yet in this version"),
     ],
 )
