@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from thunder_memsave.missing_ranks import named_ranks
+
 _POLL_SECONDS = 0.02
 
 
@@ -53,9 +55,9 @@ def _name_attempt(store: dist.Store, world_size: int, deadline: float) -> str:
                 absent.discard(rank)
         if time.monotonic() > deadline:
             raise StartError(
-                f"rank 0 waited for {_ranks(absent)} to start with it until the timeout; look at the output of those "
-                "processes, and check that they reach this machine. After a restart of torchrun, all of its nodes "
-                "start their processes again; one whose agent was killed has to be started by hand, or by its "
+                f"rank 0 waited for {named_ranks(absent)} to start with it until the timeout; look at the output "
+                "of those processes, and check that they reach this machine. After a restart of torchrun, all of its "
+                "nodes start their processes again; one whose agent was killed has to be started by hand, or by its "
                 "scheduler."
             )
         time.sleep(_POLL_SECONDS)
@@ -88,7 +90,3 @@ def _ask_for_name(store: dist.Store, rank: int, deadline: float) -> str:
             )
         time.sleep(_POLL_SECONDS)
     return seen
-
-
-def _ranks(ranks: set[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

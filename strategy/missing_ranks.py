@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -75,10 +75,17 @@ class NoticingHandle:
             self._work.wait()
 
 
+def named_ranks(ranks: Collection[int]) -> str:
+    """`ranks 0, 3` for a message, in order; of many only the first."""
+    listed = ", ".join(map(str, sorted(ranks)[:_MOST_LISTED]))
+    more = f" and {len(ranks) - _MOST_LISTED} more" if len(ranks) > _MOST_LISTED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
+
+
 def _explain(name: str, group: dist.ProcessGroup | None, error: RuntimeError) -> str:
     rank = dist.get_rank()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    others = _ranks([r for r in ranks if r != rank])
+    others = named_ranks([r for r in ranks if r != rank])
     reason = str(error).strip().splitlines()[0]
     silent = _silent_ranks(f"{name} with {others}")
     return (
@@ -92,7 +99,8 @@ def _who(silent: list[int] | None) -> str:
         return "The store that rank 0 or its launcher serves does not answer: that process has stopped or died."
     if not silent:
         return "All ranks gave up: one raised an error or took another way through the code than the others."
-    return f"{_ranks(silent)} did not give up with the others: stopped, busy with something else, or dead.".capitalize()
+    who = named_ranks(silent).capitalize()
+    return f"{who} did not give up with the others: stopped, busy with something else, or dead."
 
 
 def _silent_ranks(waited_in: str) -> list[int] | None:
@@ -119,9 +127,3 @@ def _ask_store(prefix: str, waited_in: str, found: list[list[int]]) -> None:
         found.append([r for r in range(dist.get_world_size()) if not store.check([str(r)])])
     except (RuntimeError, ValueError):
         return  # the store is gone with the process that served it, and nothing is found
-
-
-def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:_MOST_LISTED]))
-    more = f" and {len(ranks) - _MOST_LISTED} more" if len(ranks) > _MOST_LISTED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

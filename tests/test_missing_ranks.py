@@ -18,7 +18,7 @@ import torch.distributed as dist
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.agreement import together
-from thunder_memsave.missing_ranks import CollectiveError, collective
+from thunder_memsave.missing_ranks import CollectiveError, collective, named_ranks
 from thunder_memsave.sharding import DataParallel
 from thunder_memsave.transport import start_all_gather
 
@@ -133,3 +133,9 @@ def test_errors_that_are_not_about_other_ranks_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match=re.escape(str(error))) as raised, collective("sum"):
         raise error
     assert raised.value is error
+
+
+def test_ranks_are_named_in_order_and_of_many_the_first() -> None:
+    assert named_ranks({3}) == "rank 3"
+    assert named_ranks({10, 9, 2}) == "ranks 2, 9, 10"
+    assert named_ranks(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
