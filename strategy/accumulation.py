@@ -109,6 +109,11 @@ class UnreducedGradients:
         found = [self._find(kept.parameter) for kept in list(self._kept.values())]
         return [kept.parameter for kept in found if kept is not None]
 
+    @property
+    def num_waiting(self) -> int:
+        """How many parameters have gradients that are not reduced yet."""
+        return sum(not kept.is_dropped for kept in self._kept.values())
+
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """Keep a gradient. In float32 at least: bfloat16 would round every sum to 8 bits."""
         kept = self._find(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,10 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from thunder_memsave import checkpoint
+from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import ConfigError
 from thunder_memsave.process_hooks import ProcessHooks
 from thunder_memsave.sharding import summon_full
+
+_log = logging.getLogger(__name__)
 
 
 class StateHooks(ProcessHooks):
@@ -47,12 +51,14 @@ class StateHooks(ProcessHooks):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save the model, optimizers and the rest of `state` as `state_dict_type` says."""
+        """Save the model, optimizers and the rest of `state` as `state_dict_type` says; gradients are not saved."""
         if storage_options is not None:
             raise ConfigError(
                 f"storage_options={storage_options!r} is for CheckpointIO plugins, which "
                 f"{type(self).__name__} does not use; leave it out."
             )
+        if is_rank_zero(self.data_parallel):
+            _warn_of_gradients_left_out(state)
         checkpoint.save_checkpoint(
             path,
             _originals(state),
@@ -111,6 +117,20 @@ class StateHooks(ProcessHooks):
         With `writeback`, changes made inside are kept, each rank keeping its own rows.
         """
         return summon_full(_original(module), self.data_parallel, writeback=writeback)
+
+
+def _warn_of_gradients_left_out(state: Mapping[str, Any]) -> None:
+    # No error: a checkpoint before a machine is taken away is worth more than the gradients.
+    for name, module in state.items():
+        num_waiting = module.unreduced.num_waiting if isinstance(module, CompiledModule) else 0
+        if num_waiting:
+            _log.warning(
+                "%r is saved while the gradients of %d parameters wait for the last micro-batch of a step; "
+                "a checkpoint holds no gradients, so that a run which resumes from it goes on without those. "
+                "Save after optimizer.step().",
+                name,
+                num_waiting,
+            )
 
 
 def _original(module: nn.Module) -> nn.Module:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -150,18 +152,19 @@ def check_gathers(fabric: Fabric, num_gathers: int) -> None:
     assert num_gathers == NUM_MICRO_BATCHES * per_micro_batch
 
 
-def test_kept_gradients_follow_zero_grad_methods_and_outputs() -> None:
-    run_on_fabric_ranks(check_keeping, NUM_RANKS)
+def test_kept_gradients_follow_zero_grad_methods_and_outputs(tmp_path: Path) -> None:
+    run_on_fabric_ranks(check_keeping, NUM_RANKS, tmp_path)
 
 
 @on_fabric_rank
-def check_keeping() -> None:
+def check_keeping(directory: Path) -> None:
     fabric = make_fabric(devices=NUM_RANKS, sharding="zero3", accumulate="accumulate_unsharded")
     check_a_dropped_micro_batch(fabric)
     check_a_loss_with_the_parameters_themselves(fabric)
     check_weights_that_the_last_micro_batch_does_not_use(fabric)
     check_outputs_without_a_gradient(fabric)
     check_that_nothing_is_lost_without_a_word(fabric)
+    check_saving(fabric, directory)
     check_bfloat16(fabric)
     check_the_keeping_trace(fabric)
 
@@ -234,6 +237,25 @@ def check_that_nothing_is_lost_without_a_word(fabric: Fabric) -> None:
         fabric.clip_gradients(model, optimizer, clip_val=1.0)
     optimizer.zero_grad()
     optimizer.step()
+
+
+def check_saving(fabric: Fabric, directory: Path) -> None:
+    """A checkpoint has no gradients, says so, and leaves those that wait as they are; so does `summon_full`."""
+    model, optimizer = set_up(fabric)
+    state = {"model": model, "optimizer": optimizer}
+    message = "'model' is saved while the gradients of 4 parameters wait for the last micro-batch"
+    run(fabric, model, "forward", 0, last=False)
+    logs = TestCase().assertLogs if fabric.global_rank == 0 else TestCase().assertNoLogs
+    with logs("thunder_memsave", "WARNING") as logged:
+        fabric.save(directory / "between", state)
+    assert logged is None or [message in line for line in logged.output] == [True]
+    with strategy_of(fabric).summon_full(model):
+        fabric.save(directory / "whole", state)
+    run(fabric, model, "forward", 1, last=True)
+    check_gradients(fabric, model, expected(("forward", 0), ("forward", 1)))
+    optimizer.step()
+    with TestCase().assertNoLogs("thunder_memsave", "WARNING"):
+        fabric.save(directory / "after", state)
 
 
 def check_bfloat16(fabric: Fabric) -> None:

@@ -129,6 +129,7 @@ def test_gradients_are_as_exact_as_those_of_one_process() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(SOAK_HANG_S + 60)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_exact_in_every_combination(mode: str, model: str) -> None:
