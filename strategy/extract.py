@@ -7,6 +7,7 @@ what the caller holds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -170,7 +171,9 @@ class _Values:
     """Indices of the symbols that write to a storage that exists."""
     _futures: set[str] = field(default_factory=set)
     """Names of gathers under way."""
-    _numbers: dict[Hashable, int] = field(default_factory=dict)
+    _fresh: Iterator[int] = field(default_factory=itertools.count)
+    _numbers: dict[Hashable, list[int]] = field(default_factory=dict)
+    """Of the results of a symbol, by what it does to which values."""
     _number_of: dict[str, int] = field(default_factory=dict)
     """Equal for values that are computed alike from equal ones."""
     _last_location: Location = field(default_factory=Location)
@@ -227,7 +230,7 @@ class _Values:
             self.written_at.setdefault(numbers[storage], []).append(index)
         repeat = self._repeat(bsym, profile)
         makes = self._make(bsym, profile, numbers, self._kind(tensors, profile, repeat, kind))
-        is_repeated = self._number(bsym, profile, arguments)
+        is_repeated = self._number(bsym, profile)
         place = self._last_location = location(bsym) or self._last_location
         op = Op(
             symbol=bsym.sym.name,
@@ -292,19 +295,21 @@ class _Values:
             return "replay"
         return "free" if profile.is_view else "yes"
 
-    def _number(
-        self, bsym: BoundSymbol, profile: OpProfile, arguments: Sequence[Value | None]
-    ) -> bool:
+    def _number(self, bsym: BoundSymbol, profile: OpProfile) -> bool:
         """Whether the same was computed before, from the same."""
-        names = [a.name for a in bsym.flat_proxy_args]
-        inputs = tuple(self._number_of.setdefault(n, len(self._number_of)) for n in names)
+        inputs = tuple(self._number_of_value(a.name) for a in bsym.flat_proxy_args)
         key = (profile.key, inputs)
-        is_known = key in self._numbers and not profile.is_random
-        first = self._numbers.get(key) if is_known else None
-        for place, result in enumerate(bsym.flat_proxy_outs):
-            fresh = len(self._number_of) + len(self._numbers)
-            self._number_of[result.name] = fresh if first is None else first + place
-        return is_known
+        is_known = key in self._numbers
+        if not is_known or profile.is_random:
+            self._numbers[key] = [next(self._fresh) for _ in bsym.flat_proxy_outs]
+        for result, number in zip(bsym.flat_proxy_outs, self._numbers[key], strict=True):
+            self._number_of[result.name] = number
+        return is_known and not profile.is_random
+
+    def _number_of_value(self, name: str) -> int:
+        if name not in self._number_of:
+            self._number_of[name] = next(self._fresh)
+        return self._number_of[name]
 
 
 def _numel(layout: Layout) -> int:

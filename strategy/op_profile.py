@@ -134,6 +134,11 @@ class OpProfiles:
         """What the allocator of the planned device counts."""
         return allocated_bytes(nbytes, self._device_type or device_type)
 
+    @property
+    def num_runs(self) -> int:
+        """How many kinds of symbols were looked at."""
+        return len(self._known)
+
     def profile(self, bsym: BoundSymbol, arguments: Sequence[Value | None]) -> OpProfile:
         """What `bsym` does.
 
