@@ -4,9 +4,9 @@ Each start returns one `(handle, result)` per tensor; the result may be read aft
 once per result. Nothing else needs to be kept: gloo's works hold what they read, and nccl's until they are waited for
 (`stashed_for_allocator_safety_` in torch's ProcessGroupNCCL.hpp; before it was the default, `record_stream` did that).
 
-On the CPU a start also waits: with several collectives of one gloo group under way, gathers of several tensors beside
-all-to-alls, the heap was corrupted within minutes (torch 2.13: `malloc(): unaligned tcache chunk detected`), also with
-every tensor kept alive. Overlap is for nccl; gloo's ranks share the CPU with what they would overlap.
+On the CPU a start also waits: gloo's ranks share the CPU with what they would overlap. And several gathers are joined
+here, not by torch: its gloo corrupts the heap where coalesced gathers end at the same time as another collective
+(tests/compat/test_gloo_coalesced_gathers.py).
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def start_all_gather(
     """
     whole = [s.new_empty((s.shape[0] * group.size(), *s.shape[1:])) for s in shards]
     outputs, inputs = list(map(_bytes, whole)), [_bytes(s.contiguous()) for s in shards]
+    if len(shards) > 1 and whole[0].device.type == "cpu":
+        handle: Handle = _gather_joined(outputs, inputs, group)
+        return [(handle, w) for w in whole]
     if len(shards) == 1:
         work = all_gather_single(outputs[0], inputs[0], group, True)
-    else:
-        # nccl: one launch, no copies. gloo: one message, through a buffer of its own.
+    else:  # one launch of nccl, without copies
         work = group.allgather_into_tensor_coalesced(outputs, inputs)
     handle = _started(NoticingHandle(work, _named("all-gather", whole), group), whole[0])
     return [(handle, w) for w in whole]
@@ -89,7 +91,8 @@ def start_all_reduce(
     if values[0].device.type == "cpu" and group.size() > 2:
         handle = _sum_everywhere(values, group, name)
     else:
-        work = group.allreduce_coalesced(list(values), dist.AllreduceCoalescedOptions())
+        summed = [torch.view_as_real(v) if v.is_complex() else v for v in values]
+        work = group.allreduce_coalesced(summed, dist.AllreduceCoalescedOptions())
         handle = _started(NoticingHandle(work, name, group), values[0])
     return [(handle, v) for v in values]
 
@@ -113,6 +116,21 @@ def _sum_everywhere(values: Sequence[Tensor], group: dist.ProcessGroup, name: st
         values, sums[: flat.numel()].split([v.numel() for v in values]), strict=True
     ):
         v.copy_(total.view(v.shape))
+    return handle
+
+
+def _gather_joined(
+    whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup
+) -> Handle:
+    """Every rank sends all of its rows in one message."""
+    sent = torch.cat([s.view(-1) for s in shards])
+    received = sent.new_empty((group.size(), sent.numel()))
+    work = all_gather_single(received.view(-1), sent, group, True)
+    handle = NoticingHandle(work, _named("all-gather", whole), group)
+    handle.wait()
+    parts = received.split([s.numel() for s in shards], dim=1)
+    for w, part in zip(whole, parts, strict=True):
+        w.view(group.size(), -1).copy_(part)
     return handle
 
 

@@ -100,7 +100,7 @@ def check_pair(rank: int) -> None:
     """Two ranks sum in another way than more do."""
     group = dist.group.WORLD
     assert group is not None
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         totals = [a + b for a, b in zip(whole(0, dtype), whole(1, dtype), strict=True)]
         joined = start_all_reduce(whole(rank, dtype), group)
         alone = start_all_reduce(whole(rank, dtype)[2:3], group)
