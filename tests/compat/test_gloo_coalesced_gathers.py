@@ -2,7 +2,8 @@
 
 Both of a gloo group's worker threads assign `pgStatus_->lastCompletedWorkName` without a lock, once their work has
 ended (`ProcessGroupGloo::runLoop`). A string of up to 15 characters has no memory of its own to free, and all other
-names are as short; `ALLGATHER_COALESCED` has 19, so its memory is freed twice, or written to afterwards. Found in torch 2.13; no issue upstream is known. `transport.py` joins gathers itself.
+names are as short; `ALLGATHER_COALESCED` has 19, so its memory is freed twice, or written to afterwards. Found in
+torch 2.13; no issue upstream is known. `transport.py` joins gathers itself.
 """
 
 from __future__ import annotations
