@@ -124,6 +124,7 @@ def program(
     tensors: Mapping[str, Tensor] | None = None,
     known: OpProfiles | None = None,
     differentiated: Collection[int] | None = None,
+    accumulates: bool = False,
 ) -> Program:
     """What runs, in order, with what each operation frees.
 
@@ -136,12 +137,14 @@ def program(
         differentiated: Which of forward's flat outputs the caller passes a gradient for, such as the loss alone; None:
             each that has one. For the others autograd.py makes zeros, which die at their last use; what the caller
             passes lives to the end of backward.
+        accumulates: Whether parameters have a gradient already, to which autograd adds these.
 
     Returns:
-        The program. The caller holds arguments, all outputs until backward ends, and then the gradients.
+        The program. The caller holds arguments, all outputs until backward ends, and then the gradients. Its last steps
+        may be autograd's own: a gradient that is laid out otherwise than its parameter is copied.
     """
     values = _Values(forward.args, kinds or {}, tensors or {}, known or profiles())
-    return _Running(values, differentiated).program(forward, backward)
+    return _Running(values, differentiated, accumulates=accumulates).program(forward, backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +192,14 @@ class _Values:
         default: StorageKind = "parameter" if proxy.requires_grad else "batch"
         kind = self.kinds.get(proxy.name, default)
         if (tensor := self.tensors.get(proxy.name)) is None:
-            self.by_name[proxy.name] = self._new(contiguous(proxy), kind, proxy.name)
+            self.by_name[proxy.name] = self.new(contiguous(proxy), kind, proxy.name)
             return
         layout, memory = layout_of(tensor), tensor.untyped_storage()._cdata
         if memory not in shared:
-            shared[memory] = self._new(layout, kind, proxy.name).storage
+            shared[memory] = self.new(layout, kind, proxy.name).storage
         self.by_name[proxy.name] = Value(layout, shared[memory])
 
-    def _new(self, layout: Layout, kind: StorageKind, name: str) -> Value:
+    def new(self, layout: Layout, kind: StorageKind, name: str) -> Value:
         device_type = layout.device.partition(":")[0]
         nbytes = self.known.allocated_bytes(layout.storage_bytes, device_type)
         return Value(layout, self._add(nbytes, kind, name))
@@ -207,7 +210,7 @@ class _Values:
 
     def add_cotangent(self, proxy: TensorProxy) -> int:
         """What the caller passes for one output."""
-        value = self._new(contiguous(proxy), "cotangent", proxy.name)
+        value = self.new(contiguous(proxy), "cotangent", proxy.name)
         self.by_name[proxy.name] = value
         return value.storage
 
@@ -358,9 +361,12 @@ def _with_overwritten(ops: Sequence[Op], written_at: Mapping[int, Sequence[int]]
 class _Running:
     """Follows references while forward and backward run."""
 
-    def __init__(self, values: _Values, differentiated: Collection[int] | None) -> None:
+    def __init__(
+        self, values: _Values, differentiated: Collection[int] | None, *, accumulates: bool
+    ) -> None:
         self._values = values
-        self._differentiated = differentiated
+        self._differentiated, self._accumulates = differentiated, accumulates
+        self._freed: set[int] = set()
         self._names: dict[int, set[str]] = {}
         """Names that hold a storage, by storage; the caller's have no dot in front."""
         self._steps: list[Step] = []
@@ -376,7 +382,7 @@ class _Running:
         self._leave(keep=saved)
         num_forward, cotangents = len(self._steps), frozenset[int]()
         if backward is not None:
-            cotangents = self._backward(backward, returned.outputs)
+            cotangents = self._backward(backward, forward.args)
         return Program(
             storages=tuple(values.storages),
             steps=tuple(self._steps),
@@ -385,15 +391,60 @@ class _Running:
             cotangents=cotangents,
         )
 
-    def _backward(self, backward: TraceCtx, outputs: Sequence[Any]) -> frozenset[int]:
+    def _backward(self, backward: TraceCtx, arguments: Sequence[Any]) -> frozenset[int]:
         cotangents = self._enter_backward(backward)
         self._run(backward, "temporary")
-        gradients = self._values.storages_of(_returned(backward).outputs) - self._values.inputs
+        returned = _returned(backward).outputs
+        gradients = self._values.storages_of(returned) - self._values.inputs
         self._values.set_kind(gradients, "gradient")
-        self._hold(gradients, ".grad")
-        self._leave(keep=())
+        names = {p.name for p in returned if is_tensor(p)}
+        self._leave(keep=names)
+        if not self._accumulates:
+            self._store_gradients(arguments, returned)
+        self._drop(names)
         self._release(".caller", except_for=self._values.inputs)
         return cotangents
+
+    def _store_gradients(self, arguments: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """As `AccumulateGrad` does: it takes over what nobody else has and is laid out like the parameter."""
+        for number, (argument, gradient) in enumerate(zip(arguments, gradients, strict=True)):
+            if not is_tensor(gradient):
+                continue
+            others = [g.name for g in gradients[number + 1 :] if is_tensor(g)]
+            value, like = (self._values.by_name[p.name] for p in (gradient, argument))
+            if gradient.name in others or not self._can_be_taken(value, like.layout):
+                self._copy_gradient(gradient.name, value, like.layout)
+            else:
+                self._hold([value.storage], ".grad")
+            if gradient.name not in others:
+                self._drop([gradient.name])
+
+    def _can_be_taken(self, value: Value, like: Layout) -> bool:
+        if ".caller" in self._names.get(value.storage, ()) or value.storage in self._values.inputs:
+            return False
+        strides = zip(value.layout.shape, value.layout.stride, like.stride, strict=True)
+        return all(ours == theirs for length, ours, theirs in strides if length != 1)
+
+    def _copy_gradient(self, name: str, value: Value, like: Layout) -> None:
+        nbytes = _numel(like) * like.dtype.itemsize
+        layout = like._replace(offset=0, storage_bytes=nbytes)
+        copy = self._values.new(layout, "gradient", f"{name}.grad.{len(self._steps)}").storage
+        nbytes = self._values.storages[copy].nbytes
+        op = Op(
+            symbol="accumulate_grad",
+            index=len(self._steps),
+            arguments=(name,),
+            results=(self._values.storages[copy].name,),
+            reads=(value.storage,),
+            makes=(copy,),
+            peak_bytes=nbytes,
+            repeat="no",
+            moved_bytes=2 * nbytes,
+            dtype=str(like.dtype).removeprefix("torch."),
+            key=f"accumulate_grad({like})",
+        )
+        self._steps.append(Step(op=op, makes=(copy,), frees=()))
+        self._hold([copy], ".grad")
 
     def _enter_backward(self, backward: TraceCtx) -> frozenset[int]:
         """Cotangents appear: those that the caller passes, and zeros."""
@@ -447,10 +498,9 @@ class _Running:
         return self._values.held_by.get(name, -1)
 
     def _free(self, storages: Collection[int]) -> None:
-        freed = tuple(s for s in storages if s in self._names and not self._names[s])
-        freed += tuple(s for s in storages if s not in self._names)
-        for storage in freed:
-            self._names.pop(storage, None)
+        """Those that nothing holds, and that are not free yet, die with the last step."""
+        freed = tuple(s for s in storages if s not in self._freed and not self._names.get(s))
+        self._freed.update(freed)
         if freed and self._steps:
             last = self._steps[-1]
             self._steps[-1] = replace(last, frees=(*last.frees, *freed))

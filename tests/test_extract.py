@@ -314,3 +314,45 @@ def test_what_does_not_run_without_data_is_named() -> None:
         CompileError, match=r"choosy\S* cannot be planned for: it does not run on .* without data"
     ):
         training_graph(trace)
+
+
+class Transposing(nn.Module):
+    """Thunder gives the first weight's gradient transposed, and one gradient to both biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 32))
+        self.biases = nn.ParameterList(nn.Parameter(torch.randn(4, 64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t() + self.biases[0] + self.biases[1]).sum()
+
+
+def test_gradients_that_autograd_copies_are_predicted(known: OpProfiles) -> None:
+    module, x = Transposing(), torch.randn(4, 32)
+    found = extracted(module, known, x=x)
+    copies = [s for s in found.program.steps if s.op.symbol == "accumulate_grad"]
+    assert copies
+
+    def step() -> object:
+        output = found.module(x=x)
+        output.backward()
+        return output
+
+    measured_memory(step)
+    module.zero_grad()
+    measured = measured_memory(step)
+    predicted = simulate(found.program)
+    assert predicted.peak_bytes - found.constant_bytes == measured.peak_bytes
+    assert predicted.live_bytes[-1] - found.constant_bytes + 4 == measured.end_bytes
+
+
+def test_gradients_that_are_added_to_others_die(known: OpProfiles) -> None:
+    module = CompiledModule(nn.Linear(8, 8))
+    module(torch.ones(2, 8))
+    (compiled,) = module.captures
+    traces = compiled.forward_traces[-1], compiled.backward_traces[-1]
+    alone = simulate(program(*traces, known=known))
+    added = simulate(program(*traces, known=known, accumulates=True))
+    assert alone.live_bytes[-1] - added.live_bytes[-1] == 4 * (8 * 8 + 8)
+    assert alone.peak_bytes == added.peak_bytes
