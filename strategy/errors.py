@@ -26,6 +26,29 @@ class PlanError(RuntimeError):
     """A plan asks for what a trace cannot do."""
 
 
+class BudgetError(ValueError):
+    """No plan for the memory of a step was found that stays within the budget."""
+
+    def __init__(
+        self, text: str, *, smallest_bytes: int | None = None, bound_bytes: int | None = None
+    ) -> None:
+        """`smallest_bytes`: for which a plan was found; `bound_bytes`: below which there is none."""
+        super().__init__(text)
+        self.smallest_bytes = smallest_bytes
+        self.bound_bytes = bound_bytes
+
+    @classmethod
+    def no_plan(cls, *, budget_bytes: int, smallest_bytes: int, bound_bytes: int) -> BudgetError:
+        """What to say when a search has ended without a plan for `budget_bytes`."""
+        return cls(
+            f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget "
+            f"for which one was found is {smallest_bytes:,} bytes, and below {bound_bytes:,} there is none. Raise the "
+            "budget to that, lower the micro-batch size or the sequence length, or shard over more ranks.",
+            smallest_bytes=smallest_bytes,
+            bound_bytes=bound_bytes,
+        )
+
+
 def user_frame(stack: Iterable[traceback.FrameSummary] | None) -> str:
     """`file:line in function` of the innermost frame outside of installed libraries, else of the innermost one."""
     frames = list(stack or ())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from thunder_memsave.planner.coverage import add_coverage
 from thunder_memsave.planner.graph import Op, TrainingGraph
 from thunder_memsave.planner.linear import LinearProgram
 from thunder_memsave.planner.needs import Needs, needs
@@ -63,26 +64,6 @@ def choose_free(
     values = program.solve().values
     assert values is not None, "keeping everything that can be kept is a solution"
     return frozenset(graph.storages[s].name for s, v in kept.items() if values[v] > 0.5)
-
-
-def add_coverage(
-    program: LinearProgram, needs: Needs, kept: dict[int, int], ops: dict[int, int]
-) -> None:
-    """Require that what backward reads is kept or computed again, and so what computing again reads."""
-    for storage in needs.first:
-        again = _again(needs, storage, ops)
-        program.row([(kept[storage], 1.0), *again], least=1.0)
-    for number, variable in ops.items():
-        for storage in needs.inputs[number]:
-            again = _again(needs, storage, ops)
-            program.row([(kept[storage], 1.0), *again, (variable, -1.0)], least=0.0)
-
-
-def _again(needs: Needs, storage: int, ops: dict[int, int]) -> list[tuple[int, float]]:
-    number = needs.producer[storage]
-    if storage in needs.must_keep or number not in ops:
-        return []
-    return [(ops[number], 1.0)]
 
 
 def _cost(op: Op) -> float:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+
+# scipy has no types of its own.
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 _OPTIMAL = 0
 _INFEASIBLE = 2

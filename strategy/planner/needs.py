@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from thunder_memsave.planner.graph import TrainingGraph
 from thunder_memsave.planner.order import unrepeatable
@@ -36,10 +37,32 @@ class Needs:
     """Where it last does."""
     earliest: Mapping[int, int]
     """Before that, no plan reads the storage in backward."""
+    latest: Mapping[int, int]
+    """By that, all plans have read it for the last time that only computing others again reads it for."""
     must_keep: frozenset[int]
     """Storages that nothing gives a second time."""
     last_in_forward: Mapping[int, int]
     """The operation of forward that reads it last, or makes it."""
+
+    def waits_until(self, storage: int) -> int:
+        """Until when it is kept without being read: backward reads it then; or else the last that needs it has run."""
+        return self.first.get(storage, self.latest.get(storage, -1))
+
+    def readers(self, storage: int) -> Sequence[int]:
+        """Operations that may run again and read it then."""
+        return self._readers.get(storage, ())
+
+    def read_first_at(self, position: int) -> Sequence[int]:
+        """Storages that the operation of backward at a position is the first to read."""
+        return self._read_first.get(position, ())
+
+    @cached_property
+    def _readers(self) -> Mapping[int, Sequence[int]]:
+        return _inverted((o, s) for o in self.ops for s in self.inputs[o])
+
+    @cached_property
+    def _read_first(self) -> Mapping[int, Sequence[int]]:
+        return _inverted(self.first.items())
 
 
 def needs(graph: TrainingGraph) -> Needs:
@@ -62,6 +85,7 @@ def needs(graph: TrainingGraph) -> Needs:
         first=first,
         last=last,
         earliest=_earliest(sorted(ops, reverse=True), inputs, makes, first),
+        latest=_latest(sorted(ops, reverse=True), inputs, makes, first),
         must_keep=frozenset(s for s in storages if s in fixed or producer[s] not in ops),
         last_in_forward=_last_in_forward(graph, found),
     )
@@ -126,8 +150,29 @@ def _earliest(
     return earliest
 
 
+def _latest(
+    ops: Sequence[int],
+    inputs: Mapping[int, tuple[int, ...]],
+    makes: Mapping[int, tuple[int, ...]],
+    first: Mapping[int, int],
+) -> dict[int, int]:
+    latest: dict[int, int] = {}
+    for number in ops:
+        runs = max((first.get(s, latest.get(s, -1)) for s in makes[number]), default=-1)
+        for storage in inputs[number]:
+            latest[storage] = max(latest.get(storage, -1), runs)
+    return latest
+
+
 def _last_in_forward(graph: TrainingGraph, storages: set[int]) -> dict[int, int]:
     last: dict[int, int] = {}
     for number, op in enumerate(graph.ops[: graph.num_forward]):
         last.update((s, number) for s in (*op.reads, *op.makes) if s in storages)
     return last
+
+
+def _inverted(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for value, key in pairs:
+        found.setdefault(key, []).append(value)
+    return found

@@ -201,8 +201,9 @@ class _Emission:
         """All steps, with what dies after each."""
         graph = self.graph
         frees: list[list[int]] = [[] for _ in self.placed]
+        stay = graph.inputs | graph.outputs | graph.cotangents | graph.gradients
         for storage, last in self.last_use.items():
-            if storage not in self._stay:
+            if storage not in stay:
                 frees[last].append(storage)
         if frees and graph.num_forward < len(graph.ops):
             frees[-1] += sorted((graph.outputs | graph.cotangents) - graph.inputs - graph.gradients)
@@ -216,8 +217,3 @@ class _Emission:
             held=graph.inputs,
             cotangents=graph.cotangents,
         )
-
-    @property
-    def _stay(self) -> frozenset[int]:
-        graph = self.graph
-        return graph.inputs | graph.outputs | graph.cotangents | graph.gradients

@@ -1,0 +1,101 @@
+"""Evaluates plans exactly: orders and simulates each, and says at which moments it needs how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from thunder_memsave.planner.graph import Program, StepMemory, TrainingGraph
+from thunder_memsave.planner.model import Moment
+from thunder_memsave.planner.order import order
+from thunder_memsave.planner.simulate import Profile, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """A plan, and what running it takes."""
+
+    keep: frozenset[int]
+    """Storages of the graph that are kept, and read in backward."""
+    decided: frozenset[int]
+    """Storages of forward that are read in backward: keeping others, or not, changes nothing."""
+    program: Program
+    profile: Profile
+    recompute_us: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the whole training step."""
+        return self.profile.peak_bytes
+
+    @cached_property
+    def live_bytes(self) -> Mapping[Moment, int]:
+        """During each operation."""
+        return dict(self._moments())
+
+    def _moments(self) -> Iterator[tuple[Moment, int]]:
+        position = 0
+        for number, (step, nbytes) in enumerate(
+            zip(self.program.steps, self.profile.step_peak_bytes, strict=True)
+        ):
+            if number < self.program.num_forward:
+                yield Moment("forward", number), nbytes
+            elif step.is_repeated:
+                yield Moment("again", position, self._numbers[step.op.index]), nbytes
+            else:
+                yield Moment("backward", position), nbytes
+                position += 1
+
+    @cached_property
+    def _numbers(self) -> Mapping[int, int]:
+        forward = self.program.steps[: self.program.num_forward]
+        return {step.op.index: number for number, step in enumerate(forward)}
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Remembers what was evaluated."""
+
+    graph: TrainingGraph
+    costs_us: Sequence[float]
+    """By operation; 0 for what is not counted."""
+    memory: StepMemory
+    generator_state_bytes: int
+    _known: dict[frozenset[int], Evaluated] = field(default_factory=dict)
+
+    def __call__(self, keep: Set[int]) -> Evaluated:
+        """Evaluate the plan that keeps these storages."""
+        wanted = frozenset(keep)
+        if wanted not in self._known:
+            self._known[wanted] = self._evaluated(wanted)
+        return self._known[wanted]
+
+    @property
+    def smallest(self) -> Evaluated:
+        """Of all that were evaluated, what needs the least memory."""
+        return min(self._known.values(), key=lambda e: (e.peak_bytes, e.recompute_us))
+
+    def fastest_within(self, budget_bytes: float) -> Evaluated | None:
+        """Of all that were evaluated and fit, what takes the least time; of equals, what needs the least memory."""
+        fitting = [e for e in self._known.values() if e.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda e: (e.recompute_us, e.peak_bytes), default=None)
+
+    def _evaluated(self, keep: frozenset[int]) -> Evaluated:
+        names = {self.graph.storages[s].name for s in keep}
+        program = order(self.graph, names, generator_state_bytes=self.generator_state_bytes)
+        backward = program.steps[program.num_forward :]
+        read = frozenset(s for step in backward for s in step.op.reads)
+        return Evaluated(
+            keep=keep & read,
+            decided=read,
+            program=program,
+            profile=simulate(program, self.memory),
+            recompute_us=sum(
+                self.costs_us[self._numbers[step.op.index]] for step in backward if step.is_repeated
+            ),
+        )
+
+    @cached_property
+    def _numbers(self) -> Mapping[int, int]:
+        return {op.index: number for number, op in enumerate(self.graph.ops)}

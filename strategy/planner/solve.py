@@ -1,0 +1,278 @@
+"""Solves for a plan: the least time of computing again with which a training step stays within a byte budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.planner.evaluate import Evaluated, Evaluator
+from thunder_memsave.planner.free_wins import choose_free
+from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
+from thunder_memsave.planner.model import PeakModel
+from thunder_memsave.planner.needs import Needs, needs
+from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
+from thunder_memsave.planner.prices import search_prices
+from thunder_memsave.planner.search import Search
+
+Policy = Literal["plan", "keep_all", "recompute_all"]
+
+_NOTHING_ELSE = StepMemory()
+
+
+def solve(
+    graph: TrainingGraph,
+    *,
+    budget_bytes: int | None,
+    costs_us: Sequence[float],
+    memory: StepMemory = _NOTHING_ELSE,
+    policy: Policy = "plan",
+    keep: Set[str] = frozenset(),
+    recompute: Set[str] = frozenset(),
+    regather: bool = False,
+    known: Sequence[Plan] = (),
+    generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
+    time_limit_s: float = 10.0,
+) -> Plan:
+    """Choose what backward keeps.
+
+    Time is that of computing again beyond the free wins, which every plan may use and which are not counted.
+
+    Args:
+        graph: What is computed.
+        budget_bytes: The most that a step may take by the exact simulation; None: no limit.
+        costs_us: Of each operation.
+        memory: What a step holds besides.
+        policy: `keep_all` uses the free wins only, `recompute_all` keeps only what cannot be computed again; neither
+            looks at the budget.
+        keep: Names of storages that are kept where backward reads them.
+        recompute: Names of storages that are not, but for those that nothing gives a second time.
+        regather: Whether a parameter is gathered again in backward (ZeRO-3) rather than kept, as a free win.
+        known: Other plans for this graph; one that fits is returned where the search finds none that is faster. With
+            all plans for smaller budgets here, time never rises with the budget.
+        generator_state_bytes: What forward keeps for a random operation that backward computes again.
+        time_limit_s: When the search ends with what it has. A plan is then not as good as it could be; its gap says so.
+
+    Returns:
+        A plan whose simulated peak is within the budget.
+
+    Raises:
+        BudgetError: none was found.
+    """
+    problem = _problem(graph, costs_us, memory, keep, recompute, regather, generator_state_bytes)
+    free = problem.evaluate(problem.free)
+    if policy == "recompute_all":
+        return problem.plan(problem.evaluate(problem.least), None, bound_us=0.0)
+    if policy == "keep_all" or budget_bytes is None or free.peak_bytes <= budget_bytes:
+        return problem.plan(free, budget_bytes if policy == "plan" else None, bound_us=0.0)
+    for plan in known:
+        problem.evaluate(problem.numbers(plan.keep))
+    search = problem.search(time.perf_counter() + time_limit_s)
+    search.add_moments(free, budget_bytes)
+    if not search.is_exhaustive:
+        search_prices(
+            search.model,
+            problem.evaluate,
+            free=free,
+            budget_bytes=budget_bytes,
+            deadline_s=time.perf_counter() + time_limit_s / 2,
+        )
+    found = search.fastest(budget_bytes)
+    if found is None:
+        search.deadline_s = time.perf_counter() + time_limit_s
+        found = _last_resort(search, budget_bytes)
+    return problem.plan(found, budget_bytes, bound_us=min(search.bound_us, found.recompute_us))
+
+
+def pareto(
+    graph: TrainingGraph,
+    *,
+    costs_us: Sequence[float],
+    memory: StepMemory = _NOTHING_ELSE,
+    keep: Set[str] = frozenset(),
+    recompute: Set[str] = frozenset(),
+    regather: bool = False,
+    num_points: int = 12,
+    generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
+    time_limit_s: float = 5.0,
+) -> list[tuple[int, float]]:
+    """Budgets and the microseconds of computing again below which no plan for them is: a curve to choose from.
+
+    Args:
+        graph: As for `solve`, and so are the others.
+        costs_us: Of each operation.
+        memory: What a step holds besides.
+        keep: Pinned.
+        recompute: Pinned.
+        regather: Whether parameters are gathered again.
+        num_points: How many budgets, evenly from the least that can be possible to that of the free wins.
+        generator_state_bytes: Of a random operation that is computed again.
+        time_limit_s: For the whole curve.
+
+    Returns:
+        Points with rising budgets and falling time; the last one costs nothing.
+    """
+    problem = _problem(graph, costs_us, memory, keep, recompute, regather, generator_state_bytes)
+    free = problem.evaluate(problem.free)
+    search = problem.search(time.perf_counter() + time_limit_s)
+    least_bytes = search.least_possible()
+    points = []
+    for number in range(num_points - 1):
+        budget_bytes = least_bytes + (free.peak_bytes - least_bytes) * number // (num_points - 1)
+        search.add_moments(free, budget_bytes)
+        points.append((int(budget_bytes), search.relaxed_us(budget_bytes)))
+    return [*points, (free.peak_bytes, 0.0)]
+
+
+def _last_resort(search: Search, budget_bytes: int) -> Evaluated:
+    """Near the least that is possible: look for the smallest plan instead of the fastest."""
+    smallest = search.smallest(enough_bytes=budget_bytes)
+    if smallest.peak_bytes <= budget_bytes:
+        return smallest
+    bound = min(int(search.bound_bytes), smallest.peak_bytes)
+    raise BudgetError(
+        f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget for "
+        f"which one was found is {smallest.peak_bytes:,} bytes, and below {bound:,} there is none. Raise the budget "
+        "to that, lower the micro-batch size or the sequence length, or shard over more ranks.",
+        smallest_bytes=smallest.peak_bytes,
+        bound_bytes=bound,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    needs: Needs
+    free: frozenset[int]
+    least: frozenset[int]
+    evaluate: Evaluator
+    pinned: Mapping[int, bool]
+    costs_us: Sequence[float]
+
+    def numbers(self, names: Set[str]) -> frozenset[int]:
+        storages = self.needs.graph.storages
+        return frozenset(s for s in self.needs.storages if storages[s].name in names)
+
+    def search(self, deadline_s: float) -> Search:
+        model = PeakModel(
+            needs=self.needs,
+            costs_us=self.evaluate.costs_us,
+            memory=self.evaluate.memory,
+            generator_state_bytes=self.evaluate.generator_state_bytes,
+            pinned=self.pinned,
+        )
+        return Search(model=model, evaluate=self.evaluate, deadline_s=deadline_s)
+
+    def plan(self, found: Evaluated, budget_bytes: int | None, *, bound_us: float) -> Plan:
+        storages = self.needs.graph.storages
+        return Plan(
+            keep=frozenset(storages[s].name for s in found.keep),
+            budget_bytes=budget_bytes,
+            predicted_peak_bytes=found.peak_bytes,
+            keep_all_peak_bytes=self.evaluate(self.free).peak_bytes,
+            saved_bytes=sum(storages[s].nbytes for s in found.keep),
+            recompute_us=found.recompute_us,
+            lower_bound_us=bound_us,
+            decisions=tuple(self._decisions(found)),
+        )
+
+    def _decisions(self, found: Evaluated) -> Iterator[Decision]:
+        graph = self.needs.graph
+        counted: set[int] = set()
+        for storage in self.needs.storages:
+            if storage not in found.keep and storage not in self.needs.first:
+                continue
+            op = graph.ops[self.needs.producer[storage]]
+            chain = self._chain(storage, found.keep) - counted
+            if storage not in found.keep:
+                counted |= chain
+            yield Decision(
+                name=graph.storages[storage].name,
+                action=self._action(storage, found.keep),
+                nbytes=graph.storages[storage].nbytes,
+                cost_us=sum(self.costs_us[o] for o in chain),
+                reason=self._reason(storage, found.keep),
+                source=op.source,
+                module=op.module,
+            )
+
+    def _chain(self, storage: int, kept: Set[int]) -> set[int]:
+        """Operations that give it again from what is kept."""
+        found: set[int] = set()
+        stack = [storage]
+        while stack:
+            op = self.needs.producer[stack.pop()]
+            if op in self.needs.inputs and op not in found:
+                found.add(op)
+                stack += [s for s in self.needs.inputs[op] if s not in kept]
+        return found
+
+    def _action(
+        self, storage: int, kept: Set[int]
+    ) -> Literal["keep", "recompute", "regather", "replay"]:
+        if storage in kept:
+            return "keep"
+        op = self.needs.graph.ops[self.needs.producer[storage]]
+        if self.needs.graph.storages[storage].kind == "gathered":
+            return "regather"
+        return "replay" if op.repeat == "replay" else "recompute"
+
+    def _reason(self, storage: int, kept: Set[int]) -> str:
+        if storage in self.needs.must_keep:
+            return "nothing gives it a second time"
+        if storage in self.pinned:
+            return "pinned"
+        if storage in kept:
+            return (
+                "needed to compute others again"
+                if storage not in self.needs.first
+                else ("faster to keep than to compute again")
+            )
+        return (
+            "the budget needs its memory"
+            if storage in self.free
+            else ("follows cheaply from what is kept")
+        )
+
+
+def _problem(
+    graph: TrainingGraph,
+    costs_us: Sequence[float],
+    memory: StepMemory,
+    keep: Set[str],
+    recompute: Set[str],
+    regather: bool,
+    generator_state_bytes: int,
+) -> _Problem:
+    found = needs(graph)
+    free = choose_free(found, keep=keep, recompute=recompute, regather=regather)
+    kept = frozenset(s for s in found.storages if graph.storages[s].name in free)
+    evaluate = Evaluator(
+        graph=graph, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
+    )
+    not_counted = {step.op.index for step in evaluate(kept).program.steps if step.is_repeated}
+    counted = tuple(
+        0.0 if op.index in not_counted else us for op, us in zip(graph.ops, costs_us, strict=True)
+    )
+    return _Problem(
+        needs=found,
+        free=kept,
+        least=frozenset(found.must_keep) | _named(found, keep),
+        evaluate=replace(evaluate, costs_us=counted, _known={}),
+        pinned=_pinned(found, keep, recompute),
+        costs_us=costs_us,
+    )
+
+
+def _named(needs: Needs, names: Set[str]) -> frozenset[int]:
+    return frozenset(s for s in needs.first if needs.graph.storages[s].name in names)
+
+
+def _pinned(needs: Needs, keep: Set[str], recompute: Set[str]) -> dict[int, bool]:
+    again = {
+        s
+        for s in needs.storages
+        if needs.graph.storages[s].name in recompute and s not in needs.must_keep
+    }
+    return dict.fromkeys(again, False) | dict.fromkeys(_named(needs, keep), True)
