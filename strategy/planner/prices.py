@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from thunder_memsave.planner.coverage import add_coverage
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
