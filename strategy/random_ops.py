@@ -177,10 +177,10 @@ def _state(device: torch.device) -> Tensor:
 @contextmanager
 def _generator_at(state: Tensor, device: torch.device) -> Iterator[None]:
     """Set the default generator of the device back, and afterwards to where it was."""
+    before = _state(device)
     if _computes_nothing(device):
         yield
         return
-    before = _state(device)
     _set_state(state, device)
     try:
         yield

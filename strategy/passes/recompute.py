@@ -46,12 +46,13 @@ from thunder_memsave import compat
 compat.apply()
 
 from thunder.core import prims  # noqa: E402
-from thunder.core.proxies import Proxy  # noqa: E402
+from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 
 from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
 from thunder_memsave.errors import PlanError  # noqa: E402
+from thunder_memsave.passes.fence import Fences  # noqa: E402
 from thunder_memsave.passes.repeatable import why_not_repeatable  # noqa: E402
 from thunder_memsave.passes.symbols import (  # noqa: E402
     forward_symbols,
@@ -86,6 +87,7 @@ def recompute(trace: TraceCtx, *, keep: Set[str], fenced: bool = False) -> Trace
         return trace
     _refuse_unknown(keep, trace)
     new = from_trace(trace)
+    new.names = set(trace.names)  # of its own: several plans may be tried on one trace
     with tracectx(new):
         backward = _Backward(symbols, keep, fenced=fenced)
         rewritten = [s for bsym in symbols for s in backward.placed(bsym)]
@@ -94,6 +96,14 @@ def recompute(trace: TraceCtx, *, keep: Set[str], fenced: bool = False) -> Trace
         new.bound_symbols = [backward.drawing.get(id(b), b) for b in rewritten]
     new.set_provenance(TraceProvenance("Joint pass recompute"))
     return new
+
+
+def must_keep(trace: TraceCtx) -> frozenset[str]:
+    """Names of the values of a joint trace's forward that cannot be computed again: a plan keeps those it needs."""
+    refused = why_not_repeatable(trace.bound_symbols)
+    return frozenset(
+        o.name for b in trace.bound_symbols if id(b) in refused for o in b.flat_proxy_outs
+    )
 
 
 def _refuse_unknown(keep: Set[str], trace: TraceCtx) -> None:
@@ -114,7 +124,9 @@ class _Backward:
         self._refused = why_not_repeatable(symbols)
         self._producers = self._missing_values(symbols, keep)
         of_backward = [b for b in symbols if id(b) not in self._forward]
+        self._of_backward = {o.name for b in of_backward for o in b.flat_proxy_outs}
         self._gathers = _BackwardGathers(of_backward, self._position)
+        self._fenced = fenced
         self._named: dict[str, Proxy] = {}
         """What readers in backward call a value that was computed again."""
         self.clones: set[int] = set()
@@ -144,11 +156,36 @@ class _Backward:
         if id(bsym) in self._forward or bsym.sym in (prims.python_return, prims.get_grad):
             yield bsym
         elif not self._gathers.is_placed(bsym):
-            missing = self._missing(bsym)
-            for producer in sorted(missing, key=lambda b: self._position[id(b)]):
-                yield from self._again(producer, reader=bsym)
+            yield from self._made_again(bsym)
             self._gathers.place(bsym)
             yield self._renamed(bsym)
+
+    def _made_again(self, reader: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Yield what the reader needs and is not there, in the order of forward."""
+        position = self._position[id(reader)]
+        fences = Fences(position, self._gradient(reader)) if self._fenced else None
+        for producer in sorted(self._missing(reader), key=lambda b: self._position[id(b)]):
+            self.clones.add(id(producer))
+            inputs = self._names_of_inputs(producer)
+            same = self._gathers.same_as(producer, inputs, position=position)
+            if same is not None:
+                self._call(producer, same)
+                yield from self._gathers.bring_forward(same)
+                continue
+            if fences is not None and not is_all_gather(producer):
+                yield from fences.put_before(self._kept_inputs(producer))
+                inputs = {**fences.names, **inputs}
+            yield self._clone(producer, inputs)
+
+    def _gradient(self, reader: BoundSymbol) -> TensorProxy | None:
+        """Something that the reader reads and backward has made."""
+        tensors = (a for a in reader.flat_proxy_args if isinstance(a, TensorProxy))
+        return next((a for a in tensors if a.name in self._of_backward), None)
+
+    def _kept_inputs(self, producer: BoundSymbol) -> Iterator[TensorProxy]:
+        for a in producer.flat_proxy_args:
+            if isinstance(a, TensorProxy) and a.name not in self._named:
+                yield a
 
     def _missing(self, reader: BoundSymbol) -> list[BoundSymbol]:
         """All that has to be computed again before the reader can run."""
@@ -171,24 +208,14 @@ class _Backward:
                 f"{producer.sym.name} {reason} (at {producer.source_filename or 'an unknown line'}). Keep {name!r}."
             )
 
-    def _again(self, producer: BoundSymbol, *, reader: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Yield a clone, or what backward has of its own that gives the same."""
-        self.clones.add(id(producer))
-        inputs = self._names_of_inputs(producer)
-        same = self._gathers.same_as(producer, inputs, position=self._position[id(reader)])
-        if same is not None:
-            self._call(producer, same)
-            if not self._gathers.is_placed(same):
-                self._gathers.place(same)
-                yield same
-            return
+    def _clone(self, producer: BoundSymbol, inputs: Mapping[str, Proxy]) -> BoundSymbol:
         clone = _clone(producer, inputs)
         self._call(producer, clone)
-        if draws_random_numbers(producer):
-            pair = replay(producer)
-            self.drawing[id(producer)] = pair.drawing
-            clone = pair.replaying(clone)
-        yield clone
+        if not draws_random_numbers(producer):
+            return clone
+        pair = replay(producer)
+        self.drawing[id(producer)] = pair.drawing
+        return pair.replaying(clone)
 
     def _call(self, producer: BoundSymbol, clone: BoundSymbol) -> None:
         """Let later readers find what `clone` makes; what is kept they read as it is."""
@@ -240,6 +267,12 @@ class _BackwardGathers:
 
     def place(self, bsym: BoundSymbol) -> None:
         self._placed.add(id(bsym))
+
+    def bring_forward(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Yield it now, unless it has run."""
+        if not self.is_placed(bsym):
+            self.place(bsym)
+            yield bsym
 
     def is_placed(self, bsym: BoundSymbol) -> bool:
         return id(bsym) in self._placed

@@ -1,0 +1,134 @@
+"""Runs a model, or one joint trace, with what backward keeps chosen by the test."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from thunder.common import CompileData, CompileStats
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
+from thunder.extend import get_always_executors
+from thunder.transforms.autodiff import split_into_forward_and_backward
+from torch import Tensor, nn
+
+import thunder_memsave.compile as compile_module
+from thunder_memsave.compile import CompiledModule
+from thunder_memsave.passes import JOINT_PASSES
+from thunder_memsave.passes.recompute import must_keep, recompute
+from thunder_memsave.passes.symbols import forward_symbols
+
+Choice = Callable[[TraceCtx], Set[str]]
+
+
+@contextmanager
+def recomputing(choose: Choice, *, fenced: bool = False) -> Iterator[list[TraceCtx]]:
+    """What is compiled inside keeps what `choose` says of its joint trace; yields the traces that come out."""
+    seen: list[TraceCtx] = []
+
+    def run(trace: TraceCtx) -> TraceCtx:
+        seen.append(recompute(trace, keep=choose(trace), fenced=fenced))
+        return seen[-1]
+
+    with patch.object(compile_module, "JOINT_PASSES", (*JOINT_PASSES, run)):
+        yield seen
+
+
+class _SeenError(Exception):
+    """Ends a compilation whose joint trace is all that was wanted."""
+
+
+def joint_trace(module: nn.Module, *args: Any, **kwargs: Any) -> TraceCtx:
+    """The joint trace of a call, after the passes that are always there."""
+    seen: list[TraceCtx] = []
+
+    def stop(trace: TraceCtx) -> TraceCtx:
+        seen.append(trace)
+        raise _SeenError
+
+    with (
+        patch.object(compile_module, "JOINT_PASSES", (*JOINT_PASSES, stop)),
+        suppress(_SeenError),
+    ):
+        CompiledModule(module)(*args, **kwargs)
+    return seen[0]
+
+
+def forward_values(trace: TraceCtx) -> list[str]:
+    """Names of the tensors that forward makes, in its order."""
+    forward = forward_symbols(trace.bound_symbols)
+    return [
+        o.name
+        for b in trace.bound_symbols
+        if id(b) in forward
+        for o in b.flat_proxy_outs
+        if isinstance(o, TensorProxy)
+    ]
+
+
+def nothing(trace: TraceCtx) -> Set[str]:
+    """Keep what cannot be computed again."""
+    return must_keep(trace) & set(forward_values(trace))
+
+
+def everything(trace: TraceCtx) -> Set[str]:
+    """Keep all that forward makes."""
+    return set(forward_values(trace))
+
+
+def at_random(fraction: float, *, seed: int = 0) -> Choice:
+    """Keep a fraction of forward's values, chosen by the seed."""
+
+    def choose(trace: TraceCtx) -> Set[str]:
+        rng = random.Random(seed)
+        return nothing(trace) | {n for n in forward_values(trace) if rng.random() < fraction}
+
+    return choose
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward and backward."""
+
+    outputs: Sequence[Any]
+    gradients: Sequence[Tensor | None]
+    generator: Tensor
+    """State of the generator afterwards."""
+    inputs: Sequence[Tensor]
+    """Afterwards: forward may write to them."""
+    saved: Sequence[str]
+    """Names of what forward saved."""
+
+
+def run_joint(trace: TraceCtx, inputs: Sequence[Tensor], *, seed: int = 0) -> Step:
+    """Split a joint trace and run both parts, with cotangents of ones, on copies of the inputs."""
+    forward, backward = _split(trace)
+    inputs = [i.detach().clone() for i in inputs]
+    torch.manual_seed(seed)
+    result, (tensors, numbers) = del_last_used(forward).python_callable()(*inputs)
+    saved = [t.name for t in forward.bound_symbols[-1].args[1][0]]
+    outputs = [o.clone() if isinstance(o, Tensor) else o for o in result["output"]]
+    cotangents = [_ones(g, o) for g, o in zip(backward.args[1], result["output"], strict=True)]
+    run = del_last_used(backward, clear_mutable_collections=True).python_callable()
+    gradients = run([list(tensors), list(numbers)], cotangents)
+    return Step(outputs, gradients, torch.get_rng_state(), inputs, saved)
+
+
+def _split(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
+    data = CompileData(fn=run_joint, executors_list=(), disable_preprocessing=True)
+    with compile_data_and_stats(data, CompileStats()):
+        claimed = _transform_for_operator_executor_execution(trace, get_always_executors())
+        forward, backward = split_into_forward_and_backward(claimed)
+    assert backward is not None, "nothing needs a gradient"
+    return forward, backward
+
+
+def _ones(proxy: Any, output: Any) -> Tensor | None:
+    return None if proxy is None else torch.ones_like(output)

@@ -1,0 +1,69 @@
+"""Whatever is kept, 200 graphs drawn at random give the same bits: outputs, gradients, generator and buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from thunder.core.trace import TraceCtx
+from torch import Tensor
+
+from harness.random_graphs import graph, source
+from harness.recompute import Choice, Step, at_random, joint_trace, nothing, run_joint
+from thunder_memsave.passes import recompute as module
+from thunder_memsave.passes.recompute import recompute
+
+NUM_GRAPHS = 200
+
+
+def joint(seed: int) -> TraceCtx:
+    return joint_trace(graph(seed), torch.zeros(4, 6))
+
+
+def inputs(trace: TraceCtx) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(tuple(a.shape), generator=generator) / 3 for a in trace.args]
+
+
+def same(ours: Step, reference: Step) -> bool:
+    pairs = [
+        *zip(ours.outputs, reference.outputs, strict=True),
+        *zip(ours.gradients, reference.gradients, strict=True),
+        *zip(ours.inputs, reference.inputs, strict=True),
+        (ours.generator, reference.generator),
+    ]
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_GRAPHS, 25))
+def test_no_bit_changes(first: int) -> None:
+    for seed in range(first, first + 25):
+        trace = joint(seed)
+        reference = run_joint(trace, inputs(trace))
+        choices: tuple[Choice, ...] = (nothing, at_random(0.3, seed=seed))
+        for number, choose in enumerate(choices):
+            again = recompute(trace, keep=choose(trace), fenced=(seed + number) % 2 == 1)
+            ours = run_joint(again, inputs(trace))
+            assert same(ours, reference), f"{choose} on graph {seed}:\n{source(seed)}"
+
+
+def test_the_graphs_contain_what_they_are_for() -> None:
+    texts = [source(seed) for seed in range(NUM_GRAPHS)]
+    for construct in (
+        "dropout",
+        "chunk",
+        "topk",
+        "view",
+        "expand",
+        ".add_(",
+        ".mul_(",
+        "self.seen",
+    ):
+        assert sum(construct in t for t in texts) > 20, construct
+
+
+def test_redrawn_numbers_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "draws_random_numbers", lambda _: False)
+    seed = next(s for s in range(NUM_GRAPHS) if "dropout(y" in source(s))
+    trace = joint(seed)
+    ours = run_joint(recompute(trace, keep=nothing(trace)), inputs(trace))
+    assert not same(ours, run_joint(trace, inputs(trace)))
