@@ -6,6 +6,7 @@ through differentiation and execution.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from thunder_memsave import compat
 compat.apply()
 
 from thunder.core.symbol import BoundSymbol  # noqa: E402
+
+_OF_MODULES = re.compile(r"(?:\.__dict__)?(?:\['_modules'\]|\._modules)\['([^']*)'\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +48,5 @@ def module_name(stack: Mapping[str, tuple[str, Any]] | None) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    # `L['self'].model.layers.0`, and `L['self']` for the outermost.
-    return path.partition("].")[2] if "]." in path else ""
+    # `L['self'].model.layers.0`, in adapters `L['self'].__dict__['_modules']['base_model'].model`, and `L['self']`.
+    return ".".join(_OF_MODULES.sub(r".\1", path).split(".")[1:])

@@ -34,6 +34,7 @@ from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
 from thunder.extend import TemporaryExecutor  # noqa: E402
 
+from thunder_memsave.absent_device import WithoutAbsentDevices, place_for  # noqa: E402
 from thunder_memsave.aten_record import AtenRecord, allocated_bytes, storage_id  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
 
@@ -178,7 +179,7 @@ class OpProfiles:
             tensors = [t for t in arguments if isinstance(t, Tensor)]
             record = AtenRecord(tensors, allocated=self.allocated_bytes)
             try:
-                with record:
+                with record, WithoutAbsentDevices():
                     results = operation.run(*arguments)
             except Exception as error:
                 raise CompileError(
@@ -253,7 +254,7 @@ def _tensor(value: Value, storages: dict[int, Tensor], *, zeros: bool) -> Tensor
     num_elements = layout.storage_bytes // layout.dtype.itemsize
     if (base := storages.get(value.storage)) is None:
         make = torch.zeros if zeros else torch.empty
-        base = make(num_elements, dtype=layout.dtype, device=layout.device)
+        base = make(num_elements, dtype=layout.dtype, device=place_for(layout.device))
         storages[value.storage] = base
     if base.dtype != layout.dtype:
         base = base.view(layout.dtype)

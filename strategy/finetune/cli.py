@@ -23,11 +23,13 @@ from thunder_memsave.finetune.run_file.shipped import (
     shown_name,
 )
 from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError, watch_interrupts
-from thunder_memsave.settings import ConfigError, suggestion
+from thunder_memsave.settings import ConfigError, ConfigErrors, suggestion
 
 _USAGE = """\
 usage: thunder-memsave train CONFIG [--key=value ...]
        thunder-memsave validate CONFIG [--key=value ...]
+       thunder-memsave plan CONFIG [--world-size N] [--device h200] [--budget 60GiB]
+                            [--json FILE] [--html FILE] [--key=value ...]
        thunder-memsave configs list
        thunder-memsave configs show NAME
        thunder-memsave configs copy NAME [DESTINATION]
@@ -35,6 +37,7 @@ usage: thunder-memsave train CONFIG [--key=value ...]
 
   train      fine-tunes or pre-trains a language model as the YAML file CONFIG says
   validate   checks everything that train would use, and says what would run; writes nothing
+  plan       says what train would hold on each device, and whether that fits; needs no GPU
   configs    the run files that come with the package
 
 CONFIG is a path, or the name of a shipped run file. --key=value (also `key=value` and
@@ -46,7 +49,7 @@ Several processes: --devices=N on one machine, or on each of several
        torchrun ... --no-python thunder-memsave train CONFIG [--key=value ...]
 
 Exit codes: 0 the run is finished; 1 a loss or gradient was not finite, or something failed; 2 the
-arguments, the run file or what it names cannot be used; 130 Ctrl-C.
+arguments, the run file or what it names cannot be used; 3 plan: it does not fit; 130 Ctrl-C.
 """
 
 _TRAIN_HELP = """\
@@ -64,6 +67,15 @@ _WHAT = {
     "validate": (
         "Checks everything that `train` would use, reports all problems together, and says what\n"
         "would run, with one sample of the data as the model sees it. Needs no GPU, writes nothing."
+    ),
+    "plan": (
+        "Says what `train` would hold on each device and whether that fits, for devices and\n"
+        "processes that need not be here. Downloads nothing; reads no data.\n\n"
+        "  --world-size N    processes; else what `devices` says\n"
+        "  --device NAME     h100, h200 (the default), b200, a100, l40s or cpu\n"
+        "  --budget BYTES    the same as --memory.budget, such as 60GiB\n"
+        "  --json FILE       the plan as JSON\n"
+        "  --html FILE       a report: memory over the step, other budgets, what is computed again\n"
     ),
 }
 
@@ -141,6 +153,21 @@ def _validate(arguments: list[str]) -> int:
     return _with_run_file("validate", arguments, _describe)
 
 
+def _plan(arguments: list[str]) -> int:
+    if _wants_help(arguments):
+        return _print_key_help("plan")
+    from thunder_memsave.finetune.plan_command import parse_options, run_plan
+
+    options, rest = parse_options(arguments)
+
+    def action(run_file: RunFile) -> int:
+        if run_file.problems:
+            raise ConfigErrors(run_file.problems)
+        return run_plan(run_file.config, options)
+
+    return _with_run_file("plan", rest, action)
+
+
 def _configs(arguments: list[str]) -> int:
     if _wants_help(arguments) or not arguments:
         print(_CONFIGS_HELP, end="")
@@ -165,6 +192,7 @@ def _configs(arguments: list[str]) -> int:
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "validate": _validate,
+    "plan": _plan,
     "configs": _configs,
 }
 
@@ -176,7 +204,9 @@ def _list_configs() -> None:
         print(f"{name:<{width}}  {first_line(path)}")
 
 
-def _with_run_file(command: str, arguments: list[str], action: Callable[[RunFile], None]) -> int:
+def _with_run_file(
+    command: str, arguments: list[str], action: Callable[[RunFile], int | None]
+) -> int:
     """Read the run file that the arguments name, and do something with it."""
     usage = f"thunder-memsave {command} CONFIG [--key=value ...]"
     if arguments[:1] in (["--config"], ["-c"]):
@@ -189,10 +219,9 @@ def _with_run_file(command: str, arguments: list[str], action: Callable[[RunFile
     try:
         run_file = read_run_file(path, overrides)
         source = replace(source, lines=run_file.lines, overrides=run_file.overrides)
-        action(run_file)
+        return action(run_file) or 0
     except ConfigError as error:
         return _refused(report(error, source))
-    return 0
 
 
 def _run(run_file: RunFile) -> None:

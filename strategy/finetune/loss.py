@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.data.packing import Batch, block_diagonal_mask
 from thunder_memsave.finetune.data.tokenize import IGNORED
 
@@ -42,6 +43,13 @@ def model_inputs(batch: Batch, *, mask: MaskKind) -> dict[str, Any]:
         "position_ids": batch.position_ids,
         "use_cache": False,
     }
+
+
+def mask_kind(config: RunConfig) -> MaskKind:
+    """Which mask the rows of a run need."""
+    if not config.data.packing:
+        return "none"
+    return "boolean" if config.model.attn_implementation == "sdpa" else "additive"
 
 
 def num_targets(batches: Sequence[Batch]) -> Tensor:

@@ -25,7 +25,7 @@ from thunder_memsave.finetune.export import export, is_adapted
 from thunder_memsave.finetune.fabric import build_fabric
 from thunder_memsave.finetune.job import Job, prepare
 from thunder_memsave.finetune.loop import Plan, fit
-from thunder_memsave.finetune.loss import MaskKind
+from thunder_memsave.finetune.loss import mask_kind
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run_directory import how_to_go_on
@@ -40,8 +40,6 @@ from thunder_memsave.finetune.stop import (
 from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError
-
-_MASK_OF_ATTENTION: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
 
 
 def train(config: RunConfig) -> Path:
@@ -314,12 +312,11 @@ def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
 
 def _plan(job: Job, fabric: Fabric) -> Plan:
     config = job.config
-    mask = _MASK_OF_ATTENTION[config.model.attn_implementation]
     return Plan(
         num_steps=job.num_steps,
         sharding=job.sharding(rank=fabric.global_rank),
         seed=config.train.seed,
-        mask=mask if config.data.packing else "none",
+        mask=mask_kind(config),
         max_grad_norm=config.train.max_grad_norm,
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,

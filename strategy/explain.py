@@ -1,0 +1,140 @@
+"""A plan as text: where the memory goes, and what happens to each tensor, with repeated layers folded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from thunder_memsave.planner.graph import Decision, Plan
+from thunder_memsave.planner.simulate import Profile
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_KINDS = {
+    "parameter": "weights",
+    "buffer": "buffers and constants",
+    "batch": "batch",
+    "gathered": "gathered weights",
+    "activation": "activations",
+    "cotangent": "gradients of the outputs",
+    "gradient": "gradients",
+    "temporary": "temporary, in backward",
+    "inside": "inside the operation",
+    "accumulated": "gradients of earlier micro-batches",
+    "optimizer": "optimizer state",
+    "other": "everything else that stays",
+    "update": "optimizer's update",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folded:
+    """Decisions that are the same in several layers."""
+
+    action: str
+    count: int
+    nbytes: int
+    """Of all of them together, as is the next."""
+    cost_us: float
+    module: str
+    """With `*` for the number of the layer."""
+    source: str
+    reason: str
+
+
+def folded(decisions: Iterable[Decision]) -> list[Folded]:
+    """Put together what differs in the number of the layer only, the most bytes first."""
+    groups: dict[tuple[str, str, str, int, str], list[Decision]] = {}
+    for each in decisions:
+        module = _LAYER.sub("*", each.module)
+        key = (each.action, module, each.source, each.nbytes, each.reason)
+        groups.setdefault(key, []).append(each)
+    rows = [
+        Folded(
+            action=action,
+            count=len(group),
+            nbytes=nbytes * len(group),
+            cost_us=sum(each.cost_us for each in group),
+            module=module,
+            source=source,
+            reason=reason,
+        )
+        for (action, module, source, nbytes, reason), group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.nbytes, row.module, row.source))
+
+
+def explain(plan: Plan, *, num_rows: int = 40) -> str:
+    """Describe a plan.
+
+    Args:
+        plan: What is kept and what is computed again.
+        num_rows: Of the table; the rest is counted.
+    """
+    return "\n".join([*_summary(plan), "", *_decisions(plan.decisions, num_rows)])
+
+
+def kinds_table(profile: Profile) -> str:
+    """What the peak consists of, the most bytes first."""
+    by_kind = sorted(profile.peak_bytes_by_kind.items(), key=lambda pair: -pair[1])
+    rows = [[kind_name(kind), in_units(nbytes)] for kind, nbytes in by_kind if nbytes]
+    return "\n".join(_table([*rows, ["peak", in_units(profile.peak_bytes)]]))
+
+
+def kind_name(kind: str) -> str:
+    """What a kind of memory is called in reports."""
+    return _KINDS.get(kind, kind)
+
+
+def in_units(nbytes: float) -> str:
+    """Write a number of bytes for people."""
+    for unit, size in _UNITS:
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes:,.0f} B"
+
+
+def short_source(source: str) -> str:
+    """The last two parts of a path, with the line."""
+    return "/".join(source.split("/")[-2:])
+
+
+def _summary(plan: Plan) -> list[str]:
+    budget = "none" if plan.budget_bytes is None else in_units(plan.budget_bytes)
+    rows = [
+        ["budget", budget],
+        ["predicted peak", in_units(plan.predicted_peak_bytes)],
+        ["peak with all kept", in_units(plan.keep_all_peak_bytes)],
+        ["kept for backward", in_units(plan.saved_bytes)],
+        ["computed again", f"{plan.recompute_us / 1000:,.2f} ms"],
+        ["no plan computes less than", f"{plan.lower_bound_us / 1000:,.2f} ms"],
+    ]
+    return _table(rows)
+
+
+def _decisions(decisions: Sequence[Decision], num_rows: int) -> list[str]:
+    rows = folded(decisions)
+    counts: Mapping[str, int] = Counter(each.action for each in decisions)
+    heading = ", ".join(f"{action} {count}" for action, count in sorted(counts.items()))
+    shown = [
+        [
+            row.action,
+            f"x{row.count}" if row.count > 1 else "",
+            in_units(row.nbytes),
+            f"{row.cost_us / 1000:,.2f} ms",
+            row.module,
+            short_source(row.source),
+            row.reason,
+        ]
+        for row in rows[:num_rows]
+    ]
+    head = ["action", "", "bytes", "cost", "module", "line", "reason"]
+    rest = [f"... and {len(rows) - num_rows} more rows"] if len(rows) > num_rows else []
+    return [f"decisions: {heading or 'none'}", *(_table([head, *shown]) if shown else []), *rest]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

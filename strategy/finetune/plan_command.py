@@ -1,0 +1,170 @@
+"""The command `thunder-memsave plan`: a run file in, what the run would hold on each device out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thunder_memsave.explain import explain, in_units, kinds_table
+from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.settings import ConfigError, suggestion
+
+if TYPE_CHECKING:
+    from thunder_memsave.finetune.config import RunConfig
+    from thunder_memsave.finetune.plan_run import RunPlan
+
+DOES_NOT_FIT = 3
+
+_OPTIONS = ("--world-size", "--device", "--budget", "--json", "--html")
+_DEFAULT_DEVICE = "h200"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What the command line says besides the run file."""
+
+    num_ranks: int | None = None
+    """None: as many as the run file's `devices`, or torchrun, says."""
+    device: str = _DEFAULT_DEVICE
+    json: Path | None = None
+    html: Path | None = None
+
+
+def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
+    """Take the command's own options out of its arguments; the rest are a run file and overrides of its keys.
+
+    Raises:
+        ConfigError: an option has no value, or one that cannot be.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.partition("=")
+        if name not in _OPTIONS:
+            rest.append(argument)
+            continue
+        if not equals:
+            if not remaining or remaining[0].startswith("--"):
+                raise ConfigError(f"{name} needs a value, such as {name}={_example(name)}.")
+            value = remaining.pop(0)
+        given[name] = value
+    if "--budget" in given:
+        rest.append(f"--memory.budget={given['--budget']}")
+    return _options(given), rest
+
+
+def _example(name: str) -> str:
+    examples = {"--world-size": "64", "--device": "h200", "--budget": "60GiB"}
+    return examples.get(name, f"plan.{name.removeprefix('--')}")
+
+
+def _options(given: dict[str, str]) -> PlanOptions:
+    device = given.get("--device", _DEFAULT_DEVICE).lower()
+    if device not in DEVICES:
+        raise ConfigError(
+            f"--device is {device!r}, which is not known{suggestion(device, DEVICES)} Known are "
+            f"{', '.join(DEVICES)}."
+        )
+    ranks = given.get("--world-size")
+    if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
+        raise ConfigError(f"--world-size is {ranks!r}, but must be a whole number of at least 1.")
+    return PlanOptions(
+        num_ranks=None if ranks is None else int(ranks),
+        device=device,
+        json=Path(given["--json"]) if "--json" in given else None,
+        html=Path(given["--html"]) if "--html" in given else None,
+    )
+
+
+def run_plan(config: RunConfig, options: PlanOptions) -> int:
+    """Make the plan, print it, write the reports that are asked for, and return the exit code.
+
+    Returns:
+        0 if the run fits, 3 if not.
+    """
+    # These imports take seconds; mistakes in the arguments are known before.
+    from thunder_memsave.finetune.launch import world_size
+    from thunder_memsave.finetune.plan_run import plan_run
+
+    num_ranks = options.num_ranks or world_size(config)
+    made = plan_run(config, device=DEVICES[options.device], num_ranks=num_ranks)
+    print(describe_plan(made, config))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(made), indent=2) + "\n", encoding="utf-8")
+    if options.html is not None:
+        from thunder_memsave.plan_report import write_report
+
+        write_report(options.html, made.call, curve=made.curve, title=_title(made, config))
+    return 0 if made.fits else DOES_NOT_FIT
+
+
+def describe_plan(made: RunPlan, config: RunConfig) -> str:
+    """Write the tables and whether it fits."""
+    plan = _plan(made)
+    return "\n".join(
+        [
+            _title(made, config),
+            "",
+            "on each rank, when it holds the most:",
+            kinds_table(made.call.profile),
+            "",
+            explain(plan, num_rows=12),
+            "",
+            f"smallest budget with a plan: {in_units(made.smallest_bytes)}",
+            f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
+            "",
+            _verdict(made),
+        ]
+    )
+
+
+def _title(made: RunPlan, config: RunConfig) -> str:
+    ranks = f"{made.num_ranks} rank{'s' if made.num_ranks > 1 else ''}"
+    rows = f"{made.num_rows} row{'s' if made.num_rows > 1 else ''} of {made.num_tokens:,} tokens"
+    return f"{config.model.name_or_path} on {ranks} of {made.device.name}, {rows} each"
+
+
+def _verdict(made: RunPlan) -> str:
+    peak = in_units(made.call.profile.peak_bytes)
+    if made.budget_bytes is None:
+        return f"there is no budget; it needs {peak}."
+    budget = in_units(made.budget_bytes)
+    if made.fits:
+        return f"it fits: {peak} of {budget}."
+    return (
+        f"it does not fit: the budget is {budget}, and the smallest for which a plan was found is "
+        f"{in_units(made.smallest_bytes)}, which the tables above show. A smaller train.micro_batch_size or "
+        "data.max_seq_length needs less, and so do more ranks with strategy.sharding zero3."
+    )
+
+
+def as_json(made: RunPlan) -> dict[str, Any]:
+    """Give the plan as plain values."""
+    plan, profile = _plan(made), made.call.profile
+    return {
+        "fits": made.fits,
+        "device": made.device.name,
+        "world_size": made.num_ranks,
+        "budget_bytes": made.budget_bytes,
+        "predicted_peak_bytes": profile.peak_bytes,
+        "peak_bytes_by_kind": dict(profile.peak_bytes_by_kind),
+        "keep_all_peak_bytes": plan.keep_all_peak_bytes,
+        "saved_bytes": plan.saved_bytes,
+        "recompute_us": plan.recompute_us,
+        "lower_bound_us": plan.lower_bound_us,
+        "smallest_budget_bytes": made.smallest_bytes,
+        "doubled_batch_bytes": made.doubled_bytes,
+        "curve": [list(point) for point in made.curve],
+        "decisions": [dataclasses.asdict(each) for each in plan.decisions],
+    }
+
+
+def _plan(made: RunPlan) -> Any:
+    assert made.call.plan is not None, "a model with trained weights has a backward"
+    return made.call.plan

@@ -1,0 +1,255 @@
+"""Plans the memory of a run for a device and ranks that need not be here: nothing is downloaded, nothing computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core.trace import TraceCtx  # noqa: E402
+
+from thunder_memsave.capture import Call  # noqa: E402
+from thunder_memsave.compile import compile_call  # noqa: E402
+from thunder_memsave.config import StrategyConfig, parse_strategy  # noqa: E402
+from thunder_memsave.errors import BudgetError  # noqa: E402
+from thunder_memsave.finetune.config import RunConfig  # noqa: E402
+from thunder_memsave.finetune.loss import MaskKind, mask_kind  # noqa: E402
+from thunder_memsave.finetune.model.build import describe_model, precision_of  # noqa: E402
+from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes  # noqa: E402
+from thunder_memsave.finetune.run_file.class_spec import build  # noqa: E402
+from thunder_memsave.gradients import clip_norm  # noqa: E402
+from thunder_memsave.pins import check_pins  # noqa: E402
+from thunder_memsave.planner.cost import costs_us  # noqa: E402
+from thunder_memsave.planner.graph import Device, StepMemory  # noqa: E402
+from thunder_memsave.planner.solve import pareto, solve  # noqa: E402
+from thunder_memsave.planning import Arguments, Finish, MemoryPlanner, PlannedCall  # noqa: E402
+from thunder_memsave.process_group import make_data_parallel  # noqa: E402
+from thunder_memsave.sharding import DataParallel  # noqa: E402
+from thunder_memsave.step_memory import step_memory  # noqa: E402
+from thunder_memsave.target_device import fake_ranks, stand_in, without_memory  # noqa: E402
+
+# The cross-entropy is taken in float32, outside of what is compiled. When backward begins there are the logarithms of
+# the probabilities, their gradient, and that of the logits.
+_LOSS_BYTES_PER_LOGIT = 3 * 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """What a run would hold on each rank."""
+
+    device: Device
+    num_ranks: int
+    num_rows: int
+    """Per micro-batch, each of `num_tokens`."""
+    num_tokens: int
+    budget_bytes: int | None
+    call: PlannedCall
+    """Planned for the smallest budget for which there is a plan, where `refusal` says that the budget is less."""
+    refusal: BudgetError | None
+    smallest_bytes: int
+    """Of the budgets for which a plan was found."""
+    curve: tuple[tuple[int, float], ...]
+    """Budgets, and the microseconds of computing again below which there is no plan for them."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan was found that stays within the budget."""
+        return self.refusal is None
+
+    @property
+    def doubled_bytes(self) -> int:
+        """About what twice the rows would need, with the same tensors kept: all but what belongs to weights doubles."""
+        of_weights = ("parameter", "buffer", "gathered", "gradient", "accumulated", "optimizer")
+        by_kind = self.call.profile.peak_bytes_by_kind
+        return sum(n if kind in of_weights else 2 * n for kind, n in by_kind.items())
+
+
+def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
+    """Plan one micro-batch's forward and backward, and the step that it is part of.
+
+    Args:
+        config: A checked run file.
+        device: What each rank has.
+        num_ranks: How many there are.
+
+    Raises:
+        ConfigError: the model cannot be made without its files, or the budget is not one for this device.
+        CaptureError: the model cannot be captured.
+        CompileError: it cannot be compiled.
+        BudgetError: there is no plan at all.
+    """
+    strategy = parse_strategy(config.strategy, memory=config.memory)
+    sizes = batch_sizes(config.train, world_size=num_ranks)
+    budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
+    model = describe_model(config)
+    check_pins(strategy.memory, (name for name, _ in model.named_modules()))
+    model.train()
+    with _ranks(strategy, num_ranks) as data_parallel:
+        stand_in(model, data_parallel)
+        memory = _step_memory(
+            config, model, device, accumulates=sizes.gradient_accumulation_steps > 1
+        )
+        planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
+        batch = _batch(config, num_rows=sizes.micro_batch_size)
+        with _precision(config):
+            compile_call(
+                model,
+                Call.of(model, (), batch),
+                name="forward",
+                reason="plan",
+                config=strategy.compile,
+                data_parallel=data_parallel,
+                planner=planner,
+                target=_target(device),
+            )
+    (call,) = planner.calls
+    return RunPlan(
+        device=device,
+        num_ranks=num_ranks,
+        num_rows=sizes.micro_batch_size,
+        num_tokens=config.data.max_seq_length,
+        budget_bytes=budget_bytes,
+        call=call,
+        refusal=planner.refusal,
+        smallest_bytes=planner.smallest_bytes(call),
+        curve=planner.curve(call),
+    )
+
+
+class _Planner(MemoryPlanner):
+    """Has no other ranks to agree with, and goes on with the smallest budget where the given one is too small."""
+
+    def __init__(
+        self,
+        strategy: StrategyConfig,
+        device: Device,
+        budget_bytes: int | None,
+        data_parallel: DataParallel | None,
+        memory: StepMemory,
+    ) -> None:
+        super().__init__(
+            strategy.memory,
+            device=device,
+            budget_bytes=budget_bytes,
+            step_memory=lambda: memory,
+            device_type="" if device.name == "cpu" else "cuda",
+        )
+        self.refusal: BudgetError | None = None
+        self._is_zero3 = data_parallel is not None and data_parallel.mode == "zero3"
+
+    @property
+    @override
+    def _regathers(self) -> bool:
+        return self._is_zero3
+
+    @override
+    def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
+        """As `MemoryPlanner` does, for any budget."""
+        # The module's own tensors hold nothing; the trace knows their shapes.
+        arguments = replace(arguments, tensors={})
+        try:
+            return super().recomputed(trace, arguments=arguments, finish=finish)
+        except BudgetError as error:
+            if error.smallest_bytes is None:
+                raise
+            self.refusal = error
+            self._budget_bytes = error.smallest_bytes
+            return super().recomputed(trace, arguments=arguments, finish=finish)
+
+    def smallest_bytes(self, call: PlannedCall) -> int:
+        """The smallest budget for which a plan is found."""
+        if self.refusal is not None:
+            assert self.refusal.smallest_bytes is not None
+            return self.refusal.smallest_bytes
+        costs = costs_us(call.graph, self._device)
+        try:
+            found = solve(
+                call.graph,
+                budget_bytes=1,
+                costs_us=costs,
+                memory=call.memory,
+                regather=self._regathers,
+            )
+        except BudgetError as error:
+            if error.smallest_bytes is None:
+                raise
+            return error.smallest_bytes
+        return found.predicted_peak_bytes
+
+    def curve(self, call: PlannedCall) -> tuple[tuple[int, float], ...]:
+        """What each budget costs at least."""
+        costs = costs_us(call.graph, self._device)
+        points = pareto(call.graph, costs_us=costs, memory=call.memory, regather=self._regathers)
+        return tuple(points)
+
+
+@contextmanager
+def _ranks(strategy: StrategyConfig, num_ranks: int) -> Iterator[DataParallel | None]:
+    if num_ranks == 1:
+        yield None
+        return
+    with fake_ranks(num_ranks):
+        yield make_data_parallel(strategy, ranks_per_node=min(num_ranks, 8))
+
+
+def _target(device: Device) -> torch.device:
+    return torch.device("cpu") if device.name == "cpu" else torch.device("cuda", 0)
+
+
+def _precision(config: RunConfig) -> AbstractContextManager[object]:
+    """Fabric's, for tensors that say that they are on the CPU."""
+    if precision_of(config) == "bf16-mixed":
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def _batch(config: RunConfig, *, num_rows: int) -> dict[str, Any]:
+    length = config.data.max_seq_length
+    ids = without_memory(torch.Size((num_rows, length)), torch.int64)
+    kind: MaskKind = mask_kind(config)
+    if kind == "none":
+        return {"input_ids": ids, "use_cache": False}
+    dtype = torch.bool if kind == "boolean" else torch.float32
+    mask = without_memory(torch.Size((num_rows, 1, length, length)), dtype)
+    positions = without_memory(ids.shape, torch.int64)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": positions,
+        "use_cache": False,
+    }
+
+
+def _step_memory(
+    config: RunConfig, model: nn.Module, device: Device, *, accumulates: bool
+) -> StepMemory:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build(config.optimizer, trained, where="optimizer", default_module="torch.optim")
+    max_norm = config.train.max_grad_norm
+    return step_memory(
+        [optimizer],
+        clip=None if max_norm is None else partial(_clip, max_norm=max_norm),
+        accumulates=accumulates,
+        other_bytes=_loss_bytes(config, model),
+        device_type="" if device.name == "cpu" else "cuda",
+    )
+
+
+def _clip(parameters: list[nn.Parameter], *, max_norm: float) -> Tensor:
+    return clip_norm(parameters, max_norm=max_norm, error_if_nonfinite=False, data_parallel=None)
+
+
+def _loss_bytes(config: RunConfig, model: Any) -> int:
+    num_rows = config.train.micro_batch_size or 1
+    num_logits = num_rows * config.data.max_seq_length * model.config.get_text_config().vocab_size
+    return int(num_logits) * _LOSS_BYTES_PER_LOGIT
