@@ -86,37 +86,55 @@ def start_all_reduce(
 
     On the CPU the sum runs from rank 0 to the last one for every element, as it does in `start_reduce_scatter`.
     """
-    name = _named("all-reduce", values)
-    # Two numbers have one sum in either order, so that two ranks need not sum by parts, which takes gloo longer.
-    if values[0].device.type == "cpu" and group.size() > 2:
-        handle = _sum_everywhere(values, group, name)
-    else:
+    name, on_cpu = _named("all-reduce", values), values[0].device.type == "cpu"
+    if on_cpu and (len(values) > 1 or group.size() > 2):
+        handle: Handle = _sum_joined(values, group, name)
+        return [(handle, v) for v in values]
+    if len(values) == 1:
+        work = dist.all_reduce(values[0], group=group, async_op=True)
+        assert work is not None
+    else:  # one launch of nccl, without copies
         summed = [torch.view_as_real(v) if v.is_complex() else v for v in values]
         work = group.allreduce_coalesced(summed, dist.AllreduceCoalescedOptions())
-        handle = _started(NoticingHandle(work, name, group), values[0])
+    handle = _started(NoticingHandle(work, name, group), values[0])
     return [(handle, v) for v in values]
+
+
+class _Ended:
+    """Of a collective that has ended; torch's would hold what was sent and received until the trace lets go of it."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 def _started(handle: Handle, tensor: Tensor) -> Handle:
     """Let it run beside what follows, where that is safe."""
     if tensor.device.type == "cpu":
         handle.wait()
+        return _Ended()
     return handle
 
 
-def _sum_everywhere(values: Sequence[Tensor], group: dist.ProcessGroup, name: str) -> Handle:
-    """Every rank sums a part of all elements, and sends it to all."""
+def _sum_joined(values: Sequence[Tensor], group: dist.ProcessGroup, name: str) -> Handle:
+    """Every rank sends all of its values in one message, or one to each other rank."""
     flat = torch.cat([v.reshape(-1) for v in values])
+    handle, sums = _sum_flat(flat, group, name)
+    for v, total in zip(values, sums.split([v.numel() for v in values]), strict=True):
+        v.copy_(total.view(v.shape))
+    return handle
+
+
+def _sum_flat(flat: Tensor, group: dist.ProcessGroup, name: str) -> tuple[Handle, Tensor]:
+    # Two numbers have one sum in either order, and gloo's own way takes less time.
+    if group.size() <= 2:
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        return _started(NoticingHandle(work, name, group), flat), flat
     sums = nn.functional.pad(flat, (0, -flat.numel() % group.size()))
     part = sums.new_empty(sums.numel() // group.size())
     _sum_parts([sums], [part], group, name)
-    handle = NoticingHandle(all_gather_single(sums, part, group, True), name, group)
-    handle.wait()
-    for v, total in zip(
-        values, sums[: flat.numel()].split([v.numel() for v in values]), strict=True
-    ):
-        v.copy_(total.view(v.shape))
-    return handle
+    gathered = NoticingHandle(all_gather_single(sums, part, group, True), name, group)
+    return _started(gathered, sums), sums[: flat.numel()]
 
 
 def _gather_joined(
@@ -126,8 +144,7 @@ def _gather_joined(
     sent = torch.cat([s.view(-1) for s in shards])
     received = sent.new_empty((group.size(), sent.numel()))
     work = all_gather_single(received.view(-1), sent, group, True)
-    handle = NoticingHandle(work, _named("all-gather", whole), group)
-    handle.wait()
+    handle = _started(NoticingHandle(work, _named("all-gather", whole), group), sent)
     parts = received.split([s.numel() for s in shards], dim=1)
     for w, part in zip(whole, parts, strict=True):
         w.view(group.size(), -1).copy_(part)
@@ -143,8 +160,7 @@ def _sum_parts(
     received = torch.empty_like(sent)
     # gloo takes bytes of any type; it asks for flat tensors.
     work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-    handle = NoticingHandle(work, name, group)
-    handle.wait()
+    handle = _started(NoticingHandle(work, name, group), sent)
     parts = received.split([s.numel() for s in shards], dim=1)
     for shard, (first, *others) in zip(shards, parts, strict=True):
         shard.view(-1).copy_(first)
