@@ -100,7 +100,16 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     if options.html is not None:
         from thunder_memsave.plan_report import write_report
 
-        write_report(options.html, made.call, curve=made.curve, title=_title(made, config))
+        call = made.call
+        write_report(
+            options.html,
+            plan=_plan(made),
+            program=call.program,
+            profile=call.profile,
+            memory=call.memory,
+            curve=made.curve,
+            title=_title(made, config),
+        )
     return 0 if made.fits else DOES_NOT_FIT
 
 
@@ -139,7 +148,7 @@ def _verdict(made: RunPlan) -> str:
         return f"it fits: {peak} of {budget}."
     return (
         f"it does not fit: the budget is {budget}, and the smallest for which a plan was found is "
-        f"{in_units(made.smallest_bytes)}, which the tables above show. A smaller train.micro_batch_size or "
+        f"{in_units(made.smallest_bytes)}; the tables above are for {peak}. A smaller train.micro_batch_size or "
         "data.max_seq_length needs less, and so do more ranks with strategy.sharding zero3."
     )
 

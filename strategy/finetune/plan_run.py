@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,9 @@ from thunder_memsave.target_device import fake_ranks, stand_in, without_memory  
 # the probabilities, their gradient, and that of the logits.
 _LOSS_BYTES_PER_LOGIT = 3 * 4
 
+# Beside the smallest budget for which there is a plan; passes that come later may need as much.
+_ROOM = 1.02
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
@@ -54,7 +57,7 @@ class RunPlan:
     num_tokens: int
     budget_bytes: int | None
     call: PlannedCall
-    """Planned for the smallest budget for which there is a plan, where `refusal` says that the budget is less."""
+    """Planned for about the smallest budget for which there is a plan, where `refusal` says that the budget is less."""
     refusal: BudgetError | None
     smallest_bytes: int
     """Of the budgets for which a plan was found."""
@@ -163,14 +166,17 @@ class _Planner(MemoryPlanner):
             if error.smallest_bytes is None:
                 raise
             self.refusal = error
-            self._budget_bytes = error.smallest_bytes
-            return super().recomputed(trace, arguments=arguments, finish=finish)
+        # What is shown then: the least that a plan may hold, or where later passes add too much to it, the free wins.
+        for budget_bytes in (int(_smallest_bytes(self.refusal) * _ROOM), None):
+            self._budget_bytes = budget_bytes
+            with suppress(BudgetError):
+                return super().recomputed(trace, arguments=arguments, finish=finish)
+        raise self.refusal
 
     def smallest_bytes(self, call: PlannedCall) -> int:
         """The smallest budget for which a plan is found."""
         if self.refusal is not None:
-            assert self.refusal.smallest_bytes is not None
-            return self.refusal.smallest_bytes
+            return _smallest_bytes(self.refusal)
         costs = costs_us(call.graph, self._device)
         try:
             found = solve(
@@ -191,6 +197,12 @@ class _Planner(MemoryPlanner):
         costs = costs_us(call.graph, self._device)
         points = pareto(call.graph, costs_us=costs, memory=call.memory, regather=self._regathers)
         return tuple(points)
+
+
+def _smallest_bytes(refusal: BudgetError) -> int:
+    """The smallest budget for which a plan was found."""
+    assert refusal.smallest_bytes is not None
+    return refusal.smallest_bytes
 
 
 @contextmanager
