@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from thunder_memsave.planner.graph import Program, StepMemory, TrainingGraph
+from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.model import Moment
+from thunder_memsave.planner.needs import Needs
 from thunder_memsave.planner.order import order
+from thunder_memsave.planner.quick import QuickSimulation
 from thunder_memsave.planner.simulate import Profile, simulate
 
 
@@ -20,14 +22,20 @@ class Evaluated:
     """Storages of the graph that are kept, and read in backward."""
     decided: frozenset[int]
     """Storages of forward that are read in backward: keeping others, or not, changes nothing."""
-    program: Program
-    profile: Profile
+    peak_bytes: int
+    """Of the whole training step."""
     recompute_us: float
+    evaluator: Evaluator = field(repr=False, compare=False)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Of the whole training step."""
-        return self.profile.peak_bytes
+    @cached_property
+    def program(self) -> Program:
+        """What runs."""
+        return self.evaluator.program(self.keep)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Memory at every moment."""
+        return simulate(self.program, self.evaluator.memory)
 
     @cached_property
     def live_bytes(self) -> Mapping[Moment, int]:
@@ -57,7 +65,7 @@ class Evaluated:
 class Evaluator:
     """Remembers what was evaluated."""
 
-    graph: TrainingGraph
+    needs: Needs
     costs_us: Sequence[float]
     """By operation; 0 for what is not counted."""
     memory: StepMemory
@@ -81,21 +89,22 @@ class Evaluator:
         fitting = [e for e in self._known.values() if e.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda e: (e.recompute_us, e.peak_bytes), default=None)
 
+    def program(self, keep: Set[int]) -> Program:
+        """What runs under a plan."""
+        graph = self.needs.graph
+        names = {graph.storages[s].name for s in keep}
+        return order(graph, names, generator_state_bytes=self.generator_state_bytes)
+
     def _evaluated(self, keep: frozenset[int]) -> Evaluated:
-        names = {self.graph.storages[s].name for s in keep}
-        program = order(self.graph, names, generator_state_bytes=self.generator_state_bytes)
-        backward = program.steps[program.num_forward :]
-        read = frozenset(s for step in backward for s in step.op.reads)
+        result = self._simulation(keep)
         return Evaluated(
-            keep=keep & read,
-            decided=read,
-            program=program,
-            profile=simulate(program, self.memory),
-            recompute_us=sum(
-                self.costs_us[self._numbers[step.op.index]] for step in backward if step.is_repeated
-            ),
+            keep=keep & result.read,
+            decided=result.read,
+            peak_bytes=result.peak_bytes,
+            recompute_us=sum(self.costs_us[number] for number in result.again),
+            evaluator=self,
         )
 
     @cached_property
-    def _numbers(self) -> Mapping[int, int]:
-        return {op.index: number for number, op in enumerate(self.graph.ops)}
+    def _simulation(self) -> QuickSimulation:
+        return QuickSimulation(self.needs, self.memory, self.generator_state_bytes)

@@ -19,7 +19,8 @@ from thunder_memsave.planner.linear import LinearProgram
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import Needs
 
-_MOST_PRICES = 9
+_MOST_PRICES = 7
+_LOWEST, _HIGH = 1e-3, 1e3
 _HIGHEST = 1e6
 _FAMILIES = (1, 2, 4, 8)
 
@@ -43,6 +44,7 @@ def search_prices(
     """
     points = anchors(model.needs)
     prices = _Prices(model, waits_after=_peak_position(free))
+    cuts = [max(model.needs.producer[s] for s in live) for live in points]
     for every in _FAMILIES:
         family = frozenset(s for live in points[::-every] for s in live)
         if time.perf_counter() > deadline_s or (every > 1 and len(points) < every):
@@ -51,8 +53,11 @@ def search_prices(
         if fits.peak_bytes > budget_bytes:
             continue
         over, fits = _bisected(prices, evaluate, family, free, fits, budget_bytes, deadline_s)
-        cuts = [max(model.needs.producer[s] for s in live) for live in points]
         _mix(evaluate, model.needs, cuts, over, fits, budget_bytes, deadline_s)
+        best = evaluate.fastest_within(budget_bytes)
+        if best is not None:
+            # What backward reads first is there at the peak in any case: the last layers compute nothing again.
+            _mix(evaluate, model.needs, cuts, free, best, budget_bytes, deadline_s)
 
 
 def anchors(needs: Needs) -> list[tuple[int, ...]]:
@@ -134,7 +139,7 @@ def _bisected(
     deadline_s: float,
 ) -> tuple[Evaluated, Evaluated]:
     """The plans at the highest price found that does not fit, and at the lowest that does."""
-    low, high = 1e-4, _HIGHEST
+    low, high = _LOWEST, _HIGH
     for _ in range(_MOST_PRICES):
         if time.perf_counter() > deadline_s:
             break

@@ -11,6 +11,7 @@ from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.free_wins import choose_free
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
+from thunder_memsave.planner.local import improve
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import Needs, needs
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
@@ -77,8 +78,10 @@ def solve(
             problem.evaluate,
             free=free,
             budget_bytes=budget_bytes,
-            deadline_s=time.perf_counter() + time_limit_s / 2,
+            deadline_s=time.perf_counter() + 0.4 * time_limit_s,
         )
+        deadline_s = time.perf_counter() + 0.3 * time_limit_s
+        improve(search.model, problem.evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
     found = search.fastest(budget_bytes)
     if found is None:
         search.deadline_s = time.perf_counter() + time_limit_s
@@ -249,7 +252,7 @@ def _problem(
     free = choose_free(found, keep=keep, recompute=recompute, regather=regather)
     kept = frozenset(s for s in found.storages if graph.storages[s].name in free)
     evaluate = Evaluator(
-        graph=graph, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
+        needs=found, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
     )
     not_counted = {step.op.index for step in evaluate(kept).program.steps if step.is_repeated}
     counted = tuple(

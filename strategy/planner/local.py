@@ -1,0 +1,76 @@
+"""Improves a plan step by step: what equal layers make is kept, or no longer kept, in all of them or in one half.
+
+A step is taken when the exact simulation says that the plan fits and is faster; or, while no plan fits, that it needs
+less memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Sequence
+
+from thunder_memsave.planner.evaluate import Evaluated, Evaluator
+from thunder_memsave.planner.model import PeakModel
+from thunder_memsave.planner.needs import Needs
+
+
+def improve(
+    model: PeakModel, evaluate: Evaluator, *, budget_bytes: float, deadline_s: float
+) -> None:
+    """Start from the best plan that is known, and stop when no step improves it, or at the deadline."""
+    best = evaluate.fastest_within(budget_bytes) or evaluate.smallest
+    groups = [g for group in _alike(model) for g in _with_halves(group)]
+    improved = True
+    while improved:
+        improved = False
+        for group in groups:
+            if time.perf_counter() > deadline_s:
+                return
+            found = evaluate(_toggled(best.keep, group))
+            if _rank(found, budget_bytes) < _rank(best, budget_bytes):
+                best, improved = found, True
+
+
+def _rank(found: Evaluated, budget_bytes: float) -> tuple[bool, float, float]:
+    """Less is better."""
+    if found.peak_bytes <= budget_bytes:
+        return False, found.recompute_us, found.peak_bytes
+    return True, found.peak_bytes, found.recompute_us
+
+
+def _toggled(keep: frozenset[int], group: Sequence[int]) -> frozenset[int]:
+    is_kept = 2 * sum(s in keep for s in group) > len(group)
+    return keep - set(group) if is_kept else keep | set(group)
+
+
+def _alike(model: PeakModel) -> list[list[int]]:
+    """Storages that equal operations make, read from equal ones; those with most bytes first."""
+    needs = model.needs
+    groups: dict[Hashable, list[int]] = {}
+    for storage in needs.storages:
+        if storage not in needs.must_keep and storage not in model.pinned:
+            groups.setdefault(_looks(needs, storage), []).append(storage)
+    storages = needs.graph.storages
+    return sorted(groups.values(), key=lambda g: -sum(storages[s].nbytes for s in g))
+
+
+def _looks(needs: Needs, storage: int) -> Hashable:
+    op = needs.producer[storage]
+    inputs = tuple(_looks_alone(needs, s) for s in needs.inputs.get(op, ()))
+    readers = tuple(needs.graph.ops[o].symbol for o in needs.readers(storage))
+    return _looks_alone(needs, storage), inputs, readers
+
+
+def _looks_alone(needs: Needs, storage: int) -> Hashable:
+    op = needs.graph.ops[needs.producer[storage]]
+    position = op.makes.index(storage)
+    return op.symbol, op.key, position, needs.graph.storages[storage].nbytes
+
+
+def _with_halves(group: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All, the earlier layers', and the later ones'."""
+    yield group
+    middle = len(group) // 2
+    if middle:
+        yield group[:middle]
+        yield group[middle:]

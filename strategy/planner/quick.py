@@ -1,0 +1,164 @@
+"""Simulates the peak of many plans for one graph, as `order` and `simulate` do, but without making programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from thunder_memsave.planner.graph import StepMemory, TrainingGraph
+from thunder_memsave.planner.needs import Needs
+from thunder_memsave.planner.order import OrderError, order, producers
+from thunder_memsave.planner.simulate import simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickResult:
+    """What a plan needs."""
+
+    peak_bytes: int
+    again: tuple[int, ...]
+    """Operations that run a second time."""
+    read: frozenset[int]
+    """Storages of forward that backward reads, kept or computed again."""
+
+
+class QuickSimulation:
+    """What all plans share, and the peak of each."""
+
+    def __init__(self, needs: Needs, memory: StepMemory, generator_state_bytes: int) -> None:
+        graph = needs.graph
+        self._graph, self._needs = graph, needs
+        self._state_bytes = generator_state_bytes
+        self._nbytes = [s.nbytes for s in graph.storages]
+        stay = graph.inputs | graph.outputs | graph.cotangents
+        self._stay = stay
+        self._reads = [tuple(s for s in op.reads if s not in stay) for op in graph.ops]
+        self._makes = [tuple(s for s in op.makes if s not in stay) for op in graph.ops]
+        self._sources = _sources(graph, stay)
+        self._start(memory)
+
+    def __call__(self, keep: Set[int]) -> QuickResult:
+        """Simulate the plan that keeps these storages.
+
+        Raises:
+            OrderError: an operation that cannot be repeated would have to be.
+        """
+        steps, again = self._steps(keep)
+        last, read = self._last_reads(steps)
+        kept = [s for s in self._needs.storages if s in keep and s in read]
+        replayed = [o for o in again if self._graph.ops[o].repeat == "replay"]
+        peak = max(
+            self._forward_peak(kept, replayed),
+            self._backward_peak(steps, last, keep, kept, len(replayed)),
+            self._update_bytes,
+        )
+        return QuickResult(peak_bytes=peak, again=tuple(again), read=read)
+
+    def _start(self, memory: StepMemory) -> None:
+        """Live bytes of forward and at the start of backward when nothing is kept."""
+        graph, needs = self._graph, self._needs
+        names = {graph.storages[s].name for s in needs.first}
+        profile = simulate(order(graph, names), memory)
+        waiting = [0] * (graph.num_forward + 1)
+        for storage in needs.first:
+            waiting[needs.last_in_forward[storage] + 1] += self._nbytes[storage]
+        self._during, total = [], 0
+        for number in range(graph.num_forward):
+            total += waiting[number]
+            self._during.append(profile.step_peak_bytes[number] - total)
+        kept = sum(self._nbytes[s] for s in needs.first)
+        self._before_backward = profile.live_bytes[graph.num_forward] - kept
+        self._update_bytes = max(profile.update_peak_bytes, profile.live_bytes[-1])
+
+    def _steps(self, keep: Set[int]) -> tuple[list[tuple[int, bool]], list[int]]:
+        """Operations of backward, each after those that it needs again."""
+        graph, done = self._graph, set[int]()
+        steps: list[tuple[int, bool]] = []
+        again: list[int] = []
+        for number in range(graph.num_forward, len(graph.ops)):
+            missing = self._missing(number, keep, done)
+            for op in missing:
+                if graph.ops[op].repeat == "no":
+                    raise OrderError(f"{graph.ops[op].results} cannot be computed again")
+                steps.append((op, True))
+            again += missing
+            steps.append((number, False))
+        return steps, again
+
+    def _missing(self, number: int, keep: Set[int], done: set[int]) -> list[int]:
+        found: list[int] = []
+        stack = [number]
+        while stack:
+            for producer, storage in self._sources[stack.pop()]:
+                if storage not in keep and producer not in done:
+                    done.add(producer)
+                    found.append(producer)
+                    stack.append(producer)
+        found.sort()
+        return found
+
+    def _last_reads(
+        self, steps: Sequence[tuple[int, bool]]
+    ) -> tuple[dict[int, int], frozenset[int]]:
+        last: dict[int, int] = {}
+        for index, (op, _) in enumerate(steps):
+            for storage in self._reads[op]:
+                last[storage] = index
+        return last, frozenset(last)
+
+    def _forward_peak(self, kept: Sequence[int], replayed: Sequence[int]) -> int:
+        waiting = [0] * (self._graph.num_forward + 1)
+        for storage in kept:
+            waiting[self._needs.last_in_forward[storage] + 1] += self._nbytes[storage]
+        for op in replayed:
+            waiting[op + 1] += self._state_bytes
+        peak = total = 0
+        for number, during in enumerate(self._during):
+            total += waiting[number]
+            peak = max(peak, during + total)
+        return peak
+
+    def _backward_peak(
+        self,
+        steps: Sequence[tuple[int, bool]],
+        last: dict[int, int],
+        keep: Set[int],
+        kept: Sequence[int],
+        num_states: int,
+    ) -> int:
+        graph, nbytes, gradients = self._graph, self._nbytes, self._graph.gradients
+        change = [0] * (len(steps) + 1)
+        for storage in kept:
+            if storage not in gradients:
+                change[last[storage]] -= nbytes[storage]
+        live = self._before_backward + sum(nbytes[s] for s in kept) + num_states * self._state_bytes
+        peak = 0
+        for index, (op, is_again) in enumerate(steps):
+            peak = max(peak, live + graph.ops[op].peak_bytes)
+            for storage in self._makes[op]:
+                if storage in gradients and not is_again:
+                    live += nbytes[storage]
+                elif not (is_again and storage in keep):
+                    read = last.get(storage, -1)
+                    if read > index:
+                        live += nbytes[storage]
+                        change[read] -= nbytes[storage]
+            if is_again and graph.ops[op].repeat == "replay":
+                live -= self._state_bytes
+            live += change[index]
+        return peak
+
+
+def _sources(graph: TrainingGraph, stay: frozenset[int]) -> list[tuple[tuple[int, int], ...]]:
+    """By operation: which of forward made each argument, and in which storage it is."""
+    made_by = producers(graph)
+    sources = []
+    for op in graph.ops:
+        found = {
+            (made_by[name], graph.storage_of[name]): None
+            for name in op.arguments
+            if made_by.get(name, graph.num_forward) < graph.num_forward
+            and graph.storage_of[name] not in stay
+        }
+        sources.append(tuple(found))
+    return sources
