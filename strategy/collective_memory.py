@@ -118,6 +118,8 @@ class CollectiveRules:
             num_argument_storages=num_arguments,
             made_bytes=made,
             held_bytes=held_bytes,
+            # The handle that they share knows all of them.
+            holds_results=len(layouts) > 1,
             peak_bytes=sum(made) + held_bytes + inside_bytes,
             moved_bytes=sum(_nbytes(a.layout) for a in arguments) + sum(map(_nbytes, layouts)),
             sent_bytes=sent_bytes,

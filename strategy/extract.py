@@ -167,8 +167,8 @@ class _Values:
     known: OpProfiles
     storages: list[Storage] = field(default_factory=list)
     by_name: dict[str, Value] = field(default_factory=dict)
-    held_by: dict[str, int] = field(default_factory=dict)
-    """Storages without a name of their own, by the names that hold them."""
+    held_by: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Storages that a name keeps alive beside its own."""
     inputs: set[int] = field(default_factory=set)
     written_at: dict[int, list[int]] = field(default_factory=dict)
     """Indices of the symbols that write to a storage that exists."""
@@ -218,6 +218,12 @@ class _Values:
         """Each once; numbers have none."""
         names = (p.name for p in proxies if is_tensor(p))
         return frozenset(self.by_name[name].storage for name in names)
+
+    def kept_by(self, name: str) -> tuple[int, ...]:
+        """Storages that live while this name does; a number has none."""
+        value = self.by_name.get(name)
+        own = () if value is None else (value.storage,)
+        return (*own, *self.held_by.get(name, ()))
 
     def set_kind(self, storages: Collection[int], kind: StorageKind) -> None:
         for index in storages:
@@ -271,7 +277,8 @@ class _Values:
             self.by_name[name] = Value(result.layout, storages[result.storage])
         if profile.held_bytes:
             made.append(self._add(profile.held_bytes, kind, f"{names[0]}.held"))
-            self.held_by.update((name, made[-1]) for name in names)
+        if profile.held_bytes or profile.holds_results:
+            self.held_by.update((name, tuple(made)) for name in names)
         return tuple(made)
 
     def _kind(
@@ -474,10 +481,7 @@ class _Running:
                 self._free(ran.made)  # results without a name
 
     def _refer(self, name: str) -> None:
-        storages = [self._values.by_name[name].storage]
-        if name in self._values.held_by:
-            storages.append(self._values.held_by[name])
-        self._hold(storages, name)
+        self._hold(self._values.kept_by(name), name)
 
     def _hold(self, storages: Collection[int], name: str) -> None:
         for storage in storages:
@@ -485,17 +489,10 @@ class _Running:
 
     def _drop(self, names: Collection[str]) -> None:
         """These names are gone, and with them what nothing else holds."""
-        storages: dict[int, None] = {}
-        for name in names:
-            if (value := self._values.by_name.get(name)) is None:
-                continue
-            storages.update(dict.fromkeys(s for s in (value.storage, self._held(name)) if s >= 0))
+        storages = dict.fromkeys(s for name in names for s in self._values.kept_by(name))
         for storage in storages:
             self._names.get(storage, set()).difference_update(names)
         self._free(storages)
-
-    def _held(self, name: str) -> int:
-        return self._values.held_by.get(name, -1)
 
     def _free(self, storages: Collection[int]) -> None:
         """Those that nothing holds, and that are not free yet, die with the last step."""

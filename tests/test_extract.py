@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -356,3 +356,22 @@ def test_gradients_that_are_added_to_others_die(known: OpProfiles) -> None:
     added = simulate(program(*traces, known=known, accumulates=True))
     assert alone.live_bytes[-1] - added.live_bytes[-1] == 4 * (8 * 8 + 8)
     assert alone.peak_bytes == added.peak_bytes
+
+
+def test_parameters_that_are_gathered_together_stay_until_each_was_waited_for() -> None:
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    with fake_ranks(4) as data_parallel:
+        bucketed = replace(data_parallel, prefetch=10**6, bucket_bytes=10**6)
+        shard_module(model, bucketed)
+        module = CompiledModule(model, data_parallel=bucketed)
+        module(torch.ones(2, 8))
+        (compiled,) = module.captures
+        found = program(compiled.forward_traces[-1], compiled.backward_traces[-1])
+    forward = found.steps[: found.num_forward]
+    (gather,) = [s for s in forward if s.op.symbol == "all_gather_bucket"]
+    freed_by = [s.op.symbol for m in gather.makes for s in forward if m in s.frees]
+    assert freed_by == ["torch_wait_prim_impl", "linear"]  # not the first one's own linear
+    whole_bytes = 4 * 8 * 16
+    # gloo: the results, one flat buffer for what goes out, and one for what comes in.
+    assert gather.op.peak_bytes == 2 * whole_bytes + 2 * whole_bytes // 4 + 2 * whole_bytes
+    assert gather.op.sent_bytes == 2 * whole_bytes * 3 // 4
