@@ -37,7 +37,12 @@ from thunder.core.transform_common import (  # noqa: E402
 )
 from thunder.core.update_aliases import insert_alias_updates  # noqa: E402
 from thunder.executors.passes import del_last_used, transform_for_execution  # noqa: E402
-from thunder.extend import Executor, get_default_executors, resolve_executors  # noqa: E402
+from thunder.extend import (  # noqa: E402
+    Executor,
+    FusionExecutor,
+    get_default_executors,
+    resolve_executors,
+)
 from thunder.transforms.autodiff import (  # noqa: E402
     grad_transform_on_trace,
     split_into_forward_and_backward,
@@ -61,6 +66,9 @@ from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
 from thunder_memsave.passes import JOINT_PASSES, JointPass, JointTracePasses, regather  # noqa: E402
 from thunder_memsave.passes.lost_writes import refuse_lost_writes  # noqa: E402
 from thunder_memsave.passes.schedule import schedule, two_largest_blocks  # noqa: E402
+from thunder_memsave.passes.symbols import is_joint  # noqa: E402
+from thunder_memsave.planner.graph import StorageKind  # noqa: E402
+from thunder_memsave.planning import Arguments, MemoryPlanner  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
 _MANY_CAPTURES = 8
@@ -101,12 +109,21 @@ class CompiledModule(nn.Module):
         *,
         config: CompileConfig | None = None,
         data_parallel: DataParallel | None = None,
+        planner: MemoryPlanner | None = None,
     ) -> None:
-        """`data_parallel`: the ranks that share the parameters; None on one device."""
+        """Compile nothing yet.
+
+        Args:
+            module: Whose methods are compiled when they are called.
+            config: How.
+            data_parallel: The ranks that share the parameters; None on one device.
+            planner: Decides what backward keeps; None: all that it reads.
+        """
         super().__init__()
         self.module = module
         self._config = config if config is not None else CompileConfig()
         self._data_parallel = data_parallel
+        self.planner = planner
         self._compiled: dict[str, list[Compiled]] = {}
         self.unreduced = UnreducedGradients(data_parallel)
 
@@ -146,6 +163,7 @@ class CompiledModule(nn.Module):
             config=self._config,
             data_parallel=self._data_parallel,
             unreduced=self.unreduced,
+            planner=self.planner,
         )
         known.insert(0, compiled)
         _log.info(
@@ -177,14 +195,30 @@ def compile_call(
     config: CompileConfig,
     data_parallel: DataParallel | None,
     unreduced: UnreducedGradients | None = None,
+    planner: MemoryPlanner | None = None,
     target: torch.device | None = None,
 ) -> Compiled:
     """Capture and compile one call of a method of `module`.
 
-    `target`: the device that is compiled for, where it is not here (`target_device.py`); the result is not to be run.
+    Args:
+        module: Whose method is called.
+        call: With the arguments of this call.
+        name: Of the method.
+        reason: Why it is captured.
+        config: How.
+        data_parallel: The ranks that share the parameters; None on one device.
+        unreduced: Where whole gradients are kept between micro-batches.
+        planner: Decides what backward keeps; None: all that it reads.
+        target: The device that is compiled for, where it is not here (`target_device.py`); the result is not to be
+            run.
+
+    Raises:
+        CaptureError: the method cannot be captured as one graph.
+        CompileError: it cannot be compiled to what eager PyTorch computes.
+        BudgetError: no plan fits the memory budget.
     """
     start = time.perf_counter()
-    executors = _executors(config, data_parallel)
+    executors = _executors(config)
     if config.frontend == "interpreter":
         assert target is None, "what captures for another device is Dynamo"
         traced = _interpreter(module, call, reason, executors, data_parallel)
@@ -194,8 +228,12 @@ def compile_call(
         graph = _compile(
             traced.lowered,
             traced.compile_data,
+            joint_passes=_passes(data_parallel),
             schedule=_schedule(module, data_parallel),
             unreduced=unreduced or UnreducedGradients(data_parallel),
+            plan=None
+            if planner is None
+            else partial(planner.recomputed, arguments=_arguments(module, traced)),
         )
     return Compiled(
         method=name,
@@ -254,13 +292,37 @@ def _interpreter(
     return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
 
 
-def _executors(config: CompileConfig, data_parallel: DataParallel | None) -> tuple[Executor, ...]:
-    """The ordered list: the joint passes must come before whatever fuses."""
-    chosen = (
-        get_default_executors() if config.executors is None else resolve_executors(config.executors)
+def _executors(config: CompileConfig) -> tuple[Executor, ...]:
+    """The ordered list of those that claim operations, and then of those that fuse."""
+    if config.executors is None:
+        # None that fuses: on CUDA, Thunder's default would keep what it may fuse unclaimed until after the plan.
+        chosen = [e for e in get_default_executors() if not isinstance(e, FusionExecutor)]
+    else:
+        chosen = resolve_executors(config.executors)
+    return (attention_executor, collectives_executor, *chosen)
+
+
+def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
+    """What the planner may know of the trace's arguments; an interpreted trace has no more than its proxies."""
+    lowered, captured = traced.lowered, traced.capture
+    if not isinstance(captured, Capture):
+        return Arguments()
+    kinds: dict[str, StorageKind] = {"parameter": "parameter", "buffer": "buffer", "user": "batch"}
+    names = [a.name for a in lowered.trace.args]
+    constants = names[len(captured.inputs) :]
+    read = {id(i.tensor) for i in captured.inputs}
+    unread = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in read]
+    return Arguments(
+        kinds={
+            **{n: kinds[i.kind] for n, i in zip(names, captured.inputs, strict=False)},
+            **dict.fromkeys(constants, "buffer"),
+        },
+        tensors={
+            **{n: i.tensor for n, i in zip(names, captured.inputs, strict=False)},
+            **dict(zip(constants, lowered.constants, strict=True)),
+        },
+        unread_bytes=sum(t.numel() * t.element_size() for t in unread),
     )
-    passes = JointTracePasses(_passes(data_parallel))
-    return (passes, attention_executor, collectives_executor, *chosen)
 
 
 def _passes(data_parallel: DataParallel | None) -> tuple[JointPass, ...]:
@@ -292,11 +354,15 @@ def _compile(
     lowered: Lowered,
     compile_data: CompileData,
     *,
+    joint_passes: Sequence[JointPass],
     schedule: Callable[[TraceCtx], TraceCtx],
     unreduced: UnreducedGradients,
+    plan: Callable[..., TraceCtx] | None,
 ) -> _Graph:
     """The one ordered list of what happens to a trace."""
     traces = [lowered.trace]
+    if plan is not None:
+        joint_passes = (*joint_passes, partial(plan, finish=partial(_planned_to_run, schedule)))
 
     def then(trace: TraceCtx) -> TraceCtx:
         traces.append(trace)
@@ -309,7 +375,8 @@ def _compile(
         with _errors_name_user_code():
             trace = then(grad_transform_on_trace(trace))
     # Executors claim operations, then the joint passes run, then whatever fuses.
-    trace = then(transform_for_execution(trace, compile_data.executors_list))
+    executors = (JointTracePasses(joint_passes), *compile_data.executors_list)
+    trace = then(transform_for_execution(trace, executors))
     refuse_lost_writes(trace)
     backward = None
     if lowered.training:
@@ -328,6 +395,17 @@ def _compile(
     )
     run = _training(lowered, trace, backward, keeping, unreduced)
     return _Graph(run, traces, [backward], keeping)
+
+
+def _planned_to_run(
+    schedule: Callable[[TraceCtx], TraceCtx], trace: TraceCtx
+) -> tuple[TraceCtx, TraceCtx | None]:
+    """What `_compile` makes of a trace after its joint passes, for the planner to simulate."""
+    backward = None
+    if is_joint(trace.bound_symbols):
+        trace, backward = split_into_forward_and_backward(trace)
+    forward = del_last_used(schedule(trace))
+    return forward, backward and del_last_used(schedule(backward), clear_mutable_collections=True)
 
 
 def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:

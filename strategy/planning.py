@@ -1,1 +1,301 @@
-"""Plans the memory of a compiled call."""
+"""Plans what backward keeps of a call's forward: on all ranks the same, and checked on the traces that will run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core.trace import TraceCtx  # noqa: E402
+
+from thunder_memsave.agreement import broadcast, is_rank_zero, together  # noqa: E402
+from thunder_memsave.config import MemoryConfig  # noqa: E402
+from thunder_memsave.errors import BudgetError, PlanError  # noqa: E402
+from thunder_memsave.extract import profiles, program, training_graph  # noqa: E402
+from thunder_memsave.missing_ranks import collective  # noqa: E402
+from thunder_memsave.op_profile import OpProfiles  # noqa: E402
+from thunder_memsave.passes.recompute import recompute  # noqa: E402
+from thunder_memsave.passes.symbols import is_joint  # noqa: E402
+from thunder_memsave.pins import pin_of  # noqa: E402
+from thunder_memsave.planner.cost import costs_us  # noqa: E402
+from thunder_memsave.planner.graph import (  # noqa: E402
+    Device,
+    Plan,
+    Program,
+    StepMemory,
+    StorageKind,
+    TrainingGraph,
+)
+from thunder_memsave.planner.simulate import Profile, simulate  # noqa: E402
+from thunder_memsave.planner.solve import solve  # noqa: E402
+from thunder_memsave.scratch import MeasuredScratch, bounded_scratch  # noqa: E402
+from thunder_memsave.sharding import DataParallel  # noqa: E402
+
+Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
+"""A joint trace to the forward and backward that run; an inference trace to itself and None."""
+
+_MOST_ROUNDS = 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """What is known of the arguments of a trace, by their names in it."""
+
+    kinds: Mapping[str, StorageKind] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parameters and buffers, and fake tensors in place of a batch."""
+    unread_bytes: int = 0
+    """Of parameters and buffers of the module that the trace does not read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCall:
+    """A compiled call's plan, and what will run."""
+
+    trace: TraceCtx
+    """With what is computed again."""
+    graph: TrainingGraph
+    plan: Plan | None
+    """None for a call without backward."""
+    program: Program
+    memory: StepMemory
+    profile: Profile
+    """Of the final traces."""
+
+
+class MemoryPlanner:
+    """Plans the calls of one module."""
+
+    def __init__(
+        self,
+        memory: MemoryConfig,
+        *,
+        device: Device,
+        budget_bytes: int | None,
+        data_parallel: DataParallel | None = None,
+        step_memory: Callable[[], StepMemory] = StepMemory,
+        device_type: str = "",
+    ) -> None:
+        """Remember what plans depend on besides the call.
+
+        Args:
+            memory: Policy and pins.
+            device: Whose rates decide what is cheap.
+            budget_bytes: The most that a step may take; None: no limit.
+            data_parallel: The ranks that must run the same plan.
+            step_memory: What a step holds besides; asked for whenever a call is planned.
+            device_type: Of the planned device, where that is not here; scratch inside of kernels is bounded then
+                instead of measured.
+        """
+        self._memory = memory
+        self._device = device
+        self._budget_bytes = budget_bytes
+        self._data_parallel = data_parallel
+        self._step_memory = step_memory
+        scratch = bounded_scratch if device_type else _measured_scratch()
+        self._known = profiles(scratch=scratch, device_type=device_type)
+        self._agreed: dict[str, Plan] = {}
+        self.calls: list[PlannedCall] = []
+        """In the order in which they were planned."""
+
+    def for_copy(self) -> MemoryPlanner:
+        """A planner like this one that has planned nothing, for a copy of the module."""
+        copied = copy.copy(self)
+        copied._agreed, copied.calls = {}, []
+        return copied
+
+    def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
+        """Make the plan of a joint trace, and do what it says. A collective, the first time for each structure.
+
+        Args:
+            trace: A joint trace after all other joint passes, or an inference trace, which is only simulated.
+            arguments: What is known of its arguments.
+            finish: Makes the traces that run.
+
+        Returns:
+            The trace with what is computed again in backward.
+
+        Raises:
+            BudgetError: no plan fits the budget.
+            OtherRankError: rank 0 found none.
+        """
+        graph = training_graph(
+            trace, kinds=arguments.kinds, tensors=arguments.tensors, known=self._known
+        )
+        memory = self._step_memory()
+        memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
+        attempt = _Attempt(trace, graph, arguments, finish, self._known, memory)
+        call = self._planned(attempt) if is_joint(trace.bound_symbols) else attempt.run(None)
+        self.calls.append(call)
+        return call.trace
+
+    def _planned(self, attempt: _Attempt) -> PlannedCall:
+        """The plan of a structure is agreed on once: only some of the ranks may see a batch of another length."""
+        structure = structure_of(attempt.graph)
+        if (plan := self._agreed.get(structure)) is None:
+            call = self._fitting(attempt, structure)
+            assert call.plan is not None
+            self._agreed[structure] = call.plan
+            return call
+        call = attempt.run(plan)
+        if self._budget_bytes is not None and call.profile.peak_bytes > self._budget_bytes:
+            _log.warning(
+                "this batch needs %s bytes with the plan that the ranks agreed on for another length, and the budget "
+                "is %s; start with the longest batch, or pad batches to one length.",
+                f"{call.profile.peak_bytes:,}",
+                f"{self._budget_bytes:,}",
+            )
+        return call
+
+    def _fitting(self, attempt: _Attempt, structure: str) -> PlannedCall:
+        """Plan until what runs fits on every rank: passes that come later move the peak."""
+        budget_bytes, excess_bytes = self._budget_bytes, 0
+        for _ in range(_MOST_ROUNDS):
+            call = attempt.run(self._rank_zeros(attempt, structure, excess_bytes))
+            if budget_bytes is None:
+                return call
+            more_bytes = self._most(call.profile.peak_bytes - budget_bytes)
+            if more_bytes <= 0:
+                return call
+            excess_bytes += more_bytes
+        raise BudgetError(
+            f"after {_MOST_ROUNDS} corrections the step still needs {more_bytes:,} bytes more than the budget of "
+            f"{budget_bytes:,}; raise memory.budget by as much, or lower the micro-batch size."
+        )
+
+    def _rank_zeros(self, attempt: _Attempt, structure: str, excess_bytes: int) -> Plan:
+        """`excess_bytes`: what runs has needed so much more than was planned."""
+
+        def make() -> Plan | None:
+            if not is_rank_zero(self._data_parallel):
+                return None
+            return self._solved(attempt, excess_bytes)
+
+        own = together(make, self._data_parallel)
+        rank_zeros, plan = broadcast((structure, own), self._data_parallel)
+        if structure != rank_zeros:
+            raise PlanError(
+                "this rank runs other operations than rank 0, so it cannot run rank 0's plan; run the same code on "
+                "every rank, and give all ranks batches that take the same branches."
+            )
+        assert plan is not None
+        return plan
+
+    def _solved(self, attempt: _Attempt, excess_bytes: int) -> Plan:
+        graph, memory = attempt.graph, self._memory
+        target_bytes = None if self._budget_bytes is None else self._budget_bytes - excess_bytes
+        pins = {module: pin_of(memory, module) for module in {op.module for op in graph.ops}}
+        # ZeRO-3 keeps no whole parameter, whatever the budget.
+        gathered = (
+            {s.name for s in graph.storages if s.kind == "gathered"} if self._regathers else set()
+        )
+        try:
+            plan = solve(
+                graph,
+                policy=memory.policy,
+                budget_bytes=target_bytes,
+                costs_us=costs_us(graph, self._device),
+                memory=attempt.memory,
+                keep=_made_in(graph, pins, "keep") - gathered,
+                recompute=_made_in(graph, pins, "recompute") | gathered,
+                regather=self._regathers,
+            )
+        except BudgetError as error:
+            if target_bytes is None or error.smallest_bytes is None or error.bound_bytes is None:
+                raise
+            raise BudgetError.no_plan(
+                budget_bytes=target_bytes + excess_bytes,
+                smallest_bytes=error.smallest_bytes + excess_bytes,
+                bound_bytes=error.bound_bytes,
+            ) from None
+        return replace(plan, budget_bytes=self._budget_bytes)
+
+    @property
+    def _regathers(self) -> bool:
+        return self._data_parallel is not None and self._data_parallel.mode == "zero3"
+
+    def _most(self, nbytes: int) -> int:
+        """The largest over the ranks. A collective."""
+        if self._data_parallel is None:
+            return nbytes
+        device = "cuda" if dist.get_backend(self._data_parallel.everyone) == "nccl" else "cpu"
+        largest = torch.tensor(nbytes, device=device)
+        with collective("agreement on a plan", self._data_parallel.everyone):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._data_parallel.everyone)
+        return int(largest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """Everything about one call but its plan."""
+
+    trace: TraceCtx
+    graph: TrainingGraph
+    arguments: Arguments
+    finish: Finish
+    known: OpProfiles
+    memory: StepMemory
+
+    def run(self, plan: Plan | None) -> PlannedCall:
+        """Rewrite the trace as planned, and simulate what runs."""
+        trace = self.trace if plan is None else recompute(self.trace, keep=self._values(plan))
+        forward, backward = self.finish(trace)
+        ran = program(
+            forward,
+            backward,
+            kinds=self.arguments.kinds,
+            tensors=self.arguments.tensors,
+            known=self.known,
+        )
+        profile = simulate(ran, self.memory)
+        if plan is not None:
+            plan = replace(plan, predicted_peak_bytes=profile.peak_bytes)
+        return PlannedCall(
+            trace=trace,
+            graph=self.graph,
+            plan=plan,
+            program=ran,
+            memory=self.memory,
+            profile=profile,
+        )
+
+    def _values(self, plan: Plan) -> frozenset[str]:
+        """Names of all values in the storages that a plan keeps."""
+        storages = self.graph.storages
+        storage_of = self.graph.storage_of.items()
+        return frozenset(name for name, s in storage_of if storages[s].name in plan.keep)
+
+
+def structure_of(graph: TrainingGraph) -> str:
+    """A hash of which operations run on which values, whatever their shapes: a plan holds for all that share it."""
+    digest = hashlib.sha256()
+    for op in graph.ops:
+        digest.update(repr((op.symbol, op.arguments, op.results)).encode())
+    return digest.hexdigest()
+
+
+def _made_in(graph: TrainingGraph, pins: Mapping[str, str | None], pin: str) -> frozenset[str]:
+    """Names of the storages that forward makes in modules with this pin."""
+    forward = graph.ops[: graph.num_forward]
+    return frozenset(
+        graph.storages[s].name for op in forward if pins[op.module] == pin for s in op.makes
+    )
+
+
+@cache
+def _measured_scratch() -> MeasuredScratch:
+    """One for all models of this process."""
+    return MeasuredScratch()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,15 @@ from thunder_memsave.agreement import OtherRankError, together
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import (
+    MemoryConfig,
     ShardingConfig,
     load_strategy_config,
     parse_strategy,
     refuse_keys,
 )
+from thunder_memsave.devices import device_at, total_bytes
 from thunder_memsave.digest import check_ranks_agree
+from thunder_memsave.explain import explain, kinds_table
 from thunder_memsave.forward_methods import take_redirection
 from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
@@ -39,10 +44,16 @@ from thunder_memsave.nonfinite import (
     refuse_closure,
     refuse_stop_with_scaler,
 )
+from thunder_memsave.pins import check_pins
+from thunder_memsave.planner.graph import Plan, StepMemory
+from thunder_memsave.planning import MemoryPlanner, PlannedCall
 from thunder_memsave.precision import refuse_unsupported, share_found_inf
 from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
 from thunder_memsave.sharding import shard_module
 from thunder_memsave.state_hooks import StateHooks
+from thunder_memsave.step_memory import StepMemoryError, step_memory
+
+_log = logging.getLogger(__name__)
 
 
 class ForwardModule(CompiledModule):
@@ -57,7 +68,10 @@ class ForwardModule(CompiledModule):
         module = copy.deepcopy(self.module, memo)
         for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
             vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
-        copied = ForwardModule(module, config=self._config, data_parallel=self._data_parallel)
+        planner = None if self.planner is None else self.planner.for_copy()
+        copied = ForwardModule(
+            module, config=self._config, data_parallel=self._data_parallel, planner=planner
+        )
         copied.training = self.training
         memo[id(self)] = copied
         return copied
@@ -87,7 +101,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             `"stop"`.
         timeout: How long a collective may wait for the other ranks, such as `"30min"`.
         state_dict_type: What `fabric.save` writes, `"sharded"` or `"full"`.
-        memory: Has no keys in this version.
+        memory: The budget and what it leaves open: a mapping such as `{"budget": "60GiB"}`, or a
+            `MemoryConfig`; None takes the defaults.
         fp8: Has no keys in this version.
         process_group_backend: None takes `nccl` on CUDA devices and `gloo` on the CPU.
 
@@ -113,13 +128,12 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         nonfinite_gradients: str = "ignore",
         timeout: str | timedelta = "30min",
         state_dict_type: str = "sharded",
-        memory: Mapping[str, Any] | None = None,
+        memory: Mapping[str, Any] | MemoryConfig | None = None,
         fp8: Mapping[str, Any] | None = None,
         process_group_backend: str | None = None,
     ) -> None:
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # raises
-        refuse_keys(memory, where="memory")
         refuse_keys(fp8, where="fp8")
         config = parse_strategy(
             {
@@ -135,6 +149,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 "state_dict_type": state_dict_type,
             },
             where=type(self).__name__,
+            memory=memory,
         )
         super().__init__(
             accelerator,
@@ -144,9 +159,10 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             config=config,
             process_group_backend=process_group_backend,
         )
-        self._backward_sync_control = _Accumulation()
+        self._backward_sync_control = self._accumulation = _Accumulation()
         self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
         """Copies of a model that Fabric set up share the strategy, with its process groups."""
@@ -223,6 +239,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             OtherRankError: another rank's model could not be set up.
         """
         self._on_all_ranks(lambda: refuse_unsuitable(module))
+        check_pins(self.config.memory, [name for name, _ in module.named_modules()])
         check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
         if _has_meta(module):
             materialize(module, device=self.root_device, data_parallel=self.data_parallel)
@@ -232,10 +249,60 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             module.to(self.root_device)
             hide_padding(module)
         forward = ForwardModule(
-            module, config=self.config.compile, data_parallel=self.data_parallel
+            module,
+            config=self.config.compile,
+            data_parallel=self.data_parallel,
+            planner=self._planner(),
         )
         self._modules.add(forward)
         return forward
+
+    def _planner(self) -> MemoryPlanner:
+        return MemoryPlanner(
+            self.config.memory,
+            device=device_at(self.root_device),
+            budget_bytes=self.config.memory.budget_bytes(total_bytes(self.root_device)),
+            data_parallel=self.data_parallel,
+            step_memory=self._step_memory,
+        )
+
+    def _step_memory(self) -> StepMemory:
+        """With the optimizers that are set up by now; the first call of a model should come after them."""
+        limited = self.config.memory.budget_bytes(total_bytes(self.root_device)) is not None
+        clip = partial(clip_norm, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)
+        try:
+            return step_memory(
+                list(self._optimizers), clip=clip, accumulates=self._accumulation.was_used
+            )
+        except StepMemoryError as error:
+            if limited:
+                raise
+            _log.warning("the plan counts no optimizer: %s", error)
+            return StepMemory()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the call that was compiled last, of those with a backward; None before the first."""
+        call = self._planned_call()
+        return None if call is None else call.plan
+
+    def explain(self) -> str:
+        """The plan as text: what is kept for backward, and what is computed again, with the user's source lines.
+
+        Raises:
+            RuntimeError: nothing was compiled yet.
+        """
+        call = self._planned_call()
+        if call is None or call.plan is None:
+            raise RuntimeError(
+                "there is no plan yet: it is made when a model that fabric.setup() returned is called for the first "
+                "time with gradients enabled. Run one step first; `thunder-memsave plan` makes one without running."
+            )
+        return f"{kinds_table(call.profile)}\n\n{explain(call.plan)}"
+
+    def _planned_call(self) -> PlannedCall | None:
+        calls = [c for m in self._modules if m.planner for c in m.planner.calls if c.plan]
+        return calls[-1] if calls else None
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
         together(act, self.data_parallel, error_elsewhere=OtherRankError)
@@ -251,6 +318,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         refuse_unsuitable_optimizer(optimizer)
         for parameter, state in optimizer.state.items():
             _refuse_whole_state(parameter, state)
+        self._optimizers.add(optimizer)
         return optimizer
 
     @override
@@ -314,6 +382,10 @@ class _Accumulation(_BackwardSyncControl):
     Thunder's own `no_sync` drops the gradients of sharded parameters.
     """
 
+    def __init__(self) -> None:
+        self.was_used = False
+        """Whether a backward may find gradients of earlier micro-batches."""
+
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         if not isinstance(module, ForwardModule):
@@ -321,6 +393,7 @@ class _Accumulation(_BackwardSyncControl):
                 "no_backward_sync() needs a model that fabric.setup() returned, but got a "
                 f"{type(module).__name__}."
             )
+        self.was_used |= enabled
         return module.unreduced.keeping(enabled=enabled)
 
 

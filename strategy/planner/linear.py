@@ -77,6 +77,8 @@ class LinearProgram:
             time_limit_s: HiGHS stops after that with the best that it has found.
             gap: HiGHS stops when the cost is proven to be above the bound by at most this fraction.
         """
+        if not self.cost:  # HiGHS refuses a program without variables
+            return Solution(values=np.zeros(0), is_infeasible=False, bound=0.0)
         options: dict[str, float] = {"mip_rel_gap": gap}
         if time_limit_s is not None:
             options["time_limit"] = max(time_limit_s, 0.05)
