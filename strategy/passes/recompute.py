@@ -29,10 +29,10 @@ changes.
 
 Random numbers are drawn once: see `random_ops`.
 
-Fence. Clones are tagged as backward's, which keeps Thunder's fusions from joining them with forward, and carry
-`RECOMPUTE_IN_BACKWARD` and names that begin with `bw_`. Merging equal expressions (Thunder's `cse`, which nvFuser's
-pass runs) would still undo the recomputation, and a fusion could start a clone early. `fenced=True` is for traces that
-such passes see afterwards: clones then read what is kept through a symbol that also reads the gradient at hand.
+Fence. Clones are tagged as backward's, for which Thunder's fusions do not join them with forward and its `cse` (which
+nvFuser's pass runs) does not merge them with their originals; they carry `RECOMPUTE_IN_BACKWARD` too, and names that
+begin with `bw_`. A fusion could still start a clone of one layer beside the backward of another. `fenced=True` is for
+traces that are fused afterwards: clones then read what is kept through a symbol that also reads the gradient at hand.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def recompute(trace: TraceCtx, *, keep: Set[str], fenced: bool = False) -> Trace
     Args:
         trace: A joint trace, with operations claimed by executors; an inference trace stays as it is.
         keep: Names of values that are saved where backward needs them. The first name of a storage keeps it.
-        fenced: Whether passes that merge or fuse symbols come after this one.
+        fenced: Whether passes that fuse symbols come after this one.
 
     Returns:
         A trace in which each symbol of forward has at most one clone, in backward, as late as its readers allow.
