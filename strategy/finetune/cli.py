@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from thunder_memsave import __version__
-from thunder_memsave.errors import CaptureError, CompileError
+from thunder_memsave.errors import BudgetError, CaptureError, CompileError
 from thunder_memsave.finetune.launch import is_first_local, is_under_torchrun
 from thunder_memsave.finetune.run_file.parse import RunFile, read_run_file
 from thunder_memsave.finetune.run_file.report import Source, report
@@ -305,7 +305,14 @@ def _message_for_user(error: Exception) -> str | None:
     from thunder_memsave.checkpoint import StateMismatchError
     from thunder_memsave.digest import RankMismatchError
 
-    ours = (CaptureError, CompileError, OtherRankError, StateMismatchError, RankMismatchError)
+    ours = (
+        BudgetError,
+        CaptureError,
+        CompileError,
+        OtherRankError,
+        StateMismatchError,
+        RankMismatchError,
+    )
     if isinstance(error, ours):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thunder_memsave.errors import BudgetError
 from thunder_memsave.explain import explain, in_units, kinds_table
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.settings import ConfigError, suggestion
@@ -93,7 +94,11 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     from thunder_memsave.finetune.plan_run import plan_run
 
     num_ranks = options.num_ranks or world_size(config)
-    made = plan_run(config, device=DEVICES[options.device], num_ranks=num_ranks)
+    try:
+        made = plan_run(config, device=DEVICES[options.device], num_ranks=num_ranks)
+    except BudgetError as error:
+        print(f"it does not fit: {error}")
+        return DOES_NOT_FIT
     print(describe_plan(made, config))
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(made), indent=2) + "\n", encoding="utf-8")
