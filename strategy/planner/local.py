@@ -18,7 +18,7 @@ def improve(
     model: PeakModel, evaluate: Evaluator, *, budget_bytes: float, deadline_s: float
 ) -> None:
     """Start from the best plan that is known, and stop when no step improves it, or at the deadline."""
-    best = evaluate.fastest_within(budget_bytes) or evaluate.smallest
+    best = _filled(model, evaluate, budget_bytes, deadline_s)
     groups = [g for group in _alike(model) for g in _with_halves(group)]
     improved = True
     while improved:
@@ -29,6 +29,29 @@ def improve(
             found = evaluate(_toggled(best.keep, group))
             if _rank(found, budget_bytes) < _rank(best, budget_bytes):
                 best, improved = found, True
+
+
+def _filled(
+    model: PeakModel, evaluate: Evaluator, budget_bytes: float, deadline_s: float
+) -> Evaluated:
+    """Keep more of what takes the most time for its bytes, in as many layers as fit, the last ones first."""
+    best = evaluate.fastest_within(budget_bytes)
+    if best is None:
+        return evaluate.smallest
+    for group in sorted(_alike(model), key=lambda g: _us_per_byte(model, g[0]), reverse=True):
+        missing = [s for s in group if s not in best.keep]
+        low, high = 0, len(missing)
+        while low < high and time.perf_counter() < deadline_s:
+            count = (low + high + 1) // 2
+            found = evaluate(best.keep | set(missing[-count:]))
+            low, high = (count, high) if found.peak_bytes <= budget_bytes else (low, count - 1)
+        best = evaluate.fastest_within(budget_bytes) or best
+    return best
+
+
+def _us_per_byte(model: PeakModel, storage: int) -> float:
+    op = model.needs.producer[storage]
+    return model.costs_us[op] / max(1, model.needs.graph.storages[storage].nbytes)
 
 
 def _rank(found: Evaluated, budget_bytes: float) -> tuple[bool, float, float]:
