@@ -1,0 +1,56 @@
+"""How long plans for many layers take, and how far from the bound they are.
+
+    PYTHONPATH=tests OMP_NUM_THREADS=1 .venv/bin/python benchmarks/planner_scale.py --layers 80
+
+The graph is a Llama's of 70B shape, as Thunder decomposes it (tests/harness/training_graphs.py), with costs of an H200.
+Time is wall time of `solve`; the gap is to what is proven of any plan, so it is what is not known, not what is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from harness.training_graphs import llama_like
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.graph import Plan, TrainingGraph
+from thunder_memsave.planner.solve import solve
+
+
+def main() -> None:
+    """Print one line for each part of the memory of the free wins."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--parts", type=float, nargs="+", default=[0.9, 0.7, 0.5, 0.35, 0.25])
+    options = parser.parse_args()
+    graph = llama_like(options.layers)
+    costs = costs_us(graph, device("h200"))
+    forward_us = sum(costs[: graph.num_forward])
+    free, seconds = timed(graph, costs, None)
+    print(
+        f"{len(graph.ops)} operations; free wins {free.saved_bytes / 2**30:.1f} GiB saved, {seconds:.1f} s"
+    )
+    for part in options.parts:
+        budget = int(part * free.predicted_peak_bytes)
+        try:
+            plan, seconds = timed(graph, costs, budget)
+        except BudgetError as error:
+            print(f"{part:.0%}: {error}")
+            continue
+        print(
+            f"{part:.0%}: peak {plan.predicted_peak_bytes / 2**30:.1f} GiB, computed again "
+            f"{plan.recompute_us / forward_us:.1%} of forward, gap {plan.gap:.1%}, {seconds:.1f} s"
+        )
+
+
+def timed(graph: TrainingGraph, costs: tuple[float, ...], budget: int | None) -> tuple[Plan, float]:
+    """A plan, and how many seconds it took."""
+    start = time.perf_counter()
+    plan = solve(graph, budget_bytes=budget, costs_us=costs)
+    return plan, time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
