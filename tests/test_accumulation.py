@@ -134,6 +134,9 @@ def check_traffic() -> None:
 
 def check_traffic_of(fabric: Fabric, num_reductions: int) -> None:
     model, optimizer = set_up(fabric)
+    with traffic():  # a call that is compiled has the ranks agree on its plan; under another mode, it is compiled anew
+        run(fabric, model, "forward", 0, last=True)
+    optimizer.zero_grad()
     for step in range(2):
         seeds = [10 * step + i for i in range(NUM_MICRO_BATCHES)]
         with traffic() as started:
