@@ -19,9 +19,13 @@ from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import Symbol  # noqa: E402
 
 from thunder_memsave.aliasing import refuse_changed_inputs  # noqa: E402
+from thunder_memsave.errors import CompileError, user_frame_of_text  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+REGION = "checkpoint_region"
+"""Key of a node's meta: the number of the outermost checkpointed region that it was in."""
 
 _ids = count()
 
@@ -36,13 +40,18 @@ class Evaluator(Protocol):
 
 
 def inline_checkpoints(graph: fx.GraphModule) -> None:
-    """Replace each checkpointed region by its nodes: they are then kept or recomputed like all others.
+    """Replace each checkpointed region by its nodes, which say to which outermost one they belong.
 
-    Thunder's own rule recomputes the region and draws its dropout again, which gives wrong gradients.
+    Thunder's own rule recomputes the region and draws its dropout again, which gives wrong gradients. Here, random
+    numbers are drawn once, whatever `preserve_rng_state` says.
+
+    Raises:
+        CompileError: a region has a policy of its own about what it keeps.
     """
     for node in graph.graph.find_nodes(op="call_function", target=_CHECKPOINT):
         region, *arguments = node.args
         body = getattr(graph, region.target)
+        _refuse_policy(node, body)
         refuse_changed_inputs(body, where="A checkpointed region")
         inline_checkpoints(body)
         with graph.graph.inserting_before(node):
@@ -56,11 +65,21 @@ def inline_checkpoints(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(region)
 
 
+def _refuse_policy(node: fx.Node, body: fx.GraphModule) -> None:
+    if body.meta.get("_checkpoint_context_fn") is not None:
+        where = user_frame_of_text(node.meta.get("stack_trace"))
+        raise CompileError(
+            f"torch.utils.checkpoint was called with context_fn (at {where}), a policy that the memory planner does "
+            "not know. Leave context_fn out: the whole region is then computed again; or leave the checkpoint out, and "
+            "name the modules under memory.keep and memory.recompute."
+        )
+
+
 def _copy_nodes(
     body: fx.GraphModule, graph: fx.GraphModule, name: str, arguments: Sequence[Any]
 ) -> Sequence[Any]:
     values: dict[fx.Node, Any] = {}
-    remaining = iter(arguments)
+    remaining, number = iter(arguments), next(_ids)
     for node in body.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(remaining)
@@ -68,6 +87,7 @@ def _copy_nodes(
             return fx.node.map_arg(node.args[0], values.__getitem__)
         else:
             values[node] = graph.graph.node_copy(node, values.__getitem__)
+            values[node].meta[REGION] = number
             if node.op == "get_attr":
                 values[node].target = f"{name}.{node.target}"
     raise AssertionError("a graph has an output")

@@ -54,9 +54,10 @@ from thunder_memsave.fx_nodes import (  # noqa: E402
     value_needs_grad,
 )
 from thunder_memsave.graph_outputs import OutputOrder, distinct_values, graph_outputs  # noqa: E402
-from thunder_memsave.higher_order import HIGHER_ORDER, inline_checkpoints  # noqa: E402
+from thunder_memsave.higher_order import HIGHER_ORDER, REGION, inline_checkpoints  # noqa: E402
 from thunder_memsave.location import Location, locate, module_name  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor, is_random  # noqa: E402
+from thunder_memsave.passes.checkpoint_regions import Region, mark  # noqa: E402
 from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
 from thunder_memsave.unshard import unshard  # noqa: E402
 
@@ -193,6 +194,8 @@ class _Lowering:
         source = self._where(node).partition(" in ")[0]
         place = Location(source=source, module=module_name(node.meta.get("nn_module_stack")))
         locate(self.trace.scopes[-1][num_symbols:], place)
+        if (number := node.meta.get(REGION)) is not None:
+            mark(self.trace.scopes[-1][num_symbols:], Region(number))
         return result
 
     def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

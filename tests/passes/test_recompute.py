@@ -54,6 +54,8 @@ class DenseExperts(nn.Module):
 class Normalized(nn.Module):
     """Writes to buffers that it has read."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)

@@ -1,0 +1,53 @@
+"""What the user's model asks to compute again, with `torch.utils.checkpoint`, by the names of a trace's values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core.proxies import Proxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx  # noqa: E402
+
+from thunder_memsave.passes.symbols import forward_symbols, is_joint, is_tensor  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Tags the symbols of one outermost checkpointed region; transforms hand tags on."""
+
+    number: int
+
+
+def mark(symbols: Iterable[BoundSymbol], region: Region) -> None:
+    """Say of symbols, and of what they consist of, that they belong to a region."""
+    for bsym in symbols:
+        bsym.tags.add(region)
+        mark(bsym.subsymbols, region)
+
+
+def checkpointed(trace: TraceCtx) -> frozenset[str]:
+    """Names of the tensors that forward makes in a region, but for what it reads outside of it, or returns.
+
+    Args:
+        trace: A joint trace, with operations claimed by executors; others have no such values.
+    """
+    symbols = trace.bound_symbols
+    if not is_joint(symbols):
+        return frozenset()
+    forward = forward_symbols(symbols)
+    region_of: dict[str, Region] = {}
+    leaving = {o.name for o in symbols[-1].args[0]["fw_flat_out"] if isinstance(o, Proxy)}
+    for bsym in symbols:
+        if id(bsym) not in forward:
+            continue
+        region = next((tag for tag in bsym.tags if isinstance(tag, Region)), None)
+        read = {a.name for a in bsym.flat_proxy_args}
+        leaving.update(name for name in read if region_of.get(name, region) != region)
+        if region is not None:
+            region_of.update((o.name, region) for o in bsym.flat_proxy_outs if is_tensor(o))
+    return frozenset(region_of) - leaving
