@@ -389,7 +389,7 @@ class _Running:
         self._leave(keep=saved)
         num_forward, cotangents = len(self._steps), frozenset[int]()
         if backward is not None:
-            cotangents = self._backward(backward, forward.args)
+            cotangents = self._backward(backward, forward.args, returned.outputs)
         return Program(
             storages=tuple(values.storages),
             steps=tuple(self._steps),
@@ -398,8 +398,10 @@ class _Running:
             cotangents=cotangents,
         )
 
-    def _backward(self, backward: TraceCtx, arguments: Sequence[Any]) -> frozenset[int]:
-        cotangents = self._enter_backward(backward)
+    def _backward(
+        self, backward: TraceCtx, arguments: Sequence[Any], outputs: Sequence[Any]
+    ) -> frozenset[int]:
+        cotangents = self._enter_backward(backward, outputs)
         self._run(backward, "temporary")
         returned = _returned(backward).outputs
         gradients = self._values.storages_of(returned) - self._values.inputs
@@ -453,17 +455,23 @@ class _Running:
         self._steps.append(Step(op=op, makes=(copy,), frees=()))
         self._hold([copy], ".grad")
 
-    def _enter_backward(self, backward: TraceCtx) -> frozenset[int]:
+    def _enter_backward(self, backward: TraceCtx, outputs: Sequence[Any]) -> frozenset[int]:
         """Cotangents appear: those that the caller passes, and zeros."""
-        made = set()
-        for place, proxy in enumerate(backward.args[1]):
-            if not isinstance(proxy, TensorProxy):
-                continue
-            storage = self._values.add_cotangent(proxy)
-            made.add(storage)
-            self._refer(proxy.name)
-            if self._differentiated is None or place in self._differentiated:
-                self._hold([storage], ".caller")
+        made, unread = set(), -1
+        for place, (proxy, output) in enumerate(zip(backward.args[1], outputs, strict=True)):
+            if isinstance(proxy, TensorProxy):
+                storage = self._values.add_cotangent(proxy)
+                made.add(storage)
+                self._refer(proxy.name)
+                if self._differentiated is None or place in self._differentiated:
+                    self._hold([storage], ".caller")
+            elif isinstance(output, TensorProxy):
+                name = f"{output.name}.zeros"
+                unread = self._values.new(contiguous(output), "cotangent", name).storage
+        if unread >= 0:
+            # The trace unpacks what it does not read to `_`, of which the last one lives to the end.
+            made.add(unread)
+            self._hold([unread], "_")
         return frozenset(made)
 
     def _run(self, trace: TraceCtx, kind: StorageKind) -> None:

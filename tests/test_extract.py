@@ -375,3 +375,31 @@ def test_parameters_that_are_gathered_together_stay_until_each_was_waited_for() 
     # gloo: the results, one flat buffer for what goes out, and one for what comes in.
     assert gather.op.peak_bytes == 2 * whole_bytes + 2 * whole_bytes // 4 + 2 * whole_bytes
     assert gather.op.sent_bytes == 2 * whole_bytes * 3 // 4
+
+
+class Counting(nn.Module):
+    """Returns a loss, what it is made of, and numbers without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.up(x).tanh()
+        y = self.down(hidden)
+        return y.sum(), hidden, y.argmax(-1)
+
+
+def test_zeros_for_outputs_that_nothing_is_computed_from_are_predicted(known: OpProfiles) -> None:
+    model, x = Counting(), torch.randn(8, 16)
+    found = extracted(model, known, differentiated={0}, x=x)
+
+    def step() -> object:
+        outputs = found.module(x=x)
+        outputs[0].backward()
+        return outputs
+
+    measured_memory(step)
+    model.zero_grad()
+    measured = measured_memory(step)
+    assert simulate(found.program).peak_bytes - found.constant_bytes == measured.peak_bytes
