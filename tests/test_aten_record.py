@@ -1,0 +1,81 @@
+"""What a record says of operators, on real and on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.memory import measured_peak_bytes
+from thunder_memsave.aten_record import AtenRecord, allocated_bytes, storage_id
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    """Two temporaries, the first of which dies before the result is made."""
+    doubled = x * 2
+    summed = doubled.t() + x
+    del doubled
+    return summed @ x
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_the_peak_is_the_measured_one(is_fake: bool) -> None:
+    x = torch.ones(64, 64)
+    chain(x)
+    measured = measured_peak_bytes(lambda: chain(x))
+    with FakeTensorMode() as fake:
+        given = fake.from_tensor(x) if is_fake else x
+    with AtenRecord([given]) as record:
+        result = chain(given)
+    assert record.peak_bytes == 2 * 4 * 64 * 64
+    assert record.live_bytes == 4 * 64 * 64
+    del result
+    assert record.live_bytes == 0
+    assert measured - record.peak_bytes in (0, 12)  # the number 2 as a tensor of its own
+
+
+def test_work_is_counted_as_torch_counts_it() -> None:
+    x = torch.ones(1, 2, 16, 8)
+    with FlopCounterMode(display=False) as expected:
+        x @ x.transpose(-1, -2)
+    with AtenRecord([x]) as record:
+        x @ x.transpose(-1, -2)
+    assert record.flops == expected.get_total_flops() > 0
+    with AtenRecord([x]) as attention:
+        scaled_dot_product_attention(x, x, x)
+    assert attention.flops == 2 * expected.get_total_flops()
+
+
+def test_views_move_nothing_and_an_embedding_moves_its_rows() -> None:
+    table, indices = torch.ones(1000, 4), torch.tensor([1, 2, 3])
+    with AtenRecord([table, indices]) as record:
+        table.t()[1:3]
+    assert (record.moved_bytes, record.peak_bytes) == (0, 0)
+    with AtenRecord([table, indices]) as record:
+        torch.nn.functional.embedding(indices, table)
+    assert record.moved_bytes == 2 * 4 * 12 + 8 * 3
+
+
+def test_attention_is_random_with_dropout_only() -> None:
+    x = torch.ones(1, 2, 16, 8)
+    for probability in (0.0, 0.5):
+        with AtenRecord([x]) as record:
+            scaled_dot_product_attention(x, x, x, dropout_p=probability)
+        assert record.is_random is (probability > 0)
+
+
+def test_only_writes_to_what_exists_are_writes() -> None:
+    x = torch.ones(4)
+    with AtenRecord([x]) as record:
+        (x + 1).mul_(2)
+    assert not record.written
+    with AtenRecord([x]) as record:
+        x[1:].add_(1)
+    assert record.written == {storage_id(x)}
+
+
+def test_cuda_allocates_blocks_of_512_bytes() -> None:
+    assert [allocated_bytes(n, "cuda") for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert allocated_bytes(513, "cpu") == 513
