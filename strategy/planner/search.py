@@ -80,7 +80,7 @@ class Search:
             smallest = self.evaluate.smallest.peak_bytes
             if smallest <= max(enough_bytes, self.bound_bytes * (1 + self._gap) + 1):
                 break
-            if found.keep in self._seen or self._is_late:
+            if found.keep in self._seen or self.is_late:
                 break
             self._learn(solved, found, min(smallest, max(solved.live_bytes.values(), default=0)))
         if not self.is_exhaustive:
@@ -107,7 +107,7 @@ class Search:
         return bool(new)
 
     def _propose(self, budget_bytes: float) -> Solved | None:
-        if self._is_late:
+        if self.is_late:
             return None
         solved = self.model.fastest(budget_bytes, time_limit_s=self._share_s, gap=self._gap)
         if solved.is_bound:
@@ -183,7 +183,8 @@ class Search:
         return self.deadline_s - time.perf_counter()
 
     @property
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
+        """Whether the time is over."""
         return self._left_s <= 0
 
     @property

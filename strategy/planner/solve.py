@@ -112,7 +112,7 @@ def pareto(
         regather: Whether parameters are gathered again.
         num_points: How many budgets, evenly from the least that can be possible to that of the free wins.
         generator_state_bytes: Of a random operation that is computed again.
-        time_limit_s: For the whole curve.
+        time_limit_s: For the whole curve; points for the smallest budgets are left out when it is over.
 
     Returns:
         Points with rising budgets and falling time; the last one costs nothing.
@@ -121,12 +121,16 @@ def pareto(
     free = problem.evaluate(problem.free)
     search = problem.search(time.perf_counter() + time_limit_s)
     least_bytes = search.least_possible()
-    points = []
-    for number in range(num_points - 1):
+    points, us = [(free.peak_bytes, 0.0)], 0.0
+    for number in range(num_points - 2, -1, -1):
+        if search.is_late:
+            break
         budget_bytes = least_bytes + (free.peak_bytes - least_bytes) * number // (num_points - 1)
         search.add_moments(free, budget_bytes)
-        points.append((int(budget_bytes), search.relaxed_us(budget_bytes)))
-    return [*points, (free.peak_bytes, 0.0)]
+        # What bounds the time of a larger budget bounds that of a smaller one.
+        us = max(us, search.relaxed_us(budget_bytes))
+        points.append((int(budget_bytes), us))
+    return points[::-1]
 
 
 def _last_resort(search: Search, budget_bytes: int) -> Evaluated:
