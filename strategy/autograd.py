@@ -10,12 +10,16 @@ One `torch.autograd.Function` per call, so that (unlike in Thunder's own connect
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Differentiable:
     lists. The gradients of inputs that are not reached are thrown away."""
     output_depends_on: tuple[frozenset[int], ...]
     """For each output, the inputs it has a gradient with respect to; empty: not differentiable."""
+    planned_gradients: frozenset[int] | None = None
+    """Outputs whose gradients the memory plan counts as the caller's; None: all."""
 
 
 def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -64,6 +70,7 @@ class _Compiled(torch.autograd.Function):
                 "backward has no derivative of its own. Compute higher derivatives outside of the compiled module."
             )
         function = ctx.function
+        _note_unplanned(function.planned_gradients, grad_outputs)
         wanted = _reached(function.output_depends_on, grad_outputs)
         cotangents = [
             _cotangent(gradient, like)
@@ -100,6 +107,23 @@ def _take_saved(ctx: Any) -> list[Tensor]:
         ) from error
     ctx.maybe_clear_saved_tensors()
     return saved
+
+
+def _note_unplanned(planned: frozenset[int] | None, grad_outputs: Sequence[Tensor | None]) -> None:
+    unplanned = [
+        g for i, g in enumerate(grad_outputs) if g is not None and i not in (planned or ())
+    ]
+    if planned is not None and unplanned:
+        nbytes = sum(g.untyped_storage().nbytes() for g in unplanned)
+        _warn_once(
+            f"backward got gradients of outputs besides the loss, up to {nbytes:,} bytes that the memory plan does not "
+            "count; leave room for them with memory.reserve, or return the loss alone."
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
 
 
 def _reached(

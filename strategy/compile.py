@@ -68,7 +68,7 @@ from thunder_memsave.passes.lost_writes import refuse_lost_writes  # noqa: E402
 from thunder_memsave.passes.schedule import schedule, two_largest_blocks  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.planner.graph import StorageKind  # noqa: E402
-from thunder_memsave.planning import Arguments, MemoryPlanner  # noqa: E402
+from thunder_memsave.planning import Arguments, MemoryPlanner, differentiated  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
 _MANY_CAPTURES = 8
@@ -451,7 +451,10 @@ def _training(
                 return differentiate(saved, cotangents)
 
         function = autograd.Differentiable(
-            forward=run_forward, backward=run_backward, output_depends_on=depends_on
+            forward=run_forward,
+            backward=run_backward,
+            output_depends_on=depends_on,
+            planned_gradients=differentiated(forward.output[0]["output"]),
         )
         computed = autograd.run(function, (*inputs, *lowered.constants))
         return lowered.outputs(inputs, computed)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from thunder_memsave import compat
 
 compat.apply()
 
+from thunder.core import dtypes  # noqa: E402
+from thunder.core.prims import PrimIDs  # noqa: E402
+from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
 from thunder_memsave.agreement import broadcast, is_rank_zero, together  # noqa: E402
@@ -31,6 +35,7 @@ from thunder_memsave.pins import pin_of  # noqa: E402
 from thunder_memsave.planner.cost import costs_us  # noqa: E402
 from thunder_memsave.planner.graph import (  # noqa: E402
     Device,
+    Op,
     Plan,
     Program,
     StepMemory,
@@ -135,6 +140,7 @@ class MemoryPlanner:
         graph = training_graph(
             trace, kinds=arguments.kinds, tensors=arguments.tensors, known=self._known
         )
+        graph = _with_zeros(graph, trace)
         memory = self._step_memory()
         memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
         attempt = _Attempt(trace, graph, arguments, finish, self._known, memory)
@@ -259,6 +265,8 @@ class _Attempt:
             kinds=self.arguments.kinds,
             tensors=self.arguments.tensors,
             known=self.known,
+            differentiated=differentiated(flat_outputs(self.trace)),
+            accumulates=self.memory.gradient_bytes > 0,
         )
         profile = simulate(ran, self.memory)
         if plan is not None:
@@ -277,6 +285,61 @@ class _Attempt:
         storages = self.graph.storages
         storage_of = self.graph.storage_of.items()
         return frozenset(name for name, s in storage_of if storages[s].name in plan.keep)
+
+
+def flat_outputs(trace: TraceCtx) -> Sequence[Any]:
+    """What forward returns, of a joint trace; nothing of any other."""
+    symbols = trace.bound_symbols
+    return symbols[-1].args[0]["fw_flat_out"] if is_joint(symbols) else ()
+
+
+def differentiated(outputs: Sequence[Any]) -> frozenset[int] | None:
+    """Numbers of the outputs that the caller is taken to pass a gradient for: losses, where there are any; None: all.
+
+    A loss is a single number, as transformers' models return it before their logits.
+    """
+    losses = {
+        number
+        for number, o in enumerate(outputs)
+        if isinstance(o, TensorProxy) and o.ndim == 0 and dtypes.is_inexact_dtype(o.dtype)
+    }
+    return frozenset(losses) or None
+
+
+def _with_zeros(graph: TrainingGraph, trace: TraceCtx) -> TrainingGraph:
+    """Let backward begin with the zeros that autograd.py makes for outputs without a gradient."""
+    outputs = flat_outputs(trace)
+    expected = differentiated(outputs)
+    if expected is None:
+        return graph
+    others = {o.name for n, o in enumerate(outputs) if isinstance(o, Proxy) and n not in expected}
+    names = [
+        b.output.name
+        for b in trace.bound_symbols
+        if b.sym.id is PrimIDs.GET_GRAD and b.args[0].name in others
+    ]
+    zeros = tuple(_zeros(graph, name) for name in names)
+    made = frozenset(s for op in zeros for s in op.makes)
+    forward, backward = graph.ops[: graph.num_forward], graph.ops[graph.num_forward :]
+    return replace(
+        graph, ops=(*forward, *zeros, *backward), cotangents=frozenset(graph.cotangents - made)
+    )
+
+
+def _zeros(graph: TrainingGraph, name: str) -> Op:
+    storage = graph.storage_of[name]
+    nbytes = graph.storages[storage].nbytes
+    return Op(
+        symbol="zeros",
+        index=-1 - storage,  # none of the trace's
+        arguments=(),
+        results=(name,),
+        reads=(),
+        makes=(storage,),
+        peak_bytes=nbytes,
+        repeat="no",
+        moved_bytes=nbytes,
+    )
 
 
 def structure_of(graph: TrainingGraph) -> str:

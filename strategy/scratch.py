@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,7 +118,7 @@ def _measured(operation: Operation, found: OpProfile) -> int | None:
             run = _run_of(operation, arguments)
             return _cpu_peak_bytes(run) if device_type == "cpu" else _cuda_peak_bytes(run)
     except (RuntimeError, IndexError, ValueError) as error:  # out of memory, or zeros are refused
-        _log.warning("%s could not be measured, so its scratch is bounded: %s", found.key, error)
+        _log.info("%s could not be measured, so its scratch is bounded: %s", found.key, error)
         return None
 
 
@@ -134,6 +135,8 @@ def _device_type(operation: Operation) -> str:
 
 
 def _cpu_peak_bytes(run: Callable[[], None]) -> int:
+    # Else the profiler writes two lines to stderr for each operation; it reads this once, at its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         run()
     assert seen.profiler is not None
