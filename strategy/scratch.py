@@ -135,9 +135,8 @@ def _device_type(operation: Operation) -> str:
 
 
 def _cpu_peak_bytes(run: Callable[[], None]) -> int:
-    # Else the profiler writes two lines to stderr for each operation; it reads this once, at its first use.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    cpu = [ProfilerActivity.CPU]
+    with _quiet(), profile(activities=cpu, profile_memory=True, acc_events=True) as seen:
         run()
     assert seen.profiler is not None
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -146,6 +145,19 @@ def _cpu_peak_bytes(run: Callable[[], None]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return int(peak)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Else the profiler writes two lines to stderr for each operation; it reads this once, at its first use."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
 
 
 def _cuda_peak_bytes(run: Callable[[], None]) -> int:
