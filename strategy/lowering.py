@@ -35,7 +35,7 @@ from thunder.core.langctxs import (  # noqa: E402
     set_langctx,
 )
 from thunder.core.proxies import DistParallelType, TensorProxy  # noqa: E402
-from thunder.core.symbol import Symbol  # noqa: E402
+from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
 from thunder.torch import _torch_to_thunder_function_map  # noqa: E402
 
@@ -196,7 +196,14 @@ class _Lowering:
         locate(self.trace.scopes[-1][num_symbols:], place)
         if (number := node.meta.get(REGION)) is not None:
             mark(self.trace.scopes[-1][num_symbols:], Region(number))
+        for bsym in self.trace.scopes[-1][num_symbols:]:
+            if self._is_torchs_own(bsym) and is_random(node):
+                bsym.tags.add(prims.OpTags.RANDOM_OP)
         return result
+
+    def _is_torchs_own(self, bsym: BoundSymbol) -> bool:
+        """Whether it is a function of PyTorch of which Thunder knows nothing but the shape of the result."""
+        return bsym.sym.executor is self.opaque or _is_auto_registered(bsym.sym)
 
     def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         self.trace.set_current_source_location(self._where(node), None)

@@ -61,7 +61,7 @@ def is_random(node: fx.Node) -> bool:
         return argument.meta.get("example_value")
 
     args, kwargs = fx.node.map_arg(node.args, fake), fx.node.map_arg(node.kwargs, fake)
-    mode = _fake_mode((args, kwargs))
+    mode = _fake_mode((args, kwargs, fake(node)))
     if mode is None:
         return False
     with mode, seen:

@@ -3,9 +3,9 @@
 `drawing(symbol)` stands for the operation in forward, and also returns the state that its generator had before;
 `replaying(symbol)` gives the same numbers from that state, and leaves the generator as it is:
 
-    (t1, state) = uniform_drawing((2, 4), 0.0, 1.0, device=cpu, dtype=float32)
+    (t1, state) = uniform_cpu_n0_drawing((2, 4), 0.0, 1.0, device=cpu, dtype=float32)
     ...
-    bw_t1 = uniform_replaying(state, (2, 4), 0.0, 1.0, device=cpu, dtype=float32)
+    bw_t1 = uniform_cpu_n0_replaying(state, (2, 4), 0.0, 1.0, device=cpu, dtype=float32)
 
 A state is a uint8 tensor on the CPU: 16 bytes (seed and offset) for CUDA, 5056 for the CPU's Mersenne twister. It is
 read without waiting for the device.
@@ -14,7 +14,7 @@ read without waiting for the device.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,8 @@ register_executor(_executor)
 
 def draws_random_numbers(bsym: BoundSymbol) -> bool:
     """Whether running this symbol of an executed trace moves a generator on."""
-    if bsym.sym.name in _UNTAGGED or OpTags.RANDOM_OP in (bsym.sym.tags or ()):
+    # `lowering` tags the symbols of functions of which Thunder does not know that they draw.
+    if bsym.sym.name in _UNTAGGED or OpTags.RANDOM_OP in (*bsym.tags, *(bsym.sym.tags or ())):
         return True
     return _drops_out(bsym) or any(map(draws_random_numbers, bsym.subsymbols))
 
@@ -87,22 +88,23 @@ def replay(bsym: BoundSymbol) -> Replay:
     return Replay(drawing.from_bsym(tags=set(bsym.tags)), state)
 
 
-_pairs: dict[tuple[str, int], tuple[Symbol, Symbol]] = {}
+_pairs: dict[tuple[str, str, int], tuple[Symbol, Symbol]] = {}
 
 
 def _pair(bsym: BoundSymbol) -> tuple[Symbol, Symbol]:
     """The two operators for this symbol's; each is registered once."""
-    function = _function(bsym)
+    function, device = _function(bsym), devices.to_torch_device(_device(bsym))
     assert function is not None
-    key = (bsym.sym.name, id(function))
+    key = (bsym.sym.name, str(device), id(function))
     if key not in _pairs:
-        name = bsym.sym.name if all(n != bsym.sym.name for n, _ in _pairs) else f"{key[0]}_{key[1]}"
+        # Operators are known by their names.
+        name = "_".join((bsym.sym.name, device.type, f"n{len(_pairs)}"))
         _pairs[key] = (
             _executor.register_operator(
-                f"{name}_drawing", meta=_drawing_meta(bsym.sym), fn=_drawing(function)
+                f"{name}_drawing", meta=_drawing_meta(bsym.sym), fn=_drawing(function, device)
             ),
             _executor.register_operator(
-                f"{name}_replaying", meta=_replaying_meta(bsym.sym), fn=_replaying(function)
+                f"{name}_replaying", meta=_replaying_meta(bsym.sym), fn=_replaying(function, device)
             ),
         )
     return _pairs[key]
@@ -143,28 +145,21 @@ def _replaying_meta(symbol: Symbol) -> Callable[..., Any]:
     return lambda _state, *args, **kwargs: symbol.meta(*args, **kwargs)
 
 
-def _drawing(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+def _drawing(function: Callable[..., Any], device: torch.device) -> Callable[..., tuple[Any, ...]]:
     def draw(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        state = _state(_device_of_call(args, kwargs))
+        state = _state(device)
         outputs = function(*args, **kwargs)
         return (*(outputs if isinstance(outputs, tuple) else (outputs,)), state)
 
     return draw
 
 
-def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
+def _replaying(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     def run(state: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _generator_at(state, _device_of_call(args, kwargs)):
+        with _generator_at(state, device):
             return function(*args, **kwargs)
 
     return run
-
-
-def _device_of_call(args: Sequence[Any], kwargs: Any) -> torch.device:
-    """Whose default generator the call draws from."""
-    if isinstance(device := kwargs.get("device"), torch.device | str):
-        return torch.device(device)
-    return next(a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
 
 
 def _state(device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from thunder.core import prims
@@ -13,6 +14,7 @@ from thunder.core.transform_common import dce
 
 from passes import contract
 from thunder_memsave.passes import JOINT_PASSES, JointPass, gather_in_compute_dtype, regather
+from thunder_memsave.passes.recompute import recompute
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks these on two ranks.
 NEED_RANKS = (gather_in_compute_dtype, regather)
@@ -22,6 +24,11 @@ def test_every_pass_satisfies_the_contract() -> None:
     for run in JOINT_PASSES:
         contract.check(run, name=run.__name__, changes_the_probe=run not in NEED_RANKS)
         contract.check_identity(run, name=run.__name__)
+
+
+def test_recompute_satisfies_the_contract() -> None:
+    contract.check(partial(recompute, keep=frozenset()), name="recompute")
+    contract.check_identity(partial(recompute, keep=frozenset()), name="recompute")
 
 
 def recompute_one(trace: TraceCtx) -> TraceCtx:
