@@ -19,6 +19,7 @@ from thunder_memsave import callbacks
 from thunder_memsave.config import CompileConfig, MemoryConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.model.adapters import _METHODS
+from thunder_memsave.finetune.plan_command import parse_options
 from thunder_memsave.finetune.run_file.foreign_names import FOREIGN_NAMES
 from thunder_memsave.finetune.run_file.parse import load_run_config
 
@@ -113,7 +114,9 @@ def test_a_command_line_is_one_that_the_program_takes(command: str, tmp_path: Pa
         assert arguments[0] in ("list", "show", "copy")
         assert set(arguments[1:2]) <= SHIPPED.keys()
         return
-    assert verb in ("train", "validate")
+    assert verb in ("train", "validate", "plan")
+    if verb == "plan":
+        _, arguments = parse_options(arguments)
     config, *overrides = arguments
     if config == "--help":
         return

@@ -61,6 +61,8 @@ class RunPlan:
     refusal: BudgetError | None
     smallest_bytes: int
     """Of the budgets for which a plan was found."""
+    loss_bytes: int
+    """Of what the call's memory counts as `other`, the most that the loss takes outside of what is compiled."""
     curve: tuple[tuple[int, float], ...]
     """Budgets, and the microseconds of computing again below which there is no plan for them."""
 
@@ -99,8 +101,10 @@ def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
     model.train()
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
+        loss_bytes = _loss_bytes(config, model, num_rows=sizes.micro_batch_size)
+        accumulates = sizes.gradient_accumulation_steps > 1
         memory = _step_memory(
-            config, model, device, accumulates=sizes.gradient_accumulation_steps > 1
+            config, model, device, accumulates=accumulates, other_bytes=loss_bytes
         )
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
         batch = _batch(config, num_rows=sizes.micro_batch_size)
@@ -124,8 +128,9 @@ def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
         budget_bytes=budget_bytes,
         call=call,
         refusal=planner.refusal,
-        smallest_bytes=planner.smallest_bytes(call),
-        curve=planner.curve(call),
+        smallest_bytes=(smallest := planner.smallest_bytes(call)),
+        loss_bytes=loss_bytes,
+        curve=tuple(point for point in planner.curve(call) if point[0] >= smallest),
     )
 
 
@@ -243,7 +248,7 @@ def _batch(config: RunConfig, *, num_rows: int) -> dict[str, Any]:
 
 
 def _step_memory(
-    config: RunConfig, model: nn.Module, device: Device, *, accumulates: bool
+    config: RunConfig, model: nn.Module, device: Device, *, accumulates: bool, other_bytes: int
 ) -> StepMemory:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build(config.optimizer, trained, where="optimizer", default_module="torch.optim")
@@ -252,7 +257,7 @@ def _step_memory(
         [optimizer],
         clip=None if max_norm is None else partial(_clip, max_norm=max_norm),
         accumulates=accumulates,
-        other_bytes=_loss_bytes(config, model),
+        other_bytes=other_bytes,
         device_type="" if device.name == "cpu" else "cuda",
     )
 
@@ -261,7 +266,7 @@ def _clip(parameters: list[nn.Parameter], *, max_norm: float) -> Tensor:
     return clip_norm(parameters, max_norm=max_norm, error_if_nonfinite=False, data_parallel=None)
 
 
-def _loss_bytes(config: RunConfig, model: Any) -> int:
-    num_rows = config.train.micro_batch_size or 1
+def _loss_bytes(config: RunConfig, model: Any, *, num_rows: int) -> int:
+    """A bound that holds at every moment, where the loss takes it between forward and backward only."""
     num_logits = num_rows * config.data.max_seq_length * model.config.get_text_config().vocab_size
     return int(num_logits) * _LOSS_BYTES_PER_LOGIT
