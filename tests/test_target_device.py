@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from thunder_memsave.process_group import make_data_parallel
 from thunder_memsave.target_device import fake_ranks, stand_in, without_memory
 
 LENGTH = 8192
-SHAPE_OF_8B = {
+SHAPE_OF_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -34,8 +35,9 @@ NUM_LAYERS = 2
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
     with torch.device("meta"):
-        config = LlamaConfig(**SHAPE_OF_8B, num_hidden_layers=NUM_LAYERS)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        shape = LlamaConfig(**SHAPE_OF_8B, num_hidden_layers=NUM_LAYERS)
+        model: Any = LlamaForCausalLM(shape)
+        model = model.to(torch.bfloat16)
     ids = without_memory(torch.Size((1, LENGTH)), torch.int64)
     mask = without_memory(torch.Size((1, 1, LENGTH, LENGTH)), torch.bool)
     batch = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
@@ -91,7 +93,7 @@ def test_tensors_without_memory_hold_none() -> None:
 
 def test_a_model_keeps_its_ties_and_its_buffers() -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(
+        model: Any = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=32,
                 hidden_size=16,
