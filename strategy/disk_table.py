@@ -10,7 +10,9 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Where this user's caches are: `$XDG_CACHE_HOME/thunder_memsave`, by default under `~/.cache`."""
+    """Where this user's caches are: `$THUNDER_MEMSAVE_CACHE`, else `~/.cache/thunder_memsave` or what XDG says."""
+    if own := os.environ.get("THUNDER_MEMSAVE_CACHE"):
+        return Path(own)
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "thunder_memsave"
 
@@ -45,7 +47,7 @@ class DiskTable:
         numbers = {**self._read(), **self._numbers}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self._path, json.dumps({"of": self._environment, "numbers": numbers}))
+            replace_file(self._path, json.dumps({"of": self._environment, "numbers": numbers}))
         except OSError:
             return
         self._is_changed = False
@@ -57,7 +59,7 @@ class DiskTable:
             return {}
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write at once, so that no process reads half a file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -29,9 +29,11 @@ from thunder_memsave.errors import BudgetError, PlanError  # noqa: E402
 from thunder_memsave.extract import profiles, program, training_graph  # noqa: E402
 from thunder_memsave.missing_ranks import collective  # noqa: E402
 from thunder_memsave.op_profile import OpProfiles  # noqa: E402
+from thunder_memsave.passes.checkpoint_regions import checkpointed  # noqa: E402
 from thunder_memsave.passes.recompute import recompute  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.pins import pin_of  # noqa: E402
+from thunder_memsave.plan_cache import cache_plan, cached_plan, plan_key  # noqa: E402
 from thunder_memsave.planner.cost import costs_us  # noqa: E402
 from thunder_memsave.planner.graph import (  # noqa: E402
     Device,
@@ -42,6 +44,7 @@ from thunder_memsave.planner.graph import (  # noqa: E402
     StorageKind,
     TrainingGraph,
 )
+from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES  # noqa: E402
 from thunder_memsave.planner.simulate import Profile, simulate  # noqa: E402
 from thunder_memsave.planner.solve import solve  # noqa: E402
 from thunder_memsave.scratch import MeasuredScratch, bounded_scratch  # noqa: E402
@@ -51,6 +54,7 @@ Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
 """A joint trace to the forward and backward that run; an inference trace to itself and None."""
 
 _MOST_ROUNDS = 8
+_CUDA_GENERATOR_BYTES = 16  # seed and offset
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +114,7 @@ class MemoryPlanner:
         self._budget_bytes = budget_bytes
         self._data_parallel = data_parallel
         self._step_memory = step_memory
+        self._device_type = device_type
         scratch = bounded_scratch if device_type else _measured_scratch()
         self._known = profiles(scratch=scratch, device_type=device_type)
         self._agreed: dict[str, Plan] = {}
@@ -146,6 +151,8 @@ class MemoryPlanner:
         attempt = _Attempt(trace, graph, arguments, finish, self._known, memory)
         call = self._planned(attempt) if is_joint(trace.bound_symbols) else attempt.run(None)
         self.calls.append(call)
+        if not self._device_type:
+            _measured_scratch().save()
         return call.trace
 
     def _planned(self, attempt: _Attempt) -> PlannedCall:
@@ -208,26 +215,52 @@ class MemoryPlanner:
         gathered = (
             {s.name for s in graph.storages if s.kind == "gathered"} if self._regathers else set()
         )
-        try:
-            plan = solve(
+        keep = _made_in(graph, pins, "keep") - gathered
+        again = _made_in(graph, pins, "recompute") | gathered | checkpointed(attempt.trace)
+        again &= {s.name for s in graph.storages}
+        costs = costs_us(graph, self._device)
+
+        def make() -> Plan:
+            return solve(
                 graph,
                 policy=memory.policy,
                 budget_bytes=target_bytes,
-                costs_us=costs_us(graph, self._device),
+                costs_us=costs,
                 memory=attempt.memory,
-                keep=_made_in(graph, pins, "keep") - gathered,
-                recompute=_made_in(graph, pins, "recompute") | gathered,
+                keep=keep,
+                recompute=again,
                 regather=self._regathers,
+                generator_state_bytes=self._generator_state_bytes,
             )
+
+        if target_bytes is None:
+            return make()
+        key = plan_key(
+            graph,
+            budget_bytes=target_bytes,
+            costs_us=costs,
+            memory=attempt.memory,
+            keep=keep,
+            recompute=again,
+        )
+        if (known := cached_plan(key)) is not None:
+            return known
+        try:
+            plan = replace(make(), budget_bytes=self._budget_bytes)
         except BudgetError as error:
-            if target_bytes is None or error.smallest_bytes is None or error.bound_bytes is None:
+            if error.smallest_bytes is None or error.bound_bytes is None:
                 raise
             raise BudgetError.no_plan(
                 budget_bytes=target_bytes + excess_bytes,
                 smallest_bytes=error.smallest_bytes + excess_bytes,
                 bound_bytes=error.bound_bytes,
             ) from None
-        return replace(plan, budget_bytes=self._budget_bytes)
+        cache_plan(key, plan)
+        return plan
+
+    @property
+    def _generator_state_bytes(self) -> int:
+        return CPU_GENERATOR_STATE_BYTES if self._device.name == "cpu" else _CUDA_GENERATOR_BYTES
 
     @property
     def _regathers(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ import torch.distributed as dist
 from thunder_memsave import compat
 
 compat.apply()  # before a test module imports thunder
+
+# Plans and measurements of a test are no other run's; processes that it starts see them.
+_CACHE = tempfile.TemporaryDirectory(prefix="thunder_memsave-")
+os.environ["THUNDER_MEMSAVE_CACHE"] = _CACHE.name
 
 # Libraries write these for the rest of the process, and reading them again changes nothing.
 _SET_BY_LIBRARIES = (

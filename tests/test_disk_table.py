@@ -49,6 +49,9 @@ def test_a_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 def test_the_cache_follows_the_users_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("THUNDER_MEMSAVE_CACHE", str(tmp_path / "own"))
+    assert cache_directory() == tmp_path / "own"
+    monkeypatch.delenv("THUNDER_MEMSAVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "thunder_memsave"
     monkeypatch.delenv("XDG_CACHE_HOME")

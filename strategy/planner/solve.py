@@ -139,12 +139,8 @@ def _last_resort(search: Search, budget_bytes: int) -> Evaluated:
     if smallest.peak_bytes <= budget_bytes:
         return smallest
     bound = min(int(search.bound_bytes), smallest.peak_bytes)
-    raise BudgetError(
-        f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget for "
-        f"which one was found is {smallest.peak_bytes:,} bytes, and below {bound:,} there is none. Raise the budget "
-        "to that, lower the micro-batch size or the sequence length, or shard over more ranks.",
-        smallest_bytes=smallest.peak_bytes,
-        bound_bytes=bound,
+    raise BudgetError.no_plan(
+        budget_bytes=budget_bytes, smallest_bytes=smallest.peak_bytes, bound_bytes=bound
     )
 
 

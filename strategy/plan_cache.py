@@ -1,0 +1,62 @@
+"""Plans in the user's cache directory: a run that was planned before starts without solving again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Sequence, Set
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from thunder_memsave.disk_table import cache_directory, replace_file
+from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
+
+
+def plan_key(
+    graph: TrainingGraph,
+    *,
+    budget_bytes: int,
+    costs_us: Sequence[float],
+    memory: StepMemory,
+    keep: Set[str],
+    recompute: Set[str],
+) -> str:
+    """A hash of all that a plan within a budget depends on, the versions of torch and of this package included."""
+    digest = hashlib.sha256()
+    versions = (torch.__version__, importlib.metadata.version("thunder-memsave"))
+    asked = (versions, budget_bytes, memory, sorted(keep), sorted(recompute), graph.num_forward)
+    for part in (asked, graph.storages, graph.ops, costs_us):
+        digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def cached_plan(key: str, *, directory: Path | None = None) -> Plan | None:
+    """The plan of an earlier run; None where there is none that can be read.
+
+    Args:
+        key: `plan_key(...)`.
+        directory: Of the files; that of this user's caches unless given.
+    """
+    try:
+        values = json.loads(_path(key, directory).read_text(encoding="utf-8"))
+        decisions = tuple(Decision(**d) for d in values.pop("decisions"))
+        return Plan(**{**values, "keep": frozenset(values["keep"]), "decisions": decisions})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def cache_plan(key: str, plan: Plan, *, directory: Path | None = None) -> None:
+    """Write a plan. A directory that cannot be written to is no error: the next run solves again."""
+    path = _path(key, directory)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps({**asdict(plan), "keep": sorted(plan.keep)}))
+    except OSError:
+        return
+
+
+def _path(key: str, directory: Path | None) -> Path:
+    return (directory or cache_directory()) / "plans" / f"{key}.json"
