@@ -3,8 +3,10 @@
 Applied at any budget. Each storage is kept once, whatever views of it are called; views, casts, masks, comparisons,
 constants and elementwise values are computed again where that leaves less to keep. Matrix products, attention,
 reductions of much data, random numbers and collectives never are. The choice is an optimum: the least of kept bytes
-plus a sixteenth of the bytes that computing again moves. So the time that it adds is bounded: for each byte less that
-is kept, at most sixteen are moved, and eager PyTorch moves at least two, because it writes and reads what it saves.
+plus a tenth of the bytes that computing again moves. So the time that it adds is bounded: for each byte less that is
+kept, at most ten are moved, and eager PyTorch moves at least two, because it writes and reads what it saves. With fewer
+than ten, GPT-2 in bfloat16 keeps more than in eager PyTorch, whose kernels compute the same again inside of themselves;
+with sixteen, a step of a small GPT-2 in float32 moves 23 % more than with nothing computed again, with ten 13 %.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from thunder_memsave.planner.graph import Op, TrainingGraph
 from thunder_memsave.planner.linear import LinearProgram
 from thunder_memsave.planner.needs import Needs, needs
 
-MOVED_PER_KEPT_BYTE = 16
+MOVED_PER_KEPT_BYTE = 10
 _REDUCTION = 16
 """An operation that reads so many times what it makes is a reduction; a comparison of two int64 reads 16 times that."""
 
