@@ -26,6 +26,7 @@ _KINDS = {
     "optimizer": "optimizer state",
     "other": "everything else that stays",
     "update": "optimizer's update",
+    "loss": "the loss, outside of the model",
 }
 
 

@@ -47,6 +47,8 @@ class Evaluated:
         for number, (step, nbytes) in enumerate(
             zip(self.program.steps, self.profile.step_peak_bytes, strict=True)
         ):
+            if number == self.program.num_forward and self.evaluator.memory.between_bytes:
+                yield Moment("forward", number), self.profile.between_peak_bytes
             if number < self.program.num_forward:
                 yield Moment("forward", number), nbytes
             elif step.is_repeated:

@@ -136,6 +136,9 @@ class StepMemory:
     """The optimizer's state."""
     other_bytes: int = 0
     """Parameters and buffers of the module that this call does not read, other models, anything that stays."""
+    between_bytes: int = 0
+    """The most that the caller allocates between forward and backward, beside forward's outputs: its loss, and what it
+    differentiates of that, the gradients of the outputs among it."""
     update_peak_bytes: int = 0
     """The most that clipping and `optimizer.step()` allocate beside what is there already."""
 

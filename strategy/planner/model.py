@@ -31,7 +31,7 @@ class Moment(NamedTuple):
 
     phase: Literal["forward", "backward", "again"]
     position: int
-    """Of an operation of forward, or of backward."""
+    """Of an operation of forward, or of backward. After forward's last, in forward: while the caller has a loss."""
     op: int = -1
     """`again`: the operation of forward that runs a second time, before the operation of backward at `position`."""
 
@@ -95,7 +95,7 @@ class PeakModel:
 
 @dataclass(frozen=True)
 class _Constants:
-    """What is live under any plan: during operations of forward, before and during those of backward."""
+    """What is live under any plan: during operations of forward and after it, before and during those of backward."""
 
     forward: np.ndarray
     before: np.ndarray
@@ -110,6 +110,7 @@ def _constants(needs: Needs, memory: StepMemory) -> _Constants:
     during = np.array(profile.step_peak_bytes, dtype=float)
     live = np.array(profile.live_bytes[:-1], dtype=float)
     forward, backward = np.split(during, [graph.num_forward])
+    forward = np.append(forward, float(profile.between_peak_bytes))
     before = live[graph.num_forward :]
     for storage, first in needs.first.items():
         nbytes = graph.storages[storage].nbytes

@@ -66,6 +66,7 @@ class QuickSimulation:
         for number in range(graph.num_forward):
             total += waiting[number]
             self._during.append(profile.step_peak_bytes[number] - total)
+        self._during.append(profile.between_peak_bytes - total - waiting[graph.num_forward])
         kept = sum(self._nbytes[s] for s in needs.first)
         self._before_backward = profile.live_bytes[graph.num_forward] - kept
         self._update_bytes = max(profile.update_peak_bytes, profile.live_bytes[-1])

@@ -7,7 +7,7 @@ is in pieces is not part of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,19 +21,22 @@ class Profile:
     """Memory over one training step. All in bytes, and with what `StepMemory` adds."""
 
     peak_bytes: int
-    """The most of forward, backward and update."""
+    """The most of forward, what the caller does between, backward and update."""
     peak_step: int
-    """The step of the program during which that is; its number of steps where it is the optimizer's update."""
+    """The step of the program during which that is, or before which, where it is between forward and backward; its
+    number of steps where it is the optimizer's update."""
     peak_bytes_by_kind: Mapping[StorageKind | str, int]
     """What the peak consists of: storages by kind; what the operation itself allocates as `inside`; and of
-    `StepMemory` `accumulated`, `optimizer`, `other` and, in the update, `update`."""
+    `StepMemory` `accumulated`, `optimizer`, `other`, in the update `update`, and between forward and backward `loss`,
+    which has the gradients of the outputs in it."""
     live_bytes: tuple[int, ...]
     """Before each step, and after the last."""
     step_peak_bytes: tuple[int, ...]
     """During each step."""
     forward_peak_bytes: int
+    between_peak_bytes: int
+    """While the caller has a loss of its own; 0 for a program without backward, and so are the next two."""
     backward_peak_bytes: int
-    """0 for a program without backward, and so is the next."""
     update_peak_bytes: int
     """During clipping and the optimizer's update, which come after backward."""
 
@@ -53,15 +56,19 @@ def simulate(program: Program, memory: StepMemory = _NOTHING_ELSE) -> Profile:
         before + step.op.peak_bytes for before, step in zip(live, program.steps, strict=False)
     ]
     forward, backward = during[: program.num_forward], during[program.num_forward :]
+    between = _between_bytes(program, memory, live) if backward else 0
     update = live[-1] + memory.update_peak_bytes if backward else 0
-    peak_step = _first_largest([*during, update if backward else live[-1]])
+    others = [*during, update if backward else live[-1]]
+    is_between = between > max(others)
+    peak_step = program.num_forward if is_between else _first_largest(others)
     return Profile(
-        peak_bytes=max([*during, update, live[-1]]),
+        peak_bytes=max(between, *others),
         peak_step=peak_step,
-        peak_bytes_by_kind=_by_kind_at(program, memory, peak_step),
+        peak_bytes_by_kind=_by_kind_at(program, memory, peak_step, is_between=is_between),
         live_bytes=tuple(live),
         step_peak_bytes=tuple(during),
         forward_peak_bytes=max(forward, default=live[0]),
+        between_peak_bytes=between,
         backward_peak_bytes=max(backward, default=0),
         update_peak_bytes=update,
     )
@@ -84,6 +91,12 @@ def live_bytes_by_kind(program: Program) -> Mapping[StorageKind, tuple[int, ...]
 
 def _constant_bytes(program: Program, memory: StepMemory) -> int:
     return memory.gradient_bytes + memory.optimizer_bytes + memory.other_bytes
+
+
+def _between_bytes(program: Program, memory: StepMemory, live: Sequence[int]) -> int:
+    """While there is a loss; what it ends with are the cotangents, which live from then on."""
+    own = sum(program.storages[s].nbytes for s in program.cotangents)
+    return live[program.num_forward] - own + max(own, memory.between_bytes)
 
 
 def _live_bytes(program: Program, constant_bytes: int) -> Iterator[int]:
@@ -109,8 +122,10 @@ def _first_largest(values: list[int]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
-def _by_kind_at(program: Program, memory: StepMemory, number: int) -> Mapping[str, int]:
-    """Before step `number`, and what it allocates itself."""
+def _by_kind_at(
+    program: Program, memory: StepMemory, number: int, *, is_between: bool
+) -> Mapping[str, int]:
+    """Before step `number`, and what it allocates itself, or the caller before it."""
     parts: dict[str, int] = {
         "accumulated": memory.gradient_bytes,
         "optimizer": memory.optimizer_bytes,
@@ -121,7 +136,10 @@ def _by_kind_at(program: Program, memory: StepMemory, number: int) -> Mapping[st
             parts[storage.kind] = parts.get(storage.kind, 0) + storage.nbytes
         for storage in died:
             parts[storage.kind] -= storage.nbytes
-    if number == len(program.steps):
+    if is_between:
+        parts.pop("cotangent", None)
+        parts["loss"] = memory.between_bytes
+    elif number == len(program.steps):
         parts["update"] = memory.update_peak_bytes if program.num_forward < number else 0
     else:
         parts["inside"] = program.steps[number].op.peak_bytes

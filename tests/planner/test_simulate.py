@@ -44,16 +44,31 @@ def test_a_step_ends_with_the_update_of_the_optimizer() -> None:
     }  # fmt: skip
 
 
-def test_a_program_without_backward_has_no_update() -> None:
+def test_the_callers_loss_counts_between_forward_and_backward_only() -> None:
+    program, alone = order(chain(2)), simulate(order(chain(2)))
+    small = simulate(program, StepMemory(between_bytes=10))
+    assert small.peak_bytes == alone.peak_bytes
+    profile = simulate(program, StepMemory(between_bytes=5000))
+    cotangents = sum(program.storages[s].nbytes for s in program.cotangents)
+    outside = alone.live_bytes[program.num_forward] - cotangents
+    assert profile.between_peak_bytes == profile.peak_bytes == outside + 5000
+    assert profile.peak_step == program.num_forward
+    assert (profile.live_bytes, profile.step_peak_bytes) == (
+        alone.live_bytes,
+        alone.step_peak_bytes,
+    )
+    assert sum(profile.peak_bytes_by_kind.values()) == profile.peak_bytes
+    assert profile.peak_bytes_by_kind["loss"] == 5000
+
+
+def test_a_program_without_backward_has_no_loss_and_no_update() -> None:
     b = GraphBuilder()
     b.input("x", 40, "batch")
     b.op("x", {"y": 10})
-    profile = simulate(order(b.graph(outputs="y")), StepMemory(update_peak_bytes=1000))
-    assert (profile.peak_bytes, profile.backward_peak_bytes, profile.update_peak_bytes) == (
-        50,
-        0,
-        0,
-    )
+    memory = StepMemory(update_peak_bytes=1000, between_bytes=1000)
+    profile = simulate(order(b.graph(outputs="y")), memory)
+    assert (profile.peak_bytes, profile.backward_peak_bytes) == (50, 0)
+    assert (profile.between_peak_bytes, profile.update_peak_bytes) == (0, 0)
 
 
 def test_kinds_sum_to_what_is_live() -> None:
