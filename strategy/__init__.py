@@ -9,7 +9,10 @@
        capture.py    module + first batch -> torch-level graph (Dynamo, guards kept)
        lowering.py   torch-level graph -> Thunder trace, unshard.py: one gather per parameter
        compile.py    the one ordered list: autograd, executors, joint-trace passes, split
-       passes/       trace -> trace, one file each: gather_dtype, regather, lost_writes, schedule
+       planning.py   extract.py: joint trace -> storages and operations, each run once without data
+                     planner/: what to keep, pure Python; agreed on by all ranks, cached on disk,
+                     simulated on the traces that run
+       passes/       trace -> trace, one file each: gather_dtype, regather, recompute, schedule, ...
                                               v
        one training step: forward, backward (accumulation.py), clip, optimizer (nonfinite.py)
                                               v
@@ -25,15 +28,24 @@ from typing import TYPE_CHECKING, Any
 from thunder_memsave.autoload import install as _install
 
 if TYPE_CHECKING:
-    from thunder_memsave.config import CompileConfig, ConfigError, ShardingConfig, StrategyConfig
+    from thunder_memsave.config import (
+        CompileConfig,
+        ConfigError,
+        MemoryConfig,
+        ShardingConfig,
+        StrategyConfig,
+    )
+    from thunder_memsave.errors import BudgetError
     from thunder_memsave.materialize import load_on_setup
     from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "CompileConfig",
     "ConfigError",
+    "MemoryConfig",
     "ShardingConfig",
     "StrategyConfig",
     "ThunderMemsaveStrategy",
@@ -42,8 +54,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "BudgetError": "thunder_memsave.errors",
     "CompileConfig": "thunder_memsave.config",
     "ConfigError": "thunder_memsave.config",
+    "MemoryConfig": "thunder_memsave.config",
     "ShardingConfig": "thunder_memsave.config",
     "StrategyConfig": "thunder_memsave.config",
     "ThunderMemsaveStrategy": "thunder_memsave.strategy",
