@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 ADDRESS = "127.0.0.1"
 SWITCH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 STORE_TIMEOUT = timedelta(seconds=3)
+WAITS_AT_MOST = timedelta(seconds=60)
 
 
 def agent(port: int) -> DynamicRendezvousHandler:
@@ -36,9 +37,9 @@ def agent(port: int) -> DynamicRendezvousHandler:
         min_nodes=2,
         max_nodes=2,
         local_addr=ADDRESS,
-        timeout=RendezvousTimeout(),
+        timeout=RendezvousTimeout(join=WAITS_AT_MOST),
         keep_alive_interval=1,
-        keep_alive_max_attempt=2,
+        keep_alive_max_attempt=4,  # a busy machine delays the heartbeats of the living, too
     )
 
 
@@ -53,7 +54,9 @@ def second_round(pool: ThreadPoolExecutor) -> Iterator[Future[RendezvousInfo]]:
     dead._stop_heartbeats()
     try:
         result = pool.submit(returned.next_rendezvous)
+        end = time.monotonic() + WAITS_AT_MOST.total_seconds()
         while not alive.num_nodes_waiting():
+            assert time.monotonic() < end, "the agent that returned does not wait to be let in"
             time.sleep(0.05)
         assert alive.next_rendezvous().rank == 0
         yield result
