@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric import Fabric
 
 _GIB = 2**30
+
+
+class _Plan(Protocol):
+    @property
+    def predicted_peak_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class _MakesPlans(Protocol):
+    """A strategy of Fabric that knows what a step will take; None before the first step."""
+
+    @property
+    def plan(self) -> _Plan | None: ...
 
 
 class MemoryMonitor:
@@ -19,38 +32,55 @@ class MemoryMonitor:
 
     - `peak_allocated_gib`: what tensors held at most;
     - `peak_reserved_gib`: what the allocator held at most, with what it keeps for later;
-    - `num_alloc_retries`: how often it had to give memory back to go on; each costs time.
+    - `num_alloc_retries`: how often it had to give memory back to go on; each costs time;
+    - `peak_bytes`: the first of these in bytes, to compare with the next.
 
     Elsewhere `process_peak_rss_gib`: what the whole process held at most since it started, with
-    Python and its libraries.
+    Python and its libraries; torch does not count what tensors hold there.
+
+    On every device, where the strategy makes plans, `predicted_peak_bytes`: what the plan says that
+    tensors hold at most.
     """
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._num_retries_before = 0
+        self._strategy: _MakesPlans | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The metrics that this callback adds, known from `on_train_start` on."""
+        planned = () if self._strategy is None else ("predicted_peak_bytes",)
         if self._device is None:
-            return ("process_peak_rss_gib",)
-        return ("peak_allocated_gib", "peak_reserved_gib", "num_alloc_retries")
+            return ("process_peak_rss_gib", *planned)
+        return (
+            "peak_allocated_gib",
+            "peak_reserved_gib",
+            "num_alloc_retries",
+            "peak_bytes",
+            *planned,
+        )
 
     def on_train_start(self, *, fabric: Fabric) -> None:
         """Start from the memory of now."""
         self._device = fabric.device if fabric.device.type == "cuda" else None
+        strategy: object = fabric.strategy
+        self._strategy = strategy if isinstance(strategy, _MakesPlans) else None
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._num_retries_before = self._num_retries()
 
     def on_train_batch_end(self, *, metrics: dict[str, Any]) -> None:
         """Add the metrics of the step."""
+        if self._strategy is not None and self._strategy.plan is not None:
+            metrics["predicted_peak_bytes"] = self._strategy.plan.predicted_peak_bytes
         if self._device is None:
             metrics["process_peak_rss_gib"] = round(_peak_rss_bytes() / _GIB, 4)
             return
         allocated = torch.cuda.max_memory_allocated(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+        metrics["peak_bytes"] = allocated
         metrics["peak_allocated_gib"] = round(allocated / _GIB, 4)
         metrics["peak_reserved_gib"] = round(reserved / _GIB, 4)
         metrics["num_alloc_retries"] = self._num_retries() - self._num_retries_before

@@ -34,15 +34,17 @@ def step_memory(
     clip: Clip | None = None,
     accumulates: bool = False,
     other_bytes: int = 0,
+    between_bytes: int = 0,
     device_type: str = "",
 ) -> StepMemory:
-    """The memory of an update.
+    """The memory of an update, and what is known of the rest of a step.
 
     Args:
         optimizers: Each is updated once per step, one after the other. They are not changed.
         clip: What is called before, with all parameters of the optimizers.
         accumulates: Whether gradients are there before backward, from earlier micro-batches.
         other_bytes: Anything that stays.
+        between_bytes: What the caller's loss takes between forward and backward.
         device_type: Of the planned device, where parameters live on another, such as meta.
 
     Raises:
@@ -57,6 +59,7 @@ def step_memory(
         gradient_bytes=update.gradient_bytes if accumulates else 0,
         optimizer_bytes=state_bytes,
         other_bytes=other_bytes,
+        between_bytes=between_bytes,
         update_peak_bytes=max(first_peak_bytes, update.record.peak_bytes) - state_bytes,
     )
 

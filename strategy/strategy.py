@@ -163,6 +163,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._caller = StepMemory()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
         """Copies of a model that Fabric set up share the strategy, with its process groups."""
@@ -272,13 +273,27 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         clip = partial(clip_norm, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)
         try:
             return step_memory(
-                list(self._optimizers), clip=clip, accumulates=self._accumulation.was_used
+                list(self._optimizers),
+                clip=clip,
+                accumulates=self._accumulation.was_used,
+                other_bytes=self._caller.other_bytes,
+                between_bytes=self._caller.between_bytes,
             )
         except StepMemoryError as error:
             if limited:
                 raise
             _log.warning("the plan counts no optimizer: %s", error)
-            return StepMemory()
+            return self._caller
+
+    def count_caller(self, *, between_bytes: int = 0, other_bytes: int = 0) -> None:
+        """Let plans that are made from now on count what the script itself holds, which they cannot see.
+
+        Args:
+            between_bytes: The most that it allocates between a call's forward and its backward beside the outputs,
+                such as by a loss that is taken outside of the model.
+            other_bytes: What it holds all the time, such as batches that wait.
+        """
+        self._caller = StepMemory(between_bytes=between_bytes, other_bytes=other_bytes)
 
     @property
     def plan(self) -> Plan | None:
@@ -286,8 +301,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         call = self._planned_call()
         return None if call is None else call.plan
 
-    def explain(self) -> str:
+    def explain(self, *, num_rows: int = 40) -> str:
         """The plan as text: what is kept for backward, and what is computed again, with the user's source lines.
+
+        Args:
+            num_rows: Of the table of decisions; the rest is counted.
 
         Raises:
             RuntimeError: nothing was compiled yet.
@@ -298,7 +316,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 "there is no plan yet: it is made when a model that fabric.setup() returned is called for the first "
                 "time with gradients enabled. Run one step first; `thunder-memsave plan` makes one without running."
             )
-        return f"{kinds_table(call.profile)}\n\n{explain(call.plan)}"
+        return f"{kinds_table(call.profile)}\n\n{explain(call.plan, num_rows=num_rows)}"
 
     def _planned_call(self) -> PlannedCall | None:
         calls = [c for m in self._modules if m.planner for c in m.planner.calls if c.plan]

@@ -20,10 +20,14 @@ attention takes (given a boolean one, transformers' eager attention adds it to t
 
 def loss_sum(model: nn.Module, batch: Batch, *, mask: MaskKind) -> Tensor:
     """Run the model and add up the cross-entropy of all target tokens, in float32."""
-    logits = model(**model_inputs(batch, mask=mask)).logits
+    return loss_of_logits(model(**model_inputs(batch, mask=mask)).logits, batch.targets)
+
+
+def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Add up the cross-entropy of all target tokens, in float32."""
     return cross_entropy(
         logits.float().flatten(0, 1),
-        batch.targets.flatten(),
+        targets.flatten(),
         ignore_index=IGNORED,
         reduction="sum",
     )

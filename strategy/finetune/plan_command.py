@@ -127,7 +127,7 @@ def describe_plan(made: RunPlan, config: RunConfig) -> str:
             "",
             "on each rank, when it holds the most:",
             kinds_table(made.call.profile),
-            f"of everything else, the loss outside of the compiled model: {in_units(made.loss_bytes)}",
+            f"between forward and backward, the loss outside of the model takes {in_units(made.loss_bytes)}",
             "",
             explain(plan, num_rows=12),
             "",

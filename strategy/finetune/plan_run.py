@@ -24,9 +24,10 @@ from thunder_memsave.config import StrategyConfig, parse_strategy  # noqa: E402
 from thunder_memsave.errors import BudgetError  # noqa: E402
 from thunder_memsave.finetune.config import RunConfig  # noqa: E402
 from thunder_memsave.finetune.loss import MaskKind, mask_kind  # noqa: E402
+from thunder_memsave.finetune.loss_memory import caller_memory  # noqa: E402
 from thunder_memsave.finetune.model.build import describe_model, precision_of  # noqa: E402
-from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes  # noqa: E402
-from thunder_memsave.finetune.run_file.class_spec import build  # noqa: E402
+from thunder_memsave.finetune.optimizer import make_optimizer  # noqa: E402
+from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes  # noqa: E402
 from thunder_memsave.gradients import clip_norm  # noqa: E402
 from thunder_memsave.pins import check_pins  # noqa: E402
 from thunder_memsave.planner.cost import costs_us  # noqa: E402
@@ -37,10 +38,6 @@ from thunder_memsave.process_group import make_data_parallel  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 from thunder_memsave.step_memory import step_memory  # noqa: E402
 from thunder_memsave.target_device import fake_ranks, stand_in, without_memory  # noqa: E402
-
-# The cross-entropy is taken in float32, outside of what is compiled. When backward begins there are the logarithms of
-# the probabilities, their gradient, and that of the logits.
-_LOSS_BYTES_PER_LOGIT = 3 * 4
 
 # Beside the smallest budget for which there is a plan; passes that come later may need as much.
 _ROOM = 1.1
@@ -62,7 +59,7 @@ class RunPlan:
     smallest_bytes: int
     """Of the budgets for which a plan was found."""
     loss_bytes: int
-    """Of what the call's memory counts as `other`, the most that the loss takes outside of what is compiled."""
+    """The most that the loss takes outside of what is compiled, between forward and backward."""
     curve: tuple[tuple[int, float], ...]
     """Budgets, and the microseconds of computing again below which there is no plan for them."""
 
@@ -101,11 +98,7 @@ def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
     model.train()
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
-        loss_bytes = _loss_bytes(config, model, num_rows=sizes.micro_batch_size)
-        accumulates = sizes.gradient_accumulation_steps > 1
-        memory = _step_memory(
-            config, model, device, accumulates=accumulates, other_bytes=loss_bytes
-        )
+        memory = _step_memory(config, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
         batch = _batch(config, num_rows=sizes.micro_batch_size)
         with _precision(config):
@@ -129,7 +122,7 @@ def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
         call=call,
         refusal=planner.refusal,
         smallest_bytes=(smallest := planner.smallest_bytes(call)),
-        loss_bytes=loss_bytes,
+        loss_bytes=memory.between_bytes,
         curve=tuple(point for point in planner.curve(call) if point[0] >= smallest),
     )
 
@@ -248,25 +241,22 @@ def _batch(config: RunConfig, *, num_rows: int) -> dict[str, Any]:
 
 
 def _step_memory(
-    config: RunConfig, model: nn.Module, device: Device, *, accumulates: bool, other_bytes: int
+    config: RunConfig, model: nn.Module, device: Device, sizes: BatchSizes
 ) -> StepMemory:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = build(config.optimizer, trained, where="optimizer", default_module="torch.optim")
+    device_type = _target(device).type
+    optimizer = make_optimizer(config, trained, device_type=device_type)
     max_norm = config.train.max_grad_norm
+    own = caller_memory(config, model, sizes, device_type=device_type)
     return step_memory(
         [optimizer],
         clip=None if max_norm is None else partial(_clip, max_norm=max_norm),
-        accumulates=accumulates,
-        other_bytes=other_bytes,
+        accumulates=sizes.gradient_accumulation_steps > 1,
+        other_bytes=own.other_bytes,
+        between_bytes=own.between_bytes,
         device_type="" if device.name == "cpu" else "cuda",
     )
 
 
 def _clip(parameters: list[nn.Parameter], *, max_norm: float) -> Tensor:
     return clip_norm(parameters, max_norm=max_norm, error_if_nonfinite=False, data_parallel=None)
-
-
-def _loss_bytes(config: RunConfig, model: Any, *, num_rows: int) -> int:
-    """A bound that holds at every moment, where the loss takes it between forward and backward only."""
-    num_logits = num_rows * config.data.max_seq_length * model.config.get_text_config().vocab_size
-    return int(num_logits) * _LOSS_BYTES_PER_LOGIT

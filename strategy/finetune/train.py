@@ -26,10 +26,13 @@ from thunder_memsave.finetune.fabric import build_fabric
 from thunder_memsave.finetune.job import Job, prepare
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loss import mask_kind
+from thunder_memsave.finetune.loss_memory import caller_memory
 from thunder_memsave.finetune.model.trained_part import trained_part
+from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, says_how
+from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run_directory import how_to_go_on
-from thunder_memsave.finetune.run_file.class_spec import build, import_class
+from thunder_memsave.finetune.run_file.class_spec import import_class
 from thunder_memsave.finetune.stop import (
     NotFiniteError,
     ProcessDiedError,
@@ -40,6 +43,7 @@ from thunder_memsave.finetune.stop import (
 from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError
+from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
 def train(config: RunConfig) -> Path:
@@ -59,7 +63,7 @@ def train(config: RunConfig) -> Path:
 def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     job = prepare(config)
     base = _base_files(job)
-    callbacks = build_callbacks(config, job.directory)
+    callbacks = [*build_callbacks(config, job.directory), PlanShown()]
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
     state: dict[str, Any] = {"step": 0}
@@ -214,8 +218,10 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
             f"cannot load {job.config.model.name_or_path}: {error}", key="model.name_or_path"
         ) from error
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    optimizer = build(
-        job.config.optimizer, trained, where="optimizer", default_module="torch.optim"
+    optimizer = make_optimizer(job.config, trained, device_type=fabric.device.type)
+    own = caller_memory(job.config, job.model, job.batch_sizes, device_type=fabric.device.type)
+    cast(ThunderMemsaveStrategy, fabric.strategy).count_caller(
+        between_bytes=own.between_bytes, other_bytes=own.other_bytes
     )
     # What must be equal on all ranks is made by now; dropout differs from rank to rank.
     torch.manual_seed(job.config.train.seed + fabric.global_rank)
@@ -227,7 +233,9 @@ def _load(
 ) -> None:
     """Load the checkpoint; the optimizer's arguments stay those of this run's file."""
     cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
-    given = inspect.signature(cls).parameters
+    given = set(inspect.signature(cls).parameters)
+    if not says_how(config.optimizer):
+        given -= set(IMPLEMENTATION)  # as the run began, which gives the same bits
     groups = state["optimizer"].param_groups
     arguments = [{key: group[key] for key in group if key in given} for group in groups]
     try:

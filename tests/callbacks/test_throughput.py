@@ -156,13 +156,27 @@ def test_on_cuda_memory_is_the_allocators_peak_since_the_row_before(
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monitor, rows = MemoryMonitor(), [dict[str, Any](), dict[str, Any]()]
-    monitor.on_train_start(fabric=cast(Fabric, SimpleNamespace(device=CUDA)))
+    monitor.on_train_start(fabric=cast(Fabric, SimpleNamespace(device=CUDA, strategy=None)))
     for metrics in rows:
         monitor.on_train_batch_end(metrics=metrics)
-    assert tuple(rows[1]) == monitor.metric_names
-    assert list(rows[0].values()) == [3.0, 4.0, 0]
-    assert list(rows[1].values()) == [3.0, 4.0, 2]
+    assert set(rows[1]) == set(monitor.metric_names)
+    gib, reserved, retries = "peak_allocated_gib", "peak_reserved_gib", "num_alloc_retries"
+    assert rows[0] == {gib: 3.0, reserved: 4.0, retries: 0, "peak_bytes": 3 * 2**30}
+    assert rows[1] == {gib: 3.0, reserved: 4.0, retries: 2, "peak_bytes": 3 * 2**30}
     assert resets == [CUDA] * 3
+
+
+def test_where_the_strategy_makes_plans_their_prediction_is_a_metric() -> None:
+    strategy = SimpleNamespace(plan=None)
+    monitor, before, after = MemoryMonitor(), dict[str, Any](), dict[str, Any]()
+    fabric = SimpleNamespace(device=torch.device("cpu"), strategy=strategy)
+    monitor.on_train_start(fabric=cast(Fabric, fabric))
+    monitor.on_train_batch_end(metrics=before)
+    strategy.plan = SimpleNamespace(predicted_peak_bytes=1234)
+    monitor.on_train_batch_end(metrics=after)
+    assert "predicted_peak_bytes" in monitor.metric_names
+    assert "predicted_peak_bytes" not in before
+    assert after["predicted_peak_bytes"] == 1234
 
 
 @pytest.mark.parametrize(

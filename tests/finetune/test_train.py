@@ -90,6 +90,7 @@ def metrics_of(directory: Path) -> list[dict[str, float]]:
 CLOCKS = (
     "input_tokens_per_s",
     "mfu",
+    "predicted_peak_bytes",
     "process_peak_rss_gib",
     "step_seconds",
     "tokens_per_s",
