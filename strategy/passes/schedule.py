@@ -24,17 +24,18 @@ Small parameters share a collective, and so do small gradients:
     (ft1, ft2) = all_gather_bucket([w1, w2], group, torch.float32)
 
 While an operation runs, the gathered parameters on their way, or there but for later operations, are at most
-`window_bytes`, and the whole gradients that wait for their reduction at most half of that. With a window of 0 only
-parameters that one operation reads are joined. Every rank has the same trace, so all start their collectives in the
-same order.
+`window_bytes`, and the whole gradients that wait for their reduction at most half of that. A parameter that was read
+and will be read again, as a clone does (`recompute`), takes its room in the window; the plan alone decides on those, so
+where they take more than the window nothing else is on its way. With a window of 0 only parameters that one operation
+reads are joined. Every rank has the same trace, so all start their collectives in the same order.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from torch import nn
@@ -116,7 +117,8 @@ class _Schedule:
         self._futures = {
             o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
         }
-        gathers = list(_gathers_in_order(symbols))
+        self._operations = _operations(symbols)
+        gathers = list(_gathers_in_order(symbols, self._operations))
         self._gathered = {g.future for g in gathers}
         self._gathers = _Gathers(gathers, window_bytes, bucket_bytes)
         # A gradient on its way takes twice its bytes: what is sent, and what is received.
@@ -141,6 +143,7 @@ class _Schedule:
             while self._reductions.give_input_to(bsym):
                 yield from self._end_oldest()
             if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
+                self._gathers.reach(self._operations.get(id(bsym), 0))
                 yield from self._gathers.start_early()
             yield from self._reductions.start(bsym)
 
@@ -157,6 +160,8 @@ class _Gather:
     bsym: BoundSymbol
     reader: int
     """Which of the operations that compute reads the parameter first."""
+    held_until: int
+    """Which one begins the last row of operations that all read it; before that it is there but for later ones."""
 
     @property
     def future(self) -> str:
@@ -166,25 +171,76 @@ class _Gather:
     def num_bytes(self) -> int:
         return _nbytes(self.bsym.output)
 
+    @property
+    def num_held_bytes(self) -> int:
+        """Those that stay when the operation has run, for a later one."""
+        return self.num_bytes if self.held_until > self.reader else 0
 
-def _gathers_in_order(symbols: Sequence[BoundSymbol]) -> Iterator[_Gather]:
+
+def _gathers_in_order(
+    symbols: Sequence[BoundSymbol], operations: Mapping[int, int]
+) -> Iterator[_Gather]:
     """Yield the gathers in the order in which they are waited for."""
     starts = {b.output.name: b for b in symbols if is_all_gather(b)}
-    of_one_gather: set[str] = set()
-    num_readers = 0
+    readers, num_operations = _readers(symbols, operations), 0
     for bsym in symbols:
         if is_wait(bsym) and (start := starts.get(bsym.args[0].name)) is not None:
-            yield _Gather(start, num_readers)
-        elif not is_all_gather(bsym) and not _reads_only(bsym, of_one_gather):
-            num_readers += 1
-            continue
-        # The wait, the cut of padding rows, a transpose, ... come before what reads the parameter.
-        of_one_gather.update(o.name for o in bsym.flat_proxy_outs)
+            yield _Gather(
+                start, num_operations, _begin_of_last_row(readers.get(start.output.name, ()))
+            )
+        num_operations += id(bsym) in operations
 
 
-def _reads_only(bsym: BoundSymbol, names: set[str]) -> bool:
+def _operations(symbols: Sequence[BoundSymbol]) -> Mapping[int, int]:
+    """By their ids, the numbers of the symbols that compute; the others only lead up to one.
+
+    The wait, the cut of padding rows, a transpose, ... come before what reads the parameter.
+    """
+    computing = (b for b, source in _with_sources(symbols) if source is None)
+    return {id(b): number for number, b in enumerate(computing)}
+
+
+def _readers(
+    symbols: Sequence[BoundSymbol], operations: Mapping[int, int]
+) -> Mapping[str, Sequence[int]]:
+    """By their futures, which operations read the gathered parameters; none for those that are returned."""
+    readers = defaultdict[str, list[int]](list)
+    source_of: dict[str, str] = {}
+    for bsym, source in _with_sources(symbols):
+        read = {source_of[a.name] for a in bsym.flat_proxy_args if a.name in source_of}
+        if source is not None:
+            source_of.update((o.name, source) for o in bsym.flat_proxy_outs)
+        elif bsym.sym is prims.python_return:
+            readers.update((future, []) for future in read)
+        else:
+            for future in read:
+                readers[future].append(operations[id(bsym)])
+    return readers
+
+
+def _with_sources(
+    symbols: Sequence[BoundSymbol],
+) -> Iterator[tuple[BoundSymbol, str | None]]:
+    """Yield each symbol with the future of the gather that alone decides its results, if there is one."""
+    source_of: dict[str, str] = {}
+    for bsym in symbols:
+        source = bsym.output.name if is_all_gather(bsym) else _only_source(bsym, source_of)
+        if source is not None:
+            source_of.update((o.name, source) for o in bsym.flat_proxy_outs)
+        yield bsym, source
+
+
+def _only_source(bsym: BoundSymbol, source_of: Mapping[str, str]) -> str | None:
     inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
-    return len(inputs) == 1 and inputs[0] in names
+    return source_of.get(inputs[0]) if len(inputs) == 1 else None
+
+
+def _begin_of_last_row(numbers: Sequence[int]) -> int:
+    """Of numbers in order, the first of those at the end that follow on each other; 0 of none."""
+    begin = 0
+    for before, number in pairwise([-2, *numbers]):
+        begin = number if number > before + 1 else begin
+    return begin
 
 
 class _Gathers:
@@ -193,7 +249,12 @@ class _Gathers:
     def __init__(self, gathers: Sequence[_Gather], window_bytes: int, bucket_bytes: int) -> None:
         self._waiting = deque(gathers)
         self._window_bytes, self._bucket_bytes = window_bytes, bucket_bytes
-        self._in_flight: dict[str, int] = {}
+        self._in_flight: dict[str, _Gather] = {}
+        self._held: list[_Gather] = []
+
+    def reach(self, operation: int) -> None:
+        """An operation runs next; what is there for it alone, or for those right after it, is none of the window's."""
+        self._held = [g for g in self._held if g.held_until > operation]
 
     def start_early(self) -> Iterator[BoundSymbol]:
         """Start what the window has room for: whole buckets, of which two fit into it."""
@@ -207,9 +268,11 @@ class _Gathers:
     def start_for(self, future: str) -> Iterator[BoundSymbol]:
         """Start the gather that is waited for now, unless it has, with others as far as the window has room."""
         if future not in self._in_flight:
-            assert self._waiting[0].future == future, "gathers start in the order of their waits"
-            yield self._start(self._bucket(self._bucket_bytes, ahead_bytes=self._room))
-        del self._in_flight[future]
+            first = self._waiting[0]
+            assert first.future == future, "gathers start in the order of their waits"
+            ahead_bytes = max(0, self._room - first.num_held_bytes)
+            yield self._start(self._bucket(self._bucket_bytes, ahead_bytes=ahead_bytes))
+        self._held.append(self._in_flight.pop(future))
 
     def _bucket(self, limit: int, *, ahead_bytes: int) -> list[_Gather]:
         """The next gather and small ones after it, of which `ahead_bytes` are for later operations."""
@@ -220,7 +283,8 @@ class _Gathers:
         for gather in islice(self._waiting, 1, None):
             if gather.num_bytes > limit or _kind(gather.bsym) != _kind(first.bsym):
                 continue
-            ahead_bytes -= gather.num_bytes if gather.reader != first.reader else 0
+            is_ahead = gather.reader != first.reader
+            ahead_bytes -= gather.num_bytes if is_ahead else gather.num_held_bytes
             num_bytes += gather.num_bytes
             if ahead_bytes < 0 or num_bytes > limit:
                 break
@@ -228,7 +292,7 @@ class _Gathers:
         return bucket
 
     def _start(self, bucket: Sequence[_Gather]) -> BoundSymbol:
-        self._in_flight.update((g.future, g.num_bytes) for g in bucket)
+        self._in_flight.update((g.future, g) for g in bucket)
         started = {g.future for g in bucket}
         self._waiting = deque(g for g in self._waiting if g.future not in started)
         if len(bucket) == 1:
@@ -243,7 +307,8 @@ class _Gathers:
 
     @property
     def _room(self) -> int:
-        return self._window_bytes - sum(self._in_flight.values())
+        taking_room = (*self._in_flight.values(), *self._held)
+        return self._window_bytes - sum(g.num_bytes for g in taking_room)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

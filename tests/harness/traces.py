@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
@@ -14,6 +15,9 @@ from thunder.core.trace import TraceCtx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from thunder_memsave.collectives import gathers
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.devices import device_at
+from thunder_memsave.planning import MemoryPlanner
 from thunder_memsave.sharding import DataParallel
 
 
@@ -26,6 +30,16 @@ def fake_ranks(world_size: int, *, mode: str = "zero3") -> Iterator[DataParallel
         yield DataParallel(mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()
+
+
+def unlimited_planner(memory: MemoryConfig, data_parallel: DataParallel) -> MemoryPlanner:
+    """What the strategy plans with on the CPU, where no budget is given."""
+    return MemoryPlanner(
+        memory,
+        device=device_at(torch.device("cpu")),
+        budget_bytes=None,
+        data_parallel=data_parallel,
+    )
 
 
 @dataclass(frozen=True, slots=True)

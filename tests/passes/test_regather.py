@@ -15,11 +15,18 @@ from torch import nn
 
 import thunder_memsave.compile as compile_module
 from harness import models
-from harness.traces import collectives, fake_ranks, live_gathered, saved_for_backward
+from harness.traces import (
+    collectives,
+    fake_ranks,
+    live_gathered,
+    saved_for_backward,
+    unlimited_planner,
+)
 from thunder_memsave.capture import Call
 from thunder_memsave.compile import Compiled, CompiledModule, compile_call
-from thunder_memsave.config import CompileConfig
+from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.passes import regather
+from thunder_memsave.passes.recompute import PREFIX
 from thunder_memsave.sharding import DataParallel, shard_module
 
 IDS = models.token_batch()
@@ -145,7 +152,7 @@ def _derived(trace: Any, names: set[str]) -> set[str]:
 def test_sixty_four_ranks_of_a_large_model_hold_one_operations_weights_at_a_time(
     num_layers: int,
 ) -> None:
-    """The shapes of Llama-3-8B; on meta, so that nothing is computed."""
+    """The shapes of Llama-3-8B, planned as the strategy does; on meta, so that nothing is computed."""
     shapes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
@@ -163,8 +170,10 @@ def test_sixty_four_ranks_of_a_large_model_hold_one_operations_weights_at_a_time
             reason="test",
             config=CompileConfig(),
             data_parallel=data_parallel,
+            planner=unlimited_planner(MemoryConfig(), data_parallel),
         )
     forward, backward = result.forward_traces[-1], result.backward_traces[-1]
+    assert any(o.name.startswith(PREFIX) for b in backward.bound_symbols for o in b.flat_proxy_outs)
     assert num_bytes_of(forward, "all_gather") == sum(sizes.values())
     assert num_bytes_of(backward, "all_gather") == sum(sizes.values()) - embedding
     assert num_bytes_of(backward, "reduce_scatter") == 2 * sum(sizes.values())  # in float32

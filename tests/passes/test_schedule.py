@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,17 @@ from thunder.core import prims
 from torch import nn
 
 from harness import models
-from harness.traces import Collective, LiveAt, collectives, fake_ranks, live_gathered
+from harness.traces import (
+    Collective,
+    LiveAt,
+    collectives,
+    fake_ranks,
+    live_gathered,
+    unlimited_planner,
+)
 from thunder_memsave.compile import Compiled, CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.passes.recompute import PREFIX
 from thunder_memsave.passes.schedule import two_largest_blocks
 from thunder_memsave.sharding import shard_module
 
@@ -25,12 +35,20 @@ def llama(num_layers: int = NUM_LAYERS) -> nn.Module:
     return models.llama(num_layers=num_layers)
 
 
-def compiled(prefetch: int | str, *, mode: str = "zero3", num_layers: int = NUM_LAYERS) -> Compiled:
+def compiled(
+    prefetch: int | str,
+    *,
+    mode: str = "zero3",
+    num_layers: int = NUM_LAYERS,
+    memory: MemoryConfig | None = None,
+) -> Compiled:
+    """`memory`: as the strategy plans; None: backward keeps all that it reads."""
     model = llama(num_layers)
     with fake_ranks(2, mode=mode) as data_parallel:
         data_parallel = replace(data_parallel, prefetch=prefetch)  # type: ignore[arg-type]
         shard_module(model, data_parallel)
-        module = CompiledModule(model, data_parallel=data_parallel)
+        planner = None if memory is None else unlimited_planner(memory, data_parallel)
+        module = CompiledModule(model, data_parallel=data_parallel, planner=planner)
         module(input_ids=IDS, labels=IDS)
     return module.captures[0]
 
@@ -58,13 +76,43 @@ def test_what_is_on_its_way_fits_into_the_window(ahead: tuple[int, Compiled]) ->
 
 
 def test_twelve_layers_stay_within_the_window_and_keep_no_whole_weight() -> None:
-    """What is gathered does not add up with the depth, and is gone when backward starts."""
-    result = compiled("auto", num_layers=12)
-    for trace in traces(result):
+    """As the strategy plans them: what is gathered does not add up with the depth, also where clones read it."""
+    result = compiled("auto", num_layers=12, memory=MemoryConfig())
+    forward, backward = traces(result)
+    for trace in (forward, backward):
         assert max(map(beside, live_gathered(trace))) <= two_largest_blocks(llama())
-    gathered = {c.name for c in collectives(traces(result)[1]) if c.kind == "all_gather"}
-    assert len(gathered) > 12
-    assert not live_gathered(traces(result)[0])[-1].live
+        assert set(Counter(c.name for c in of_kind(trace, "all_gather")).values()) == {1}
+    assert len(of_kind(backward, "all_gather")) > 12
+    assert any(o.name.startswith(PREFIX) for b in backward.bound_symbols for o in b.flat_proxy_outs)
+    assert not live_gathered(forward)[-1].live
+
+
+@pytest.fixture(scope="module", params=[0, 30_000])
+def with_clones(request: pytest.FixtureRequest) -> tuple[int, Compiled]:
+    again = MemoryConfig(recompute=("model.layers.1",))
+    return request.param, compiled(request.param, memory=again)
+
+
+def test_what_clones_hold_for_a_later_operation_takes_room_in_the_window(
+    with_clones: tuple[int, Compiled],
+) -> None:
+    """Beside what they hold, which the plan decides, no more is there than the window allows."""
+    window_bytes, result = with_clones
+    points = live_gathered(result.backward_traces[-1])
+    held = held_bytes(points)
+    assert max(held) > 0
+    for point, held_here in zip(points, held, strict=True):
+        assert beside(point) <= max(window_bytes, held_here), point.symbol
+
+
+def held_bytes(points: list[LiveAt]) -> list[int]:
+    """At each operation, bytes of what one before it has read, and one after it reads."""
+    was_read: set[str] = set()
+    held = []
+    for point in points:
+        held.append(sum(n for g, n in point.live.items() if g in was_read - point.read))
+        was_read |= point.read
+    return held
 
 
 def test_the_window_is_used(ahead: tuple[int, Compiled]) -> None:
