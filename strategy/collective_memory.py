@@ -1,7 +1,8 @@
 """What collectives of an executed trace allocate and send, without running them.
 
-Follows `collectives.py` and `transport.py`, line by line. Where a collective is under way it holds more than its
-result: copies that it sends, and on the CPU what is received before it is summed.
+Follows `collectives.py` and `transport.py`, line by line. On the CPU a collective ends where it starts, and what it
+takes besides its results it takes inside: copies that it sends, what it receives before it is summed or sorted, and
+gloo's own buffers. On CUDA it holds copies that it sends until it is waited for.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder_memsave.accumulation import with_unreduced  # noqa: E402
 from thunder_memsave.collectives import (  # noqa: E402
     all_gather_bucket,
+    all_reduce_bucket,
     cast_and_all_gather,
     is_wait,
     reduce_scatter_bucket,
+    reduces_in_place,
 )
 from thunder_memsave.op_profile import Layout, OpProfile, Value, contiguous  # noqa: E402
 
@@ -35,14 +38,19 @@ _Allocated = Callable[[int, str], int]
 class CollectiveRules:
     """The rule of every symbol that communicates, or waits for what does."""
 
-    def __init__(self, allocated: _Allocated) -> None:
-        """`allocated(nbytes, device type)`: what the allocator counts."""
-        self._allocated = allocated
+    def __init__(self, allocated: _Allocated, *, device_type: str = "") -> None:
+        """Remember whose memory is counted.
+
+        Args:
+            allocated: `(nbytes, device type)` to what the allocator counts.
+            device_type: Of the planned device, where the trace's tensors live on another one, such as meta.
+        """
+        self._allocated, self._device_type = allocated, device_type
 
     def __call__(self, bsym: BoundSymbol, arguments: Sequence[Value]) -> OpProfile | None:
         """The profile of a collective; None for any other symbol."""
         if is_wait(bsym) or bsym.sym.id == with_unreduced.id:
-            return _same_storage(bsym, arguments)
+            return _in_place(arguments[:1])
         group = _group(bsym)
         if group is None:
             return None
@@ -51,102 +59,147 @@ class CollectiveRules:
             return self._all_gather(bsym, arguments, group)
         if name in ("reduce_scatter_rows", reduce_scatter_bucket.name):
             return self._reduce_scatter(bsym, arguments, group)
-        if name == "all_reduce_values":
+        if name in ("all_reduce_values", all_reduce_bucket.name):
             return self._all_reduce(bsym, arguments, group)
-        return self._new_results(bsym, arguments, sent_bytes=_bytes(bsym.flat_proxy_outs))
+        layouts = _results(bsym)
+        return self._new_results(layouts, arguments, sent_bytes=sum(map(_nbytes, layouts)))
 
     def _all_gather(
         self, bsym: BoundSymbol, arguments: Sequence[Value], group: dist.ProcessGroup
     ) -> OpProfile:
-        whole = bsym.flat_proxy_outs
-        sent = [_part(contiguous(w), group) for w in whole]
-        pairs = list(zip(sent, arguments, strict=True))
-        copied = sum(self._bytes(s) for s, a in pairs if _is_copied(a.layout, s))
-        joined = 0
-        if len(whole) > 1 and sent[0].device == "cpu":
-            # gloo: one flat buffer for what goes out, one for what comes in.
-            joined = sum(map(self._bytes, sent)) * (1 + group.size())
+        whole = _results(bsym)
+        sent = [_part(w, group) for w in whole]
+        cast = contiguous_copy = held = 0
+        for given, part in zip((a.layout for a in arguments), sent, strict=True):
+            is_cast, is_copied = given.dtype != part.dtype, not _is_contiguous(given)
+            cast += self._bytes(part) * is_cast
+            contiguous_copy += self._bytes(part) * is_copied
+            held += self._bytes(part) * (is_cast or is_copied)
+        inside_bytes = cast + contiguous_copy
+        if self._is_on_cpu(whole[0]):
+            inside_bytes += self._gloo_gather(whole, sent)
         return self._new_results(
-            bsym,
+            whole,
             arguments,
-            sent_bytes=_received(_bytes(whole), group),
-            held_bytes=copied,
-            inside_bytes=joined,
+            sent_bytes=_received(sum(map(_nbytes, whole)), group),
+            held_bytes=0 if self._is_on_cpu(whole[0]) or not _is_under_way(bsym) else held,
+            inside_bytes=inside_bytes,
         )
+
+    def _gloo_gather(self, whole: Sequence[Layout], sent: Sequence[Layout]) -> int:
+        """Gloo receives into a buffer of its own; several are sent and received as one."""
+        received = self._cpu_bytes(whole)
+        return received if len(whole) == 1 else self._cpu_bytes(sent) + 2 * received
 
     def _reduce_scatter(
         self, bsym: BoundSymbol, arguments: Sequence[Value], group: dist.ProcessGroup
     ) -> OpProfile:
-        layouts = [a.layout for a in arguments]
-        whole_bytes = [_nbytes(w) for w in layouts]
-        held = sum(
-            self._allocated(n, w.device.partition(":")[0])
-            for n, w in zip(whole_bytes, layouts, strict=True)
-            if not _is_contiguous(w)
+        given = [a.layout for a in arguments]
+        whole = [_packed(v) for v in given]
+        copied = sum(
+            self._bytes(w) for w, v in zip(whole, given, strict=True) if not _is_contiguous(v)
         )
-        if layouts[0].device == "cpu":
-            # Every rank sends each other rank its rows, and adds up what it gets.
-            received = self._allocated(sum(whole_bytes), "cpu")
-            held += received if len(layouts) == 1 else 2 * received
+        inside_bytes, is_on_cpu = copied, self._is_on_cpu(given[0])
+        if is_on_cpu:
+            # Every rank sends each other rank its rows, several as one, and adds up what it gets.
+            inside_bytes += self._cpu_bytes(whole) * (1 if len(whole) == 1 else 2)
         return self._new_results(
-            bsym, arguments, sent_bytes=_received(sum(whole_bytes), group), held_bytes=held
+            _results(bsym),
+            arguments,
+            sent_bytes=_received(sum(map(_nbytes, whole)), group),
+            held_bytes=0 if is_on_cpu or not _is_under_way(bsym) else copied,
+            inside_bytes=inside_bytes,
         )
 
     def _all_reduce(
         self, bsym: BoundSymbol, arguments: Sequence[Value], group: dist.ProcessGroup
     ) -> OpProfile:
-        sent_bytes = 2 * _received(_nbytes(arguments[0].layout), group)
-        if bsym.args[-1] is True:  # skip_clone: the values are overwritten
-            return _same_storage(bsym, arguments, sent_bytes=sent_bytes, written=frozenset({0}))
-        return self._new_results(bsym, arguments, sent_bytes=sent_bytes)
+        given = [a.layout for a in arguments]
+        is_bucket = bsym.sym.name == all_reduce_bucket.name
+        is_in_place = bsym.args[2] if is_bucket else reduces_in_place(bsym)
+        values = given if is_in_place else list(map(_cloned, given))
+        inside_bytes = self._gloo_sum(values, group) if self._is_on_cpu(given[0]) else 0
+        sent_bytes = 2 * _received(sum(map(_nbytes, given)), group)
+        if is_in_place:
+            return _in_place(arguments, sent_bytes=sent_bytes, peak_bytes=inside_bytes, writes=True)
+        return self._new_results(
+            values, arguments, sent_bytes=sent_bytes, inside_bytes=inside_bytes
+        )
+
+    def _gloo_sum(self, values: Sequence[Layout], group: dist.ProcessGroup) -> int:
+        """Several are sent as one; among more than two ranks the rows are summed, and then gathered."""
+        if len(values) == 1 and group.size() <= 2:
+            return 0
+        whole = list(map(_packed, values))
+        flat_bytes = self._cpu_bytes(whole)
+        reshaped = sum(
+            self._bytes(w) for w, v in zip(whole, values, strict=True) if not _is_contiguous(v)
+        )
+        if group.size() <= 2:
+            return flat_bytes + reshaped
+        itemsize, num_ranks = values[0].dtype.itemsize, group.size()
+        part_bytes = -(-flat_bytes // (itemsize * num_ranks)) * itemsize
+        # The padded copy, and as much again: first what all_to_all receives, then what gloo gathers.
+        return flat_bytes + max(reshaped, 2 * part_bytes * num_ranks + part_bytes)
 
     def _new_results(
         self,
-        bsym: BoundSymbol,
+        layouts: Sequence[Layout],
         arguments: Sequence[Value],
         *,
         sent_bytes: int,
         held_bytes: int = 0,
         inside_bytes: int = 0,
     ) -> OpProfile:
-        """Every tensor that comes out is new."""
+        """Every tensor that comes out is new. `inside_bytes`: the most besides, `held_bytes` among it."""
         num_arguments = len({a.storage for a in arguments})
-        layouts = [contiguous(o) for o in bsym.flat_proxy_outs if _is_tensor(o)]
         made = tuple(map(self._bytes, layouts))
         return OpProfile(
             results=tuple(Value(v, num_arguments + i) for i, v in enumerate(layouts)),
             num_argument_storages=num_arguments,
             made_bytes=made,
             held_bytes=held_bytes,
-            # The handle that they share knows all of them.
-            holds_results=len(layouts) > 1,
-            peak_bytes=sum(made) + held_bytes + inside_bytes,
+            peak_bytes=sum(made) + inside_bytes,
             moved_bytes=sum(_nbytes(a.layout) for a in arguments) + sum(map(_nbytes, layouts)),
             sent_bytes=sent_bytes,
             is_collective=True,
             dtype=_dtype(layouts),
         )
 
+    def _is_on_cpu(self, layout: Layout) -> bool:
+        return (self._device_type or layout.device.partition(":")[0]) == "cpu"
+
     def _bytes(self, layout: Layout) -> int:
         return self._allocated(layout.storage_bytes, layout.device.partition(":")[0])
 
+    def _cpu_bytes(self, layouts: Sequence[Layout]) -> int:
+        """Of all in one buffer."""
+        return self._allocated(sum(map(_nbytes, layouts)), "cpu")
 
-def _same_storage(
-    bsym: BoundSymbol,
-    arguments: Sequence[Value],
-    *,
-    sent_bytes: int = 0,
-    written: frozenset[int] = frozenset(),
+
+def _in_place(
+    arguments: Sequence[Value], *, sent_bytes: int = 0, peak_bytes: int = 0, writes: bool = False
 ) -> OpProfile:
+    """Every result is in its argument's memory."""
+    storages = frozenset(a.storage for a in arguments)
     return OpProfile(
-        results=tuple(Value(arguments[0].layout, 0) for _ in bsym.flat_proxy_outs),
-        num_argument_storages=1,
+        results=tuple(arguments),
+        num_argument_storages=len(storages),
         made_bytes=(),
+        peak_bytes=peak_bytes,
         sent_bytes=sent_bytes,
         is_collective=True,
-        written=written,
-        dtype=_dtype([arguments[0].layout]),
+        written=storages if writes else frozenset(),
+        dtype=_dtype([a.layout for a in arguments]),
     )
+
+
+def _results(bsym: BoundSymbol) -> list[Layout]:
+    return [contiguous(o) for o in bsym.flat_proxy_outs if _is_tensor(o)]
+
+
+def _is_under_way(bsym: BoundSymbol) -> bool:
+    return any(isinstance(o, FutureTensorProxy) for o in bsym.flat_proxy_outs)
 
 
 def _group(bsym: BoundSymbol) -> dist.ProcessGroup | None:
@@ -165,8 +218,16 @@ def _part(whole: Layout, group: dist.ProcessGroup) -> Layout:
     return whole._replace(shape=shape, storage_bytes=whole.storage_bytes // group.size())
 
 
-def _is_copied(given: Layout, sent: Layout) -> bool:
-    return given.dtype != sent.dtype or not _is_contiguous(given)
+def _packed(layout: Layout) -> Layout:
+    """The same numbers in a storage of their own, row by row."""
+    stride = torch.empty(layout.shape, device="meta").stride()
+    return layout._replace(stride=stride, offset=0, storage_bytes=_nbytes(layout))
+
+
+def _cloned(layout: Layout) -> Layout:
+    """As `clone` lays it out: like the original, where that has no gaps."""
+    original = torch.empty_strided(layout.shape, layout.stride, device="meta")
+    return _packed(layout)._replace(stride=original.clone().stride())
 
 
 def _is_contiguous(layout: Layout) -> bool:
@@ -186,10 +247,6 @@ def _received(nbytes: int, group: dist.ProcessGroup) -> int:
 
 def _nbytes(layout: Layout) -> int:
     return int(torch.Size(layout.shape).numel()) * layout.dtype.itemsize
-
-
-def _bytes(proxies: Sequence[Any]) -> int:
-    return sum(_nbytes(contiguous(p)) for p in proxies if _is_tensor(p))
 
 
 def _dtype(layouts: Sequence[Layout]) -> str:

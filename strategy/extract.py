@@ -67,7 +67,7 @@ def profiles(*, scratch: Scratch = no_scratch, device_type: str = "") -> OpProfi
         device_type: Of the planned device, where the trace's tensors live on another one, such as meta.
     """
     found = OpProfiles(scratch=scratch, device_type=device_type)
-    found.rules = (CollectiveRules(found.allocated_bytes),)
+    found.rules = (CollectiveRules(found.allocated_bytes, device_type=device_type),)
     return found
 
 
@@ -168,7 +168,7 @@ class _Values:
     storages: list[Storage] = field(default_factory=list)
     by_name: dict[str, Value] = field(default_factory=dict)
     held_by: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Storages that a name keeps alive beside its own."""
+    """Storages that the future of a collective keeps alive beside its own."""
     inputs: set[int] = field(default_factory=set)
     written_at: dict[int, list[int]] = field(default_factory=dict)
     """Indices of the symbols that write to a storage that exists."""
@@ -277,8 +277,7 @@ class _Values:
             self.by_name[name] = Value(result.layout, storages[result.storage])
         if profile.held_bytes:
             made.append(self._add(profile.held_bytes, kind, f"{names[0]}.held"))
-        if profile.held_bytes or profile.holds_results:
-            self.held_by.update((name, tuple(made)) for name in names)
+            self.held_by.update((name, (made[-1],)) for name in names)
         return tuple(made)
 
     def _kind(
@@ -486,7 +485,16 @@ class _Running:
                 )
                 for name in ran.op.results:
                     self._refer(name)
+                if is_wait(bsym):
+                    self._end(bsym.flat_proxy_args[0].name)
                 self._free(ran.made)  # results without a name
+
+    def _end(self, future: str) -> None:
+        """A collective has ended, and holds nothing more."""
+        held = self._values.held_by.get(future, ())
+        for storage in held:
+            self._names[storage].clear()
+        self._free(held)
 
     def _refer(self, name: str) -> None:
         self._hold(self._values.kept_by(name), name)

@@ -63,16 +63,21 @@ class NoticingHandle:
     """Waits for a collective, and explains its errors."""
 
     def __init__(self, work: Waitable, name: str, group: dist.ProcessGroup) -> None:
-        self._work, self._name, self._group = work, name, group
+        self._work: Waitable | None = work
+        self._name, self._group = name, group
 
     def wait(self) -> None:
-        """Return when the result may be read.
+        """Return when the results may be read; all of them, and again and again.
 
         Raises:
             CollectiveError: another rank did not come in time, or its process ended.
         """
+        if self._work is None:
+            return
         with collective(self._name, self._group):
             self._work.wait()
+        # It knows all that was received together, and would keep it alive as long as any of it.
+        self._work = None
 
 
 def named_ranks(ranks: Collection[int]) -> str:

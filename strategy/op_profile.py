@@ -69,9 +69,7 @@ class OpProfile:
     made_bytes: tuple[int, ...]
     """Of each new storage, as the allocator counts."""
     held_bytes: int = 0
-    """Memory without a name that lives as long as any of the results: what a collective under way holds."""
-    holds_results: bool = False
-    """Whether each result keeps all of them alive."""
+    """Memory without a name that a collective under way holds, until one of its results was waited for."""
     peak_bytes: int = 0
     """The most that is held at once of what is allocated inside, results and scratch included."""
     scratch_bytes: int = 0
