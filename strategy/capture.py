@@ -140,12 +140,18 @@ class Call:
         return cls(target, args, kwargs, frame.locals)
 
 
-def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
+def capture(module: nn.Module, call: Call, *, reason: str, is_guarded: bool = True) -> Capture:
     """Trace `call` of a method of `module` into one graph.
 
     Sharded parameters are swapped for storage-less tensors of full shape while tracing, so the graph has full shapes
     and nothing is gathered. Their guards would compare full shapes with shards: they are left out; `Capture.matches`
     checks what they would have checked.
+
+    Args:
+        module: Whose method is called.
+        call: With its arguments.
+        reason: Why it is captured.
+        is_guarded: Whether other calls will be asked whether they match; guards take a third of the time.
 
     Raises:
         CaptureError: the method cannot be one graph; names the user's file and line.
@@ -157,8 +163,7 @@ def capture(module: nn.Module, call: Call, *, reason: str) -> Capture:
             raise CaptureError(
                 f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
             )
-        guards = _build_guards(output, call, swapped=originals)
-
+        guards = _build_guards(output, call, swapped=originals) if is_guarded else None
         make_callable = _callable_maker(output, call)
         flat = _flat_inputs(make_callable, call)
     graph = output.backend_input.graph_module

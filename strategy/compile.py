@@ -234,6 +234,7 @@ def compile_call(
             plan=None
             if planner is None
             else partial(planner.recomputed, arguments=_arguments(module, traced)),
+            is_run=target is None,
         )
     return Compiled(
         method=name,
@@ -263,7 +264,7 @@ def _dynamo(
     data_parallel: DataParallel | None,
     target: torch.device | None,
 ) -> _Traced:
-    captured = capture(module, call, reason=reason)
+    captured = capture(module, call, reason=reason, is_guarded=target is None)
     opaque = OpaqueExecutor()
     compile_data = CompileData(
         fn=module, executors_list=(opaque, *executors), disable_preprocessing=True, using_jit=True
@@ -358,11 +359,13 @@ def _compile(
     schedule: Callable[[TraceCtx], TraceCtx],
     unreduced: UnreducedGradients,
     plan: Callable[..., TraceCtx] | None,
+    is_run: bool,
 ) -> _Graph:
     """The one ordered list of what happens to a trace."""
     traces = [lowered.trace]
     if plan is not None:
-        joint_passes = (*joint_passes, partial(plan, finish=partial(_planned_to_run, schedule)))
+        finish = partial(_planned_to_run, lowered, schedule)
+        joint_passes = (*joint_passes, partial(plan, finish=finish))
 
     def then(trace: TraceCtx) -> TraceCtx:
         traces.append(trace)
@@ -378,6 +381,8 @@ def _compile(
     executors = (JointTracePasses(joint_passes), *compile_data.executors_list)
     trace = then(transform_for_execution(trace, executors))
     refuse_lost_writes(trace)
+    if not is_run:
+        return _Graph(_not_here, traces)
     backward = None
     if lowered.training:
         trace, backward = split_into_forward_and_backward(trace)
@@ -398,14 +403,20 @@ def _compile(
 
 
 def _planned_to_run(
-    schedule: Callable[[TraceCtx], TraceCtx], trace: TraceCtx
+    lowered: Lowered, schedule: Callable[[TraceCtx], TraceCtx], trace: TraceCtx
 ) -> tuple[TraceCtx, TraceCtx | None]:
     """What `_compile` makes of a trace after its joint passes, for the planner to simulate."""
     backward = None
     if is_joint(trace.bound_symbols):
         trace, backward = split_into_forward_and_backward(trace)
+        if lowered.depends_on is not None:
+            _check_gradients(lowered.input_names, trace, backward, lowered.depends_on)
     forward = del_last_used(schedule(trace))
     return forward, backward and del_last_used(schedule(backward), clear_mutable_collections=True)
+
+
+def _not_here(*inputs: Any) -> Any:
+    raise AssertionError("what is compiled for a device that is not here is not run")
 
 
 def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
@@ -521,8 +532,9 @@ def _check_gradients(
     depends_on: Sequence[frozenset[int]],
 ) -> None:
     """Every gradient that eager gives is computed, in the shape and dtype of its input."""
+    gradients = backward.output  # looked for in the whole trace, each time
     for index in sorted(frozenset().union(*depends_on)):
-        proxy, gradient = forward.args[index], backward.output[index]
+        proxy, gradient = forward.args[index], gradients[index]
         if gradient is None:
             raise CompileError(_NO_GRADIENT.format(name=names[index]))
         if (gradient.shape, gradient.dtype) != (proxy.shape, proxy.dtype):
