@@ -23,17 +23,20 @@ _DECODER: dict[str, Any] = {
 
 
 def gpt2(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=32,
-        n_layer=num_layers,
-        n_head=4,
-        n_positions=64,
-        use_cache=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **changes},
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 32,
+        "n_layer": num_layers,
+        "n_head": 4,
+        "n_positions": 64,
+        "use_cache": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+    config = transformers.GPT2Config(**{**settings, **changes})
     config.loss_type = "ForCausalLM"  # else a warning says that this is the default
     return transformers.GPT2LMHeadModel(config)
 
@@ -54,15 +57,16 @@ def qwen3(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
 
 
 def bert(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **changes},
-    )
-    return transformers.BertForMaskedLM(config)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    return transformers.BertForMaskedLM(transformers.BertConfig(**{**settings, **changes}))
 
 
 def mixtral(num_layers: int = 1, **changes: Any) -> transformers.PreTrainedModel:

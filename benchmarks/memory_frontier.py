@@ -1,0 +1,442 @@
+"""Peak memory against FLOPs of a training step: eager, checkpointed, torch.compile with budgets, Thunder, and ours.
+
+    PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/memory_frontier.py [--no-times] [--output FOLDER]
+
+Every method is a process of its own. A peak is what a step takes beside parameters and batch, by the profiler's memory
+events; FLOPs are counted by FlopCounterMode while the step runs, those of attention's CPU kernel as of its CUDA twin;
+seconds are the median of steps. Ours is planned for parts of what it takes with nothing but the free wins, for the
+peaks of all others, and for the smallest budget that its error names. `--output` writes JSON, and a picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+MODELS = ("gpt", "llama")
+METHODS = ("eager", "torch.compile", "thunder", "ours")
+INDUCTOR = "torch.compile inductor"
+COMPILE_BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
+NUM_STEPS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One way to run a step."""
+
+    method: str
+    setting: str
+    peak_bytes: int
+    """Beside parameters and batch."""
+    flops: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What is said of ours against another."""
+
+    text: str
+    holds: bool
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.measure is not None:
+        _measure(arguments)
+        return
+    methods = (*METHODS[:-1], *([INDUCTOR] if arguments.inductor else []), METHODS[-1])
+    frontiers = {model: _frontier(model, methods, arguments) for model in arguments.models}
+    claims = {model: _claims(points) for model, points in frontiers.items()}
+    for model, found in claims.items():
+        for claim in found:
+            print(f"{model}: {'holds' if claim.holds else 'FAILS'}: {claim.text}")
+    if arguments.output is not None:
+        _write(frontiers, claims, arguments.output)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--no-times", action="store_true", help="where the machine is not quiet")
+    parser.add_argument("--inductor", action="store_true", help="its budgets too")
+    parser.add_argument("--output", type=Path, help="path of the JSON")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--budgets", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
+    return parser
+
+
+def _frontier(model: str, methods: Sequence[str], arguments: argparse.Namespace) -> list[Point]:
+    points: list[Point] = []
+    for method in methods:
+        found = _in_a_process(model, method, [p.peak_bytes for p in points], arguments)
+        for point in found:
+            seconds = "" if point.seconds is None else f"{point.seconds:8.3f} s"
+            print(
+                f"{model:6} {point.method:22} {point.setting:12} {point.peak_bytes / 2**20:9.3f} MiB "
+                f"{point.flops / 1e9:9.3f} GFLOP {seconds}",
+                flush=True,
+            )
+        points += found
+    return points
+
+
+def _in_a_process(
+    model: str, method: str, budgets: Sequence[int], arguments: argparse.Namespace
+) -> list[Point]:
+    command = [sys.executable, __file__, "--models", model, "--measure", method]
+    command += ["--no-times"] if arguments.no_times else []
+    command += ["--budgets", *map(str, budgets)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return [Point(**p) for p in json.loads(run.stdout.splitlines()[-1])]
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    """In a process of its own: all points of one method, as JSON in the last line."""
+    import torch
+
+    from thunder_memsave import compat
+
+    compat.apply()  # before the harness imports thunder
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    (model,), method = arguments.models, arguments.measure
+    run = {
+        "eager": _eager,
+        "torch.compile": _torch_compile,
+        INDUCTOR: _torch_compile,
+        "thunder": _thunder,
+        "ours": _ours,
+    }[method]
+    points = [
+        _point(method, setting, module, batch, has_times=not arguments.no_times)
+        for setting, module, batch in run(model, arguments)
+    ]
+    print(json.dumps([asdict(p) for p in points]))
+
+
+def _model(name: str) -> tuple[Any, dict[str, Any]]:
+    """A model that returns its loss, and a batch: 4 sequences of 256."""
+    import torch
+
+    torch.manual_seed(0)
+    ids = torch.randint(0, 256, (4, 256))
+    return (_gpt() if name == "gpt" else _llama()).train(), {"ids": ids}
+
+
+def _gpt() -> Any:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional as F
+
+    width, heads = 128, 4
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv = nn.Linear(width, 3 * width, bias=False)
+            self.out = nn.Linear(width, width, bias=False)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            shape = (x.shape[0], x.shape[1], heads, width // heads)
+            q, k, v = (
+                t.view(shape).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, -1)
+            )
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+            return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    class GPT(nn.Module):
+        checkpoints = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(256, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(6))
+            self.head = nn.Linear(width, 256, bias=False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = _checkpointed(block, x) if self.checkpoints else block(x)
+            return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def _checkpointed(block: Any, x: Tensor) -> Tensor:
+        result: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return result
+
+    return GPT()
+
+
+def _llama() -> Any:
+    import transformers
+    from torch import Tensor, nn
+
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+    class Llama(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformers.LlamaForCausalLM(config)
+
+        @property
+        def checkpoints(self) -> bool:
+            return self.inner.is_gradient_checkpointing
+
+        @checkpoints.setter
+        def checkpoints(self, _: bool) -> None:
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+        def forward(self, ids: Tensor) -> Tensor:
+            loss: Tensor = self.inner(input_ids=ids, labels=ids).loss
+            return loss
+
+    return Llama()
+
+
+Run = Iterator[tuple[str, Any, dict[str, Any]]]
+"""A setting, what is called with it, and the batch; the model is the same for all settings."""
+
+
+def _eager(name: str, arguments: argparse.Namespace) -> Run:
+    model, batch = _model(name)
+    yield "", model, batch
+    model.checkpoints = True
+    yield "checkpointed", model, batch
+
+
+def _torch_compile(name: str, arguments: argparse.Namespace) -> Run:
+    import torch
+
+    backend = "inductor" if arguments.measure == INDUCTOR else "aot_eager_decomp_partition"
+    model, batch = _model(name)
+    for budget in COMPILE_BUDGETS:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            yield f"{budget:.1f}", torch.compile(model, backend=backend, fullgraph=True), batch
+
+
+def _thunder(name: str, arguments: argparse.Namespace) -> Run:
+    from thunder_memsave.compile import CompiledModule
+
+    model, batch = _model(name)
+    yield "", CompiledModule(model), batch
+
+
+def _ours(name: str, arguments: argparse.Namespace) -> Run:
+    model, batch = _model(name)
+    free = _planned(model, None)
+    free(**batch)
+    call = free.planner.calls[-1]
+    held = sum(call.program.storages[s].nbytes for s in call.program.held) + call.memory.other_bytes
+    free_bytes = call.profile.peak_bytes - held
+    floor_bytes = _floor_bytes(model, batch) - held
+    budgets = {f"{part:.0%}": int(part * free_bytes) for part in PARTS}
+    budgets |= {f"{n / 2**20:.3f} MiB": n for n in sorted(set(arguments.budgets), reverse=True)}
+    budgets["floor"] = floor_bytes
+    for setting, nbytes in budgets.items():
+        if nbytes >= floor_bytes:
+            yield setting, _planned(model, held + nbytes), batch
+
+
+def _planned(model: Any, budget_bytes: int | None) -> Any:
+    from thunder_memsave.compile import CompiledModule
+    from thunder_memsave.config import MemoryConfig
+    from thunder_memsave.planner.devices import device
+    from thunder_memsave.planning import MemoryPlanner
+
+    planner = MemoryPlanner(MemoryConfig(), device=device("cpu"), budget_bytes=budget_bytes)
+    return CompiledModule(model, planner=planner)
+
+
+def _floor_bytes(model: Any, batch: dict[str, Any]) -> int:
+    """The smallest budget for which a plan is found, as the error for an impossible one says."""
+    from thunder_memsave.errors import BudgetError
+
+    try:
+        _planned(model, 1)(**batch)
+    except BudgetError as error:
+        if error.smallest_bytes is None:
+            raise
+        return error.smallest_bytes
+    raise AssertionError("a step fits in one byte")
+
+
+def _point(
+    method: str, setting: str, module: Any, batch: dict[str, Any], *, has_times: bool
+) -> Point:
+    from harness.memory import measured_peak_bytes
+
+    def step() -> None:
+        for p in module.parameters():
+            p.grad = None
+        module(**batch).backward()
+
+    def clear() -> None:
+        for p in module.parameters():
+            p.grad = None
+
+    for _ in range(2):
+        step()
+    clear()
+    peak_bytes = measured_peak_bytes(step)
+    clear()
+    return Point(
+        method=method,
+        setting=setting,
+        peak_bytes=peak_bytes,
+        flops=_flops(step),
+        seconds=_seconds(step) if has_times else None,
+    )
+
+
+def _flops(step: Callable[[], None]) -> int:
+    """The CPU's attention counts as the CUDA kernel of the same name, which FlopCounterMode knows."""
+    import torch
+    from torch.utils import flop_counter
+
+    aten = torch.ops.aten
+    known = flop_counter.flop_registry
+    twins = {
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            aten._scaled_dot_product_flash_attention_backward
+        ),
+    }
+    missing = {cpu: _of_tensors(known[cuda]) for cpu, cuda in twins.items() if cpu not in known}
+    # Else Dynamo would leave what it has compiled, and run the model eagerly.
+    compiled_too = patch.object(
+        flop_counter._FlopCounterMode, "ignore_compile_internals", classmethod(lambda _: True)
+    )
+    with (
+        compiled_too,
+        flop_counter.FlopCounterMode(display=False, custom_mapping=missing) as counter,
+    ):
+        step()
+    return counter.get_total_flops()
+
+
+def _of_tensors(formula: Callable[..., int]) -> Callable[..., int]:
+    """A registered formula takes tensors, and is not to be wrapped so that it takes shapes."""
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        return formula(*args, **kwargs)
+
+    count._get_raw = True  # type: ignore[attr-defined]  # what FlopCounterMode asks
+    return count
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(NUM_STEPS):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return float(median(seconds))
+
+
+def _claims(points: Sequence[Point]) -> list[Claim]:
+    """Ours against checkpointing at its peak and at its FLOPs, and against every budget of torch.compile."""
+    ours = [p for p in points if p.method == "ours"]
+    claims: list[Claim] = []
+    for other in points:
+        fits = [p for p in ours if p.peak_bytes <= other.peak_bytes]
+        as_cheap = [p for p in ours if p.flops <= other.flops]
+        label = f"{other.method} {other.setting}".strip()
+        if other.setting == "checkpointed":
+            claims += [
+                Claim(
+                    text=f"at the peak of {label} ours computes fewer FLOPs: {_least(fits, 'flops')} < {other.flops:,}",
+                    holds=any(p.flops < other.flops for p in fits),
+                ),
+                Claim(
+                    text=f"at the FLOPs of {label} ours has a lower peak: {_least(as_cheap, 'peak_bytes')} < "
+                    f"{other.peak_bytes:,}",
+                    holds=any(p.peak_bytes < other.peak_bytes for p in as_cheap),
+                ),
+            ]
+        elif other.method != "ours":
+            claims.append(
+                Claim(
+                    text=f"ours is at or below the peak of {label} ({other.peak_bytes:,}) with no more FLOPs: "
+                    f"{_least(fits, 'flops')} <= {other.flops:,}",
+                    holds=any(p.flops <= other.flops for p in fits),
+                )
+            )
+    return claims
+
+
+def _least(points: Sequence[Point], what: str) -> str:
+    return f"{min(getattr(p, what) for p in points):,}" if points else "none"
+
+
+def _write(frontiers: dict[str, list[Point]], claims: dict[str, list[Claim]], path: Path) -> None:
+    packages = ("torch", "lightning-thunder", "transformers")
+    result = {
+        "machine": f"{platform.machine()}, one thread",
+        "versions": {name: version(name) for name in packages},
+        "points": {model: [asdict(p) for p in points] for model, points in frontiers.items()},
+        "claims": {model: [asdict(c) for c in found] for model, found in claims.items()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _plot(frontiers, path.with_suffix(".png"))
+
+
+def _plot(frontiers: dict[str, list[Point]], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    has_times = any(p.seconds is not None for points in frontiers.values() for p in points)
+    rows = 2 if has_times else 1
+    figure, axes = plt.subplots(
+        rows, len(frontiers), figsize=(6 * len(frontiers), 4.5 * rows), squeeze=False
+    )
+    for column, (model, points) in enumerate(frontiers.items()):
+        _plot_against(axes[0][column], points, lambda p: p.flops / 1e9, "GFLOP of a step")
+        axes[0][column].set_title(model)
+        if has_times:
+            _plot_against(axes[1][column], points, lambda p: p.seconds, "seconds of a step")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _plot_against(
+    axis: Any, points: Sequence[Point], of: Callable[[Point], Any], label: str
+) -> None:
+    for method in dict.fromkeys(p.method for p in points):
+        own = sorted((p for p in points if p.method == method), key=lambda p: p.peak_bytes)
+        axis.plot([p.peak_bytes / 2**20 for p in own], [of(p) for p in own], "o-", label=method)
+    axis.set_xlabel("peak beside weights and batch, MiB")
+    axis.set_ylabel(label)
+
+
+if __name__ == "__main__":
+    main()
