@@ -39,9 +39,10 @@ def main() -> None:
         except BudgetError as error:
             print(f"{part:.0%}: {error}")
             continue
+        again = plan.recompute_us / forward_us
         print(
-            f"{part:.0%}: peak {plan.predicted_peak_bytes / 2**30:.1f} GiB, computed again "
-            f"{plan.recompute_us / forward_us:.1%} of forward, gap {plan.gap:.1%}, {seconds:.1f} s"
+            f"{part:.0%}: peak {plan.predicted_peak_bytes / 2**30:.1f} GiB, {again:.1%} of forward computed again, "
+            f"gap {plan.gap:.1%}, of layered plans {plan.layered_gap:.2%}, {seconds:.1f} s"
         )
 
 

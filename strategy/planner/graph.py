@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 StorageKind = Literal[
@@ -190,6 +191,16 @@ class Plan:
     lower_bound_us: float
     """No plan with this order of operations that computes each operation again at most once is faster."""
     decisions: Sequence[Decision] = field(default=())
+    layered_bound_us: float = 0.0
+    """No plan is faster in which no layer computes again what the layer after it reads; 0 where that is not known.
+    Not a bound on all plans, but near the fastest of all unless the budget is very small."""
+
+    @property
+    def layered_gap(self) -> float:
+        """As `gap`, of plans in which layers compute nothing again for others; infinite where nothing is known."""
+        if self.recompute_us <= max(self.layered_bound_us, self.lower_bound_us):
+            return 0.0
+        return self.recompute_us / self.layered_bound_us - 1.0 if self.layered_bound_us else inf
 
     @property
     def gap(self) -> float:

@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 
 # scipy has no types of its own.
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 _OPTIMAL = 0
@@ -26,6 +26,16 @@ class Solution:
     """Proven: there is none."""
     bound: float
     """No solution costs less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """A solution with fractions, and what each row costs."""
+
+    values: np.ndarray
+    cost: float
+    prices: np.ndarray
+    """By how much the cost falls when a row's `most` rises by one, or rises when its `least` does; at least 0."""
 
 
 @dataclass(kw_only=True)
@@ -96,6 +106,25 @@ class LinearProgram:
             values=result.x,
             is_infeasible=result.status == _INFEASIBLE,
             bound=-inf if bound is None or not np.isfinite(bound) else float(bound),
+        )
+
+    def prices(self) -> Prices | None:
+        """Minimise with fractions; None where no solution was found. Rows have one bound each."""
+        least, most = np.array(self._least), np.array(self._most)
+        signs = np.where(np.isfinite(most), 1.0, -1.0)
+        result = linprog(
+            np.array(self.cost),
+            A_ub=self._matrix() * signs[:, None],
+            b_ub=np.where(np.isfinite(most), most, -least),
+            bounds=np.stack([self.low, self.high], axis=1),
+            method="highs",
+        )
+        if result.status != _OPTIMAL:
+            return None
+        return Prices(
+            values=result.x,
+            cost=float(result.fun),
+            prices=np.maximum(0.0, -result.ineqlin.marginals),
         )
 
     def _matrix(self) -> csr_array:

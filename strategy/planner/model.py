@@ -55,6 +55,16 @@ class Solved:
     """Whether no plan does what this program cannot."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What memory costs where there is no budget."""
+
+    peak_us_per_byte: float
+    """Of the largest row."""
+    kept_us_per_byte: float
+    """Of what waits for backward."""
+
+
 @dataclass(kw_only=True)
 class PeakModel:
     """All plans for a graph, and the moments that have been found to bind."""
@@ -69,9 +79,11 @@ class PeakModel:
     """In bytes; the moments that have a row."""
     excluded: list[tuple[frozenset[int], frozenset[int]]] = field(default_factory=list)
     """Plans that were found not to fit: storages that are kept, and all that matter."""
+    constants: Constants | None = None
+    """Where the graph is a part of another one: what is live in that."""
 
     def __post_init__(self) -> None:
-        self._constants = _constants(self.needs, self.memory)
+        self._constants = self.constants or live_anyway(self.needs, self.memory)
         self._early = _EarlyReads(self.needs)
         self.unit_bytes = max(1.0, self._constants.largest / 4096)
         self.unit_us = max(1e-9, sum(self.costs_us[o] for o in self.needs.ops) / 1024)
@@ -92,9 +104,16 @@ class PeakModel:
         built = _Built(self, budget_bytes=None, is_relaxed=relaxed)
         return built.solve(relaxed=relaxed, time_limit_s=time_limit_s, gap=gap)
 
+    def cheapest(
+        self, prices: Prices, *, relaxed: bool = False, time_limit_s: float, gap: float
+    ) -> Solved:
+        """The least of time and of what memory costs. The solution's cost is in units of time."""
+        built = _Built(self, budget_bytes=None, is_relaxed=True, prices=prices)
+        return built.solve(relaxed=relaxed, time_limit_s=time_limit_s, gap=gap)
+
 
 @dataclass(frozen=True)
-class _Constants:
+class Constants:
     """What is live under any plan: during operations of forward and after it, before and during those of backward."""
 
     forward: np.ndarray
@@ -103,7 +122,8 @@ class _Constants:
     largest: float
 
 
-def _constants(needs: Needs, memory: StepMemory) -> _Constants:
+def live_anyway(needs: Needs, memory: StepMemory) -> Constants:
+    """Simulate what no plan changes."""
     graph = needs.graph
     names = {graph.storages[s].name for s in needs.first}
     profile = simulate(order(graph, names), memory)
@@ -117,7 +137,7 @@ def _constants(needs: Needs, memory: StepMemory) -> _Constants:
         forward[needs.last_in_forward[storage] + 1 :] -= nbytes
         backward[:first] -= nbytes
         before[: first + 1] -= nbytes
-    return _Constants(forward, before, backward, float(profile.peak_bytes))
+    return Constants(forward, before, backward, float(profile.peak_bytes))
 
 
 class _EarlyReads:
@@ -163,13 +183,20 @@ class _Early:
 class _Built:
     """One linear program."""
 
-    def __init__(self, model: PeakModel, *, budget_bytes: float | None, is_relaxed: bool) -> None:
+    def __init__(
+        self,
+        model: PeakModel,
+        *,
+        budget_bytes: float | None,
+        is_relaxed: bool,
+        prices: Prices | None = None,
+    ) -> None:
         self._is_relaxed, self.is_complete = is_relaxed, True
         self._model, self._needs = model, model.needs
         self._graph: TrainingGraph = model.needs.graph
         self._program = LinearProgram()
         self._is_smallest = budget_bytes is None
-        per_us = (1e-6 if self._is_smallest else 1.0) / model.unit_us
+        per_us = (1e-6 if self._is_smallest and prices is None else 1.0) / model.unit_us
         needs = self._needs
         self._again = {
             o: self._program.variable(cost=model.costs_us[o] * per_us) for o in needs.ops
@@ -178,6 +205,8 @@ class _Built:
         add_coverage(self._program, needs, self._kept, self._again)
         self._early: dict[int, _Early] = {}
         self._peak = self._program.variable(cost=1.0, high=np.inf) if budget_bytes is None else None
+        if prices is not None:
+            self._price(prices)
         self._rows = dict(self._all_rows())
         for moment, row in self._rows.items():
             self._limit(moment, row, budget_bytes)
@@ -206,6 +235,15 @@ class _Built:
             live_bytes=live,
             is_bound=self._is_relaxed or (self.is_complete and not is_corrected),
         )
+
+    def _price(self, prices: Prices) -> None:
+        """Let memory cost time."""
+        program, unit_us = self._program, self._model.unit_us
+        assert self._peak is not None
+        program.cost[self._peak] = prices.peak_us_per_byte * self._model.unit_bytes / unit_us
+        us_per_unit = prices.kept_us_per_byte * self._model.unit_bytes / unit_us
+        for storage, kept in self._kept.items():
+            program.cost[kept] += us_per_unit * self._units(storage)
 
     def _keep_variable(self, storage: int) -> int:
         pin = self._model.pinned.get(storage)

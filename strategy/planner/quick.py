@@ -25,10 +25,27 @@ class QuickResult:
 class QuickSimulation:
     """What all plans share, and the peak of each."""
 
-    def __init__(self, needs: Needs, memory: StepMemory, generator_state_bytes: int) -> None:
+    def __init__(
+        self,
+        needs: Needs,
+        memory: StepMemory,
+        generator_state_bytes: int,
+        *,
+        elsewhere_bytes: Sequence[float] | None = None,
+    ) -> None:
+        """Simulate what no plan changes.
+
+        Args:
+            needs: Of the graph.
+            memory: What a step holds besides.
+            generator_state_bytes: What forward keeps for a random operation that is computed again.
+            elsewhere_bytes: Where the graph is a part of another one: what else is live at each position of backward;
+                only the peak of backward is of interest then.
+        """
         graph = needs.graph
         self._graph, self._needs = graph, needs
         self._state_bytes = generator_state_bytes
+        self._elsewhere_bytes = elsewhere_bytes
         self._nbytes = [s.nbytes for s in graph.storages]
         stay = graph.inputs | graph.outputs | graph.cotangents
         self._stay = stay
@@ -47,12 +64,28 @@ class QuickSimulation:
         last, read = self._last_reads(steps)
         kept = [s for s in self._needs.storages if s in keep and s in read]
         replayed = [o for o in again if self._graph.ops[o].repeat == "replay"]
-        peak = max(
-            self._forward_peak(kept, replayed),
-            self._backward_peak(steps, last, keep, kept, len(replayed)),
-            self._update_bytes,
-        )
+        peak = self._backward_peak(steps, last, keep, kept, len(replayed))
+        if self._elsewhere_bytes is None:
+            peak = max(self._forward_peak(kept, replayed), peak, self._update_bytes)
         return QuickResult(peak_bytes=peak, again=tuple(again), read=read)
+
+    def worst(self, keep: Set[int], *, over_bytes: float) -> list[tuple[int, int]]:
+        """When backward needs more than so much, the worst first.
+
+        Positions of backward, and the operations that run again before these; -1 for those of backward themselves.
+        """
+        steps, again = self._steps(keep)
+        last, read = self._last_reads(steps)
+        kept = [s for s in self._needs.storages if s in keep and s in read]
+        num_states = sum(self._graph.ops[o].repeat == "replay" for o in again)
+        during: list[int] = []
+        self._backward_peak(steps, last, keep, kept, num_states, during)
+        found, position = [], 0
+        for (op, is_again), nbytes in zip(steps, during, strict=True):
+            if nbytes > over_bytes:
+                found.append((nbytes, position, op if is_again else -1))
+            position += not is_again
+        return [(position, op) for _, position, op in sorted(found, reverse=True)]
 
     def _start(self, memory: StepMemory) -> None:
         """Live bytes of forward and at the start of backward when nothing is kept."""
@@ -126,6 +159,7 @@ class QuickSimulation:
         keep: Set[int],
         kept: Sequence[int],
         num_states: int,
+        during: list[int] | None = None,
     ) -> int:
         graph, nbytes, gradients = self._graph, self._nbytes, self._graph.gradients
         change = [0] * (len(steps) + 1)
@@ -133,9 +167,16 @@ class QuickSimulation:
             if storage not in gradients:
                 change[last[storage]] -= nbytes[storage]
         live = self._before_backward + sum(nbytes[s] for s in kept) + num_states * self._state_bytes
-        peak = 0
+        peak = position = 0
+        elsewhere = self._elsewhere_bytes
         for index, (op, is_again) in enumerate(steps):
-            peak = max(peak, live + graph.ops[op].peak_bytes)
+            now = live + graph.ops[op].peak_bytes
+            if elsewhere is not None:
+                now += int(elsewhere[position])
+                position += not is_again
+            peak = max(peak, now)
+            if during is not None:
+                during.append(now)
             for storage in self._makes[op]:
                 if storage in gradients and not is_again:
                     live += nbytes[storage]

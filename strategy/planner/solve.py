@@ -11,6 +11,7 @@ from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.free_wins import choose_free
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
+from thunder_memsave.planner.layers import search_layers
 from thunder_memsave.planner.local import improve
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import Needs, needs
@@ -72,7 +73,15 @@ def solve(
         problem.evaluate(problem.numbers(plan.keep))
     search = problem.search(time.perf_counter() + time_limit_s)
     search.add_moments(free, budget_bytes)
+    layered_us = 0.0
     if not search.is_exhaustive:
+        layered_us = search_layers(
+            search.model,
+            problem.evaluate,
+            budget_bytes=budget_bytes,
+            deadline_s=time.perf_counter() + 0.6 * time_limit_s,
+        )
+    if not search.is_exhaustive and problem.evaluate.fastest_within(budget_bytes) is None:
         search_prices(
             search.model,
             problem.evaluate,
@@ -80,13 +89,17 @@ def solve(
             budget_bytes=budget_bytes,
             deadline_s=time.perf_counter() + 0.4 * time_limit_s,
         )
-        deadline_s = time.perf_counter() + 0.3 * time_limit_s
+    if not search.is_exhaustive:
+        deadline_s = time.perf_counter() + 0.15 * time_limit_s
         improve(search.model, problem.evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
     found = search.fastest(budget_bytes)
     if found is None:
         search.deadline_s = time.perf_counter() + time_limit_s
         found = _last_resort(search, budget_bytes)
-    return problem.plan(found, budget_bytes, bound_us=min(search.bound_us, found.recompute_us))
+    return replace(
+        problem.plan(found, budget_bytes, bound_us=min(search.bound_us, found.recompute_us)),
+        layered_bound_us=min(layered_us, found.recompute_us),
+    )
 
 
 def pareto(
