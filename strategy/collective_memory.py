@@ -71,7 +71,8 @@ class CollectiveRules:
         sent = [_part(w, group) for w in whole]
         cast = contiguous_copy = held = 0
         for given, part in zip((a.layout for a in arguments), sent, strict=True):
-            is_cast, is_copied = given.dtype != part.dtype, not _is_contiguous(given)
+            is_cast = given.dtype != part.dtype
+            is_copied = not _is_contiguous(_cloned(given) if is_cast else given)
             cast += self._bytes(part) * is_cast
             contiguous_copy += self._bytes(part) * is_copied
             held += self._bytes(part) * (is_cast or is_copied)

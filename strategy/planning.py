@@ -23,7 +23,7 @@ from thunder.core.prims import PrimIDs  # noqa: E402
 from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
-from thunder_memsave.agreement import broadcast, is_rank_zero, together  # noqa: E402
+from thunder_memsave.agreement import OtherRankError, broadcast, is_rank_zero, together  # noqa: E402
 from thunder_memsave.config import MemoryConfig  # noqa: E402
 from thunder_memsave.errors import BudgetError, PlanError  # noqa: E402
 from thunder_memsave.extract import profiles, program, training_graph  # noqa: E402
@@ -197,13 +197,17 @@ class MemoryPlanner:
                 return None
             return self._solved(attempt, excess_bytes)
 
-        own = together(make, self._data_parallel)
+        own = together(make, self._data_parallel, error_elsewhere=OtherRankError)
         rank_zeros, plan = broadcast((structure, own), self._data_parallel)
-        if structure != rank_zeros:
-            raise PlanError(
-                "this rank runs other operations than rank 0, so it cannot run rank 0's plan; run the same code on "
-                "every rank, and give all ranks batches that take the same branches."
-            )
+
+        def check() -> None:
+            if structure != rank_zeros:
+                raise PlanError(
+                    "this rank runs other operations than rank 0, so it cannot run rank 0's plan; run the same code "
+                    "on every rank, and give all ranks batches that take the same branches."
+                )
+
+        together(check, self._data_parallel, error_elsewhere=OtherRankError)
         assert plan is not None
         return plan
 

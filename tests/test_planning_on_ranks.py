@@ -1,0 +1,194 @@
+"""Two ranks run one plan: with the gradients of keeping all, within the budget, and with the memory that was foretold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from harness import models
+from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.memory import measured_memory
+from harness.rank_memory import letting_go
+from thunder_memsave.agreement import OtherRankError
+from thunder_memsave.errors import BudgetError, PlanError
+from thunder_memsave.planner.graph import Plan
+from thunder_memsave.planning import MemoryPlanner
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+NUM_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A model that was planned, and stepped once."""
+
+    fabric: Fabric
+    model: Any
+    optimizer: Any
+    gradients: list[Tensor]
+
+    @property
+    def strategy(self) -> ThunderMemsaveStrategy:
+        assert isinstance(self.fabric.strategy, ThunderMemsaveStrategy)
+        return self.fabric.strategy
+
+    @property
+    def plan(self) -> Plan:
+        assert self.strategy.plan is not None
+        return self.strategy.plan
+
+    def forward_and_backward(self, ids: Tensor) -> None:
+        output = self.model(input_ids=ids, labels=ids)
+        self.fabric.backward(output.loss)
+
+    def step(self, ids: Tensor) -> None:
+        output = self.model(input_ids=ids, labels=ids)
+        self.fabric.backward(output.loss)
+        self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+        self.optimizer.step()
+
+
+def batch(rank: int, length: int = 32) -> Tensor:
+    return models.token_batch(4, length, seed=rank)
+
+
+def planned(sharding: str, memory: dict[str, Any], num_layers: int = 3) -> Planned:
+    fabric = make_fabric(devices=NUM_RANKS, sharding=sharding, memory=memory, timeout="2min")
+    torch.manual_seed(0)
+    module = models.llama(num_layers)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    made = Planned(fabric, model, optimizer, [])
+    made.forward_and_backward(batch(fabric.global_rank))
+    made.gradients.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    optimizer.zero_grad()
+    return made
+
+
+@on_fabric_rank
+def check_plans() -> None:
+    check_budgets("zero3", num_layers=3)
+    check_budgets("zero2", num_layers=1)
+    check_budgets("none", num_layers=1)
+
+
+def check_budgets(sharding: str, num_layers: int) -> None:
+    whole = planned(sharding, {"policy": "keep_all"}, num_layers)
+    check_memory(whole)
+    smallest_bytes = check_error(sharding, num_layers)
+    budgets = (whole.plan.predicted_peak_bytes * 8 // 10, math.ceil(smallest_bytes * 1.01))
+    for budget_bytes in budgets:
+        ours = planned(sharding, {"budget": budget_bytes}, num_layers)
+        assert ours.plan.keep < whole.plan.keep
+        assert ours.plan.predicted_peak_bytes <= budget_bytes
+        assert len(ours.gradients) == len(whole.gradients) > 10
+        for measured, expected in zip(ours.gradients, whole.gradients, strict=True):
+            assert torch.equal(measured, expected), (sharding, budget_bytes)
+        assert len(set(map(str, gathered(sorted(ours.plan.keep))))) == 1
+        assert check_memory(ours) <= budget_bytes, (sharding, budget_bytes)
+    check_other_lengths(ours)
+
+
+def check_memory(step: Planned) -> int:
+    """In this process, with all that it had before."""
+    ids = batch(step.fabric.global_rank)
+    existing = existing_bytes(step, ids)
+    with letting_go():
+        step.step(ids)
+        step.optimizer.zero_grad()
+        measured = existing + measured_memory(lambda: step.step(ids)).peak_bytes
+    step.optimizer.zero_grad()
+    predicted = step.plan.predicted_peak_bytes
+    print("PEAK", step.fabric.global_rank, predicted, measured, existing, flush=True)
+    assert measured == pytest.approx(predicted, rel=0.01)
+    return measured
+
+
+def existing_bytes(step: Planned, ids: Tensor) -> int:
+    """Of parameters, buffers, what the optimizer keeps, and the batch."""
+    states = [v for state in step.optimizer.state.values() for v in state.values()]
+    tensors = [*step.model.parameters(), *step.model.buffers(), *states, ids]
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tensors
+        if isinstance(t, Tensor)
+    }
+    return sum(storages.values())
+
+
+def check_error(sharding: str, num_layers: int) -> int:
+    """What rank 0 found out ends all ranks; returns the smallest budget."""
+    with pytest.raises((BudgetError, OtherRankError)) as caught:
+        planned(sharding, {"budget": 1000}, num_layers)
+    text = "the budget is 1,000 bytes, and no plan was found that stays within it"
+    assert text in str(caught.value)
+    if dist.get_rank() > 0:
+        assert type(caught.value) is OtherRankError
+        assert "rank 0 failed, so this rank stops too: BudgetError" in str(caught.value)
+    smallest = gathered(getattr(caught.value, "smallest_bytes", None))[0]
+    assert isinstance(smallest, int)
+    return smallest
+
+
+def check_other_lengths(step: Planned) -> None:
+    """Rank 1 alone compiles again; the others do not wait for it to plan."""
+    num_calls = len(planner(step).calls)
+    for length in (20, 1):
+        ids = batch(step.fabric.global_rank, length if step.fabric.global_rank else 32)
+        step.forward_and_backward(ids)
+    step.optimizer.zero_grad()
+    calls = planner(step).calls[num_calls:]
+    assert len(calls) == 2 * step.fabric.global_rank
+    assert all(call.plan and call.plan.keep == step.plan.keep for call in calls)
+
+
+def planner(step: Planned) -> MemoryPlanner:
+    found = step.model._forward_module.planner
+    assert isinstance(found, MemoryPlanner)
+    return found
+
+
+def gathered(value: object) -> list[Any]:
+    values: list[Any] = [None] * NUM_RANKS
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Branching(nn.Module):
+    """Computes otherwise on other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y.tanh() if dist.get_rank() else y.sin().cos()).sum()
+
+
+@on_fabric_rank
+def check_other_operations() -> None:
+    fabric = make_fabric(devices=NUM_RANKS, sharding="zero3", timeout="2min")
+    model = fabric.setup(Branching())
+    expected, text = (
+        (PlanError, r"this rank runs other operations than rank 0.* run the same code on every")
+        if fabric.global_rank
+        else (OtherRankError, r"rank 1 failed, so this rank stops too: PlanError: this rank runs")
+    )
+    with pytest.raises(expected, match=text):
+        model(torch.ones(2, 8))
+
+
+def test_plans_hold_on_all_ranks() -> None:
+    run_on_fabric_ranks(check_plans, NUM_RANKS, hang_s=900)
+
+
+def test_ranks_that_run_other_operations_stop_all() -> None:
+    run_on_fabric_ranks(check_other_operations, NUM_RANKS)
