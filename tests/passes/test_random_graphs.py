@@ -13,6 +13,7 @@ from thunder_memsave.passes import recompute as module
 from thunder_memsave.passes.recompute import recompute
 
 NUM_GRAPHS = 200
+NUM_ALWAYS = 60  # the others with `make soak`
 
 
 def joint(seed: int) -> TraceCtx:
@@ -34,9 +35,8 @@ def same(ours: Step, reference: Step) -> bool:
     return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("first", range(0, NUM_GRAPHS, 25))
-def test_no_bit_changes(first: int) -> None:
-    for seed in range(first, first + 25):
+def check(first: int, last: int) -> None:
+    for seed in range(first, last):
         trace = joint(seed)
         reference = run_joint(trace, inputs(trace))
         choices: tuple[Choice, ...] = (nothing, at_random(0.3, seed=seed))
@@ -44,6 +44,17 @@ def test_no_bit_changes(first: int) -> None:
             again = recompute(trace, keep=choose(trace), fenced=(seed + number) % 2 == 1)
             ours = run_joint(again, inputs(trace))
             assert same(ours, reference), f"{choose} on graph {seed}:\n{source(seed)}"
+
+
+@pytest.mark.parametrize("first", range(0, NUM_ALWAYS, 15))
+def test_no_bit_changes(first: int) -> None:
+    check(first, first + 15)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(NUM_ALWAYS, NUM_GRAPHS, 35))
+def test_no_bit_changes_in_the_others(first: int) -> None:
+    check(first, min(first + 35, NUM_GRAPHS))
 
 
 def test_the_graphs_contain_what_they_are_for() -> None:
