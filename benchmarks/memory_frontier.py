@@ -20,15 +20,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 MODELS = ("gpt", "llama")
 METHODS = ("eager", "torch.compile", "thunder", "ours")
-INDUCTOR = "torch.compile inductor"
 COMPILE_BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
 NUM_STEPS = 7
@@ -59,8 +58,7 @@ def main() -> None:
     if arguments.measure is not None:
         _measure(arguments)
         return
-    methods = (*METHODS[:-1], *([INDUCTOR] if arguments.inductor else []), METHODS[-1])
-    frontiers = {model: _frontier(model, methods, arguments) for model in arguments.models}
+    frontiers = {model: _frontier(model, arguments) for model in arguments.models}
     claims = {model: _claims(points) for model, points in frontiers.items()}
     for model, found in claims.items():
         for claim in found:
@@ -73,16 +71,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--no-times", action="store_true", help="where the machine is not quiet")
-    parser.add_argument("--inductor", action="store_true", help="its budgets too")
     parser.add_argument("--output", type=Path, help="path of the JSON")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--budgets", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     return parser
 
 
-def _frontier(model: str, methods: Sequence[str], arguments: argparse.Namespace) -> list[Point]:
+def _frontier(model: str, arguments: argparse.Namespace) -> list[Point]:
     points: list[Point] = []
-    for method in methods:
+    for method in METHODS:
         found = _in_a_process(model, method, [p.peak_bytes for p in points], arguments)
         for point in found:
             seconds = "" if point.seconds is None else f"{point.seconds:8.3f} s"
@@ -119,7 +116,6 @@ def _measure(arguments: argparse.Namespace) -> None:
     run = {
         "eager": _eager,
         "torch.compile": _torch_compile,
-        INDUCTOR: _torch_compile,
         "thunder": _thunder,
         "ours": _ours,
     }[method]
@@ -234,13 +230,18 @@ def _eager(name: str, arguments: argparse.Namespace) -> Run:
 
 def _torch_compile(name: str, arguments: argparse.Namespace) -> Run:
     import torch
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition_with_mode
 
-    backend = "inductor" if arguments.measure == INDUCTOR else "aot_eager_decomp_partition"
     model, batch = _model(name)
     for budget in COMPILE_BUDGETS:
         torch._dynamo.reset()
+        counter = _Flops()
+        # `aot_eager_decomp_partition`, but for the mode.
+        backend = partial(aot_eager_decomp_partition_with_mode, mode=counter)
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            yield f"{budget:.1f}", torch.compile(model, backend=backend, fullgraph=True), batch
+            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            compiled.counter = counter
+            yield f"{budget:.1f}", compiled, batch
 
 
 def _thunder(name: str, arguments: argparse.Namespace) -> Run:
@@ -312,35 +313,49 @@ def _point(
         method=method,
         setting=setting,
         peak_bytes=peak_bytes,
-        flops=_flops(step),
+        flops=_flops(module, step),
         seconds=_seconds(step) if has_times else None,
     )
 
 
-def _flops(step: Callable[[], None]) -> int:
-    """The CPU's attention counts as the CUDA kernel of the same name, which FlopCounterMode knows."""
-    import torch
-    from torch.utils import flop_counter
+class _Flops:
+    """Counts what runs inside, over all times that it is entered."""
 
-    aten = torch.ops.aten
-    known = flop_counter.flop_registry
-    twins = {
-        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            aten._scaled_dot_product_flash_attention_backward
-        ),
-    }
-    missing = {cpu: _of_tensors(known[cuda]) for cpu, cuda in twins.items() if cpu not in known}
-    # Else Dynamo would leave what it has compiled, and run the model eagerly.
-    compiled_too = patch.object(
-        flop_counter._FlopCounterMode, "ignore_compile_internals", classmethod(lambda _: True)
-    )
-    with (
-        compiled_too,
-        flop_counter.FlopCounterMode(display=False, custom_mapping=missing) as counter,
-    ):
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __enter__(self) -> None:
+        """The CPU's attention counts as the CUDA kernel of the same name, which FlopCounterMode knows."""
+        import torch
+        from torch.utils import flop_counter
+
+        aten, known = torch.ops.aten, flop_counter.flop_registry
+        twins = {
+            aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+                aten._scaled_dot_product_flash_attention_backward
+            ),
+        }
+        missing = {cpu: _of_tensors(known[cuda]) for cpu, cuda in twins.items() if cpu not in known}
+        self._mode = flop_counter.FlopCounterMode(display=False, custom_mapping=missing)
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self.total += self._mode.get_total_flops()
+
+
+def _flops(module: Any, step: Callable[[], None]) -> int:
+    """Dynamo does not run what it has compiled while a mode is active, so its graphs count inside of theirs."""
+    inside: _Flops | None = getattr(module, "counter", None)
+    if inside is not None:
+        before = inside.total
         step()
-    return counter.get_total_flops()
+        return inside.total - before
+    outside = _Flops()
+    with outside:
+        step()
+    return outside.total
 
 
 def _of_tensors(formula: Callable[..., int]) -> Callable[..., int]:
