@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from thunder_memsave import __version__
-from thunder_memsave.errors import BudgetError, CaptureError, CompileError
+from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune.launch import is_first_local, is_under_torchrun
+from thunder_memsave.finetune.plan_command import DOES_NOT_FIT, parse_options, run_plan
 from thunder_memsave.finetune.run_file.parse import RunFile, read_run_file
 from thunder_memsave.finetune.run_file.report import Source, report
 from thunder_memsave.finetune.run_file.shipped import (
@@ -49,7 +50,8 @@ Several processes: --devices=N on one machine, or on each of several
        torchrun ... --no-python thunder-memsave train CONFIG [--key=value ...]
 
 Exit codes: 0 the run is finished; 1 a loss or gradient was not finite, or something failed; 2 the
-arguments, the run file or what it names cannot be used; 3 plan: it does not fit; 130 Ctrl-C.
+arguments, the run file or what it names cannot be used; 3 it does not fit the memory budget;
+130 Ctrl-C.
 """
 
 _TRAIN_HELP = """\
@@ -103,8 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Returns:
-        0, or 2 for what the user can correct before training, 1 for a loss or gradients that are
-        not finite and for what cannot be compiled or saved, 130 for Ctrl-C.
+        0, or 2 for what the user can correct before training, 3 for a run that does not fit its memory
+        budget, 1 for a loss or gradients that are not finite and for what cannot be compiled or saved,
+        130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -119,12 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunStoppedError as stop:
         return _stopped(stop, f"error: {stop}")
     except KeyboardInterrupt:
-        return _stopped(RunInterruptedError(), "interrupted before training began; start it again.")
+        is_run = arguments[:1] == ["train"]
+        when = " before training began; start it again." if is_run else "."
+        return _stopped(RunInterruptedError(), f"interrupted{when}")
     except Exception as error:
         message = _message_for_user(error)
         if message is None:
             raise
-        return _failed(message)
+        return _failed(message, DOES_NOT_FIT if isinstance(error, BudgetError) else _FAILURE)
     return code
 
 
@@ -156,8 +161,6 @@ def _validate(arguments: list[str]) -> int:
 def _plan(arguments: list[str]) -> int:
     if _wants_help(arguments):
         return _print_key_help("plan")
-    from thunder_memsave.finetune.plan_command import parse_options, run_plan
-
     options, rest = parse_options(arguments)
 
     def action(run_file: RunFile) -> int:
@@ -264,14 +267,14 @@ def _refused(message: str) -> int:
     return _USER_ERROR
 
 
-def _failed(message: str) -> int:
+def _failed(message: str, code: int) -> int:
     """Print what went wrong; the other ranks in a line, because it may have happened there only."""
     if is_first_local():
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         rank, first_line = os.environ.get("RANK", "?"), message.partition("\n")[0]
         print(f"error on rank {rank}: {first_line}", file=sys.stderr, flush=True)
-    return _FAILURE
+    return code
 
 
 def _stopped(stop: RunStoppedError, message: str) -> int:
@@ -304,12 +307,15 @@ def _message_for_user(error: Exception) -> str | None:
     from thunder_memsave.agreement import OtherRankError
     from thunder_memsave.checkpoint import StateMismatchError
     from thunder_memsave.digest import RankMismatchError
+    from thunder_memsave.step_memory import StepMemoryError
 
     ours = (
         BudgetError,
         CaptureError,
         CompileError,
         OtherRankError,
+        PlanError,
+        StepMemoryError,
         StateMismatchError,
         RankMismatchError,
     )

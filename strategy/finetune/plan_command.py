@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,12 +76,27 @@ def _options(given: dict[str, str]) -> PlanOptions:
     ranks = given.get("--world-size")
     if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
         raise ConfigError(f"--world-size is {ranks!r}, but must be a whole number of at least 1.")
+    for name in ("--json", "--html"):
+        if name in given:
+            _refuse_unwritable(name, Path(given[name]))
     return PlanOptions(
         num_ranks=None if ranks is None else int(ranks),
         device=device,
         json=Path(given["--json"]) if "--json" in given else None,
         html=Path(given["--html"]) if "--html" in given else None,
     )
+
+
+def _refuse_unwritable(name: str, path: Path) -> None:
+    """Before the minutes that a plan takes."""
+    if path.is_dir():
+        raise ConfigError(f"{name} is {path}, which is a directory; name a file in it.")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{name} is {path}, but there is no directory {path.parent}; make it, or name a file elsewhere."
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{name} is {path}, which may not be written; name a file elsewhere.")
 
 
 def run_plan(config: RunConfig, options: PlanOptions) -> int:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,14 @@ import torch
 from harness.language_model import run_values, write_run_file
 from thunder_memsave import __version__
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
-from thunder_memsave.errors import CaptureError, CompileError
+from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
+from thunder_memsave.finetune import cli
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.job import prepare
 from thunder_memsave.finetune.run_file.key_help import key_helps
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.run_file.shipped import shipped_configs
+from thunder_memsave.step_memory import StepMemoryError
 
 
 @pytest.fixture
@@ -372,3 +376,51 @@ def write_checkpoint_info(
     directory.mkdir(parents=True)
     content = {"world_size": world_size, "values": values}
     (directory / "checkpoint.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (
+            BudgetError.no_plan(budget_bytes=5, smallest_bytes=9, bound_bytes=8),
+            3,
+            "error: the budget is 5 bytes, and",
+        ),
+        (
+            StepMemoryError("the memory that X needs is not known"),
+            1,
+            "error: the memory that X needs",
+        ),
+        (
+            PlanError("this rank runs other operations than rank 0"),
+            1,
+            "error: this rank runs other",
+        ),
+    ],
+)
+def test_what_a_plan_cannot_do_is_told_without_a_traceback(
+    error: Exception,
+    code: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(cli._COMMANDS, "train", partial(_raise, error))
+    assert main(["train", "x.yaml"]) == code
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_ctrl_c_in_a_plan_is_one_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli._COMMANDS, "plan", partial(_raise, KeyboardInterrupt()))
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["plan", "x.yaml"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert capsys.readouterr().err == "interrupted.\n"
+
+
+def _raise(error: BaseException, arguments: list[str]) -> int:
+    raise error

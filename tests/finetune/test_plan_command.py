@@ -103,6 +103,11 @@ def test_every_weight_in_bfloat16_under_autocast_is_planned(run_file: str, tmp_p
         ),
         (["--budget"], "--budget needs a value, such as --budget=60GiB."),
         (["--json", "--html=x"], "--json needs a value, such as --json=plan.json."),
+        (
+            ["--json=nowhere/plan.json"],
+            "there is no directory nowhere; make it, or name a file else",
+        ),
+        (["--html=/"], "--html is /, which is a directory; name a file in it."),
         (["--budget=much"], "memory.budget: 'much' is not a number of bytes"),
         (
             ["--model.architecture=null"],
