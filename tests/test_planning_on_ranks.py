@@ -1,4 +1,4 @@
-"""Two ranks run one plan: with the gradients of keeping all, within the budget, and with the memory that was foretold."""
+"""Two ranks run one plan: with the gradients of keeping all, within the budget, and with the memory foretold."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_budgets(sharding: str, num_layers: int) -> None:
     budgets = (whole.plan.predicted_peak_bytes * 8 // 10, math.ceil(smallest_bytes * 1.01))
     for budget_bytes in budgets:
         ours = planned(sharding, {"budget": budget_bytes}, num_layers)
-        assert ours.plan.keep < whole.plan.keep
+        assert len(ours.plan.keep) < len(whole.plan.keep)
         assert ours.plan.predicted_peak_bytes <= budget_bytes
         assert len(ours.gradients) == len(whole.gradients) > 10
         for measured, expected in zip(ours.gradients, whole.gradients, strict=True):
@@ -140,12 +140,12 @@ def check_error(sharding: str, num_layers: int) -> int:
 def check_other_lengths(step: Planned) -> None:
     """Rank 1 alone compiles again; the others do not wait for it to plan."""
     num_calls = len(planner(step).calls)
-    for length in (20, 1):
+    for length in (20,):
         ids = batch(step.fabric.global_rank, length if step.fabric.global_rank else 32)
         step.forward_and_backward(ids)
     step.optimizer.zero_grad()
     calls = planner(step).calls[num_calls:]
-    assert len(calls) == 2 * step.fabric.global_rank
+    assert len(calls) == step.fabric.global_rank
     assert all(call.plan and call.plan.keep == step.plan.keep for call in calls)
 
 
