@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--no-times", action="store_true", help="where the machine is not quiet")
+    parser.add_argument(
+        "--parts", type=float, nargs="+", default=list(PARTS), help="of the free wins' peak"
+    )
     parser.add_argument("--output", type=Path, help="path of the JSON")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--budgets", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
@@ -97,6 +100,7 @@ def _in_a_process(
 ) -> list[Point]:
     command = [sys.executable, __file__, "--models", model, "--measure", method]
     command += ["--no-times"] if arguments.no_times else []
+    command += ["--parts", *map(str, arguments.parts)]
     command += ["--budgets", *map(str, budgets)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -259,7 +263,7 @@ def _ours(name: str, arguments: argparse.Namespace) -> Run:
     held = sum(call.program.storages[s].nbytes for s in call.program.held) + call.memory.other_bytes
     free_bytes = call.profile.peak_bytes - held
     floor_bytes = _floor_bytes(model, batch) - held
-    budgets = {f"{part:.0%}": int(part * free_bytes) for part in PARTS}
+    budgets = {f"{part:.0%}": int(part * free_bytes) for part in arguments.parts}
     budgets |= {f"{n / 2**20:.3f} MiB": n for n in sorted(set(arguments.budgets), reverse=True)}
     budgets["floor"] = floor_bytes
     for setting, nbytes in budgets.items():
