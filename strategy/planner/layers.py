@@ -4,7 +4,8 @@ Backward goes from the last layer to the first, so what a layer keeps waits whil
 master program chooses one of the known plans for each layer, such that in each layer there is room for what the
 earlier ones keep and for what this one needs. Its prices say what a byte is worth in each layer; at these prices layers
 are planned anew, until none has a better plan (column generation, Dantzig and Wolfe). What all layers cost at least at
-these prices, less what the budget is worth, bounds the time of any plan (Lagrange).
+these prices, less what the budget is worth, bounds the time
+of any plan in which no layer computes again what the one after it reads (Lagrange).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _MASTER_LIMIT_S = 3.0
 _FIRST_PRICES = 10
 _MOST_CORRECTIONS = 4
 _MERGED = (1, 2, 4, 8)
+_MOST_BUDGETS = 8
+_NEAR = 2e-3
 
 
 def search_layers(
@@ -61,6 +64,28 @@ def search_layers(
         if _evaluate(layers, evaluate, budget_bytes):
             break
     return bound_us
+
+
+def search_smallest(
+    model: PeakModel, evaluate: Evaluator, *, bound_bytes: float, deadline_s: float
+) -> None:
+    """Evaluate plans for ever smaller budgets, as far down as some are found.
+
+    Args:
+        model: For its needs, costs and pins.
+        evaluate: Of the same graph.
+        bound_bytes: No plan needs less.
+        deadline_s: On the clock of `time.perf_counter`.
+    """
+    low = bound_bytes
+    for _ in range(_MOST_BUDGETS):
+        high = evaluate.smallest.peak_bytes
+        budget_bytes = (low + high) / 2
+        if high <= low * (1 + _NEAR) or time.perf_counter() > deadline_s:
+            return
+        search_layers(model, evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
+        if evaluate.smallest.peak_bytes > budget_bytes:
+            low = budget_bytes
 
 
 def _evaluate(layers: Layers, evaluate: Evaluator, budget_bytes: float) -> bool:
@@ -97,7 +122,12 @@ class Layers:
     bound_us: float = 0.0
 
     def price(self, budget_bytes: float, *, deadline_s: float) -> None:
-        """Make plans for layers until none is better at the prices of the last ones."""
+        """Make plans for layers until none is better at the prices of the last ones.
+
+        Args:
+            budget_bytes: Of the whole step.
+            deadline_s: On the clock of `time.perf_counter`.
+        """
         self._start()
         for _ in range(_MOST_ROUNDS):
             master = _Master(self.layers, budget_bytes, relaxed=True)
@@ -105,7 +135,7 @@ class Layers:
             if solved is None:
                 return
             bound, is_new = self._plan_at(solved, budget_bytes)
-            self.bound_us = max(self.bound_us, bound)
+            self.bound_us = max(self.bound_us, float(bound))
             is_good = solved.us <= self.bound_us * (1 + _GAP)
             if not is_new or is_good or time.perf_counter() > deadline_s:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
 
@@ -11,6 +12,8 @@ import numpy as np
 # scipy has no types of its own.
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+from thunder_memsave.planner.quiet import without_noise_of_highs
 
 _OPTIMAL = 0
 _INFEASIBLE = 2
@@ -92,13 +95,14 @@ class LinearProgram:
         options: dict[str, float] = {"mip_rel_gap": gap}
         if time_limit_s is not None:
             options["time_limit"] = max(time_limit_s, 0.05)
-        result = milp(
-            np.array(self.cost),
-            integrality=None if relaxed else np.array(self.whole, dtype=int),
-            bounds=Bounds(np.array(self.low), np.array(self.high)),
-            constraints=LinearConstraint(self._matrix(), self._least, self._most),
-            options=options,
-        )
+        with nullcontext() if relaxed else without_noise_of_highs():
+            result = milp(
+                np.array(self.cost),
+                integrality=None if relaxed else np.array(self.whole, dtype=int),
+                bounds=Bounds(np.array(self.low), np.array(self.high)),
+                constraints=LinearConstraint(self._matrix(), self._least, self._most),
+                options=options,
+            )
         bound = getattr(result, "mip_dual_bound", None)
         if result.status == _OPTIMAL and (relaxed or bound is None):
             bound = result.fun

@@ -11,7 +11,7 @@ from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.free_wins import choose_free
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
-from thunder_memsave.planner.layers import search_layers
+from thunder_memsave.planner.layers import search_layers, search_smallest
 from thunder_memsave.planner.local import improve
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import Needs, needs
@@ -74,7 +74,7 @@ def solve(
     search = problem.search(time.perf_counter() + time_limit_s)
     search.add_moments(free, budget_bytes)
     layered_us = 0.0
-    if not search.is_exhaustive:
+    if not search.is_exhaustive and search.least_possible() <= budget_bytes:
         layered_us = search_layers(
             search.model,
             problem.evaluate,
@@ -148,6 +148,13 @@ def pareto(
 
 def _last_resort(search: Search, budget_bytes: int) -> Evaluated:
     """Near the least that is possible: look for the smallest plan instead of the fastest."""
+    if not search.is_exhaustive:
+        search_smallest(
+            search.model,
+            search.evaluate,
+            bound_bytes=max(search.least_possible(), 1),
+            deadline_s=(time.perf_counter() + search.deadline_s) / 2,
+        )
     smallest = search.smallest(enough_bytes=budget_bytes)
     if smallest.peak_bytes <= budget_bytes:
         return smallest
