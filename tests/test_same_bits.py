@@ -1,4 +1,4 @@
-"""Five optimizer steps on two ranks give the same bits in every mode, with every window and every bucket."""
+"""Five optimizer steps on two ranks, planned, give the bits of unplanned ones in every mode, window and bucket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from harness.distributed import SOAK_HANG_S, run_on_ranks
 from harness.four_models import KINDS, SMALLEST_VOCABULARY, build
+from harness.traces import unlimited_planner
 from thunder_memsave.compile import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.passes.recompute import PREFIX
 from thunder_memsave.passes.schedule import two_largest_blocks
 from thunder_memsave.sharding import DataParallel, gather_full, shard_module
 
@@ -50,14 +53,15 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randint(SMALLEST_VOCABULARY, (3, 8), generator=generator)
 
 
-def steps(case: Case) -> list[Tensor]:
-    """Losses, and the whole weights after every step."""
+def steps(case: Case, *, planned: bool = True) -> list[Tensor]:
+    """Losses, and the whole weights after every step; `planned`: by the strategy's default, with its free wins."""
     assert dist.group.WORLD is not None
     settings: dict[str, Any] = {"mode": case.mode, "prefetch": case.window}
     data_parallel = DataParallel(group=dist.group.WORLD, bucket_bytes=case.bucket, **settings)
     model = build(case.model)
     shard_module(model, data_parallel)
-    module = CompiledModule(model, data_parallel=data_parallel)
+    planner = unlimited_planner(MemoryConfig(), data_parallel) if planned else None
+    module = CompiledModule(model, data_parallel=data_parallel, planner=planner)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     results = []
@@ -67,12 +71,20 @@ def steps(case: Case) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         results += [loss.detach(), *(gather_full(p, data_parallel).clone() for p in trained)]
+    assert not planned or computes_again(module)
     return results
+
+
+def computes_again(module: CompiledModule) -> bool:
+    (capture,) = module.captures
+    backward = capture.backward_traces[-1]
+    return any(o.name.startswith(PREFIX) for b in backward.bound_symbols for o in b.flat_proxy_outs)
 
 
 def check_all(rank: int, cases: list[Case]) -> None:
     references = {
-        model: steps(Case(model, "zero2", 0, 0)) for model in dict.fromkeys(c.model for c in cases)
+        model: steps(Case(model, "zero2", 0, 0), planned=False)
+        for model in dict.fromkeys(c.model for c in cases)
     }
     for case in cases:
         reference = references[case.model]
