@@ -22,6 +22,7 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 
 from thunder_memsave.accumulation import with_unreduced  # noqa: E402
+from thunder_memsave.aten_record import storage_id  # noqa: E402
 from thunder_memsave.collectives import (  # noqa: E402
     all_gather_bucket,
     all_reduce_bucket,
@@ -134,7 +135,7 @@ class CollectiveRules:
         whole = list(map(_packed, values))
         flat_bytes = self._cpu_bytes(whole)
         reshaped = sum(
-            self._bytes(w) for w, v in zip(whole, values, strict=True) if not _is_contiguous(v)
+            self._bytes(w) for w, v in zip(whole, values, strict=True) if not _is_flat_by_a_view(v)
         )
         if group.size() <= 2:
             return flat_bytes + reshaped
@@ -229,6 +230,11 @@ def _cloned(layout: Layout) -> Layout:
     """As `clone` lays it out: like the original, where that has no gaps."""
     original = torch.empty_strided(layout.shape, layout.stride, device="meta")
     return _packed(layout)._replace(stride=original.clone().stride())
+
+
+def _is_flat_by_a_view(layout: Layout) -> bool:
+    original = torch.empty_strided(layout.shape, layout.stride, device="meta")
+    return storage_id(original.reshape(-1)) == storage_id(original)
 
 
 def _is_contiguous(layout: Layout) -> bool:
