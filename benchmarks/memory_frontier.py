@@ -161,7 +161,8 @@ def _gpt() -> Any:
             )
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-            return x + self.down(F.gelu(self.up(self.norm2(x))))
+            added: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+            return x + added
 
     class GPT(nn.Module):
         checkpoints = False
@@ -176,7 +177,8 @@ def _gpt() -> Any:
             x = self.embedding(ids)
             for block in self.blocks:
                 x = _checkpointed(block, x) if self.checkpoints else block(x)
-            return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss: Tensor = F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            return loss
 
     def _checkpointed(block: Any, x: Tensor) -> Tensor:
         result: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
@@ -243,7 +245,7 @@ def _torch_compile(name: str, arguments: argparse.Namespace) -> Run:
         # `aot_eager_decomp_partition`, but for the mode.
         backend = partial(aot_eager_decomp_partition_with_mode, mode=counter)
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
             compiled.counter = counter
             yield f"{budget:.1f}", compiled, batch
 
@@ -341,12 +343,14 @@ class _Flops:
             ),
         }
         missing = {cpu: _of_tensors(known[cuda]) for cpu, cuda in twins.items() if cpu not in known}
-        self._mode = flop_counter.FlopCounterMode(display=False, custom_mapping=missing)
+        self._counter = flop_counter.FlopCounterMode(display=False, custom_mapping=missing)
+        # Not the counter itself: its hooks on all modules would be a reason to capture again.
+        self._mode = flop_counter._FlopCounterMode(self._counter)
         self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
-        self.total += self._mode.get_total_flops()
+        self.total += self._counter.get_total_flops()
 
 
 def _flops(module: Any, step: Callable[[], None]) -> int:

@@ -47,7 +47,8 @@ def saved_bytes(module: nn.Module, call: Callable[..., object]) -> int:
 def check(
     build: Callable[..., nn.Module], dtype: torch.dtype, context: AbstractContextManager[object]
 ) -> None:
-    module = build(2).to(dtype)
+    module: nn.Module = build(2)
+    nn.Module.to(module, dtype)
     compiled = free_wins(module)
     with context:
         compiled(input_ids=IDS, labels=IDS)

@@ -24,6 +24,7 @@ from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory
+from thunder_memsave.planner.solve import solve
 from thunder_memsave.planning import MemoryPlanner, PlannedCall
 from thunder_memsave.strategy import ForwardModule
 
@@ -76,9 +77,10 @@ def lora(num_layers: int) -> tuple[nn.Module, dict[str, Any]]:
     """Adapters on frozen weights, as peft adds them."""
     import peft
 
+    model: Any
     model, batch = language_model(models.qwen2, num_layers)
     config = peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
-    adapted = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+    adapted: Any = peft.get_peft_model(model, config)
     return adapted.base_model.model, batch
 
 
@@ -204,8 +206,7 @@ def predicted_bytes(compiled: CompiledModule) -> int:
 @contextmanager
 def solving_for(seconds: float) -> Iterator[None]:
     """Plans that are good enough to be checked."""
-    solve = partial(planning.solve, time_limit_s=seconds)
-    with patch.object(planning, "solve", solve):
+    with patch.object(planning, "solve", partial(solve, time_limit_s=seconds)):
         yield
 
 
