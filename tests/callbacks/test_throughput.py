@@ -160,9 +160,9 @@ def test_on_cuda_memory_is_the_allocators_peak_since_the_row_before(
     for metrics in rows:
         monitor.on_train_batch_end(metrics=metrics)
     assert set(rows[1]) == set(monitor.metric_names)
-    gib, reserved, retries = "peak_allocated_gib", "peak_reserved_gib", "num_alloc_retries"
-    assert rows[0] == {gib: 3.0, reserved: 4.0, retries: 0, "peak_bytes": 3 * 2**30}
-    assert rows[1] == {gib: 3.0, reserved: 4.0, retries: 2, "peak_bytes": 3 * 2**30}
+    peaks = {"peak_allocated_gib": 3.0, "peak_reserved_gib": 4.0, "peak_bytes": 3 * 2**30}
+    assert rows[0] == {**peaks, "num_alloc_retries": 0}
+    assert rows[1] == {**peaks, "num_alloc_retries": 2}
     assert resets == [CUDA] * 3
 
 
