@@ -309,4 +309,9 @@ class _Master:
             room = (self._budget_bytes - layer.forward_bytes) * self._byte
             if len(layer.cut.block.forward):
                 self._row("forward", number, [*before, *slack], most=room)
-            before = before + [(v, p.saved_bytes * self._byte) for p, v in choices.items()]
+            # Each sum adds to the one before, so that rows stay short.
+            waiting = self._program.variable(high=np.inf)
+            saved = [(v, -p.saved_bytes * self._byte) for p, v in choices.items()]
+            less = [(v, -f) for v, f in before]
+            self._row("waiting", number, [(waiting, 1.0), *less, *saved], least=0.0)
+            before = [(waiting, 1.0)]
