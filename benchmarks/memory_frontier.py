@@ -360,6 +360,8 @@ def _flops(module: Any, step: Callable[[], None]) -> int:
         before = inside.total
         step()
         return inside.total - before
+    with _Flops():
+        step()  # a mode is a reason to capture again, whose fake tensors would count too
     outside = _Flops()
     with outside:
         step()
