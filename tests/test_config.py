@@ -21,7 +21,7 @@ from thunder_memsave.config import (
     parse_strategy,
     refuse_keys,
 )
-from thunder_memsave.settings import Bytes, ConfigErrors
+from thunder_memsave.settings import Bytes, BytesOrFraction, ConfigErrors
 
 
 def write(folder: Path, text: str) -> Path:
@@ -164,7 +164,7 @@ def test_sections_of_later_versions_have_no_keys(tmp_path: Path) -> None:
 
 def test_the_memory_section_stands_beside_the_strategys(tmp_path: Path) -> None:
     config = load_strategy_config(write(tmp_path, "memory: {budget: 60GiB, keep: ['*.mlp']}"))
-    assert config.memory == MemoryConfig(budget=Bytes(60 * 1024**3), keep=("*.mlp",))
+    assert config.memory == MemoryConfig(budget=BytesOrFraction(60 * 1024**3), keep=("*.mlp",))
     with pytest.raises(ConfigError, match=r"strategy\.memory is not a key of 'strategy'"):
         load_strategy_config(write(tmp_path, "strategy: {memory: {budget: 60GiB}}"))
 

@@ -70,7 +70,8 @@ def test_no_more_is_saved_than_by_eager_under_autocast(build: Callable[..., nn.M
 
 
 def test_without_the_free_wins_more_is_saved() -> None:
-    module = models.gpt2(2).to(torch.bfloat16)
+    module: nn.Module = models.gpt2(2)
+    module.to(torch.bfloat16)
     compiled = CompiledModule(module)
     compiled(input_ids=IDS, labels=IDS)
     assert saved_bytes(module, compiled) > 1.5 * saved_bytes(module, module)
