@@ -82,18 +82,35 @@ def check_plans() -> None:
 def check_budgets(sharding: str, num_layers: int) -> None:
     whole = planned(sharding, {"policy": "keep_all"}, num_layers)
     check_memory(whole)
+    tight = planned_near_the_floor(sharding, num_layers)
+    check_budget(tight, whole)
+    check_other_lengths(tight)
+    if sharding == "zero3":
+        budget_bytes = whole.plan.predicted_peak_bytes * 8 // 10
+        check_budget(planned(sharding, {"budget": budget_bytes}, num_layers), whole)
+
+
+def check_budget(ours: Planned, whole: Planned) -> None:
+    assert ours.plan.budget_bytes is not None
+    assert len(ours.plan.keep) < len(whole.plan.keep)
+    assert len(set(map(str, gathered(sorted(ours.plan.keep))))) == 1
+    assert len(ours.gradients) == len(whole.gradients) > 10
+    for measured, expected in zip(ours.gradients, whole.gradients, strict=True):
+        assert torch.equal(measured, expected)
+    assert ours.plan.predicted_peak_bytes <= ours.plan.budget_bytes
+    assert check_memory(ours) <= ours.plan.budget_bytes
+
+
+def planned_near_the_floor(sharding: str, num_layers: int) -> Planned:
+    """The first error knows nothing of what later passes add, such as gathers ahead of their use; the next one does."""
     smallest_bytes = check_error(sharding, num_layers)
-    budgets = (whole.plan.predicted_peak_bytes * 8 // 10, math.ceil(smallest_bytes * 1.01))
-    for budget_bytes in budgets:
-        ours = planned(sharding, {"budget": budget_bytes}, num_layers)
-        assert len(ours.plan.keep) < len(whole.plan.keep)
-        assert ours.plan.predicted_peak_bytes <= budget_bytes
-        assert len(ours.gradients) == len(whole.gradients) > 10
-        for measured, expected in zip(ours.gradients, whole.gradients, strict=True):
-            assert torch.equal(measured, expected), (sharding, budget_bytes)
-        assert len(set(map(str, gathered(sorted(ours.plan.keep))))) == 1
-        assert check_memory(ours) <= budget_bytes, (sharding, budget_bytes)
-    check_other_lengths(ours)
+    for _ in range(3):
+        try:
+            budget_bytes = math.ceil(smallest_bytes * 1.01)
+            return planned(sharding, {"budget": budget_bytes}, num_layers)
+        except (BudgetError, OtherRankError) as error:
+            smallest_bytes = smallest_of(error)
+    raise AssertionError("no plan fits the smallest budget that an error names")
 
 
 def check_memory(step: Planned) -> int:
@@ -106,7 +123,6 @@ def check_memory(step: Planned) -> int:
         measured = existing + measured_memory(lambda: step.step(ids)).peak_bytes
     step.optimizer.zero_grad()
     predicted = step.plan.predicted_peak_bytes
-    print("PEAK", step.fabric.global_rank, predicted, measured, existing, flush=True)
     assert measured == pytest.approx(predicted, rel=0.01)
     return measured
 
@@ -132,7 +148,12 @@ def check_error(sharding: str, num_layers: int) -> int:
     if dist.get_rank() > 0:
         assert type(caught.value) is OtherRankError
         assert "rank 0 failed, so this rank stops too: BudgetError" in str(caught.value)
-    smallest = gathered(getattr(caught.value, "smallest_bytes", None))[0]
+    return smallest_of(caught.value)
+
+
+def smallest_of(error: BaseException) -> int:
+    """Which rank 0's error names."""
+    smallest = gathered(getattr(error, "smallest_bytes", None))[0]
     assert isinstance(smallest, int)
     return smallest
 
