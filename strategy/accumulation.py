@@ -16,7 +16,7 @@ A trace of a backward that may do so has a `with_unreduced` before each reductio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace  # noqa: E4
 from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
 from thunder_memsave.missing_ranks import collective  # noqa: E402
-from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
+from thunder_memsave.sharding import DataParallel, is_sharded, whole_shape  # noqa: E402
 from thunder_memsave.transport import start_reduce_scatter  # noqa: E402
 
 _executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
@@ -104,6 +104,12 @@ class UnreducedGradients:
         finally:
             self.is_keeping = before
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether a backward under `fabric.no_backward_sync` keeps its gradients."""
+        data_parallel = self._data_parallel
+        return data_parallel is not None and data_parallel.accumulate == "accumulate_unsharded"
+
     def parameters(self) -> list[Tensor]:
         """Those with gradients that are not reduced yet."""
         found = [self._find(kept.parameter) for kept in list(self._kept.values())]
@@ -158,6 +164,15 @@ class UnreducedGradients:
     def _forget(self, kept: _Kept) -> None:
         kept.unfollow()
         del self._kept[id(kept.parameter)]
+
+
+def whole_gradient_bytes(parameters: Iterable[Tensor]) -> int:
+    """What the kept gradients of these parameters take on each rank, of those that are trained."""
+    return sum(
+        whole_shape(p).numel() * torch.promote_types(p.dtype, torch.float32).itemsize
+        for p in parameters
+        if p.requires_grad
+    )
 
 
 def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> Tensor:

@@ -206,7 +206,8 @@ class StrategyConfig(Section):
     accumulate: Literal["auto", "reduce_every", "accumulate_unsharded"] = "auto"
     """What a backward inside `fabric.no_backward_sync` does: `reduce_every` reduces its gradients
     at once and keeps shards, `accumulate_unsharded` keeps whole gradients in float32 and leaves
-    the reduction to the first backward outside; `auto` is `reduce_every`."""
+    the reduction to the first backward outside; `auto` is `accumulate_unsharded` where whole
+    gradients take at most a tenth of `memory.budget`, else, and without a budget, `reduce_every`."""
 
     bucket: Bytes | Literal["auto"] = "auto"
     """Parameters of at most so many bytes share collectives with their neighbours; 0 gives each

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from thunder_memsave.agreement import OtherRankError, together
+from thunder_memsave.accumulation import whole_gradient_bytes
+from thunder_memsave.agreement import OtherRankError, broadcast, together
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import (
@@ -49,9 +51,12 @@ from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planning import MemoryPlanner, PlannedCall
 from thunder_memsave.precision import refuse_unsupported, share_found_inf
 from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
-from thunder_memsave.sharding import shard_module
+from thunder_memsave.sharding import DataParallel, shard_module
 from thunder_memsave.state_hooks import StateHooks
 from thunder_memsave.step_memory import StepMemoryError, step_memory
+
+_SMALL_PART = 0.1
+"""Of the memory budget: whole gradients of the adapters of a large model take less, those of full training more."""
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +257,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         forward = ForwardModule(
             module,
             config=self.config.compile,
-            data_parallel=self.data_parallel,
+            data_parallel=self._accumulating(module),
             planner=self._planner(),
         )
         self._modules.add(forward)
@@ -262,17 +267,31 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         return MemoryPlanner(
             self.config.memory,
             device=device_at(self.root_device),
-            budget_bytes=self.config.memory.budget_bytes(total_bytes(self.root_device)),
+            budget_bytes=self._budget_bytes,
             data_parallel=self.data_parallel,
             step_memory=self._step_memory,
         )
 
+    def _accumulating(self, module: nn.Module) -> DataParallel | None:
+        """`accumulate: auto` keeps whole gradients where they are a small part of the budget. A collective."""
+        data_parallel = self.data_parallel
+        if data_parallel is None or self.config.accumulate != "auto":
+            return data_parallel
+        budget_bytes = broadcast(self._budget_bytes, data_parallel)
+        if budget_bytes is None:
+            return data_parallel
+        keeps = whole_gradient_bytes(module.parameters()) <= _SMALL_PART * budget_bytes
+        return replace(data_parallel, accumulate="accumulate_unsharded") if keeps else data_parallel
+
+    @property
+    def _budget_bytes(self) -> int | None:
+        return self.config.memory.budget_bytes(total_bytes(self.root_device))
+
     def _step_memory(self) -> StepMemory:
         """With the optimizers that are set up by now; the first call of a model should come after them."""
-        limited = self.config.memory.budget_bytes(total_bytes(self.root_device)) is not None
         clip = partial(clip_norm, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)
         try:
-            return step_memory(
+            memory = step_memory(
                 list(self._optimizers),
                 clip=clip,
                 accumulates=self._accumulation.was_used,
@@ -280,10 +299,18 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 between_bytes=self._caller.between_bytes,
             )
         except StepMemoryError as error:
-            if limited:
+            if self._budget_bytes is not None:
                 raise
             _log.warning("the plan counts no optimizer: %s", error)
-            return self._caller
+            memory = self._caller
+        return replace(memory, gradient_bytes=memory.gradient_bytes + self._kept_bytes())
+
+    def _kept_bytes(self) -> int:
+        """Of whole gradients that are kept between micro-batches."""
+        if not self._accumulation.was_used:
+            return 0
+        keeping = [m for m in self._modules if m.unreduced.may_keep]
+        return sum(whole_gradient_bytes(m.module.parameters()) for m in keeping)
 
     def count_caller(self, *, between_bytes: int = 0, other_bytes: int = 0) -> None:
         """Let plans that are made from now on count what the script itself holds, which they cannot see.

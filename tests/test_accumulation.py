@@ -124,12 +124,28 @@ def test_micro_batches_are_summed_with_the_traffic_that_was_chosen() -> None:
 
 @on_fabric_rank
 def check_traffic() -> None:
-    cases = [(sharding, "accumulate_unsharded", 1) for sharding in ("none", "zero2", "zero3")]
-    for sharding, accumulate, num_reductions in [*cases, ("zero3", "auto", NUM_MICRO_BATCHES)]:
+    modes = ("none", "zero2", "zero3")
+    cases = [(sharding, "accumulate_unsharded", "auto", 1) for sharding in modes]
+    cases += [("zero3", "auto", "auto", NUM_MICRO_BATCHES), ("zero3", "auto", "1MiB", 1)]
+    for sharding, accumulate, budget, num_reductions in cases:
         fabric = make_fabric(
-            devices=NUM_RANKS, sharding=sharding, accumulate=accumulate, bucket=0, timeout="2min"
+            devices=NUM_RANKS,
+            sharding=sharding,
+            accumulate=accumulate,
+            memory={"budget": budget},
+            bucket=0,
+            timeout="2min",
         )
         check_traffic_of(fabric, num_reductions)
+    check_the_choice_of_auto()
+
+
+def check_the_choice_of_auto() -> None:
+    """Whole gradients are kept where they take at most a tenth of the budget: 48 numbers of 4 bytes here."""
+    for budget, keeps in [(1920, True), (1919, False)]:
+        fabric = make_fabric(devices=NUM_RANKS, sharding="zero3", memory={"budget": budget})
+        model, _ = set_up(fabric)
+        assert model._forward_module.unreduced.may_keep is keeps
 
 
 def check_traffic_of(fabric: Fabric, num_reductions: int) -> None:
