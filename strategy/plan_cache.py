@@ -28,7 +28,8 @@ def plan_key(
     digest = hashlib.sha256()
     versions = (torch.__version__, importlib.metadata.version("thunder-memsave"))
     asked = (versions, budget_bytes, memory, sorted(keep), sorted(recompute), graph.num_forward)
-    for part in (asked, graph.storages, graph.ops, costs_us):
+    roles = map(sorted, (graph.inputs, graph.outputs, graph.gradients, graph.cotangents))
+    for part in (asked, graph.storages, graph.ops, costs_us, *roles):
         digest.update(repr(part).encode())
     return digest.hexdigest()
 

@@ -248,7 +248,7 @@ class MemoryPlanner:
             recompute=again,
         )
         if (known := cached_plan(key)) is not None:
-            return known
+            return replace(known, budget_bytes=self._budget_bytes)
         try:
             plan = replace(make(), budget_bytes=self._budget_bytes)
         except BudgetError as error:

@@ -74,6 +74,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"recompute": frozenset({"y"})},
         {"graph": replace(GRAPH, ops=(replace(GRAPH.ops[0], peak_bytes=9),))},
         {"graph": replace(GRAPH, storages=(GRAPH.storages[0],))},
+        {"graph": replace(GRAPH, outputs=frozenset())},
     ],
 )
 def test_another_question_has_another_key(changes: dict[str, object]) -> None:

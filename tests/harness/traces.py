@@ -12,8 +12,8 @@ from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from thunder_memsave import target_device
 from thunder_memsave.collectives import gathers
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.devices import device_at
@@ -24,12 +24,9 @@ from thunder_memsave.sharding import DataParallel
 @contextmanager
 def fake_ranks(world_size: int, *, mode: str = "zero3") -> Iterator[DataParallel]:
     """Rank 0 of a group whose collectives do nothing: for tracing, not for numbers."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
+    with target_device.fake_ranks(world_size):
         assert dist.group.WORLD is not None
         yield DataParallel(mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
-    finally:
-        dist.destroy_process_group()
 
 
 def unlimited_planner(memory: MemoryConfig, data_parallel: DataParallel) -> MemoryPlanner:
