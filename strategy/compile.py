@@ -61,6 +61,7 @@ from thunder_memsave.collectives import collectives_executor  # noqa: E402
 from thunder_memsave.config import CompileConfig  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
 from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
+from thunder_memsave.kernels import kernels_executor  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
 from thunder_memsave.passes import JOINT_PASSES, JointPass, JointTracePasses, regather  # noqa: E402
@@ -300,7 +301,13 @@ def _executors(config: CompileConfig) -> tuple[Executor, ...]:
         chosen = [e for e in get_default_executors() if not isinstance(e, FusionExecutor)]
     else:
         chosen = resolve_executors(config.executors)
-    return (attention_executor, collectives_executor, *chosen)
+    fuses = any(isinstance(e, FusionExecutor) for e in chosen)
+    return (
+        attention_executor,
+        *(() if fuses else (kernels_executor,)),
+        collectives_executor,
+        *chosen,
+    )
 
 
 def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
