@@ -6,6 +6,10 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thunder_memsave.planner.graph import Plan
 
 _LIBRARIES = (
     sysconfig.get_paths()["purelib"],
@@ -30,15 +34,28 @@ class BudgetError(ValueError):
     """No plan for the memory of a step was found that stays within the budget."""
 
     def __init__(
-        self, text: str, *, smallest_bytes: int | None = None, bound_bytes: int | None = None
+        self,
+        text: str,
+        *,
+        smallest_bytes: int | None = None,
+        bound_bytes: int | None = None,
+        smallest_plan: Plan | None = None,
     ) -> None:
-        """`smallest_bytes`: for which a plan was found; `bound_bytes`: below which there is none."""
+        """`smallest_bytes`: for which `smallest_plan` was found; `bound_bytes`: below which there is none."""
         super().__init__(text)
         self.smallest_bytes = smallest_bytes
         self.bound_bytes = bound_bytes
+        self.smallest_plan = smallest_plan
 
     @classmethod
-    def no_plan(cls, *, budget_bytes: int, smallest_bytes: int, bound_bytes: int) -> BudgetError:
+    def no_plan(
+        cls,
+        *,
+        budget_bytes: int,
+        smallest_bytes: int,
+        bound_bytes: int,
+        smallest_plan: Plan | None = None,
+    ) -> BudgetError:
         """What to say when a search has ended without a plan for `budget_bytes`."""
         return cls(
             f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget "
@@ -46,6 +63,7 @@ class BudgetError(ValueError):
             "budget to that, lower the micro-batch size or the sequence length, or shard over more ranks.",
             smallest_bytes=smallest_bytes,
             bound_bytes=bound_bytes,
+            smallest_plan=smallest_plan,
         )
 
 

@@ -95,7 +95,7 @@ def solve(
     found = search.fastest(budget_bytes)
     if found is None:
         search.deadline_s = time.perf_counter() + time_limit_s
-        found = _last_resort(search, budget_bytes)
+        found = _last_resort(problem, search, budget_bytes)
     return replace(
         problem.plan(found, budget_bytes, bound_us=min(search.bound_us, found.recompute_us)),
         layered_bound_us=min(layered_us, found.recompute_us),
@@ -146,7 +146,7 @@ def pareto(
     return points[::-1]
 
 
-def _last_resort(search: Search, budget_bytes: int) -> Evaluated:
+def _last_resort(problem: _Problem, search: Search, budget_bytes: int) -> Evaluated:
     """Near the least that is possible: look for the smallest plan instead of the fastest."""
     if not search.is_exhaustive:
         search_smallest(
@@ -160,7 +160,10 @@ def _last_resort(search: Search, budget_bytes: int) -> Evaluated:
         return smallest
     bound = min(int(search.bound_bytes), smallest.peak_bytes)
     raise BudgetError.no_plan(
-        budget_bytes=budget_bytes, smallest_bytes=smallest.peak_bytes, bound_bytes=bound
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest.peak_bytes,
+        bound_bytes=bound,
+        smallest_plan=problem.plan(smallest, smallest.peak_bytes, bound_us=0.0),
     )
 
 
