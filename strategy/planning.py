@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from thunder_memsave.planner.graph import (  # noqa: E402
 )
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES  # noqa: E402
 from thunder_memsave.planner.simulate import Profile, simulate  # noqa: E402
-from thunder_memsave.planner.solve import solve  # noqa: E402
+from thunder_memsave.planner.solve import Policy, solve  # noqa: E402
 from thunder_memsave.scratch import MeasuredScratch, bounded_scratch  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 
@@ -54,6 +54,7 @@ Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
 """A joint trace to the forward and backward that run; an inference trace to itself and None."""
 
 _MOST_ROUNDS = 8
+_SMALLEST = 1  # bytes, for which no plan is: asks for the smallest
 _CUDA_GENERATOR_BYTES = 16  # seed and offset
 
 _log = logging.getLogger(__name__)
@@ -175,30 +176,33 @@ class MemoryPlanner:
 
     def _fitting(self, attempt: _Attempt, structure: str) -> PlannedCall:
         """Plan until what runs fits on every rank: passes that come later move the peak."""
-        budget_bytes, excess_bytes = self._budget_bytes, 0
-        for _ in range(_MOST_ROUNDS):
-            call = attempt.run(self._rank_zeros(attempt, structure, excess_bytes))
-            if budget_bytes is None:
+        budget_bytes = target_bytes = self._budget_bytes
+        num_rounds = 0
+        while True:
+            offer = self._rank_zeros(attempt, structure, target_bytes)
+            call = attempt.run(offer.plan)
+            if budget_bytes is None or target_bytes is None:
                 return call
             more_bytes = self._most(call.profile.peak_bytes - budget_bytes)
             if more_bytes <= 0:
                 return call
-            excess_bytes += more_bytes
-        raise BudgetError(
-            f"after {_MOST_ROUNDS} corrections the step still needs {more_bytes:,} bytes more than the budget of "
-            f"{budget_bytes:,}; raise memory.budget by as much, or lower the micro-batch size."
-        )
+            if offer.bound_bytes is not None:
+                self._refuse(offer, smallest_bytes=budget_bytes + more_bytes)
+            num_rounds += 1
+            is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
+            target_bytes = _SMALLEST if is_last else max(target_bytes - more_bytes, _SMALLEST)
 
-    def _rank_zeros(self, attempt: _Attempt, structure: str, excess_bytes: int) -> Plan:
-        """`excess_bytes`: what runs has needed so much more than was planned."""
+    def _rank_zeros(self, attempt: _Attempt, structure: str, target_bytes: int | None) -> _Offer:
+        """`target_bytes`: the budget, less what runs has needed beyond what was planned."""
 
-        def make() -> Plan | None:
+        def make() -> _Offer | None:
             if not is_rank_zero(self._data_parallel):
                 return None
-            return self._solved(attempt, excess_bytes)
+            question = self._question(attempt)
+            return question.answer(target_bytes, budget_bytes=self._budget_bytes)
 
         own = together(make, self._data_parallel, error_elsewhere=OtherRankError)
-        rank_zeros, plan = broadcast((structure, own), self._data_parallel)
+        rank_zeros, offer = broadcast((structure, own), self._data_parallel)
 
         def check() -> None:
             if structure != rank_zeros:
@@ -208,67 +212,69 @@ class MemoryPlanner:
                 )
 
         together(check, self._data_parallel, error_elsewhere=OtherRankError)
-        assert plan is not None
-        return plan
+        assert offer is not None
+        return offer
 
-    def _solved(self, attempt: _Attempt, excess_bytes: int) -> Plan:
-        graph, memory = attempt.graph, self._memory
-        target_bytes = None if self._budget_bytes is None else self._budget_bytes - excess_bytes
-        pins = {module: pin_of(memory, module) for module in {op.module for op in graph.ops}}
-        # ZeRO-3 keeps no whole parameter, whatever the budget.
-        gathered = (
-            {s.name for s in graph.storages if s.kind == "gathered"} if self._regathers else set()
+    def _refuse(self, offer: _Offer, *, smallest_bytes: int) -> NoReturn:
+        """Name the budget for which the smallest plan runs: whoever asks for that gets this plan."""
+        assert self._budget_bytes is not None
+        assert offer.bound_bytes is not None
+        error = BudgetError.no_plan(
+            budget_bytes=self._budget_bytes,
+            smallest_bytes=smallest_bytes,
+            bound_bytes=min(offer.bound_bytes, smallest_bytes),
+            smallest_plan=offer.plan,
         )
-        keep = _made_in(graph, pins, "keep") - gathered
-        again = _made_in(graph, pins, "recompute") | gathered | checkpointed(attempt.trace)
-        again &= {s.name for s in graph.storages}
-        costs = costs_us(graph, self._device)
 
-        def make() -> Plan:
-            return solve(
-                graph,
-                policy=memory.policy,
-                budget_bytes=target_bytes,
-                costs_us=costs,
-                memory=attempt.memory,
-                keep=keep,
-                recompute=again,
-                regather=self._regathers,
-                generator_state_bytes=self._generator_state_bytes,
-            )
+        def say() -> None:
+            if is_rank_zero(self._data_parallel):
+                raise error
 
-        if target_bytes is None:
-            return make()
-        key = plan_key(
-            graph,
-            budget_bytes=target_bytes,
-            costs_us=costs,
+        together(say, self._data_parallel, error_elsewhere=OtherRankError)
+        raise AssertionError("rank 0 raises, and so do all")
+
+    def _question(self, attempt: _Attempt) -> _Question:
+        keep, again = self._pinned(attempt)
+        return _Question(
+            graph=attempt.graph,
+            policy=self._memory.policy,
+            costs_us=costs_us(attempt.graph, self._device),
             memory=attempt.memory,
             keep=keep,
             recompute=again,
+            regather=self._regathers,
+            generator_state_bytes=self._generator_state_bytes,
         )
-        if (known := cached_plan(key)) is not None:
-            return replace(known, budget_bytes=self._budget_bytes)
-        try:
-            plan = replace(make(), budget_bytes=self._budget_bytes)
-        except BudgetError as error:
-            if error.smallest_bytes is None or error.bound_bytes is None:
-                raise
-            raise BudgetError.no_plan(
-                budget_bytes=target_bytes + excess_bytes,
-                smallest_bytes=error.smallest_bytes + excess_bytes,
-                bound_bytes=error.bound_bytes,
-            ) from None
-        cache_plan(key, plan)
-        return plan
+
+    def _pinned(self, attempt: _Attempt) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of the storages that are kept, and of those that are computed again, whatever the budget."""
+        graph = attempt.graph
+        pins = {module: pin_of(self._memory, module) for module in {op.module for op in graph.ops}}
+        keep = _made_in(graph, pins, "keep")
+        again = _made_in(graph, pins, "recompute") | checkpointed(attempt.trace)
+        gathered = frozenset(s.name for s in graph.storages if s.kind == "gathered")
+        if self._regathers:  # ZeRO-3 keeps no whole parameter
+            keep, again = keep - gathered, again | gathered
+        elif self.decides_gathers:  # pins are of what modules compute
+            keep, again = keep - gathered, again - gathered
+        return keep, again & {s.name for s in graph.storages}
 
     @property
     def _generator_state_bytes(self) -> int:
         return CPU_GENERATOR_STATE_BYTES if self._device.name == "cpu" else _CUDA_GENERATOR_BYTES
 
     @property
+    def decides_gathers(self) -> bool:
+        """Whether plans say of each parameter whether backward gathers it again; else the sharding mode does."""
+        return self._mode == "auto" and self._budget_bytes is not None
+
+    @property
     def _regathers(self) -> bool:
-        return self._data_parallel is not None and self._data_parallel.mode == "zero3"
+        return self._mode in ("zero3", "auto") and not self.decides_gathers
+
+    @property
+    def _mode(self) -> str:
+        return "none" if self._data_parallel is None else self._data_parallel.mode
 
     def _most(self, nbytes: int) -> int:
         """The largest over the ranks. A collective."""
@@ -279,6 +285,92 @@ class MemoryPlanner:
         with collective("agreement on a plan", self._data_parallel.everyone):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._data_parallel.everyone)
         return int(largest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Offer:
+    """A plan that rank 0 wants all to run."""
+
+    plan: Plan
+    is_smallest: bool = False
+    """Whether no plan was found for what was asked, and this is the smallest of all."""
+    bound_bytes: int | None = None
+    """Of the smallest, where it was searched for: below there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """All that a plan depends on but its budget."""
+
+    graph: TrainingGraph
+    policy: Policy
+    costs_us: Sequence[float]
+    memory: StepMemory
+    keep: Set[str]
+    recompute: Set[str]
+    regather: bool
+    generator_state_bytes: int
+
+    def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> _Offer:
+        """A plan within `target_bytes`, else the smallest that was found, by earlier runs too."""
+        if target_bytes is None:
+            return _Offer(plan=self._solved(None))
+        is_corrected = target_bytes != budget_bytes
+        offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
+        return replace(offer, plan=replace(offer.plan, budget_bytes=budget_bytes))
+
+    def _known(self, target_bytes: int, is_corrected: bool) -> _Offer | None:
+        """A target that is less than the budget is not searched for below the smallest plan of earlier runs."""
+        if target_bytes == _SMALLEST:
+            return None
+        if (plan := cached_plan(self._key(target_bytes))) is not None:
+            return _Offer(plan=plan)
+        smallest = cached_plan(self._key(_SMALLEST)) if is_corrected else None
+        if smallest is None or target_bytes >= smallest.predicted_peak_bytes:
+            return None
+        return _Offer(plan=smallest, is_smallest=True)
+
+    def _searched(self, target_bytes: int) -> _Offer:
+        try:
+            plan = self._solved(target_bytes)
+        except BudgetError as error:
+            return self._smallest(error)
+        cache_plan(self._key(target_bytes), plan)
+        return _Offer(plan=plan)
+
+    def _smallest(self, error: BudgetError) -> _Offer:
+        found, bound_bytes = error.smallest_plan, error.bound_bytes
+        if found is None or bound_bytes is None:
+            raise error
+        known = cached_plan(self._key(_SMALLEST))
+        if known is not None and known.predicted_peak_bytes <= found.predicted_peak_bytes:
+            found = known
+        else:
+            cache_plan(self._key(_SMALLEST), found)
+        return _Offer(plan=found, is_smallest=True, bound_bytes=bound_bytes)
+
+    def _key(self, target_bytes: int) -> str:
+        return plan_key(
+            self.graph,
+            budget_bytes=target_bytes,
+            costs_us=self.costs_us,
+            memory=self.memory,
+            keep=self.keep,
+            recompute=self.recompute,
+        )
+
+    def _solved(self, target_bytes: int | None) -> Plan:
+        return solve(
+            self.graph,
+            policy=self.policy,
+            budget_bytes=target_bytes,
+            costs_us=self.costs_us,
+            memory=self.memory,
+            keep=self.keep,
+            recompute=self.recompute,
+            regather=self.regather,
+            generator_state_bytes=self.generator_state_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
