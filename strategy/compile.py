@@ -66,6 +66,7 @@ from thunder_memsave.lowering import Lowered, lower  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor  # noqa: E402
 from thunder_memsave.passes import JOINT_PASSES, JointPass, JointTracePasses, regather  # noqa: E402
 from thunder_memsave.passes.lost_writes import refuse_lost_writes  # noqa: E402
+from thunder_memsave.passes.regather import regather_forward  # noqa: E402
 from thunder_memsave.passes.schedule import schedule, two_largest_blocks  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.planner.graph import StorageKind  # noqa: E402
@@ -229,7 +230,7 @@ def compile_call(
         graph = _compile(
             traced.lowered,
             traced.compile_data,
-            joint_passes=_passes(data_parallel),
+            joint_passes=_passes(data_parallel, planner),
             schedule=_schedule(module, data_parallel),
             unreduced=unreduced or UnreducedGradients(data_parallel),
             plan=None
@@ -333,9 +334,14 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
     )
 
 
-def _passes(data_parallel: DataParallel | None) -> tuple[JointPass, ...]:
-    """All, but for regathering where gathered weights are kept from forward to backward."""
-    if data_parallel is not None and data_parallel.mode == "zero3":
+def _passes(
+    data_parallel: DataParallel | None, planner: MemoryPlanner | None
+) -> tuple[JointPass, ...]:
+    """All, but gathered weights stay from forward to backward where the mode, or the plan, is to say so."""
+    mode = "none" if data_parallel is None else data_parallel.mode
+    if mode == "auto" and planner is not None and planner.decides_gathers:
+        return tuple(regather_forward if run is regather else run for run in JOINT_PASSES)
+    if mode in ("zero3", "auto"):
         return JOINT_PASSES
     return tuple(run for run in JOINT_PASSES if run is not regather)
 

@@ -57,9 +57,10 @@ class ShardingConfig(Section):
 
     mode: Literal["none", "zero2", "zero3", "hybrid", "auto"] = "zero2"
     """`none` keeps replicas and all-reduces gradients; `zero2` shards parameters, gradients and
-    optimizer state, and keeps gathered weights from forward to backward; `zero3` gathers them again
-    in backward; `hybrid` is `zero3` within a group of ranks and `none` across the groups; `auto` is
-    `zero3`."""
+    optimizer state, and keeps gathered weights from forward to backward where `memory.budget` has
+    room; `zero3` gathers them again in backward; `hybrid` is `zero3` within a group of ranks and
+    `none` across the groups; `auto` keeps those weights that save the most time for the budget's
+    bytes and gathers the others again, and is `zero3` without a budget."""
 
     size: int | None = None
     """Ranks per group of `hybrid`; None takes those of one node."""

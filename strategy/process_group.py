@@ -87,7 +87,7 @@ def _settings(config: StrategyConfig) -> dict[str, Any]:
     """What of the configuration holds whatever the groups are."""
     mode = config.sharding.mode
     return {
-        "mode": "zero3" if mode in ("hybrid", "auto") else mode,
+        "mode": "zero3" if mode == "hybrid" else mode,
         "prefetch": config.prefetch,
         "accumulate": "reduce_every" if config.accumulate == "auto" else config.accumulate,
         "reduce_dtype": torch.float32 if config.reduce_dtype == "float32" else None,

@@ -49,8 +49,9 @@ _CHANGES_ARE_KEPT = "_changes_are_kept"
 class DataParallel:
     """How parameters are spread over ranks: split inside `group`, the same across `replicas`."""
 
-    mode: Literal["none", "zero2", "zero3"]
-    """`none`: every rank holds everything; `zero2`, `zero3`: every rank holds its rows."""
+    mode: Literal["none", "zero2", "zero3", "auto"]
+    """`none`: every rank holds everything; otherwise every rank holds its rows, and whole parameters stay from forward
+    to backward (`zero2`), are gathered again (`zero3`), or as the plan says, without a budget again (`auto`)."""
     group: dist.ProcessGroup
     """The ranks that share one set of rows, with the user's timeout, as every group here."""
     replicas: dist.ProcessGroup | None = None

@@ -110,7 +110,7 @@ def _check_sizes(hybrid: StrategyConfig) -> None:
     assert (on_one_node.world_size, on_one_node.replicas) == (4, None)
     auto = make_data_parallel(config(sharding="auto"), ranks_per_node=2)
     assert auto is not None
-    assert (auto.mode, auto.world_size, auto.replicas) == ("zero3", 4, None)
+    assert (auto.mode, auto.world_size, auto.replicas) == ("auto", 4, None)
     message = "groups of 3 ranks was asked for, and 4 ranks cannot be divided .* one of 1, 2, 4, or"
     with pytest.raises(ConfigError, match=message):
         make_data_parallel(config(sharding={"mode": "hybrid", "size": 3}), ranks_per_node=4)

@@ -146,12 +146,12 @@ class _Planner(MemoryPlanner):
             device_type="" if device.name == "cpu" else "cuda",
         )
         self.refusal: BudgetError | None = None
-        self._is_zero3 = data_parallel is not None and data_parallel.mode == "zero3"
+        self._sharding = "none" if data_parallel is None else data_parallel.mode
 
     @property
     @override
-    def _regathers(self) -> bool:
-        return self._is_zero3
+    def _mode(self) -> str:
+        return self._sharding
 
     @override
     def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:

@@ -22,14 +22,17 @@ The same holds for all that is computed from one gathered parameter alone: its r
 cast. Keeping those would keep the weight, or a copy of it. Thunder's split, which comes later, then saves the shards,
 which are there anyway. A weight that forward reads in distant places, such as a tied embedding, is gathered for each.
 
+`regather_forward` does this in forward alone: backward reads what forward's last reader did. Whether that is kept for
+it, or gathered again, is then for a plan to say (`sharding: auto`).
+
 Source: ZeRO, stage 3 (Rajbhandari et al. 2020). Thunder 0.2.6 has such a mode in name only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from thunder_memsave import compat
 
@@ -51,6 +54,8 @@ from thunder_memsave.passes.symbols import (  # noqa: E402
     written_in_place,
 )
 
+_Phase = Literal["forward", "backward"]
+
 
 def regather(trace: TraceCtx) -> TraceCtx:
     """Give every reader of a gathered parameter a value of its own.
@@ -62,13 +67,30 @@ def regather(trace: TraceCtx) -> TraceCtx:
         A trace in which no gathered value outlives the consecutive operations that read it, except those that are
         returned to the caller.
     """
+    return _regathered(trace, {"forward", "backward"}, name="regather")
+
+
+def regather_forward(trace: TraceCtx) -> TraceCtx:
+    """Give every reader of a gathered parameter in forward a value of its own, of which backward reads the last.
+
+    Args:
+        trace: As for `regather`; of an inference trace both make the same.
+
+    Returns:
+        A trace in which no gathered value outlives the consecutive operations of forward that read it, except those
+        that backward reads, or that are returned to the caller.
+    """
+    return _regathered(trace, {"forward"}, name="regather_forward")
+
+
+def _regathered(trace: TraceCtx, phases: Set[_Phase], *, name: str) -> TraceCtx:
     gathered = _gathered_values(trace.bound_symbols)
     if not gathered:
         return trace
     new = from_trace(trace)
     with tracectx(new):
-        new.bound_symbols = list(_rewritten(trace.bound_symbols, gathered))
-    new.set_provenance(TraceProvenance("Joint pass regather"))
+        new.bound_symbols = list(_rewritten(trace.bound_symbols, gathered, phases))
+    new.set_provenance(TraceProvenance(f"Joint pass {name}"))
     return new
 
 
@@ -107,12 +129,11 @@ def _can_be_repeated(bsym: BoundSymbol) -> bool:
 
 
 def _rewritten(
-    symbols: Sequence[BoundSymbol], gathered: Mapping[str, _Gathered]
+    symbols: Sequence[BoundSymbol], gathered: Mapping[str, _Gathered], phases: Set[_Phase]
 ) -> Iterator[BoundSymbol]:
     """Yield the symbols, each reader after the values that are made for it."""
     originals, forward = _needed_originals(symbols, gathered), forward_symbols(symbols)
-    made: dict[str, dict[Any, Proxy]] = {}
-    was_forward = True
+    rows = _Rows(phases)
     for number, bsym in enumerate(symbols):
         if any(o.name in gathered for o in bsym.flat_proxy_outs):
             if id(bsym) in originals:
@@ -122,15 +143,40 @@ def _rewritten(
             yield bsym
             continue
         read = [a.name for a in bsym.flat_proxy_args if a.name in gathered]
-        # What the operation before has read, and this one does not, is freed here. Backward takes nothing of
-        # forward's, even where the two meet.
-        is_forward = id(bsym) in forward
-        before, was_forward = made if is_forward is was_forward else {}, is_forward
-        made = {shard: before.get(shard, {}) for shard in (gathered[name].shard for name in read)}
+        made = rows.for_reader(
+            {gathered[name].shard for name in read},
+            phase="forward" if id(bsym) in forward else "backward",
+        )
         for name in read:
             yield from _made(name, gathered, made[gathered[name].shard], suffix=str(number))
         swaps = {old: new for values in made.values() for old, new in values.items()}
         yield bsym.from_bsym_swap_proxies(swaps, skip_output=True)
+
+
+_Values = dict[Any, Proxy]
+"""What values of one parameter are called now."""
+
+
+class _Rows:
+    """Which values exist by parameter, for rows of consecutive operations that read it."""
+
+    def __init__(self, phases: Set[_Phase]) -> None:
+        self._phases = phases
+        self._row: dict[str, _Values] = {}
+        self._last: dict[str, _Values] = {}
+        self._phase: _Phase = "forward"
+
+    def for_reader(self, shards: Set[str], *, phase: _Phase) -> dict[str, _Values]:
+        """What the next operation, which reads these parameters, finds; it may add to that."""
+        if phase not in self._phases:
+            return {shard: self._last.setdefault(shard, {}) for shard in shards}
+        # What the operation before has read, and this one does not, is freed here. Backward takes nothing of
+        # forward's, even where the two meet.
+        before = self._row if phase == self._phase else {}
+        self._row = {shard: before.get(shard, {}) for shard in shards}
+        self._phase = phase
+        self._last.update(self._row)
+        return self._row
 
 
 def _needed_originals(
@@ -147,7 +193,7 @@ def _needed_originals(
 
 
 def _made(
-    name: str, gathered: Mapping[str, _Gathered], made: dict[Any, Proxy], *, suffix: str
+    name: str, gathered: Mapping[str, _Gathered], made: _Values, *, suffix: str
 ) -> Iterator[BoundSymbol]:
     """Yield what computes the value again, unless it is there; `made` learns its new name."""
     producer = gathered[name].producer

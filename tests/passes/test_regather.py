@@ -123,7 +123,7 @@ def test_the_joint_trace_stays_valid() -> None:
 
     with (
         fake_ranks(2) as data_parallel,
-        patch.object(compile_module, "_passes", lambda _: (recorded,)),
+        patch.object(compile_module, "_passes", lambda *_: (recorded,)),
     ):
         compiled(tied(), data_parallel)
     assert "Joint pass regather" in str(seen[0].get_provenance())
