@@ -12,7 +12,15 @@ from math import inf
 
 from thunder_memsave.planner.blocks import Block
 from thunder_memsave.planner.graph import Op, StepMemory, TrainingGraph
-from thunder_memsave.planner.model import Constants, Moment, PeakModel, Prices, Solved, live_anyway
+from thunder_memsave.planner.model import (
+    Constants,
+    Effort,
+    Moment,
+    PeakModel,
+    Prices,
+    Solved,
+    live_anyway,
+)
 from thunder_memsave.planner.needs import Needs, needs
 from thunder_memsave.planner.quick import QuickSimulation
 
@@ -177,10 +185,9 @@ class BlockPlans:
                     peak_us_per_byte=prices.peak_us_per_byte,
                     kept_us_per_byte=prices.saved_us_per_byte,
                 ),
+                Effort(gap=_GAP, time_limit_s=_TIME_LIMIT_S),
                 # Without rows for the peak it is a minimum cut, and its vertices are whole.
                 relaxed=not prices.peak_us_per_byte,
-                time_limit_s=_TIME_LIMIT_S,
-                gap=_GAP,
             )
             bound = max(bound, solved.solution.bound * self._model.unit_us)
             if solved.solution.values is None:

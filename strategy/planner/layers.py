@@ -49,7 +49,7 @@ def search_layers(
         model: For its needs, costs and pins.
         evaluate: Of the same graph.
         budget_bytes: What plans should fit in.
-        deadline_s: On the clock of `time.perf_counter`.
+        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
 
     Returns:
         A bound on the microseconds of any such plan; 0 where nothing is known.
@@ -57,7 +57,7 @@ def search_layers(
     bound_us = 0.0
     for merged in _MERGED:
         layers = find_layers(model, merged=merged)
-        if layers is None or time.perf_counter() > deadline_s:
+        if layers is None or time.thread_time() > deadline_s:
             break
         layers.price(budget_bytes, deadline_s=deadline_s)
         bound_us = bound_us or layers.bound_us
@@ -75,13 +75,13 @@ def search_smallest(
         model: For its needs, costs and pins.
         evaluate: Of the same graph.
         bound_bytes: No plan needs less.
-        deadline_s: On the clock of `time.perf_counter`.
+        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
     """
     low = bound_bytes
     for _ in range(_MOST_BUDGETS):
         high = evaluate.smallest.peak_bytes
         budget_bytes = (low + high) / 2
-        if high <= low * (1 + _NEAR) or time.perf_counter() > deadline_s:
+        if high <= low * (1 + _NEAR) or time.thread_time() > deadline_s:
             return
         search_layers(model, evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
         if evaluate.smallest.peak_bytes > budget_bytes:
@@ -126,7 +126,7 @@ class Layers:
 
         Args:
             budget_bytes: Of the whole step.
-            deadline_s: On the clock of `time.perf_counter`.
+            deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
         """
         self._start()
         for _ in range(_MOST_ROUNDS):
@@ -137,7 +137,7 @@ class Layers:
             bound, is_new = self._plan_at(solved, budget_bytes)
             self.bound_us = max(self.bound_us, float(bound))
             is_good = solved.us <= self.bound_us * (1 + _GAP)
-            if not is_new or is_good or time.perf_counter() > deadline_s:
+            if not is_new or is_good or time.thread_time() > deadline_s:
                 return
 
     def keep(self, budget_bytes: float) -> frozenset[int] | None:

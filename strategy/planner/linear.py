@@ -81,7 +81,12 @@ class LinearProgram:
         self._most.append(most)
 
     def solve(
-        self, *, relaxed: bool = False, time_limit_s: float | None = None, gap: float = 1e-9
+        self,
+        *,
+        relaxed: bool = False,
+        time_limit_s: float | None = None,
+        gap: float = 1e-9,
+        most_nodes: int | None = None,
     ) -> Solution:
         """Minimise.
 
@@ -89,12 +94,15 @@ class LinearProgram:
             relaxed: Whether whole-numbered variables may be any number: a lower bound, quickly.
             time_limit_s: HiGHS stops after that with the best that it has found.
             gap: HiGHS stops when the cost is proven to be above the bound by at most this fraction.
+            most_nodes: HiGHS stops after so many nodes of its search tree, which takes as long on any machine.
         """
         if not self.cost:  # HiGHS refuses a program without variables
             return Solution(values=np.zeros(0), is_infeasible=False, bound=0.0)
         options: dict[str, float] = {"mip_rel_gap": gap}
         if time_limit_s is not None:
             options["time_limit"] = max(time_limit_s, 0.05)
+        if most_nodes is not None and not relaxed:
+            options["node_limit"] = most_nodes
         with nullcontext() if relaxed else without_noise_of_highs():
             result = milp(
                 np.array(self.cost),

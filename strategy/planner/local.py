@@ -24,7 +24,7 @@ def improve(
     while improved:
         improved = False
         for group in groups:
-            if time.perf_counter() > deadline_s:
+            if time.thread_time() > deadline_s:
                 return
             found = evaluate(_toggled(best.keep, group))
             if _rank(found, budget_bytes) < _rank(best, budget_bytes):
@@ -41,7 +41,7 @@ def _filled(
     for group in sorted(_alike(model), key=lambda g: _us_per_byte(model, g[0]), reverse=True):
         missing = [s for s in group if s not in best.keep]
         low, high = 0, len(missing)
-        while low < high and time.perf_counter() < deadline_s:
+        while low < high and time.thread_time() < deadline_s:
             count = (low + high + 1) // 2
             found = evaluate(best.keep | set(missing[-count:]))
             low, high = (count, high) if found.peak_bytes <= budget_bytes else (low, count - 1)

@@ -56,6 +56,18 @@ class Solved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long a program is solved."""
+
+    gap: float
+    """Until the solution is so near its bound, as a fraction;"""
+    most_nodes: int | None = None
+    """or so many nodes were searched;"""
+    time_limit_s: float
+    """or at last, so much time is over, on the wall's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prices:
     """What memory costs where there is no budget."""
 
@@ -92,24 +104,20 @@ class PeakModel:
             for o in self.needs.ops
         }
 
-    def fastest(
-        self, budget_bytes: float, *, relaxed: bool = False, time_limit_s: float, gap: float
-    ) -> Solved:
+    def fastest(self, budget_bytes: float, effort: Effort, *, relaxed: bool = False) -> Solved:
         """The least time within a budget, as far as the rows say. A relaxed one has no corrections."""
         built = _Built(self, budget_bytes=budget_bytes, is_relaxed=relaxed)
-        return built.solve(relaxed=relaxed, time_limit_s=time_limit_s, gap=gap)
+        return built.solve(effort, relaxed=relaxed)
 
-    def smallest(self, *, relaxed: bool = False, time_limit_s: float, gap: float) -> Solved:
+    def smallest(self, effort: Effort, *, relaxed: bool = False) -> Solved:
         """The least peak, as far as the rows say. The solution's cost is the peak in units."""
         built = _Built(self, budget_bytes=None, is_relaxed=relaxed)
-        return built.solve(relaxed=relaxed, time_limit_s=time_limit_s, gap=gap)
+        return built.solve(effort, relaxed=relaxed)
 
-    def cheapest(
-        self, prices: Prices, *, relaxed: bool = False, time_limit_s: float, gap: float
-    ) -> Solved:
+    def cheapest(self, prices: Prices, effort: Effort, *, relaxed: bool = False) -> Solved:
         """The least of time and of what memory costs. The solution's cost is in units of time."""
         built = _Built(self, budget_bytes=None, is_relaxed=True, prices=prices)
-        return built.solve(relaxed=relaxed, time_limit_s=time_limit_s, gap=gap)
+        return built.solve(effort, relaxed=relaxed)
 
 
 @dataclass(frozen=True)
@@ -213,8 +221,13 @@ class _Built:
         for keep, decided in model.excluded:
             self._exclude(keep, decided)
 
-    def solve(self, *, relaxed: bool, time_limit_s: float, gap: float) -> Solved:
-        solution = self._program.solve(relaxed=relaxed, time_limit_s=time_limit_s, gap=gap)
+    def solve(self, effort: Effort, *, relaxed: bool) -> Solved:
+        solution = self._program.solve(
+            relaxed=relaxed,
+            time_limit_s=effort.time_limit_s,
+            gap=effort.gap,
+            most_nodes=effort.most_nodes,
+        )
         x = solution.values
         if x is None:
             return self._solved(solution, frozenset(), {})

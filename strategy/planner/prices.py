@@ -40,14 +40,14 @@ def search_prices(
         evaluate: Of the same graph.
         free: The plan of the free wins, which does not fit.
         budget_bytes: What plans should fit in.
-        deadline_s: On the clock of `time.perf_counter`.
+        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
     """
     points = anchors(model.needs)
     prices = _Prices(model, waits_after=_peak_position(free))
     cuts = [max(model.needs.producer[s] for s in live) for live in points]
     for every in _FAMILIES:
         family = frozenset(s for live in points[::-every] for s in live)
-        if time.perf_counter() > deadline_s or (every > 1 and len(points) < every):
+        if time.thread_time() > deadline_s or (every > 1 and len(points) < every):
             return
         fits = evaluate(prices.keep(_HIGHEST, family))
         if fits.peak_bytes > budget_bytes:
@@ -141,7 +141,7 @@ def _bisected(
     """The plans at the highest price found that does not fit, and at the lowest that does."""
     low, high = _LOWEST, _HIGH
     for _ in range(_MOST_PRICES):
-        if time.perf_counter() > deadline_s:
+        if time.thread_time() > deadline_s:
             break
         price = (low * high) ** 0.5
         found = evaluate(prices.keep(price, family))
@@ -179,7 +179,7 @@ def _furthest(
     at: Callable[[int], Evaluated], numbers: range, budget_bytes: float, deadline_s: float
 ) -> None:
     low, high = 0, len(numbers)
-    while low < high and time.perf_counter() < deadline_s:
+    while low < high and time.thread_time() < deadline_s:
         middle = (low + high) // 2
         if at(numbers[middle]).peak_bytes <= budget_bytes:
             low = middle + 1

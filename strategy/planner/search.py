@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
-from thunder_memsave.planner.model import Moment, PeakModel, Solved
+from thunder_memsave.planner.model import Effort, Moment, PeakModel, Solved
 
 _FEW_DECISIONS = 16
 _MANY_DECISIONS = 800
@@ -25,6 +25,13 @@ _MOST_ROUNDS_OF_FEW = 1 << _FEW_DECISIONS
 _MOST_NEW_ROWS = 160
 _GAP = 2e-3
 _NO_GAP = 1e-9
+_COARSE_GAPS = (3e-2, 1e-2)
+"""Of the first programs for the smallest plan: what they find teaches as much as what takes ten times as long."""
+_MOST_NODES = 200
+_PARTS = 12
+"""Typical plans get rows in so many parts of backward."""
+_NEAR = 0.9
+"""Of the budget; what needs less does not bind."""
 
 
 @dataclass(kw_only=True)
@@ -34,7 +41,7 @@ class Search:
     model: PeakModel
     evaluate: Evaluator
     deadline_s: float
-    """On the clock of `time.perf_counter`."""
+    """On the clock of `time.thread_time`: a busy machine does not change the plan."""
     bound_us: float = 0.0
     bound_bytes: float = 0.0
     _seen: set[frozenset[int]] = field(default_factory=set)
@@ -44,6 +51,11 @@ class Search:
         """Whether there are so few decisions that the search goes on until the best plan is proven to be that."""
         needs, pinned = self.model.needs, self.model.pinned
         return len(needs.storages) - len(pinned) <= _FEW_DECISIONS
+
+    @property
+    def has_many(self) -> bool:
+        """Whether there are so many decisions that whole-numbered programs take minutes."""
+        return len(self.model.needs.storages) > _MANY_DECISIONS
 
     def fastest(self, budget_bytes: float) -> Evaluated | None:
         """The fastest plan that was found within the budget; `bound_us` says how fast any could be."""
@@ -69,20 +81,24 @@ class Search:
         """The plan with the smallest peak, or one that needs no more than `enough_bytes`."""
         if not self.is_exhaustive:
             self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
+        gaps = [_NO_GAP] if self.is_exhaustive else [*_COARSE_GAPS, _GAP]
         for _ in range(self._most_rounds):
-            solved = self.model.smallest(time_limit_s=self._share_s, gap=self._gap)
+            before = self.evaluate.smallest
+            solved = self.model.smallest(self._effort(gaps[0]))
             if solved.solution.values is None:
                 break
-            believed_bytes = solved.solution.bound * self.model.unit_bytes
             if solved.is_bound:
-                self.bound_bytes = max(self.bound_bytes, believed_bytes)
-            found = self.evaluate(solved.keep)
-            smallest = self.evaluate.smallest.peak_bytes
-            if smallest <= max(enough_bytes, self.bound_bytes * (1 + self._gap) + 1):
+                bound_bytes = solved.solution.bound * self.model.unit_bytes
+                self.bound_bytes = max(self.bound_bytes, bound_bytes)
+            found, smallest = self.evaluate(solved.keep), self.evaluate.smallest
+            if smallest.peak_bytes <= max(enough_bytes, self.bound_bytes * (1 + gaps[-1]) + 1):
                 break
-            if found.keep in self._seen or self.is_late:
+            if self.is_late or (smallest is before and found.keep in self._seen and not gaps[1:]):
                 break
-            self._learn(solved, found, min(smallest, max(solved.live_bytes.values(), default=0)))
+            if smallest is before or smallest is found:
+                gaps = gaps[1:] or gaps
+            live_bytes = max(solved.live_bytes.values(), default=0)
+            self._learn(solved, found, min(smallest.peak_bytes, live_bytes))
         if not self.is_exhaustive:
             self.add_moments(self.evaluate.smallest, 0.99 * self.evaluate.smallest.peak_bytes)
             self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
@@ -90,15 +106,21 @@ class Search:
 
     def least_possible(self) -> int:
         """No plan needs less, as far as the rows say."""
-        solved = self.model.smallest(relaxed=True, time_limit_s=max(self._left_s, 1.0), gap=_NO_GAP)
+        solved = self.model.smallest(self._to_the_end, relaxed=True)
         return int(solved.solution.bound * self.model.unit_bytes)
 
     def relaxed_us(self, budget_bytes: float) -> float:
         """No plan within the budget is faster, as far as the rows say."""
-        solved = self.model.fastest(
-            budget_bytes, relaxed=True, time_limit_s=max(self._left_s, 1.0), gap=_NO_GAP
-        )
+        solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
         return max(0.0, solved.solution.bound) * self.model.unit_us
+
+    def add_typical(self, plans: Iterable[Evaluated], budget_bytes: float) -> None:
+        """Give rows to the moments at which typical plans need the most, in every part of backward."""
+        for found in plans:
+            new = _highest_of_parts(found, _NEAR * budget_bytes)
+            self.model.corrections.update(
+                dict.fromkeys((m for m in new if m not in self.model.corrections), 0.0)
+            )
 
     def add_moments(self, found: Evaluated, budget_bytes: float) -> bool:
         """Give rows to the moments at which a plan is over the budget. Whether there were new ones."""
@@ -109,7 +131,7 @@ class Search:
     def _propose(self, budget_bytes: float) -> Solved | None:
         if self.is_late:
             return None
-        solved = self.model.fastest(budget_bytes, time_limit_s=self._share_s, gap=self._gap)
+        solved = self.model.fastest(budget_bytes, self._effort(self._gap))
         if solved.is_bound:
             bound = inf if solved.solution.is_infeasible else solved.solution.bound
             self.bound_us = max(self.bound_us, bound * self.model.unit_us)
@@ -127,7 +149,7 @@ class Search:
     def _most_rounds(self) -> int:
         if self.is_exhaustive:
             return _MOST_ROUNDS_OF_FEW
-        return _MOST_ROUNDS if len(self.model.needs.storages) <= _MANY_DECISIONS else 0
+        return 0 if self.has_many else _MOST_ROUNDS
 
     def _learn(self, solved: Solved, found: Evaluated, budget_bytes: float) -> None:
         """Make the program see why this plan does not fit."""
@@ -138,7 +160,8 @@ class Search:
             return
         for moment in _worst(found, budget_bytes):
             missed = found.live_bytes[moment] - solved.live_bytes.get(moment, inf)
-            if missed > 0:
+            # What the gap hides anyway is not corrected: without corrections, the program bounds all plans.
+            if missed > self._gap * budget_bytes / 2:
                 self.model.corrections[moment] = missed
         if found.keep in self._seen:
             self.model.excluded.append((found.keep, found.decided))
@@ -159,9 +182,7 @@ class Search:
         return changed
 
     def _bound_time(self, budget_bytes: float) -> None:
-        solved = self.model.fastest(
-            budget_bytes, relaxed=True, time_limit_s=max(self._left_s, 2.0), gap=_NO_GAP
-        )
+        solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
         if solved.solution.values is not None:
             self.bound_us = max(self.bound_us, solved.solution.bound * self.model.unit_us)
 
@@ -180,17 +201,31 @@ class Search:
 
     @property
     def _left_s(self) -> float:
-        return self.deadline_s - time.perf_counter()
+        return self.deadline_s - time.thread_time()
 
     @property
     def is_late(self) -> bool:
         """Whether the time is over."""
         return self._left_s <= 0
 
+    def _effort(self, gap: float) -> Effort:
+        most_nodes = None if self.is_exhaustive else _MOST_NODES
+        return Effort(gap=gap, most_nodes=most_nodes, time_limit_s=max(0.5, self._left_s))
+
     @property
-    def _share_s(self) -> float:
-        """How long one program may be solved."""
-        return max(0.1, self._left_s / 4)
+    def _to_the_end(self) -> Effort:
+        return Effort(gap=_NO_GAP, time_limit_s=max(2.0, 2 * self._left_s))
+
+
+def _highest_of_parts(found: Evaluated, over_bytes: float) -> Iterable[Moment]:
+    """Of each part of backward, and of forward, the moment at which a plan needs the most, if that is so much."""
+    last = max((m.position for m in found.live_bytes if m.phase != "forward"), default=0)
+    highest: dict[int, tuple[int, Moment]] = {}
+    for moment, nbytes in found.live_bytes.items():
+        part = -1 if moment.phase == "forward" else moment.position * _PARTS // (last + 1)
+        if nbytes > max(over_bytes, highest.get(part, (0,))[0]):
+            highest[part] = (nbytes, moment)
+    return [moment for _, moment in highest.values()]
 
 
 def _worst(found: Evaluated, budget_bytes: float) -> Sequence[Moment]:

@@ -16,12 +16,13 @@ from thunder_memsave.planner.local import improve
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import Needs, needs
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
-from thunder_memsave.planner.prices import search_prices
+from thunder_memsave.planner.prices import anchors, search_prices
 from thunder_memsave.planner.search import Search
 
 Policy = Literal["plan", "keep_all", "recompute_all"]
 
 _NOTHING_ELSE = StepMemory()
+_ANCHORS = (1, 2, 3)
 
 
 def solve(
@@ -71,31 +72,14 @@ def solve(
         return problem.plan(free, budget_bytes if policy == "plan" else None, bound_us=0.0)
     for plan in known:
         problem.evaluate(problem.numbers(plan.keep))
-    search = problem.search(time.perf_counter() + time_limit_s)
+    search = problem.search(time.thread_time() + time_limit_s)
     search.add_moments(free, budget_bytes)
-    layered_us = 0.0
-    if not search.is_exhaustive and search.least_possible() <= budget_bytes:
-        layered_us = search_layers(
-            search.model,
-            problem.evaluate,
-            budget_bytes=budget_bytes,
-            deadline_s=time.perf_counter() + 0.6 * time_limit_s,
-        )
-    if not search.is_exhaustive and problem.evaluate.fastest_within(budget_bytes) is None:
-        search_prices(
-            search.model,
-            problem.evaluate,
-            free=free,
-            budget_bytes=budget_bytes,
-            deadline_s=time.perf_counter() + 0.4 * time_limit_s,
-        )
-    if not search.is_exhaustive:
-        deadline_s = time.perf_counter() + 0.15 * time_limit_s
-        improve(search.model, problem.evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
-    found = search.fastest(budget_bytes)
+    if search.is_exhaustive:
+        found, layered_us = search.fastest(budget_bytes), 0.0
+    else:
+        found, layered_us = _fastest(problem, search, free, budget_bytes, time_limit_s)
     if found is None:
-        search.deadline_s = time.perf_counter() + time_limit_s
-        found = _last_resort(problem, search, budget_bytes)
+        found = _last_resort(problem, budget_bytes, time_limit_s)
     return replace(
         problem.plan(found, budget_bytes, bound_us=min(search.bound_us, found.recompute_us)),
         layered_bound_us=min(layered_us, found.recompute_us),
@@ -132,7 +116,7 @@ def pareto(
     """
     problem = _problem(graph, costs_us, memory, keep, recompute, regather, generator_state_bytes)
     free = problem.evaluate(problem.free)
-    search = problem.search(time.perf_counter() + time_limit_s)
+    search = problem.search(time.thread_time() + time_limit_s)
     least_bytes = search.least_possible()
     points, us = [(free.peak_bytes, 0.0)], 0.0
     for number in range(num_points - 2, -1, -1):
@@ -146,16 +130,50 @@ def pareto(
     return points[::-1]
 
 
-def _last_resort(problem: _Problem, search: Search, budget_bytes: int) -> Evaluated:
-    """Near the least that is possible: look for the smallest plan instead of the fastest."""
+def _fastest(
+    problem: _Problem, search: Search, free: Evaluated, budget_bytes: int, time_limit_s: float
+) -> tuple[Evaluated | None, float]:
+    """The fastest plan that several ways of searching have found, and a bound on plans of layers."""
+    model, evaluate, start_s = search.model, problem.evaluate, time.thread_time()
+    if search.least_possible() > budget_bytes:
+        return None, 0.0
+    layered_us = search_layers(
+        model, evaluate, budget_bytes=budget_bytes, deadline_s=start_s + 0.6 * time_limit_s
+    )
+    if evaluate.fastest_within(budget_bytes) is None:
+        search_prices(
+            model,
+            evaluate,
+            free=free,
+            budget_bytes=budget_bytes,
+            deadline_s=time.thread_time() + 0.4 * time_limit_s,
+        )
+    deadline_s = time.thread_time() + 0.15 * time_limit_s
+    improve(model, evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
+    if not search.has_many:
+        search.add_typical(problem.typical(), budget_bytes)
+    return search.fastest(budget_bytes), layered_us
+
+
+def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> Evaluated:
+    """Near the least that is possible: look for the smallest plan instead of the fastest.
+
+    What was learned for a budget is left behind, so that the plan for the smallest budget that an error names is found
+    in the same way again.
+    """
+    search = problem.search(time.thread_time() + time_limit_s)
+    search.add_moments(problem.evaluate(problem.free), 1)
     if not search.is_exhaustive:
+        search.add_typical(problem.typical(), search.least_possible())
+    smallest = search.smallest(enough_bytes=budget_bytes)
+    if not search.is_exhaustive and smallest.peak_bytes > budget_bytes:
         search_smallest(
             search.model,
             search.evaluate,
-            bound_bytes=max(search.least_possible(), 1),
-            deadline_s=(time.perf_counter() + search.deadline_s) / 2,
+            bound_bytes=max(budget_bytes, search.bound_bytes),
+            deadline_s=search.deadline_s,
         )
-    smallest = search.smallest(enough_bytes=budget_bytes)
+        smallest = search.evaluate.smallest
     if smallest.peak_bytes <= budget_bytes:
         return smallest
     bound = min(int(search.bound_bytes), smallest.peak_bytes)
@@ -179,6 +197,16 @@ class _Problem:
     def numbers(self, names: Set[str]) -> frozenset[int]:
         storages = self.needs.graph.storages
         return frozenset(s for s in self.needs.storages if storages[s].name in names)
+
+    def typical(self) -> Iterator[Evaluated]:
+        """Plans that say where memory is needed: what is there anyway, and all, every second, ... of the anchors."""
+        points = anchors(self.needs)
+        yield self.evaluate(self.least)
+        for every in _ANCHORS:
+            pinned = {s for s, is_kept in self.pinned.items() if not is_kept}
+            kept = {s for live in points[::-every] for s in live} - pinned
+            yield self.evaluate(self.least | kept)
+        yield self.evaluate(self.free)
 
     def search(self, deadline_s: float) -> Search:
         model = PeakModel(
