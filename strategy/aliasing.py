@@ -44,7 +44,7 @@ def changed_operand(node: fx.Node) -> fx.Node | None:
     in_place = (
         node.target in _IN_PLACE_OPERATORS
         or (name.endswith("_") and not name.endswith("__"))
-        or _has_inplace_flag(node)
+        or inplace_position(node) is not None
     )
     operand = node.args[0]
     return operand if in_place and isinstance(operand, fx.Node) and storage(operand) else None
@@ -108,11 +108,14 @@ def _origin(node: fx.Node) -> fx.Node:
     return node if changed is None else _origin(changed)
 
 
-def _has_inplace_flag(node: fx.Node) -> bool:
+def inplace_position(node: fx.Node) -> int | str | None:
+    """Where `node` is told `inplace=True`: the position or the name of that argument; None where it is not."""
+    if node.kwargs.get("inplace") is True:
+        return "inplace"
     code = getattr(node.target, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    by_position = dict(zip(names, node.args, strict=False))
-    return {**by_position, **node.kwargs}.get("inplace") is True
+    position = names.index("inplace") if "inplace" in names else len(node.args)
+    return position if position < len(node.args) and node.args[position] is True else None
 
 
 def _refuse_other_changes(node: fx.Node) -> None:

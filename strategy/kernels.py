@@ -106,6 +106,14 @@ _activation(
     settings=_not_in_place,
 )
 _activation(
+    ltorch.relu,
+    "relu_kernel",
+    forward=torch.relu,
+    backward=lambda grad, result: _aten.threshold_backward(grad, result, 0),
+    of_output=True,
+    settings=_not_in_place,
+)
+_activation(
     ltorch.tanh,
     "tanh_kernel",
     forward=torch.tanh,

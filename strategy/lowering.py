@@ -39,7 +39,11 @@ from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
 from thunder.torch import _torch_to_thunder_function_map  # noqa: E402
 
-from thunder_memsave.aliasing import changed_operand, refuse_lost_changes  # noqa: E402
+from thunder_memsave.aliasing import (  # noqa: E402
+    changed_operand,
+    inplace_position,
+    refuse_lost_changes,
+)
 from thunder_memsave.attention import scaled_dot_product_attention  # noqa: E402
 from thunder_memsave.autocast import Autocast  # noqa: E402
 from thunder_memsave.capture import Capture, GraphInput  # noqa: E402
@@ -219,12 +223,29 @@ class _Lowering:
                 return higher_order(self, node, args, kwargs)
             function = node_callable(node)
             args, kwargs = self.autocast.arguments(function, expected, args, kwargs)
-            result = self._call(node, function, args, kwargs)
+            result = self._call_out_of_place(node, function, args, kwargs)
             if expected is not None and self.autocast.enabled and _dtype_differs(result, expected):
                 args, kwargs = self.autocast.cast_to(expected.dtype, args, kwargs)
                 result = self._call(node, function, args, kwargs)
         self._check(node, result, expected)
         return result
+
+    def _call_out_of_place(
+        self,
+        node: fx.Node,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Compute what `inplace=True` asks for elsewhere, and copy it: executors overwrite what gradients read."""
+        position = inplace_position(node)
+        if position is None:
+            return self._call(node, function, args, kwargs)
+        if position == "inplace":
+            kwargs = {**kwargs, "inplace": False}
+        else:
+            args = [False if i == position else a for i, a in enumerate(args)]
+        return args[0].copy_(self._call(node, function, args, kwargs))
 
     def _call(
         self,

@@ -18,6 +18,7 @@ from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder.extend import FusionExecutor  # noqa: E402
 
 from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype  # noqa: E402
+from thunder_memsave.passes.overwritten import keep_overwritten  # noqa: E402
 from thunder_memsave.passes.regather import regather  # noqa: E402
 
 __all__ = [
@@ -25,12 +26,17 @@ __all__ = [
     "JointPass",
     "JointTracePasses",
     "gather_in_compute_dtype",
+    "keep_overwritten",
     "regather",
 ]
 
 JointPass = Callable[[TraceCtx], TraceCtx]
 
-JOINT_PASSES: tuple[JointPass, ...] = (gather_in_compute_dtype, regather)
+JOINT_PASSES: tuple[JointPass, ...] = (
+    keep_overwritten,
+    gather_in_compute_dtype,
+    regather,
+)
 """In the order in which they run."""
 
 

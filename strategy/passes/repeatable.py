@@ -26,6 +26,7 @@ _COMMUNICATES = (
     "wait_tensor",
 )
 _HAPPENS_ONCE = (OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
+_OF_KERNELS = ("thunder_memsave_attention", "thunder_memsave_kernels")
 _MAKES_NEW_MEMORY = (OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP)
 
 
@@ -71,34 +72,36 @@ def _read_what_is_overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, st
     """Name of a tensor for each symbol that reads it and runs before something is copied into it."""
     if not any(written_in_place(b) is not None for b in symbols):
         return {}
-    roots = _roots(symbols)
+    memory = roots(symbols)
     found: dict[int, str] = {}
     written: set[str] = set()
     for bsym in reversed(symbols):
         if (name := written_in_place(bsym)) is not None:
-            written |= roots.get(name, {name})
+            written |= memory.get(name, {name})
         read = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
-        overwritten = next((n for n in read if roots.get(n, {n}) & written), None)
+        overwritten = next((n for n in read if memory.get(n, {n}) & written), None)
         if overwritten is not None and bsym.sym is not prims.python_return:
             found[id(bsym)] = overwritten
     return found
 
 
-def _roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
-    """The tensors whose memory each value may share: all that it is made of without computing anything."""
-    roots: dict[str, set[str]] = {}
+def roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
+    """By name: the tensors whose memory a value may share, all that it is made of without computing anything."""
+    found: dict[str, set[str]] = {}
     for bsym in symbols:
         inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
         shared = (
-            set() if _makes_new_memory(bsym) else {r for n in inputs for r in roots.get(n, {n})}
+            set() if _makes_new_memory(bsym) else {r for n in inputs for r in found.get(n, {n})}
         )
         for output in bsym.flat_proxy_outs:
-            roots.setdefault(output.name, set(shared) or {output.name})
-    return roots
+            found.setdefault(output.name, set(shared) or {output.name})
+    return found
 
 
 def _makes_new_memory(bsym: BoundSymbol) -> bool:
-    """Whether it surely computes: what Thunder calls an elementwise operation, a reduction or a product."""
+    """Whether it surely computes: what Thunder calls an elementwise operation, a reduction or a product; a kernel."""
+    if bsym.sym.executor is not None and bsym.sym.executor.name in _OF_KERNELS:
+        return True
     if bsym.subsymbols:
         return any(map(_makes_new_memory, bsym.subsymbols))
     # Elementwise operations have no tag, but metas of one origin.

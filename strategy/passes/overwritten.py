@@ -1,0 +1,113 @@
+"""Keep a copy of what forward overwrites and backward reads, as eager PyTorch does for operations in place.
+
+Before, where backward reads `a`:
+
+    t1 = torch.nn.functional.silu(a)
+    t2 = copy_(t1, a)
+
+After:
+
+    t1 = torch.nn.functional.silu(a)
+    before_a = clone(a)                   # which backward reads instead of `a`
+    after_a_t1 = fence(t1, before_a)      # t1: Thunder's split leaves to backward what forward's results do not need
+    t2 = copy_(after_a_t1, a)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core import prims  # noqa: E402
+from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
+from thunder.executors import torchex  # noqa: E402
+
+from thunder_memsave.passes.fence import fence  # noqa: E402
+from thunder_memsave.passes.repeatable import roots  # noqa: E402
+from thunder_memsave.passes.symbols import (  # noqa: E402
+    forward_symbols,
+    is_joint,
+    renamed,
+    written_in_place,
+)
+
+
+def keep_overwritten(trace: TraceCtx) -> TraceCtx:
+    """Copy each tensor that backward reads and a later symbol of forward writes to, just before that.
+
+    Args:
+        trace: A joint trace, with operations claimed by executors; an inference trace stays as it is.
+    """
+    symbols = trace.bound_symbols
+    if not is_joint(symbols) or not any(written_in_place(b) is not None for b in symbols):
+        return trace
+    copied = _overwritten(symbols)
+    if not copied:
+        return trace
+    new = from_trace(trace)
+    new.names = set(trace.names)  # of its own: the same trace may be asked about again
+    with tracectx(new):
+        before = {t.name: t.replace_name(f"before_{t.name}") for ts in copied.values() for t in ts}
+        new.bound_symbols = list(_rewritten(symbols, copied, before))
+    new.set_provenance(TraceProvenance("Joint pass keep_overwritten"))
+    return new
+
+
+def _overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, list[TensorProxy]]:
+    """By the id of the first symbol that writes to its memory: what backward reads and is there before."""
+    forward = forward_symbols(symbols)
+    read = _read_by_backward(symbols, forward)
+    memory = roots(symbols)
+    there: dict[str, TensorProxy] = {}
+    found: dict[int, list[TensorProxy]] = {}
+    for bsym in symbols:
+        if id(bsym) not in forward:
+            continue
+        written = written_in_place(bsym)
+        if written is not None:
+            touched = memory.get(written, {written})
+            lost = [t for n, t in there.items() if memory.get(n, {n}) & touched]
+            found[id(bsym)] = lost
+            for t in lost:
+                del there[t.name]
+        there.update((t.name, t) for t in _tensors(bsym.flat_proxy_outs) if t.name in read)
+    return {number: lost for number, lost in found.items() if lost}
+
+
+def _read_by_backward(symbols: Sequence[BoundSymbol], forward: set[int]) -> set[str]:
+    return {
+        t.name
+        for b in symbols
+        if id(b) not in forward and b.sym is not prims.python_return
+        for t in _tensors(b.flat_proxy_args)
+    }
+
+
+def _tensors(proxies: Iterable[Proxy]) -> Iterator[TensorProxy]:
+    return (p for p in proxies if isinstance(p, TensorProxy))
+
+
+def _rewritten(
+    symbols: Sequence[BoundSymbol],
+    copied: Mapping[int, Sequence[TensorProxy]],
+    before: Mapping[str, Proxy],
+) -> Iterator[BoundSymbol]:
+    forward = forward_symbols(symbols)
+    for bsym in symbols:
+        source = bsym.args[0] if bsym.args else None
+        for tensor in copied.get(id(bsym), ()):
+            assert isinstance(source, TensorProxy)
+            yield torchex.clone.bind(tensor, output=before[tensor.name])
+            behind = source.replace_name(f"after_{tensor.name}_{source.name}")
+            yield fence.bind(source, before[tensor.name], output=behind)
+            source = behind
+        if id(bsym) in copied:
+            bsym = bsym.from_bsym(args=(source, *bsym.args[1:]))
+        is_read_late = id(bsym) not in forward and bsym.sym is not prims.python_return
+        reads = {a.name for a in bsym.flat_proxy_args} if is_read_late else set()
+        yield (renamed(bsym, before, skip_output=True) if reads & before.keys() else bsym)

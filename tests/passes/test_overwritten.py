@@ -1,0 +1,125 @@
+"""What forward overwrites and backward reads is copied before: operations in place have the gradients of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from thunder.dev_utils.check_trace import check_trace
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harness.memory import joint_traces
+from harness.parity import Twins
+from passes.contract import check, check_identity
+from thunder_memsave.compile import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.passes import keep_overwritten
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planning import MemoryPlanner
+
+WIDTH = 6
+
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "silu": lambda x: F.silu(x, inplace=True),
+    "silu by position": lambda x: F.silu(x, True),
+    "relu": lambda x: F.relu(x, inplace=True),
+    "elu": lambda x: F.elu(x, 1.0, True),
+    "hardswish": lambda x: F.hardswish(x, True),
+    "mish": lambda x: F.mish(x, True),
+    "selu": lambda x: F.selu(x, inplace=True),
+    "dropout": lambda x: F.dropout(x, 0.0, True, True),
+    "a product": lambda x: x.mul_(3.0),
+    "twice": lambda x: F.silu(F.mish(x, True), True),
+    "of a view": lambda x: F.silu(x.view(-1), True).view(x.shape),
+}
+
+
+class InPlace(nn.Module):
+    """Each on the result of a linear of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in IN_PLACE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        operations = zip(self.linears, IN_PLACE.values(), strict=True)
+        return torch.stack([run(linear(x)) for linear, run in operations])
+
+
+class Counting(nn.Module):
+    """Reads a buffer, and then counts in it."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.ones(2, WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.linear(x) * self.seen.view(-1)
+        self.seen.add_(1.0)
+        return scaled
+
+
+def squares(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def gradients(module: nn.Module, call: Callable[..., Tensor], x: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    squares(call(x)).backward()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def test_operations_in_place_have_the_gradients_of_eager() -> None:
+    with joint_traces() as joint:
+        Twins(InPlace()).assert_equal(torch.randn(3, WIDTH), loss=squares)
+    changed = keep_overwritten(joint[-1])
+    assert changed is not joint[-1]
+    check_trace(changed)
+
+
+def test_also_where_everything_is_computed_again() -> None:
+    model, x = InPlace(), torch.randn(3, WIDTH)
+    expected = gradients(model, CompiledModule(model), x)
+    memory = MemoryConfig(policy="recompute_all")
+    planner = MemoryPlanner(memory, device=device("cpu"), budget_bytes=None)
+    actual = gradients(model, CompiledModule(model, planner=planner), x)
+    assert len(actual) == 2 * len(IN_PLACE)
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("policy", [None, "plan", "recompute_all"])
+def test_a_buffer_that_is_read_and_then_written_to(policy: Any) -> None:
+    """Eager refuses the backward; the gradient is that of the values that forward read."""
+    model, x = Counting(), torch.randn(3, WIDTH)
+    planner = policy and MemoryPlanner(
+        MemoryConfig(policy=policy), device=device("cpu"), budget_bytes=None
+    )
+    compiled = CompiledModule(model, planner=planner)
+    for step in (1.0, 2.0):
+        output = compiled(x)
+        weight_grad, _ = gradients_of(output, model)
+        assert torch.equal(model.seen, torch.full_like(model.seen, step + 1))
+        torch.testing.assert_close(output, model.linear(x) * step)
+        torch.testing.assert_close(weight_grad, (2 * output * step).T @ x)
+
+
+def gradients_of(output: Tensor, model: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(squares(output), list(model.parameters()))
+
+
+def test_nothing_is_copied_where_nothing_is_written_or_backward_reads_nothing_of_it() -> None:
+    check(keep_overwritten, name="keep_overwritten", changes_the_probe=False)
+    check_identity(keep_overwritten, name="keep_overwritten")
+    counts = CompiledModule(nn.BatchNorm1d(WIDTH))
+    counts(torch.randn(3, WIDTH)).sum().backward()
+    names = [b.sym.name for b in counts.captures[-1].forward_traces[-1].bound_symbols]
+    assert "copy_" in names
+    assert "clone" not in names
