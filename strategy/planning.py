@@ -235,7 +235,7 @@ class MemoryPlanner:
 
     def _question(self, attempt: _Attempt) -> _Question:
         keep, again = self._pinned(attempt)
-        return _Question(
+        question = _Question(
             graph=attempt.graph,
             policy=self._memory.policy,
             costs_us=costs_us(attempt.graph, self._device),
@@ -245,6 +245,11 @@ class MemoryPlanner:
             regather=self._regathers,
             generator_state_bytes=self._generator_state_bytes,
         )
+        if not self.decides_gathers:
+            return question
+        return replace(
+            question, narrowed=replace(question, recompute=again | _gathered(attempt.graph))
+        )
 
     def _pinned(self, attempt: _Attempt) -> tuple[frozenset[str], frozenset[str]]:
         """Names of the storages that are kept, and of those that are computed again, whatever the budget."""
@@ -252,7 +257,7 @@ class MemoryPlanner:
         pins = {module: pin_of(self._memory, module) for module in {op.module for op in graph.ops}}
         keep = _made_in(graph, pins, "keep")
         again = _made_in(graph, pins, "recompute") | checkpointed(attempt.trace)
-        gathered = frozenset(s.name for s in graph.storages if s.kind == "gathered")
+        gathered = _gathered(graph)
         if self._regathers:  # ZeRO-3 keeps no whole parameter
             keep, again = keep - gathered, again | gathered
         elif self.decides_gathers:  # pins are of what modules compute
@@ -310,6 +315,8 @@ class _Question:
     recompute: Set[str]
     regather: bool
     generator_state_bytes: int
+    narrowed: _Question | None = None
+    """With fewer choices, among which the smallest plan is sooner found; asked where no plan is found with all."""
 
     def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> _Offer:
         """A plan within `target_bytes`, else the smallest that was found, by earlier runs too."""
@@ -334,9 +341,20 @@ class _Question:
         try:
             plan = self._solved(target_bytes)
         except BudgetError as error:
-            return self._smallest(error)
+            return self._narrowed(target_bytes, self._smallest(error))
         cache_plan(self._key(target_bytes), plan)
         return _Offer(plan=plan)
+
+    def _narrowed(self, target_bytes: int, smallest: _Offer) -> _Offer:
+        if self.narrowed is None:
+            return smallest
+        offer = self.narrowed._known(target_bytes, is_corrected=False)
+        offer = offer or self.narrowed._searched(target_bytes)
+        if offer.is_smallest:
+            # Below what it calls the bound there may be plans with other choices.
+            offer = replace(offer, bound_bytes=smallest.bound_bytes)
+            return min(offer, smallest, key=lambda o: o.plan.predicted_peak_bytes)
+        return offer
 
     def _smallest(self, error: BudgetError) -> _Offer:
         found, bound_bytes = error.smallest_plan, error.bound_bytes
@@ -477,6 +495,11 @@ def structure_of(graph: TrainingGraph) -> str:
     for op in graph.ops:
         digest.update(repr((op.symbol, op.arguments, op.results)).encode())
     return digest.hexdigest()
+
+
+def _gathered(graph: TrainingGraph) -> frozenset[str]:
+    """Names of the storages of whole parameters."""
+    return frozenset(s.name for s in graph.storages if s.kind == "gathered")
 
 
 def _made_in(graph: TrainingGraph, pins: Mapping[str, str | None], pin: str) -> frozenset[str]:
