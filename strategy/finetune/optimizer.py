@@ -45,6 +45,19 @@ def make_optimizer(
     return cast(Optimizer, made)
 
 
+def place_steps(optimizer: Optimizer) -> None:
+    """Put the counts of updates where each group's implementation reads them, after another one's were loaded.
+
+    Fused and capturable kernels read them on the device of the weights, the others on the CPU.
+    """
+    for group in optimizer.param_groups:
+        is_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.to(parameter.device if is_on_device else "cpu")
+
+
 def says_how(spec: ClassSpec) -> bool:
     """Whether the run file says how an update is computed."""
     return any(name in IMPLEMENTATION for name in spec.get("init_args") or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,23 @@ class RunDirectory:
     def model(self) -> Path:
         """What a full run trains, in transformers' format."""
         return self.root / "model"
+
+    def entries(self) -> frozenset[str] | None:
+        """Names of what lies in it; None where there is no such directory."""
+        return frozenset(os.listdir(self.root)) if self.root.is_dir() else None
+
+    def remove_new(self, before: frozenset[str] | None) -> None:
+        """Remove what this start wrote, of a run that took no step.
+
+        Args:
+            before: What `entries` said then; it stays.
+        """
+        if before is None:
+            shutil.rmtree(self.root)
+            return
+        for name in (self.entries() or frozenset()) - before:
+            path = self.root / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def create(self, config: RunConfig) -> None:
         """Make the directory and write the resolved run file into it.

@@ -19,6 +19,7 @@ from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
+from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.environment import add_start
 from thunder_memsave.finetune.export import export, is_adapted
@@ -28,7 +29,7 @@ from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loss import mask_kind
 from thunder_memsave.finetune.loss_memory import caller_memory
 from thunder_memsave.finetune.model.trained_part import trained_part
-from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, says_how
+from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, place_steps, says_how
 from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run_directory import how_to_go_on
@@ -43,7 +44,19 @@ from thunder_memsave.finetune.stop import (
 from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError
+from thunder_memsave.step_memory import StepMemoryError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+# What a model's first call ends with where it cannot be compiled or planned; the last tells of another rank's.
+# These types alone: a subclass of the last is of checkpoints.
+_BEFORE_ANY_STEP = (
+    BudgetError,
+    CaptureError,
+    CompileError,
+    PlanError,
+    StepMemoryError,
+    OtherRankError,
+)
 
 
 def train(config: RunConfig) -> Path:
@@ -69,8 +82,8 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     state: dict[str, Any] = {"step": 0}
     processes.watch(lambda died: _explained(died, fabric, job, state))
     try:
-        module = _begin(fabric, job, base, callbacks, state)
-        return _run(fabric, job, module, state)
+        begun = _begin(fabric, job, base, callbacks, state)
+        return _run(fabric, job, begun, state)
     except BaseException as error:
         told = _as_told(error, fabric, job, state, processes)
         if told is None:
@@ -84,7 +97,7 @@ def _begin(
     base: _BaseFiles,
     callbacks: Sequence[object],
     state: dict[str, Any],
-) -> nn.Module:
+) -> _Begun:
     """Join the processes, fill the model, and put into `state` what checkpoints hold."""
     fabric.launch()
     if fabric.is_global_zero:  # which alone tells of it
@@ -101,8 +114,18 @@ def _begin(
     if job.resume_from is not None:
         _load(fabric, job.resume_from, job.config, state)
     # After the checkpoint: one that does not fit this run file must not replace its own.
-    _create_directory(fabric, job, step=state["step"])
-    return module
+    before = _create_directory(fabric, job, step=state["step"])
+    return _Begun(module=module, step=state["step"], entries_before=before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A model that is ready to train, and what was there before."""
+
+    module: nn.Module
+    step: int
+    entries_before: frozenset[str] | None
+    """Of the run directory; None where there was none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +271,7 @@ def _load(
     for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
         group.update(values)
         group.pop("initial_lr", None)  # what the schedule scales, of the run that saved
+    place_steps(state["optimizer"])
 
 
 def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
@@ -259,12 +283,15 @@ def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
     )
 
 
-def _create_directory(fabric: Fabric, job: Job, *, step: int) -> None:
+def _create_directory(fabric: Fabric, job: Job, *, step: int) -> frozenset[str] | None:
+    """Returns what lay there."""
     # Not before every rank has looked whether another run's files lie there.
     fabric.barrier()
+    before = job.directory.entries()
     if fabric.is_global_zero:
         job.directory.create(job.config)
         add_start(job.directory.environment, fabric, step=step)
+    return before
 
 
 def _announce(fabric: Fabric, job: Job, *, num_left: int) -> None:
@@ -285,14 +312,14 @@ def _say(fabric: Fabric, text: str) -> None:
         print(text, flush=True)
 
 
-def _run(fabric: Fabric, job: Job, module: nn.Module, state: dict[str, Any]) -> Path:
+def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path:
     """Train and export; tell the callbacks if that does not come to its end."""
     plan = _plan(job, fabric)
     _announce(fabric, job, num_left=plan.num_steps - state["step"])
     try:
         reason = fit(
             fabric,
-            module,
+            begun.module,
             state["optimizer"],
             train_rows=job.data.train,
             validation_rows=job.data.validation,
@@ -301,10 +328,18 @@ def _run(fabric: Fabric, job: Job, module: nn.Module, state: dict[str, Any]) -> 
         )
         if reason is not None:
             _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {reason}")
-        return _export(fabric, job, module)
-    except BaseException:
+        return _export(fabric, job, begun.module)
+    except BaseException as error:
         fabric.call("on_exception", fabric=fabric)
+        if type(error) in _BEFORE_ANY_STEP and state["step"] == begun.step:
+            _leave_nothing(fabric, job, begun)
         raise
+
+
+def _leave_nothing(fabric: Fabric, job: Job, begun: _Begun) -> None:
+    """Let the next try, with another budget or another model, find the directory as this one did."""
+    if fabric.is_global_zero:
+        job.directory.remove_new(begun.entries_before)
 
 
 def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
-from thunder_memsave.finetune.optimizer import make_optimizer
+from thunder_memsave.finetune.optimizer import make_optimizer, place_steps
 from thunder_memsave.step_memory import step_memory
 
 
@@ -48,3 +48,20 @@ def test_on_cuda_the_fused_update_of_a_plan_holds_nothing_more() -> None:
     assert memory.update_peak_bytes < 2**12
     moments = 2 * 4 * 1000 * 1000
     assert moments < memory.optimizer_bytes < moments + 2**12
+
+
+@pytest.mark.parametrize(
+    ("setting", "device"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")]
+)
+def test_counts_of_updates_are_where_an_implementation_reads_them(
+    setting: str, device: str
+) -> None:
+    weight = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.param_groups[0][setting] = True
+    for before in ("cpu", "meta"):
+        optimizer.state[weight]["step"] = torch.tensor(2.0, device=before)
+        if (before, device) == ("meta", "cpu"):
+            continue  # there is no number to be moved
+        place_steps(optimizer)
+        assert optimizer.state[weight]["step"].device.type == device

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -35,9 +36,11 @@ from harness.language_model import (
     write_jsonl,
     write_run_file,
 )
+from thunder_memsave.finetune import train as train_module
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
 from thunder_memsave.finetune.data.formats import PromptJSONL
+from thunder_memsave.finetune.loop import fit
 from thunder_memsave.finetune.model.build import build_model
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.train import _flops_per_token
@@ -464,6 +467,50 @@ def test_a_resumed_run_takes_the_optimizers_arguments_from_its_run_file(
     where = ("--resume=auto", "--train.max_steps=7", f"--output_dir={resumed}")
     run_here(resumed / "config.yaml", *changes, *where)
     assert [row["lr"] for row in metrics_of(resumed) if "lr" in row][6:] == [5e-4]
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every run here: whether its optimizer updates in one kernel."""
+    seen: list[bool] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> str | None:
+        seen.append(bool(kwargs["state"]["optimizer"].param_groups[0]["fused"]))
+        return fit(*args, **kwargs)
+
+    monkeypatch.setattr(train_module, "fit", recorded)
+    return seen
+
+
+def test_a_resumed_run_updates_as_it_began_unless_its_run_file_says_how(
+    one_rank: Path, two_ranks: Path, tmp_path: Path, fused: list[bool]
+) -> None:
+    def resume(name: str, whole: Path, num_steps: int, *changes: str) -> Path:
+        shutil.copytree(whole, tmp_path / name)
+        where = (f"--output_dir={tmp_path / name}", "--resume=auto")
+        run_here(two_ranks / "run.yaml", *where, f"--train.max_steps={num_steps}", *changes)
+        return tmp_path / name
+
+    plain = resume("plain", one_rank / "run", 7, "--optimizer.init_args.fused=false")
+    still_plain = resume("still_plain", plain, 8)
+    fused_again = resume("fused_again", plain, 8, "--optimizer.init_args.fused=true")
+    assert fused == [False, False, True]
+    assert_same_history(still_plain, fused_again)
+
+
+def test_a_budget_that_is_too_small_leaves_no_files_and_names_one_that_trains(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    path = write_run_file(tmp_path, run_values(tmp_path, model_directory, train={"max_steps": 1}))
+    before = sorted(tmp_path.iterdir())
+    output = run_here(path, "--memory.budget=1000", exit_code=3)
+    assert "error: the budget is 1,000 bytes, and no plan was found that stays within" in output
+    assert sorted(tmp_path.iterdir()) == before
+    smallest = re.search(r"the smallest budget for which one was found is ([\d,]+) bytes", output)
+    assert smallest is not None
+    output = run_here(path, f"--memory.budget={smallest[1].replace(',', '')}")
+    assert "memory: predicted peak" in output
+    assert (tmp_path / "run" / "adapter").is_dir()
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(one_rank: Path) -> None:
