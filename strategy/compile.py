@@ -72,6 +72,7 @@ from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.planner.graph import StorageKind  # noqa: E402
 from thunder_memsave.planning import Arguments, MemoryPlanner, differentiated  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
+from thunder_memsave.stages import stage  # noqa: E402
 
 _MANY_CAPTURES = 8
 _NO_GRADIENT = (
@@ -266,7 +267,9 @@ def _dynamo(
     data_parallel: DataParallel | None,
     target: torch.device | None,
 ) -> _Traced:
+    stage("capture")
     captured = capture(module, call, reason=reason, is_guarded=target is None)
+    stage("lower")
     opaque = OpaqueExecutor()
     compile_data = CompileData(
         fn=module, executors_list=(opaque, *executors), disable_preprocessing=True, using_jit=True
@@ -388,8 +391,10 @@ def _compile(
     trace = then(insert_alias_updates(trace, []))
     trace = then(dce(trace))
     if lowered.training:
+        stage("differentiate")
         with _errors_name_user_code():
             trace = then(grad_transform_on_trace(trace))
+    stage("choose executors")
     # Executors claim operations, then the joint passes run, then whatever fuses.
     executors = (JointTracePasses(joint_passes), *compile_data.executors_list)
     trace = then(transform_for_execution(trace, executors))

@@ -49,6 +49,7 @@ from thunder_memsave.planner.simulate import Profile, simulate  # noqa: E402
 from thunder_memsave.planner.solve import Policy, solve  # noqa: E402
 from thunder_memsave.scratch import MeasuredScratch, bounded_scratch  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
+from thunder_memsave.stages import stage  # noqa: E402
 
 Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
 """A joint trace to the forward and backward that run; an inference trace to itself and None."""
@@ -143,6 +144,7 @@ class MemoryPlanner:
             BudgetError: no plan fits the budget.
             OtherRankError: rank 0 found none.
         """
+        stage("extract")
         graph = training_graph(
             trace, kinds=arguments.kinds, tensors=arguments.tensors, known=self._known
         )
@@ -179,7 +181,9 @@ class MemoryPlanner:
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
         while True:
+            stage("solve")
             offer = self._rank_zeros(attempt, structure, target_bytes)
+            stage("simulate")
             call = attempt.run(offer.plan)
             if budget_bytes is None or target_bytes is None:
                 return call

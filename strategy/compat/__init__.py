@@ -7,6 +7,7 @@ from thunder_memsave.compat import (
     absent_transformer_engine,
     cpu_scalar_gradients,
     derivatives_by_name,
+    dynamo_function_names,
     torch211_compile_metrics,
     torch213_named_tensors,
 )
@@ -19,4 +20,5 @@ def apply() -> None:
         importlib.import_module("thunder")
     cpu_scalar_gradients.apply()
     derivatives_by_name.apply()
+    dynamo_function_names.apply()
     torch211_compile_metrics.apply()

@@ -1,0 +1,39 @@
+"""Says what a compilation is doing while it does it: it takes minutes for a large model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+Stage = Literal[
+    "describe the model",
+    "capture",
+    "lower",
+    "differentiate",
+    "choose executors",
+    "extract",
+    "solve",
+    "simulate",
+    "smallest budget",
+    "other budgets",
+]
+
+_listener: ContextVar[Callable[[Stage], None] | None] = ContextVar("listener", default=None)
+
+
+def stage(name: Stage) -> None:
+    """Say that this begins, and that what was before has ended; it may begin more than once."""
+    if (listener := _listener.get()) is not None:
+        listener(name)
+
+
+@contextmanager
+def listening(listener: Callable[[Stage], None]) -> Iterator[None]:
+    """Let `listener` hear of every stage until this ends."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
