@@ -106,8 +106,8 @@ def _rewritten(
             behind = source.replace_name(f"after_{tensor.name}_{source.name}")
             yield fence.bind(source, before[tensor.name], output=behind)
             source = behind
+        is_read_late = id(bsym) not in forward and bsym.sym is not prims.python_return
         if id(bsym) in copied:
             bsym = bsym.from_bsym(args=(source, *bsym.args[1:]))
-        is_read_late = id(bsym) not in forward and bsym.sym is not prims.python_return
         reads = {a.name for a in bsym.flat_proxy_args} if is_read_late else set()
         yield (renamed(bsym, before, skip_output=True) if reads & before.keys() else bsym)

@@ -32,6 +32,8 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "selu": lambda x: F.selu(x, inplace=True),
     "dropout": lambda x: F.dropout(x, 0.0, True, True),
     "a product": lambda x: x.mul_(3.0),
+    "a product with its own sum": lambda x: x.mul_(x.sum(dim=-1, keepdim=True)),
+    "normalised": lambda x: x.exp().mul(1.0).div_(x.exp().sum(dim=-1, keepdim=True)),
     "twice": lambda x: F.silu(F.mish(x, True), True),
     "of a view": lambda x: F.silu(x.view(-1), True).view(x.shape),
 }
