@@ -1,4 +1,4 @@
-"""An encoder and a mixture of experts have the bits of keeping all at every budget; routes taken by Python are refused."""
+"""Encoders and mixtures of experts have the bits of keeping all at every budget; routes of Python are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.solve import solve
 from thunder_memsave.planning import MemoryPlanner
 
-BERT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+BERT: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
 def experts(implementation: str) -> Any:
