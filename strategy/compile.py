@@ -36,10 +36,14 @@ from thunder.core.transform_common import (  # noqa: E402
     wrap_return_value_together_with_arguments,
 )
 from thunder.core.update_aliases import insert_alias_updates  # noqa: E402
-from thunder.executors.passes import del_last_used, transform_for_execution  # noqa: E402
+from thunder.executors.passes import (  # noqa: E402
+    _transform_for_operator_executor_execution,
+    del_last_used,
+)
 from thunder.extend import (  # noqa: E402
     Executor,
     FusionExecutor,
+    get_always_executors,
     get_default_executors,
     resolve_executors,
 )
@@ -397,7 +401,7 @@ def _compile(
     stage("choose executors")
     # Executors claim operations, then the joint passes run, then whatever fuses.
     executors = (JointTracePasses(joint_passes), *compile_data.executors_list)
-    trace = then(transform_for_execution(trace, executors))
+    trace = then(_executed(trace, executors, is_run=is_run))
     refuse_lost_writes(trace)
     if not is_run:
         return _Graph(_not_here, traces)
@@ -418,6 +422,22 @@ def _compile(
     )
     run = _training(lowered, trace, backward, keeping, unreduced)
     return _Graph(run, traces, [backward], keeping)
+
+
+def _executed(trace: TraceCtx, executors: Sequence[Executor], *, is_run: bool) -> TraceCtx:
+    """As Thunder's `transform_for_execution`, without what that does for Thunder's own data parallelism.
+
+    What is left to Python's own operations at the end matters to what is run, and to nothing that is planned.
+    """
+    trace = dce(_transform_for_operator_executor_execution(dce(trace), executors))
+    for executor in executors:
+        if isinstance(executor, FusionExecutor):
+            trace = executor.fusion_pass(trace)
+    return (
+        _transform_for_operator_executor_execution(trace, get_always_executors())
+        if is_run
+        else trace
+    )
 
 
 def _planned_to_run(

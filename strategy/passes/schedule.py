@@ -33,8 +33,9 @@ reads are joined. Every rank has the same trace, so all start their collectives 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import islice, pairwise
 from typing import Any
 
@@ -162,14 +163,9 @@ class _Gather:
     """Which of the operations that compute reads the parameter first."""
     held_until: int
     """Which one begins the last row of operations that all read it; before that it is there but for later ones."""
-
-    @property
-    def future(self) -> str:
-        return str(self.bsym.output.name)
-
-    @property
-    def num_bytes(self) -> int:
-        return _nbytes(self.bsym.output)
+    future: str
+    num_bytes: int
+    kind: _Kind
 
     @property
     def num_held_bytes(self) -> int:
@@ -186,7 +182,12 @@ def _gathers_in_order(
     for bsym in symbols:
         if is_wait(bsym) and (start := starts.get(bsym.args[0].name)) is not None:
             yield _Gather(
-                start, num_operations, _begin_of_last_row(readers.get(start.output.name, ()))
+                bsym=start,
+                reader=num_operations,
+                held_until=_begin_of_last_row(readers.get(start.output.name, ())),
+                future=start.output.name,
+                num_bytes=_nbytes(start.output),
+                kind=_kind(start),
             )
         num_operations += id(bsym) in operations
 
@@ -248,22 +249,30 @@ class _Gathers:
 
     def __init__(self, gathers: Sequence[_Gather], window_bytes: int, bucket_bytes: int) -> None:
         self._waiting = deque(gathers)
+        """From the first that has not started on, with others that have."""
         self._window_bytes, self._bucket_bytes = window_bytes, bucket_bytes
+        self._started: set[str] = set()
         self._in_flight: dict[str, _Gather] = {}
-        self._held: list[_Gather] = []
+        self._held: list[tuple[int, int]] = []
+        """A heap: until which operation, and how many bytes."""
+        self._room = window_bytes
+        self._next_early: list[_Gather] | None = None
+        """Known until one starts."""
 
     def reach(self, operation: int) -> None:
         """An operation runs next; what is there for it alone, or for those right after it, is none of the window's."""
-        self._held = [g for g in self._held if g.held_until > operation]
+        while self._held and self._held[0][0] <= operation:
+            self._room += heappop(self._held)[1]
 
     def start_early(self) -> Iterator[BoundSymbol]:
         """Start what the window has room for: whole buckets, of which two fit into it."""
         limit = min(self._bucket_bytes, self._window_bytes // 2)
         while self._waiting:
-            bucket = self._bucket(limit, ahead_bytes=limit)
-            if sum(g.num_bytes for g in bucket) > self._room:
+            if self._next_early is None:
+                self._next_early = self._bucket(limit, ahead_bytes=limit)
+            if sum(g.num_bytes for g in self._next_early) > self._room:
                 return
-            yield self._start(bucket)
+            yield self._start(self._next_early)
 
     def start_for(self, future: str) -> Iterator[BoundSymbol]:
         """Start the gather that is waited for now, unless it has, with others as far as the window has room."""
@@ -272,7 +281,8 @@ class _Gathers:
             assert first.future == future, "gathers start in the order of their waits"
             ahead_bytes = max(0, self._room - first.num_held_bytes)
             yield self._start(self._bucket(self._bucket_bytes, ahead_bytes=ahead_bytes))
-        self._held.append(self._in_flight.pop(future))
+        gather = self._in_flight.pop(future)
+        heappush(self._held, (gather.held_until, gather.num_bytes))
 
     def _bucket(self, limit: int, *, ahead_bytes: int) -> list[_Gather]:
         """The next gather and small ones after it, of which `ahead_bytes` are for later operations."""
@@ -281,7 +291,9 @@ class _Gathers:
         if num_bytes > limit:
             return bucket
         for gather in islice(self._waiting, 1, None):
-            if gather.num_bytes > limit or _kind(gather.bsym) != _kind(first.bsym):
+            if gather.num_bytes > limit or gather.kind != first.kind:
+                continue
+            if gather.future in self._started:
                 continue
             is_ahead = gather.reader != first.reader
             ahead_bytes -= gather.num_bytes if is_ahead else gather.num_held_bytes
@@ -293,8 +305,11 @@ class _Gathers:
 
     def _start(self, bucket: Sequence[_Gather]) -> BoundSymbol:
         self._in_flight.update((g.future, g) for g in bucket)
-        started = {g.future for g in bucket}
-        self._waiting = deque(g for g in self._waiting if g.future not in started)
+        self._started.update(g.future for g in bucket)
+        self._room -= sum(g.num_bytes for g in bucket)
+        self._next_early = None
+        while self._waiting and self._waiting[0].future in self._started:
+            self._waiting.popleft()
         if len(bucket) == 1:
             return bucket[0].bsym
         symbols = [g.bsym for g in bucket]
@@ -305,20 +320,17 @@ class _Gathers:
             output=tuple(b.output for b in symbols),
         )
 
-    @property
-    def _room(self) -> int:
-        taking_room = (*self._in_flight.values(), *self._held)
-        return self._window_bytes - sum(g.num_bytes for g in taking_room)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Postponed:
     wait: BoundSymbol
+    num_bytes: int
     readers: list[BoundSymbol]
     """What reads the result and nothing else: a cast back, a reduction over further ranks and what follows it."""
 
-    def gives(self, names: Set[str]) -> bool:
-        return any(o.name in names for b in (self.wait, *self.readers) for o in b.flat_proxy_outs)
+    @property
+    def future(self) -> str:
+        return str(self.wait.args[0].name)
 
 
 class _Reductions:
@@ -328,9 +340,16 @@ class _Reductions:
         self._window_bytes = window_bytes
         self._limit = min(bucket_bytes, window_bytes // 2)
         self._joining: dict[_Kind, list[BoundSymbol]] = {}
+        self._kind_of: dict[str, _Kind] = {}
+        """By their futures, of those that may be joined."""
+        self._joining_bytes: dict[_Kind, int] = {}
         self._sizes: dict[str, int] = {}
         self._started: set[str] = set()
-        self._postponed: deque[_Postponed] = deque()
+        self._postponed: dict[str, _Postponed] = {}
+        """By the future that is waited for, the oldest first."""
+        self._postponed_bytes = 0
+        self._giver: dict[str, _Postponed] = {}
+        """By the names of the values that come only when its wait is over."""
 
     def start(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
         """Start a reduction, or let it wait for others of its kind; all else starts at once."""
@@ -339,57 +358,71 @@ class _Reductions:
         if not 0 < size <= self._limit:
             yield self._started_now(bsym)
             return
-        joining = self._joining.setdefault(_kind(bsym), [])
-        if sum(self._sizes[b.output.name] for b in joining) + size > self._limit:
-            yield self._start_joining(_kind(bsym))
-        self._joining.setdefault(_kind(bsym), []).append(bsym)
+        kind = _kind(bsym)
+        if kind in self._joining and self._joining_bytes[kind] + size > self._limit:
+            yield self._start_joining(kind)
+        self._joining.setdefault(kind, []).append(bsym)
+        self._joining_bytes[kind] = self._joining_bytes.get(kind, 0) + size
+        self._kind_of[bsym.output.name] = kind
 
     def start_with(self, wait: BoundSymbol) -> Iterator[BoundSymbol]:
         """Start what this waits for, if it has not started."""
-        for kind, joining in self._joining.items():
-            if any(b.output.name == wait.args[0].name for b in joining):
-                yield self._start_joining(kind)
-                return
+        if (kind := self._kind_of.get(wait.args[0].name)) is not None:
+            yield self._start_joining(kind)
 
     def postpone(self, wait: BoundSymbol) -> None:
-        self._postponed.append(_Postponed(wait, []))
+        future = wait.args[0]
+        assert future.name not in self._postponed, "a reduction is waited for once"
+        num_bytes = self._sizes.get(future.name, _nbytes(future))
+        postponed = self._postponed[future.name] = _Postponed(wait, num_bytes, [])
+        self._postponed_bytes += num_bytes
+        self._gives(postponed, wait)
 
     def postponed_with_its_input(self, bsym: BoundSymbol) -> bool:
         """Postpone also what reads nothing but the result of a postponed wait."""
+        if not self._giver or bsym.sym is prims.python_return:
+            return False
         inputs = {a.name for a in bsym.flat_proxy_args if is_tensor(a)}
-        source = next((p for p in self._postponed if p.gives(inputs)), None)
-        if source is None or len(inputs) > 1 or bsym.sym is prims.python_return:
+        source = self._giver.get(inputs.pop()) if len(inputs) == 1 else None
+        if source is None:
             return False
         source.readers.append(bsym)
+        self._gives(source, bsym)
         return True
+
+    def _gives(self, postponed: _Postponed, bsym: BoundSymbol) -> None:
+        for result in bsym.flat_proxy_outs:
+            self._giver.setdefault(result.name, postponed)
 
     @property
     def are_overdue(self) -> bool:
         """Whether more than the window is on its way."""
-        return sum(self._size(p.wait) for p in self._postponed) > self._window_bytes
+        return self._postponed_bytes > self._window_bytes
 
     def give_input_to(self, bsym: BoundSymbol) -> bool:
         """Whether this symbol reads something that is postponed."""
-        names = {a.name for a in bsym.flat_proxy_args}
-        return any(p.gives(names) for p in self._postponed)
+        return bool(self._giver) and any(a.name in self._giver for a in bsym.flat_proxy_args)
 
     def pop_oldest(self) -> _Postponed:
         """The oldest that is on its way; those that others may still join come last."""
-        on_their_way = (p for p in self._postponed if p.wait.args[0].name in self._started)
-        oldest = next(on_their_way, self._postponed[0])
-        self._postponed.remove(oldest)
+        on_their_way = (future for future in self._postponed if future in self._started)
+        oldest = self._postponed.pop(next(on_their_way, next(iter(self._postponed))))
+        self._postponed_bytes -= oldest.num_bytes
+        for bsym in (oldest.wait, *oldest.readers):
+            for result in bsym.flat_proxy_outs:
+                self._giver.pop(result.name, None)
         return oldest
 
     def _start_joining(self, kind: _Kind) -> BoundSymbol:
         symbols = self._joining.pop(kind)
+        del self._joining_bytes[kind]
+        for bsym in symbols:
+            del self._kind_of[bsym.output.name]
         return self._started_now(symbols[0] if len(symbols) == 1 else _reduction_bucket(symbols))
 
     def _started_now(self, bsym: BoundSymbol) -> BoundSymbol:
         self._started.update(o.name for o in bsym.flat_proxy_outs)
         return bsym
-
-    def _size(self, wait: BoundSymbol) -> int:
-        return self._sizes.get(wait.args[0].name, _nbytes(wait.args[0]))
 
 
 def _is_reduction(bsym: BoundSymbol) -> bool:
