@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import math
 import os
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.explain import explain, in_units, kinds_table
+from thunder_memsave.finetune.plan_progress import Progress
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.settings import ConfigError, suggestion
 
@@ -105,19 +112,17 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     Returns:
         0 if the run fits, 3 if not.
     """
-    # These imports take seconds; mistakes in the arguments are known before.
-    from thunder_memsave.finetune.launch import world_size
-    from thunder_memsave.finetune.plan_run import plan_run
-
-    num_ranks = options.num_ranks or world_size(config)
+    progress = Progress()
     try:
-        made = plan_run(config, device=DEVICES[options.device], num_ranks=num_ranks)
+        with _ends_at_ctrl_c(), _without_garbage_collection(), progress.shown():
+            made = _planned(config, options)
     except BudgetError as error:
         print(f"it does not fit: {error}")
         return DOES_NOT_FIT
-    print(describe_plan(made, config))
+    print(describe_plan(made, config, progress))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(made), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(as_json(made, progress), indent=2)
+        options.json.write_text(f"{text}\n", encoding="utf-8")
     if options.html is not None:
         from thunder_memsave.plan_report import write_report
 
@@ -134,7 +139,46 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     return 0 if made.fits else DOES_NOT_FIT
 
 
-def describe_plan(made: RunPlan, config: RunConfig) -> str:
+def _planned(config: RunConfig, options: PlanOptions) -> RunPlan:
+    # These imports take seconds; mistakes in the arguments are known before.
+    from thunder_memsave.finetune.launch import world_size
+    from thunder_memsave.finetune.plan_run import plan_run
+
+    num_ranks = options.num_ranks or world_size(config)
+    return plan_run(config, device=DEVICES[options.device], num_ranks=num_ranks)
+
+
+@contextmanager
+def _ends_at_ctrl_c() -> Iterator[None]:
+    """End at once: an exception might be caught by what traces, and there are millions of objects to clean up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where Python handles no signal
+        return
+
+    def end(signum: int, frame: object) -> None:
+        print("\ninterrupted.", file=sys.stderr, flush=True)
+        os._exit(128 + signum)
+
+    previous = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Traces are millions of objects that live to the end; to search them for cycles took a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
     """Write the tables and whether it fits."""
     plan = _plan(made)
     return "\n".join(
@@ -149,6 +193,7 @@ def describe_plan(made: RunPlan, config: RunConfig) -> str:
             "",
             f"smallest budget with a plan: {in_units(made.smallest_bytes)}",
             f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
+            _made_in(plan, progress),
             "",
             _verdict(made),
         ]
@@ -159,6 +204,15 @@ def _title(made: RunPlan, config: RunConfig) -> str:
     ranks = f"{made.num_ranks} rank{'s' if made.num_ranks > 1 else ''}"
     rows = f"{made.num_rows} row{'s' if made.num_rows > 1 else ''} of {made.num_tokens:,} tokens"
     return f"{config.model.name_or_path} on {ranks} of {made.device.name}, {rows} each"
+
+
+def _made_in(plan: Any, progress: Progress) -> str:
+    total_s, solve_s = sum(progress.cpu_seconds.values()), progress.cpu_seconds.get("solve", 0.0)
+    took = f"made in {total_s:.0f} s, {solve_s:.1f} s of it to solve"
+    gap = min(plan.gap, plan.layered_gap)
+    if gap == 0.0:
+        return f"{took}: no plan computes less again"
+    return f"{took}: it computes {gap:.1%} more again than any plan must"
 
 
 def _verdict(made: RunPlan) -> str:
@@ -175,7 +229,7 @@ def _verdict(made: RunPlan) -> str:
     )
 
 
-def as_json(made: RunPlan) -> dict[str, Any]:
+def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
     """Give the plan as plain values."""
     plan, profile = _plan(made), made.call.profile
     return {
@@ -189,6 +243,9 @@ def as_json(made: RunPlan) -> dict[str, Any]:
         "saved_bytes": plan.saved_bytes,
         "recompute_us": plan.recompute_us,
         "lower_bound_us": plan.lower_bound_us,
+        "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "layered_gap": plan.layered_gap if math.isfinite(plan.layered_gap) else None,
+        "cpu_seconds": dict(progress.cpu_seconds),
         "smallest_budget_bytes": made.smallest_bytes,
         "doubled_batch_bytes": made.doubled_bytes,
         "curve": [list(point) for point in made.curve],

@@ -36,6 +36,7 @@ from thunder_memsave.planner.solve import pareto, solve  # noqa: E402
 from thunder_memsave.planning import Arguments, Finish, MemoryPlanner, PlannedCall  # noqa: E402
 from thunder_memsave.process_group import make_data_parallel  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
+from thunder_memsave.stages import stage  # noqa: E402
 from thunder_memsave.step_memory import step_memory  # noqa: E402
 from thunder_memsave.target_device import fake_ranks, stand_in, without_memory  # noqa: E402
 
@@ -93,6 +94,7 @@ def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
     strategy = parse_strategy(config.strategy, memory=config.memory)
     sizes = batch_sizes(config.train, world_size=num_ranks)
     budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
+    stage("describe the model")
     model = describe_model(config)
     check_pins(strategy.memory, (name for name, _ in model.named_modules()))
     model.train()
@@ -173,6 +175,7 @@ class _Planner(MemoryPlanner):
 
     def smallest_bytes(self, call: PlannedCall) -> int:
         """The smallest budget for which a plan is found."""
+        stage("smallest budget")
         if self.refusal is not None:
             return _smallest_bytes(self.refusal)
         costs = costs_us(call.graph, self._device)
@@ -192,6 +195,7 @@ class _Planner(MemoryPlanner):
 
     def curve(self, call: PlannedCall) -> tuple[tuple[int, float], ...]:
         """What each budget costs at least."""
+        stage("other budgets")
         costs = costs_us(call.graph, self._device)
         points = pareto(call.graph, costs_us=costs, memory=call.memory, regather=self._regathers)
         return tuple(points)
