@@ -111,6 +111,7 @@ def _summary(plan: Plan) -> list[str]:
         ["kept for backward", in_units(plan.saved_bytes)],
         ["computed again", f"{plan.recompute_us / 1000:,.2f} ms"],
         ["no plan computes less than", f"{plan.lower_bound_us / 1000:,.2f} ms"],
+        ["times from", plan.costs or "the caller"],
     ]
     return _table(rows)
 

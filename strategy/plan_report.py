@@ -104,6 +104,7 @@ def _facts(plan: Plan) -> str:
         ("kept for backward", in_units(plan.saved_bytes)),
         ("computed again", f"{plan.recompute_us / 1000:,.2f} ms"),
         ("no plan computes less than", f"{plan.lower_bound_us / 1000:,.2f} ms"),
+        ("times from", html.escape(plan.costs or "the caller")),
     ]
     cells = (f"<tr><td>{name}</td><td class='number'>{value}</td></tr>" for name, value in rows)
     return f"<table>{''.join(cells)}</table>"

@@ -28,7 +28,8 @@ from thunder_memsave.config import MemoryConfig  # noqa: E402
 from thunder_memsave.errors import BudgetError, PlanError  # noqa: E402
 from thunder_memsave.extract import profiles, program, training_graph  # noqa: E402
 from thunder_memsave.missing_ranks import collective  # noqa: E402
-from thunder_memsave.op_profile import OpProfiles  # noqa: E402
+from thunder_memsave.op_profile import Operation, OpProfile, OpProfiles  # noqa: E402
+from thunder_memsave.op_times import MeasuredTimes  # noqa: E402
 from thunder_memsave.passes.checkpoint_regions import checkpointed  # noqa: E402
 from thunder_memsave.passes.recompute import recompute  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
@@ -99,6 +100,7 @@ class MemoryPlanner:
         data_parallel: DataParallel | None = None,
         step_memory: Callable[[], StepMemory] = StepMemory,
         device_type: str = "",
+        times: MeasuredTimes | None = None,
     ) -> None:
         """Remember what plans depend on besides the call.
 
@@ -110,6 +112,7 @@ class MemoryPlanner:
             step_memory: What a step holds besides; asked for whenever a call is planned.
             device_type: Of the planned device, where that is not here; scratch inside of kernels is bounded then
                 instead of measured.
+            times: Decide what is cheap where a plan is to run; without, `device` does.
         """
         self._memory = memory
         self._device = device
@@ -117,11 +120,18 @@ class MemoryPlanner:
         self._data_parallel = data_parallel
         self._step_memory = step_memory
         self._device_type = device_type
-        scratch = bounded_scratch if device_type else _measured_scratch()
-        self._known = profiles(scratch=scratch, device_type=device_type)
+        self._times = times
+        self._known = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, Plan] = {}
         self.calls: list[PlannedCall] = []
         """In the order in which they were planned."""
+
+    def _scratch(self, operation: Operation, found: OpProfile) -> int:
+        """Of each kind of operation, when it is seen first: that is when it can be run."""
+        if self._times is not None:
+            self._times.remember(operation, found)
+        measure = bounded_scratch if self._device_type else _measured_scratch()
+        return measure(operation, found)
 
     def for_copy(self) -> MemoryPlanner:
         """A planner like this one that has planned nothing, for a copy of the module."""
@@ -202,7 +212,7 @@ class MemoryPlanner:
         def make() -> _Offer | None:
             if not is_rank_zero(self._data_parallel):
                 return None
-            question = self._question(attempt)
+            question = self._question(attempt, target_bytes)
             return question.answer(target_bytes, budget_bytes=self._budget_bytes)
 
         own = together(make, self._data_parallel, error_elsewhere=OtherRankError)
@@ -237,7 +247,7 @@ class MemoryPlanner:
         together(say, self._data_parallel, error_elsewhere=OtherRankError)
         raise AssertionError("rank 0 raises, and so do all")
 
-    def _question(self, attempt: _Attempt) -> _Question:
+    def _question(self, attempt: _Attempt, target_bytes: int | None) -> _Question:
         keep, again = self._pinned(attempt)
         question = _Question(
             graph=attempt.graph,
@@ -248,11 +258,23 @@ class MemoryPlanner:
             recompute=again,
             regather=self._regathers,
             generator_state_bytes=self._generator_state_bytes,
+            costs=f"rates of {self._device.name}",
         )
+        if self._times is not None and question.is_tight(target_bytes):
+            question = self._timed(question, self._times)
         if not self.decides_gathers:
             return question
         return replace(
             question, narrowed=replace(question, recompute=again | _gathered(attempt.graph))
+        )
+
+    def _timed(self, question: _Question, times: MeasuredTimes) -> _Question:
+        stage("time operations")
+        found = times.of(question.graph, self._device)
+        return replace(
+            question,
+            costs_us=costs_us(question.graph, self._device, found.us),
+            costs=f"{found.num_timed} of {found.num_kinds} kinds of operations timed here",
         )
 
     def _pinned(self, attempt: _Attempt) -> tuple[frozenset[str], frozenset[str]]:
@@ -319,16 +341,26 @@ class _Question:
     recompute: Set[str]
     regather: bool
     generator_state_bytes: int
+    costs: str
+    """Where `costs_us` come from."""
     narrowed: _Question | None = None
     """With fewer choices, among which the smallest plan is sooner found; asked where no plan is found with all."""
 
     def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> _Offer:
         """A plan within `target_bytes`, else the smallest that was found, by earlier runs too."""
         if target_bytes is None:
-            return _Offer(plan=self._solved(None))
+            return _Offer(plan=replace(self._solved(None), costs=self.costs))
         is_corrected = target_bytes != budget_bytes
         offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
-        return replace(offer, plan=replace(offer.plan, budget_bytes=budget_bytes))
+        plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
+        return replace(offer, plan=plan)
+
+    def is_tight(self, target_bytes: int | None) -> bool:
+        """Whether more than the free wins is needed, so that costs matter."""
+        if target_bytes is None or self.policy != "plan":
+            return False
+        free = replace(self, policy="keep_all")._solved(None)
+        return free.predicted_peak_bytes > target_bytes
 
     def _known(self, target_bytes: int, is_corrected: bool) -> _Offer | None:
         """A target that is less than the budget is not searched for below the smallest plan of earlier runs."""

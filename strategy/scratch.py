@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from thunder_memsave.disk_table import DiskTable
-from thunder_memsave.op_profile import Layout, Operation, OpProfile, make_arguments
+from thunder_memsave.op_profile import Layout, Operation, OpProfile
+from thunder_memsave.run_alone import device_type_of, environment, ready_to_run
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class MeasuredScratch:
 
     def __init__(self, *, directory: Path | None = None) -> None:
         """`directory`: of the table; the user's cache unless given."""
-        self._table = DiskTable("scratch", _environment(), directory=directory)
+        self._table = DiskTable("scratch", environment(), directory=directory)
 
     def __call__(self, operation: Operation, found: OpProfile) -> int:
         """Bytes at the operation's peak beside what `found` says; fewer than 0 where FakeTensors show too many."""
@@ -108,30 +108,15 @@ class MeasuredScratch:
 
 def _measured(operation: Operation, found: OpProfile) -> int | None:
     """The operation's peak in bytes; None where it cannot be measured here."""
-    device_type = _device_type(operation)
+    device_type = device_type_of(operation)
     if device_type not in ("cpu", "cuda") or torch.autograd._profiler_enabled():
         return None
     try:
-        with _generators_kept(device_type), torch.no_grad():
-            arguments = make_arguments(operation.arguments, zeros=True)
-            operation.run(*arguments)  # what is made once and kept is not the operation's
-            run = _run_of(operation, arguments)
+        with ready_to_run(operation) as run:
             return _cpu_peak_bytes(run) if device_type == "cpu" else _cuda_peak_bytes(run)
     except (RuntimeError, IndexError, ValueError) as error:  # out of memory, or zeros are refused
         _log.info("%s could not be measured, so its scratch is bounded: %s", found.key, error)
         return None
-
-
-def _run_of(operation: Operation, arguments: list[object]) -> Callable[[], None]:
-    def run() -> None:
-        operation.run(*arguments)
-
-    return run
-
-
-def _device_type(operation: Operation) -> str:
-    devices = {a.layout.device.partition(":")[0] for a in operation.arguments if a is not None}
-    return devices.pop() if len(devices) == 1 else ""
 
 
 def _cpu_peak_bytes(run: Callable[[], None]) -> int:
@@ -168,21 +153,3 @@ def _cuda_peak_bytes(run: Callable[[], None]) -> int:
     run()
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated() - before)
-
-
-@contextlib.contextmanager
-def _generators_kept(device_type: str) -> Iterator[None]:
-    """Random operations draw from the user's generators."""
-    devices = [torch.cuda.current_device()] if device_type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
-
-
-def _environment() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"
-
-
-def _processor() -> str:
-    """Which kernels are chosen depends on it."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {platform.processor()}"

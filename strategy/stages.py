@@ -14,6 +14,7 @@ Stage = Literal[
     "differentiate",
     "choose executors",
     "extract",
+    "time operations",
     "solve",
     "simulate",
     "smallest budget",

@@ -46,6 +46,7 @@ from thunder_memsave.nonfinite import (
     refuse_closure,
     refuse_stop_with_scaler,
 )
+from thunder_memsave.op_times import MeasuredTimes
 from thunder_memsave.pins import check_pins
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planning import MemoryPlanner, PlannedCall
@@ -270,6 +271,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             budget_bytes=self._budget_bytes,
             data_parallel=self.data_parallel,
             step_memory=self._step_memory,
+            times=MeasuredTimes(),
         )
 
     def _accumulating(self, module: nn.Module) -> DataParallel | None:

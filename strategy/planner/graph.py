@@ -194,6 +194,8 @@ class Plan:
     layered_bound_us: float = 0.0
     """No plan is faster in which no layer computes again what the layer after it reads; 0 where that is not known.
     Not a bound on all plans, but near the fastest of all unless the budget is very small."""
+    costs: str = ""
+    """Where the times of operations come from, in words."""
 
     @property
     def layered_gap(self) -> float:
