@@ -10,7 +10,9 @@ from typing import get_args
 
 from thunder_memsave.stages import Stage, listening
 
-_STAGES: tuple[Stage, ...] = get_args(Stage)
+# Nothing can be timed for a device that is not here.
+STAGES: tuple[Stage, ...] = tuple(s for s in get_args(Stage) if s != "time operations")
+"""Of a plan, in order."""
 
 
 class Progress:
@@ -38,8 +40,8 @@ class Progress:
     def _begin(self, stage: Stage) -> None:
         self._end()
         self._running = stage
-        number = _STAGES.index(stage) + 1
-        print(f"[{number:>2}/{len(_STAGES)}] {stage} ... ", end="", file=sys.stderr, flush=True)
+        number = STAGES.index(stage) + 1
+        print(f"[{number:>2}/{len(STAGES)}] {stage} ... ", end="", file=sys.stderr, flush=True)
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def _end(self) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import yaml
 from harness.language_model import llama_config
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan_command import PlanOptions, parse_options
+from thunder_memsave.finetune.plan_progress import STAGES
 from thunder_memsave.settings import ConfigError
 
 LENGTH = 64
@@ -56,7 +62,7 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
 ) -> None:
     html = tmp_path / "plan.html"
     code, plan = planned(run_file, tmp_path, "--world-size", "4", f"--html={html}")
-    output = capsys.readouterr().out
+    output, progress = capsys.readouterr()
     assert code == 0
     assert plan["fits"]
     assert plan["world_size"] == 4
@@ -66,6 +72,10 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
     for words in ("optimizer state", "activations", "smallest budget with a plan:", "it fits:"):
         assert words in output
     assert html.read_text().count("<svg") == 2
+    shown = re.findall(r"^\[[ \d]+/\d+\] (.*) \.\.\. \d+\.\d s$", progress, re.MULTILINE)
+    assert shown == list(plan["cpu_seconds"]) == list(STAGES)
+    assert "s of it to solve: no plan computes less again" in output
+    assert plan["gap"] == 0.0
 
 
 def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
@@ -76,6 +86,24 @@ def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
     assert not plan["fits"]
     assert plan["smallest_budget_bytes"] > 600 * 1024
     assert "it does not fit: the budget is 600.00 KiB, and the smallest" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_plan_at_once_with_one_line_and_130(run_file: str) -> None:
+    command = [sys.executable, "-m", "thunder_memsave", "plan", run_file, "--world-size=4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        shown = b""
+        while b"capture ... " not in shown:  # Dynamo is at work, which catches exceptions
+            shown += process.stderr.read1()
+            assert process.poll() is None, shown.decode()
+        process.send_signal(signal.SIGINT)
+        interrupted = time.monotonic()
+        output, rest = process.communicate()
+    assert time.monotonic() - interrupted < 5.0  # it ends in milliseconds on a machine with time
+    assert process.returncode == 130
+    assert output == b""
+    assert rest.decode().splitlines()[-1] == "interrupted."
+    assert b"Traceback" not in rest
 
 
 def test_the_plan_of_a_cpu_has_no_budget(run_file: str, tmp_path: Path) -> None:
