@@ -337,18 +337,18 @@ def test_a_second_run_finds_its_plan_on_disk(monkeypatch: pytest.MonkeyPatch) ->
         compiled = model.planned(MemoryConfig(), budget_bytes=int(part * 2**20))
         return model.step(compiled), the_plan(compiled)
 
-    first, plan = run(0.68)
+    first, plan = run(0.52)
     assert plan.recompute_us > 0
 
     def refuse(*args: Any, **kwargs: Any) -> Plan:
         raise AssertionError("solved again")
 
     monkeypatch.setattr(planning, "solve", refuse)
-    second, found = run(0.68)
+    second, found = run(0.52)
     assert second.equals(first)
     assert found == plan
     with pytest.raises(AssertionError, match="solved again"):
-        run(0.67)
+        run(0.51)
 
 
 def test_fabric_says_its_plan(small: Model) -> None:
