@@ -161,14 +161,14 @@ class MemoryPlanner:
         graph = _with_zeros(graph, trace)
         memory = self._step_memory()
         memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
-        attempt = _Attempt(trace, graph, arguments, finish, self._known, memory)
+        attempt = Attempt(trace, graph, arguments, finish, self._known, memory)
         call = self._planned(attempt) if is_joint(trace.bound_symbols) else attempt.run(None)
         self.calls.append(call)
         if not self._device_type:
             _measured_scratch().save()
         return call.trace
 
-    def _planned(self, attempt: _Attempt) -> PlannedCall:
+    def _planned(self, attempt: Attempt) -> PlannedCall:
         """The plan of a structure is agreed on once: only some of the ranks may see a batch of another length."""
         structure = structure_of(attempt.graph)
         if (plan := self._agreed.get(structure)) is None:
@@ -186,7 +186,7 @@ class MemoryPlanner:
             )
         return call
 
-    def _fitting(self, attempt: _Attempt, structure: str) -> PlannedCall:
+    def _fitting(self, attempt: Attempt, structure: str) -> PlannedCall:
         """Plan until what runs fits on every rank: passes that come later move the peak."""
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
@@ -206,7 +206,7 @@ class MemoryPlanner:
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = _SMALLEST if is_last else max(target_bytes - more_bytes, _SMALLEST)
 
-    def _rank_zeros(self, attempt: _Attempt, structure: str, target_bytes: int | None) -> _Offer:
+    def _rank_zeros(self, attempt: Attempt, structure: str, target_bytes: int | None) -> _Offer:
         """`target_bytes`: the budget, less what runs has needed beyond what was planned."""
 
         def make() -> _Offer | None:
@@ -247,9 +247,9 @@ class MemoryPlanner:
         together(say, self._data_parallel, error_elsewhere=OtherRankError)
         raise AssertionError("rank 0 raises, and so do all")
 
-    def _question(self, attempt: _Attempt, target_bytes: int | None) -> _Question:
+    def _question(self, attempt: Attempt, target_bytes: int | None) -> Question:
         keep, again = self._pinned(attempt)
-        question = _Question(
+        question = Question(
             graph=attempt.graph,
             policy=self._memory.policy,
             costs_us=costs_us(attempt.graph, self._device),
@@ -268,7 +268,7 @@ class MemoryPlanner:
             question, narrowed=replace(question, recompute=again | _gathered(attempt.graph))
         )
 
-    def _timed(self, question: _Question, times: MeasuredTimes) -> _Question:
+    def _timed(self, question: Question, times: MeasuredTimes) -> Question:
         stage("time operations")
         found = times.of(question.graph, self._device)
         return replace(
@@ -277,7 +277,7 @@ class MemoryPlanner:
             costs=f"{found.num_timed} of {found.num_kinds} kinds of operations timed here",
         )
 
-    def _pinned(self, attempt: _Attempt) -> tuple[frozenset[str], frozenset[str]]:
+    def _pinned(self, attempt: Attempt) -> tuple[frozenset[str], frozenset[str]]:
         """Names of the storages that are kept, and of those that are computed again, whatever the budget."""
         graph = attempt.graph
         pins = {module: pin_of(self._memory, module) for module in {op.module for op in graph.ops}}
@@ -330,7 +330,7 @@ class _Offer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Question:
+class Question:
     """All that a plan depends on but its budget."""
 
     graph: TrainingGraph
@@ -343,7 +343,7 @@ class _Question:
     generator_state_bytes: int
     costs: str
     """Where `costs_us` come from."""
-    narrowed: _Question | None = None
+    narrowed: Question | None = None
     """With fewer choices, among which the smallest plan is sooner found; asked where no plan is found with all."""
 
     def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> _Offer:
@@ -428,7 +428,7 @@ class _Question:
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
+class Attempt:
     """Everything about one call but its plan."""
 
     trace: TraceCtx

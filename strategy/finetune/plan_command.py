@@ -145,7 +145,12 @@ def _planned(config: RunConfig, options: PlanOptions) -> RunPlan:
     from thunder_memsave.finetune.plan_run import plan_run
 
     num_ranks = options.num_ranks or world_size(config)
-    return plan_run(config, device=DEVICES[options.device], num_ranks=num_ranks)
+    return plan_run(
+        config,
+        device=DEVICES[options.device],
+        num_ranks=num_ranks,
+        has_curve=options.json is not None or options.html is not None,
+    )
 
 
 @contextmanager

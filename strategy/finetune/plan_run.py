@@ -30,15 +30,25 @@ from thunder_memsave.finetune.optimizer import make_optimizer  # noqa: E402
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes  # noqa: E402
 from thunder_memsave.gradients import clip_norm  # noqa: E402
 from thunder_memsave.pins import check_pins  # noqa: E402
-from thunder_memsave.planner.cost import costs_us  # noqa: E402
 from thunder_memsave.planner.graph import Device, StepMemory  # noqa: E402
 from thunder_memsave.planner.solve import pareto, solve  # noqa: E402
-from thunder_memsave.planning import Arguments, Finish, MemoryPlanner, PlannedCall  # noqa: E402
+from thunder_memsave.planning import (  # noqa: E402
+    Arguments,
+    Attempt,
+    Finish,
+    MemoryPlanner,
+    PlannedCall,
+    Question,
+)
 from thunder_memsave.process_group import make_data_parallel  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 from thunder_memsave.stages import stage  # noqa: E402
 from thunder_memsave.step_memory import step_memory  # noqa: E402
 from thunder_memsave.target_device import fake_ranks, stand_in, without_memory  # noqa: E402
+
+_SMALLEST_S = 3.0
+"""Of CPU time, to look for the smallest budget of a run that fits; one that does not is searched for longer."""
+_CURVE_S = 3.0
 
 # Beside the smallest budget for which there is a plan; passes that come later may need as much.
 _ROOM = 1.1
@@ -77,13 +87,16 @@ class RunPlan:
         return sum(n if kind in of_weights else 2 * n for kind, n in by_kind.items())
 
 
-def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
+def plan_run(
+    config: RunConfig, *, device: Device, num_ranks: int, has_curve: bool = True
+) -> RunPlan:
     """Plan one micro-batch's forward and backward, and the step that it is part of.
 
     Args:
         config: A checked run file.
         device: What each rank has.
         num_ranks: How many there are.
+        has_curve: Whether to say what other budgets cost.
 
     Raises:
         ConfigError: the model cannot be made without its files, or the budget is not one for this device.
@@ -125,7 +138,7 @@ def plan_run(config: RunConfig, *, device: Device, num_ranks: int) -> RunPlan:
         refusal=planner.refusal,
         smallest_bytes=(smallest := planner.smallest_bytes(call)),
         loss_bytes=memory.between_bytes,
-        curve=tuple(point for point in planner.curve(call) if point[0] >= smallest),
+        curve=planner.curve(smallest) if has_curve else (),
     )
 
 
@@ -148,12 +161,18 @@ class _Planner(MemoryPlanner):
             device_type="" if device.name == "cpu" else "cuda",
         )
         self.refusal: BudgetError | None = None
+        self._last: Question | None = None
         self._sharding = "none" if data_parallel is None else data_parallel.mode
 
     @property
     @override
     def _mode(self) -> str:
         return self._sharding
+
+    @override
+    def _question(self, attempt: Attempt, target_bytes: int | None) -> Question:
+        self._last = super()._question(attempt, target_bytes)
+        return self._last
 
     @override
     def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
@@ -178,27 +197,47 @@ class _Planner(MemoryPlanner):
         stage("smallest budget")
         if self.refusal is not None:
             return _smallest_bytes(self.refusal)
-        costs = costs_us(call.graph, self._device)
+        asked = self._asked
+        peak_bytes = call.profile.peak_bytes
         try:
             found = solve(
-                call.graph,
+                asked.graph,
                 budget_bytes=1,
-                costs_us=costs,
-                memory=call.memory,
-                regather=self._regathers,
+                costs_us=asked.costs_us,
+                memory=asked.memory,
+                keep=asked.keep,
+                recompute=asked.recompute,
+                regather=asked.regather,
+                generator_state_bytes=asked.generator_state_bytes,
+                time_limit_s=_SMALLEST_S,
             )
         except BudgetError as error:
             if error.smallest_bytes is None:
                 raise
-            return error.smallest_bytes
-        return found.predicted_peak_bytes
+            return min(error.smallest_bytes, peak_bytes)
+        return min(found.predicted_peak_bytes, peak_bytes)
 
-    def curve(self, call: PlannedCall) -> tuple[tuple[int, float], ...]:
-        """What each budget costs at least."""
+    def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
+        """What each budget costs at least, from the smallest on."""
         stage("other budgets")
-        costs = costs_us(call.graph, self._device)
-        points = pareto(call.graph, costs_us=costs, memory=call.memory, regather=self._regathers)
-        return tuple(points)
+        asked = self._asked
+        points = pareto(
+            asked.graph,
+            costs_us=asked.costs_us,
+            memory=asked.memory,
+            keep=asked.keep,
+            recompute=asked.recompute,
+            regather=asked.regather,
+            generator_state_bytes=asked.generator_state_bytes,
+            time_limit_s=_CURVE_S,
+        )
+        return tuple(point for point in points if point[0] >= smallest_bytes)
+
+    @property
+    def _asked(self) -> Question:
+        """What the plan was solved for, with the fewer choices that find the smallest plan sooner, if there are."""
+        assert self._last is not None, "a call was planned"
+        return self._last.narrowed or self._last
 
 
 def _smallest_bytes(refusal: BudgetError) -> int:

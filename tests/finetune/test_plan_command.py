@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -94,7 +95,7 @@ def test_ctrl_c_ends_a_plan_at_once_with_one_line_and_130(run_file: str) -> None
         assert process.stderr is not None
         shown = b""
         while b"capture ... " not in shown:  # Dynamo is at work, which catches exceptions
-            shown += process.stderr.read1()
+            shown += os.read(process.stderr.fileno(), 1000)
             assert process.poll() is None, shown.decode()
         process.send_signal(signal.SIGINT)
         interrupted = time.monotonic()
