@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import thunder_memsave.compile as compile_module
 from thunder_memsave.compile import CompiledModule
-from thunder_memsave.passes import JOINT_PASSES
+from thunder_memsave.passes import JOINT_PASSES, JointPass
 from thunder_memsave.passes.recompute import must_keep, recompute
 from thunder_memsave.passes.symbols import forward_symbols
 
@@ -29,7 +29,9 @@ Choice = Callable[[TraceCtx], Set[str]]
 
 
 @contextmanager
-def recomputing(choose: Choice, *, fenced: bool = False) -> Iterator[list[TraceCtx]]:
+def recomputing(
+    choose: Choice, *, fenced: bool = False, passes: Sequence[JointPass] = JOINT_PASSES
+) -> Iterator[list[TraceCtx]]:
     """What is compiled inside keeps what `choose` says of its joint trace; yields the traces that come out."""
     seen: list[TraceCtx] = []
 
@@ -37,7 +39,7 @@ def recomputing(choose: Choice, *, fenced: bool = False) -> Iterator[list[TraceC
         seen.append(recompute(trace, keep=choose(trace), fenced=fenced))
         return seen[-1]
 
-    with patch.object(compile_module, "JOINT_PASSES", (*JOINT_PASSES, run)):
+    with patch.object(compile_module, "JOINT_PASSES", (*passes, run)):
         yield seen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,13 @@ from harness.recompute import Choice, at_random, everything, forward_values, not
 from harness.traces import collectives, fake_ranks, saved_for_backward
 from thunder_memsave.accumulation import accumulated_names
 from thunder_memsave.compile import Compiled, CompiledModule
+from thunder_memsave.passes import JOINT_PASSES, JointPass, regather
+from thunder_memsave.passes.regather import regather_forward
 from thunder_memsave.sharding import DataParallel, shard_module
 
 IDS = models.token_batch()
+PLANNED_GATHERS = tuple(regather_forward if run is regather else run for run in JOINT_PASSES)
+"""Of `sharding: auto` under a budget: what backward reads of whole weights may be kept."""
 
 
 def block_inputs(trace: TraceCtx) -> set[str]:
@@ -85,7 +89,11 @@ def tied() -> nn.Module:
 
 
 def gradients(
-    build: Callable[[], nn.Module], choose: Choice, rank: int, **settings: Any
+    build: Callable[[], nn.Module],
+    choose: Choice,
+    rank: int,
+    passes: Sequence[JointPass] = JOINT_PASSES,
+    **settings: Any,
 ) -> list[Tensor]:
     """After two micro-batches, of which the first keeps its gradients where that is asked for."""
     torch.manual_seed(0)
@@ -94,7 +102,7 @@ def gradients(
     data_parallel = DataParallel(group=dist.group.WORLD, **settings)
     shard_module(model, data_parallel)
     ids = models.token_batch(seed=rank)
-    with recomputing(choose):
+    with recomputing(choose, passes=passes):
         module = CompiledModule(model, data_parallel=data_parallel)
         torch.manual_seed(1)
         keeps = settings.get("accumulate") == "accumulate_unsharded"
@@ -113,6 +121,7 @@ def check_all(rank: int) -> None:
         (dropout, nothing, window),
         (tied, at_random(0.3), {}),
         (llama, block_inputs, {**window, **unsharded}),
+        (tied, at_random(0.5), {**window, "passes": PLANNED_GATHERS}),
     ]
     for build, choose, settings in cases:
         accumulate = {k: v for k, v in settings.items() if k == "accumulate"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +26,10 @@ from harness.traces import (
 from thunder_memsave.capture import Call
 from thunder_memsave.compile import Compiled, CompiledModule, compile_call
 from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.devices import device_at
 from thunder_memsave.passes import regather
 from thunder_memsave.passes.recompute import PREFIX
+from thunder_memsave.planning import MemoryPlanner
 from thunder_memsave.sharding import DataParallel, shard_module
 
 IDS = models.token_batch()
@@ -51,11 +54,23 @@ def tied() -> nn.Module:
 MODELS = {"lora": lora, "partly_frozen": partly_frozen, "tied": tied}
 
 
-def compiled(model: nn.Module, data_parallel: DataParallel) -> Compiled:
+def compiled(
+    model: nn.Module, data_parallel: DataParallel, *, budget_bytes: int | None = None
+) -> Compiled:
     shard_module(model, data_parallel)
-    module = CompiledModule(model, data_parallel=data_parallel)
+    planner = None if budget_bytes is None else planner_within(budget_bytes, data_parallel)
+    module = CompiledModule(model, data_parallel=data_parallel, planner=planner)
     module(input_ids=IDS, labels=IDS)
     return module.captures[0]
+
+
+def planner_within(budget_bytes: int, data_parallel: DataParallel) -> MemoryPlanner:
+    return MemoryPlanner(
+        MemoryConfig(),
+        device=device_at(torch.device("cpu")),
+        budget_bytes=budget_bytes,
+        data_parallel=data_parallel,
+    )
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
@@ -93,12 +108,16 @@ def test_nothing_of_the_size_of_a_parameter_is_saved_but_shards_and_activations(
     assert not saved & of_parameters
 
 
-def test_a_llama_communicates_each_weight_as_often_as_it_is_read() -> None:
-    """One gather in forward; one in backward, but for the embedding; one reduce-scatter if trained."""
+@pytest.mark.parametrize("mode", ["zero3", "auto"])
+def test_a_llama_communicates_each_weight_as_often_as_it_is_read(mode: str) -> None:
+    """One gather in forward; one in backward, but for the embedding; one reduce-scatter if trained.
+
+    `auto` has no budget here.
+    """
     model = models.llama(num_layers=2)
     model.model.layers[0].mlp.requires_grad_(False)
     named = {f"t_{n.replace('.', '_')}": p for n, p in model.named_parameters()}
-    with fake_ranks(2) as data_parallel:
+    with fake_ranks(2, mode=mode) as data_parallel:
         result = compiled(model, data_parallel)
     forward = [c.name for c in collectives(result.forward_traces[-1])]
     backward = collectives_of(result.backward_traces[-1], "all_gather")
@@ -106,6 +125,21 @@ def test_a_llama_communicates_each_weight_as_often_as_it_is_read() -> None:
     assert sorted(forward) == sorted(named)
     assert sorted(backward) == sorted(set(named) - {"t_model_embed_tokens_weight"})
     assert len(reduced) == sum(p.requires_grad for p in named.values())
+
+
+def test_where_the_plan_decides_forward_holds_no_more_than_zero3_but_what_backward_reads() -> None:
+    """A tied weight is gathered for each of its two readers in forward, and the second one's stays."""
+    with fake_ranks(2, mode="auto") as data_parallel:
+        result = compiled(tied(), data_parallel, budget_bytes=10**12)
+    forward, backward = result.forward_traces[-1], result.backward_traces[-1]
+    names = collectives_of(forward, "all_gather")
+    assert not collectives_of(backward, "all_gather")
+    assert names.count("t_model_embed_tokens_weight") == 2
+    assert len(names) == len(set(names)) + 1
+    points = live_gathered(forward)
+    is_live = ["t_model_embed_tokens_weight" in point.live for point in points]
+    assert [live for live, _ in groupby(is_live)] == [True, False, True]
+    assert len(points[-1].live) > 10
 
 
 def test_evaluation_frees_each_weight_after_its_use() -> None:
