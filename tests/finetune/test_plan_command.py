@@ -113,6 +113,11 @@ def test_the_plan_of_a_cpu_has_no_budget(run_file: str, tmp_path: Path) -> None:
     assert plan["budget_bytes"] is None
 
 
+def test_the_smallest_budget_is_of_what_is_pinned(run_file: str, tmp_path: Path) -> None:
+    _, plan = planned(run_file, tmp_path, "--memory.keep=[base_model]")
+    assert plan["smallest_budget_bytes"] == plan["keep_all_peak_bytes"]
+
+
 def test_every_weight_in_bfloat16_under_autocast_is_planned(run_file: str, tmp_path: Path) -> None:
     code, plan = planned(run_file, tmp_path, "--lora=null")
     assert code == 0
