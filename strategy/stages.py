@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Literal
 
 Stage = Literal[
+    "load libraries",
     "describe the model",
     "capture",
     "lower",

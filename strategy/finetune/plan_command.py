@@ -21,6 +21,7 @@ from thunder_memsave.explain import explain, in_units, kinds_table
 from thunder_memsave.finetune.plan_progress import Progress
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.settings import ConfigError, suggestion
+from thunder_memsave.stages import stage
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.config import RunConfig
@@ -141,6 +142,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
 
 def _planned(config: RunConfig, options: PlanOptions) -> RunPlan:
     # These imports take seconds; mistakes in the arguments are known before.
+    stage("load libraries")
     from thunder_memsave.finetune.launch import world_size
     from thunder_memsave.finetune.plan_run import plan_run
 

@@ -16,7 +16,7 @@ STAGES: tuple[Stage, ...] = tuple(s for s in get_args(Stage) if s != "time opera
 
 
 class Progress:
-    """Prints a line for each stage: `[2/10] capture ... 9.8 s`."""
+    """Prints a line for each stage: `[ 3/11] capture ... 9.8 s`."""
 
     def __init__(self) -> None:
         self._cpu_s: dict[Stage, float] = {}

@@ -18,9 +18,9 @@ def test_a_stage_is_shown_when_it_begins_and_its_seconds_when_it_ends(
 ) -> None:
     with Progress().shown():
         stage("capture")
-        assert capsys.readouterr().err == f"[ 2/{NUM_STAGES}] capture ... "
+        assert capsys.readouterr().err == f"[ 3/{NUM_STAGES}] capture ... "
         stage("lower")
-        assert capsys.readouterr().err == f"0.0 s\n[ 3/{NUM_STAGES}] lower ... "
+        assert capsys.readouterr().err == f"0.0 s\n[ 4/{NUM_STAGES}] lower ... "
     assert capsys.readouterr().err == "0.0 s\n"
 
 
