@@ -23,7 +23,8 @@ from thunder_memsave.planner.order import order
 from thunder_memsave.planner.simulate import simulate
 
 _MOST_FOLLOWED = 96
-"""How many operations are followed back from what has been computed again by a moment; beyond, they count nothing."""
+"""How many operations are followed back from what has been computed again by a moment. What is beyond may have freed
+what a row counts, so such a row bounds nothing; programs with prices, which are for bounds of layers, follow all."""
 
 
 class Moment(NamedTuple):
@@ -95,9 +96,9 @@ class PeakModel:
     """Where the graph is a part of another one: what is live in that."""
 
     def __post_init__(self) -> None:
-        self._constants = self.constants or live_anyway(self.needs, self.memory)
+        self.always_live = self.constants or live_anyway(self.needs, self.memory)
         self._early = _EarlyReads(self.needs)
-        self.unit_bytes = max(1.0, self._constants.largest / 4096)
+        self.unit_bytes = max(1.0, self.always_live.largest / 4096)
         self.unit_us = max(1e-9, sum(self.costs_us[o] for o in self.needs.ops) / 1024)
         self._earliest_op = {
             o: min((self.needs.earliest[s] for s in self.needs.makes[o]), default=NEVER)
@@ -200,6 +201,7 @@ class _Built:
         prices: Prices | None = None,
     ) -> None:
         self._is_relaxed, self.is_complete = is_relaxed, True
+        self._most_followed = _MOST_FOLLOWED if prices is None else NEVER
         self._model, self._needs = model, model.needs
         self._graph: TrainingGraph = model.needs.graph
         self._program = LinearProgram()
@@ -246,7 +248,7 @@ class _Built:
             solution=solution,
             keep=keep,
             live_bytes=live,
-            is_bound=self._is_relaxed or (self.is_complete and not is_corrected),
+            is_bound=self.is_complete and (self._is_relaxed or not is_corrected),
         )
 
     def _price(self, prices: Prices) -> None:
@@ -285,7 +287,7 @@ class _Built:
         upto = self._kept_after([m.position for m in moments if m.phase == "forward"])
         for moment in moments:
             if moment.phase == "forward":
-                constant = self._model._constants.forward[moment.position]
+                constant = self._model.always_live.forward[moment.position]
                 yield moment, self._row(constant, [(upto[moment.position], 1.0)])
             elif moment.phase == "backward":
                 yield moment, self._backward_row(moment, until[_time(moment)])
@@ -346,13 +348,13 @@ class _Built:
         for op in early.ran:
             terms += self._made_early(op, early, moment.position)
         terms += self._read_early({moment.position: None}, moment.position)
-        return self._row(self._model._constants.during[moment.position], terms)
+        return self._row(self._model.always_live.during[moment.position], terms)
 
     def _again_row(self, moment: Moment, kept: int) -> Row:
         """What is live while an operation of forward runs again; holds also where it does not."""
         here, op = moment.position, moment.op
         early, before = self._early_at(here), self._early_at(here - 1)
-        terms, constant = [(kept, 1.0)], self._model._constants.before[here]
+        terms, constant = [(kept, 1.0)], self._model.always_live.before[here]
         for other in sorted(early.ran.keys() | before.ran.keys()):
             source = early if other in early.ran and other < op else before
             if other in source.ran:
@@ -459,6 +461,7 @@ class _Built:
                 if self._needs.first.get(made, NEVER) <= position:
                     self._need(storage, early, queue, (self._kept[made], 1.0), least=1.0)
         for op in queue:
+            self._program.row([(self._again[op], 1.0), (early.ran[op], -1.0)], least=0.0)
             for storage in self._needs.inputs[op]:
                 if self._model._early.matters_until[storage] > position:
                     self._need(storage, early, queue, (early.ran[op], -1.0), least=0.0)
@@ -482,7 +485,7 @@ class _Built:
         if storage in self._needs.must_keep or op not in self._again:
             return
         terms = [reader, (self._kept[storage], 1.0)]
-        if op in early.ran or len(early.ran) < _MOST_FOLLOWED:
+        if op in early.ran or len(early.ran) < self._most_followed:
             if op not in early.ran:
                 early.ran[op] = self._program.variable()
                 queue.append(op)

@@ -9,10 +9,12 @@ the end instead: there, a plan that does not fit is excluded, nothing is correct
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
+from thunder_memsave.planner.bounds import least_bytes, least_us
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.model import Effort, Moment, PeakModel, Solved
 
@@ -25,9 +27,12 @@ _MOST_ROUNDS_OF_FEW = 1 << _FEW_DECISIONS
 _MOST_NEW_ROWS = 160
 _GAP = 2e-3
 _NO_GAP = 1e-9
-_COARSE_GAPS = (3e-2, 1e-2)
-"""Of the first programs for the smallest plan: what they find teaches as much as what takes ten times as long."""
+_GAPS_OF_SMALLEST = (3e-2, 1e-2)
+"""Of the first program for the smallest plan, and of the next ones. What a coarse one finds teaches as much, and
+takes a tenth of the time."""
 _MOST_NODES = 200
+_MOST_BOUNDING, _MOST_TOGETHER = 10, 3
+"""Moments that are looked at for a bound, one by one and together."""
 _PARTS = 12
 """Typical plans get rows in so many parts of backward."""
 _NEAR = 0.9
@@ -45,6 +50,9 @@ class Search:
     bound_us: float = 0.0
     bound_bytes: float = 0.0
     _seen: set[frozenset[int]] = field(default_factory=set)
+    _start_s: tuple[float, float] = field(
+        default_factory=lambda: (time.perf_counter(), time.thread_time())
+    )
 
     @property
     def is_exhaustive(self) -> bool:
@@ -61,6 +69,8 @@ class Search:
         """The fastest plan that was found within the budget; `bound_us` says how fast any could be."""
         vain = 0
         best = self.evaluate.fastest_within(budget_bytes)
+        if not self.is_exhaustive:
+            self._bound_time(budget_bytes, best)
         for _ in range(self._most_rounds):
             if self._is_good(best) or (solved := self._propose(budget_bytes)) is None:
                 break
@@ -73,15 +83,13 @@ class Search:
             vain = 0 if best is not previous or best is None else vain + 1
             if vain == _MOST_VAIN_ROUNDS and not self.is_exhaustive:
                 break
-        if not self.is_exhaustive:
-            self._bound_time(budget_bytes)
         return self.evaluate.fastest_within(budget_bytes)
 
     def smallest(self, *, enough_bytes: float = 0.0) -> Evaluated:
         """The plan with the smallest peak, or one that needs no more than `enough_bytes`."""
         if not self.is_exhaustive:
             self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
-        gaps = [_NO_GAP] if self.is_exhaustive else [*_COARSE_GAPS, _GAP]
+        gaps = [_NO_GAP] if self.is_exhaustive else list(_GAPS_OF_SMALLEST)
         for _ in range(self._most_rounds):
             before = self.evaluate.smallest
             solved = self.model.smallest(self._effort(gaps[0]))
@@ -100,19 +108,25 @@ class Search:
             live_bytes = max(solved.live_bytes.values(), default=0)
             self._learn(solved, found, min(smallest.peak_bytes, live_bytes))
         if not self.is_exhaustive:
-            self.add_moments(self.evaluate.smallest, 0.99 * self.evaluate.smallest.peak_bytes)
+            self.add_moments(self.evaluate.smallest, _NEAR * self.evaluate.smallest.peak_bytes)
             self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
         return self.evaluate.smallest
 
     def least_possible(self) -> int:
         """No plan needs less, as far as the rows say."""
-        solved = self.model.smallest(self._to_the_end, relaxed=True)
-        return int(solved.solution.bound * self.model.unit_bytes)
+        found = self._bound(partial(least_bytes, self.model))
+        if not self.has_many:
+            solved = self.model.smallest(self._to_the_end, relaxed=True)
+            found = max(found, solved.is_bound * solved.solution.bound * self.model.unit_bytes)
+        return int(found)
 
     def relaxed_us(self, budget_bytes: float) -> float:
         """No plan within the budget is faster, as far as the rows say."""
-        solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
-        return max(0.0, solved.solution.bound) * self.model.unit_us
+        found = self._bound(partial(least_us, self.model, budget_bytes))
+        if not self.has_many:
+            solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
+            found = max(found, solved.is_bound * solved.solution.bound * self.model.unit_us)
+        return found
 
     def add_typical(self, plans: Iterable[Evaluated], budget_bytes: float) -> None:
         """Give rows to the moments at which typical plans need the most, in every part of backward."""
@@ -181,10 +195,18 @@ class Search:
                 changed = True
         return changed
 
-    def _bound_time(self, budget_bytes: float) -> None:
-        solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
-        if solved.solution.values is not None:
-            self.bound_us = max(self.bound_us, solved.solution.bound * self.model.unit_us)
+    def _bound_time(self, budget_bytes: float, best: Evaluated | None) -> None:
+        if best is not None:
+            self.add_typical([best], budget_bytes)
+        self.bound_us = max(self.bound_us, self.relaxed_us(budget_bytes))
+
+    def _bound(self, of: Callable[[Sequence[Moment]], float]) -> float:
+        """Of several moments alone, and of those together that bound the most."""
+        moments = [m for m in self.model.corrections if m.phase == "backward"]
+        forward = [m for m in self.model.corrections if m.phase == "forward"]
+        alone = {m: of([m]) for m in [*moments[:_MOST_BOUNDING], *forward[:1]]}
+        hardest = sorted(alone, key=lambda m: (-alone[m], m))[:_MOST_TOGETHER]
+        return max(of(hardest), *alone.values()) if alone else 0.0
 
     def _scale_corrections(self, factor: float) -> None:
         for moment, correction in self.model.corrections.items():
@@ -210,11 +232,19 @@ class Search:
 
     def _effort(self, gap: float) -> Effort:
         most_nodes = None if self.is_exhaustive else _MOST_NODES
-        return Effort(gap=gap, most_nodes=most_nodes, time_limit_s=max(0.5, self._left_s))
+        limit_s = max(0.5, self._left_s) * self._slowdown
+        return Effort(gap=gap, most_nodes=most_nodes, time_limit_s=limit_s)
+
+    @property
+    def _slowdown(self) -> float:
+        """Of the wall's clock, which HiGHS looks at, on a busy machine."""
+        wall_s = time.perf_counter() - self._start_s[0]
+        own_s = time.thread_time() - self._start_s[1]
+        return max(1.0, (wall_s + 0.1) / (own_s + 0.1))
 
     @property
     def _to_the_end(self) -> Effort:
-        return Effort(gap=_NO_GAP, time_limit_s=max(2.0, 2 * self._left_s))
+        return Effort(gap=_NO_GAP, time_limit_s=max(2.0, self._left_s) * self._slowdown)
 
 
 def _highest_of_parts(found: Evaluated, over_bytes: float) -> Iterable[Moment]:

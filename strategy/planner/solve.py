@@ -23,6 +23,8 @@ Policy = Literal["plan", "keep_all", "recompute_all"]
 
 _NOTHING_ELSE = StepMemory()
 _ANCHORS = (1, 2, 3)
+_LONGER = 1.5
+"""The smallest plan may take so much more time, since without it there is none."""
 
 
 def solve(
@@ -161,7 +163,7 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
     What was learned for a budget is left behind, so that the plan for the smallest budget that an error names is found
     in the same way again.
     """
-    search = problem.search(time.thread_time() + time_limit_s)
+    search = problem.search(time.thread_time() + _LONGER * time_limit_s)
     search.add_moments(problem.evaluate(problem.free), 1)
     if not search.is_exhaustive:
         search.add_typical(problem.typical(), search.least_possible())
