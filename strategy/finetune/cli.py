@@ -129,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = _message_for_user(error)
         if message is None:
             raise
-        return _failed(message, DOES_NOT_FIT if isinstance(error, BudgetError) else _FAILURE)
+        code = _failed(message, DOES_NOT_FIT if isinstance(error, BudgetError) else _FAILURE)
+        _let_failed_rank_end(error)
     return code
 
 
@@ -275,6 +276,14 @@ def _failed(message: str, code: int) -> int:
         rank, first_line = os.environ.get("RANK", "?"), message.partition("\n")[0]
         print(f"error on rank {rank}: {first_line}", file=sys.stderr, flush=True)
     return code
+
+
+def _let_failed_rank_end(error: Exception) -> None:
+    """A rank that only heard of it must not end before the one that failed has said so and cleaned up."""
+    from thunder_memsave.agreement import OtherRankError
+
+    if isinstance(error, OtherRankError) and is_under_torchrun():
+        time.sleep(_SECONDS_TO_REPORT)
 
 
 def _stopped(stop: RunStoppedError, message: str) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from harness.language_model import run_values, write_run_file
 from thunder_memsave import __version__
+from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune import cli
@@ -408,6 +409,20 @@ def test_what_a_plan_cannot_do_is_told_without_a_traceback(
     monkeypatch.setitem(cli._COMMANDS, "train", partial(_raise, error))
     assert main(["train", "x.yaml"]) == code
     assert capsys.readouterr().err.startswith(text)
+
+
+def test_a_rank_that_only_heard_of_an_error_lets_the_other_one_end_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun would end the process that reports and cleans up."""
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for error in (OtherRankError("rank 0 failed"), CaptureError("no graph")):
+        monkeypatch.setitem(cli._COMMANDS, "train", partial(_raise, error))
+        assert main(["train", "x.yaml"]) == 1
+    assert waited == [15.0]
+    assert "rank 0 failed" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_a_plan_is_one_word(
