@@ -27,7 +27,7 @@ from thunder.common import CompileData, CompileStats  # noqa: E402
 from thunder.core import dtypes  # noqa: E402
 from thunder.core.compile_data import compile_data_and_stats  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder.core.transform_common import (  # noqa: E402
     _inplace_copy_sanity_check,
@@ -383,9 +383,9 @@ def _compile(
 ) -> _Graph:
     """The one ordered list of what happens to a trace."""
     traces = [lowered.trace]
+    splitting = _Splitting(lowered, schedule)
     if plan is not None:
-        finish = partial(_planned_to_run, lowered, schedule)
-        joint_passes = (*joint_passes, partial(plan, finish=finish))
+        joint_passes = (*joint_passes, partial(plan, finish=splitting.planned))
 
     def then(trace: TraceCtx) -> TraceCtx:
         traces.append(trace)
@@ -405,23 +405,19 @@ def _compile(
     refuse_lost_writes(trace)
     if not is_run:
         return _Graph(_not_here, traces)
-    backward = None
-    if lowered.training:
-        trace, backward = split_into_forward_and_backward(trace)
-    trace = then(schedule(trace))
-    trace = then(del_last_used(trace))
+    split = splitting.of(trace)
+    then(split.scheduled_forward)
+    trace = then(split.forward)
     _inplace_copy_sanity_check(trace)
-    if backward is None:
+    if split.backward is None or split.scheduled_backward is None:
         _refuse_gradients(lowered)
         trace = then(unwrap_return_value(trace))
         return _Graph(_inference(lowered, trace), traces)
-    backward = schedule(backward)
-    keeping = without_reductions(backward) if accumulated_names(backward) else None
-    backward, keeping = (
-        t and del_last_used(t, clear_mutable_collections=True) for t in (backward, keeping)
-    )
-    run = _training(lowered, trace, backward, keeping, unreduced)
-    return _Graph(run, traces, [backward], keeping)
+    keeping = None
+    if accumulated_names(split.scheduled_backward):
+        keeping = _deleting(without_reductions(split.scheduled_backward))
+    run = _training(lowered, trace, split.backward, keeping, unreduced)
+    return _Graph(run, traces, [split.backward], keeping)
 
 
 def _executed(trace: TraceCtx, executors: Sequence[Executor], *, is_run: bool) -> TraceCtx:
@@ -440,17 +436,71 @@ def _executed(trace: TraceCtx, executors: Sequence[Executor], *, is_run: bool) -
     )
 
 
-def _planned_to_run(
-    lowered: Lowered, schedule: Callable[[TraceCtx], TraceCtx], trace: TraceCtx
-) -> tuple[TraceCtx, TraceCtx | None]:
-    """What `_compile` makes of a trace after its joint passes, for the planner to simulate."""
-    backward = None
-    if is_joint(trace.bound_symbols):
-        trace, backward = split_into_forward_and_backward(trace)
-        if lowered.depends_on is not None:
-            _check_gradients(lowered.input_names, trace, backward, lowered.depends_on)
-    forward = del_last_used(schedule(trace))
-    return forward, backward and del_last_used(schedule(backward), clear_mutable_collections=True)
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Forward and backward of a trace in the order in which they run, and with what deletes values."""
+
+    scheduled_forward: TraceCtx
+    forward: TraceCtx
+    scheduled_backward: TraceCtx | None = None
+    """None, as is the next, where nothing needs a gradient."""
+    backward: TraceCtx | None = None
+
+
+class _Splitting:
+    """Makes of a trace what runs. What the planner simulated is not made again, where nothing has changed since."""
+
+    def __init__(self, lowered: Lowered, schedule: Callable[[TraceCtx], TraceCtx]) -> None:
+        self._lowered, self._schedule = lowered, schedule
+        self._last: tuple[TraceCtx, _Split] | None = None
+
+    def planned(self, trace: TraceCtx) -> tuple[TraceCtx, TraceCtx | None]:
+        """For the planner: forward and backward, or an inference trace and None."""
+        split = self._split(trace)
+        if split.backward is not None and self._lowered.depends_on is not None:
+            names, depends_on = self._lowered.input_names, self._lowered.depends_on
+            _check_gradients(names, split.forward, split.backward, depends_on)
+        self._last = (trace, split)
+        return split.forward, split.backward
+
+    def of(self, trace: TraceCtx) -> _Split:
+        """What runs. Executors that fuse, and those of Python's own operations, may have changed the planned trace."""
+        if self._last is not None and _is_same(trace, self._last[0]):
+            return self._last[1]
+        return self._split(trace)
+
+    def _split(self, trace: TraceCtx) -> _Split:
+        backward = None
+        if is_joint(trace.bound_symbols):
+            trace, backward = split_into_forward_and_backward(trace)
+        forward = self._schedule(trace)
+        if backward is None:
+            return _Split(forward, del_last_used(forward))
+        backward = self._schedule(backward)
+        return _Split(forward, del_last_used(forward), backward, _deleting(backward))
+
+
+def _is_same(trace: TraceCtx, other: TraceCtx) -> bool:
+    """Whether the same operators run on the same values, whatever these are called.
+
+    Thunder's executors change an operator, or name what it makes anew, and nothing else of it.
+    """
+    if len(trace.bound_symbols) != len(other.bound_symbols):
+        return False
+    pairs = zip(_numbered(trace), _numbered(other), strict=True)
+    return all(a == b for a, b in pairs)
+
+
+def _numbered(trace: TraceCtx) -> Iterator[tuple[Symbol, list[int]]]:
+    """Yield the operators, with their arguments and results numbered in the order in which they appear."""
+    numbers: dict[str, int] = {}
+    for bsym in trace.bound_symbols:
+        proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+        yield bsym.sym, [numbers.setdefault(p.name, len(numbers)) for p in proxies]
+
+
+def _deleting(backward: TraceCtx) -> TraceCtx:
+    return del_last_used(backward, clear_mutable_collections=True)
 
 
 def _not_here(*inputs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+import thunder_memsave.compile as compile_module
 from harness import models
 from harness.parity import Twins, weighted_sum
 from thunder_memsave.compile import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.devices import device_at
 from thunder_memsave.errors import CaptureError, CompileError
+from thunder_memsave.planning import MemoryPlanner
 
 
 def _loss(output: CausalLMOutputWithPast) -> Tensor:
@@ -148,3 +153,20 @@ def test_saved_tensors_are_freed_during_backward() -> None:
     deletions = [i for i, b in enumerate(backward.bound_symbols) if b.sym.name == "python_del"]
     assert len(deletions) > 20
     assert deletions[0] < len(backward.bound_symbols) // 4
+
+
+def test_what_the_planner_simulated_is_what_runs_and_is_not_made_twice() -> None:
+    planner = MemoryPlanner(
+        MemoryConfig(), device=device_at(torch.device("cpu")), budget_bytes=None
+    )
+    module, ids = CompiledModule(models.gpt2(), planner=planner), models.token_batch()
+    split = compile_module.split_into_forward_and_backward
+    with patch.object(compile_module, "split_into_forward_and_backward", wraps=split) as calls:
+        module(input_ids=ids, labels=ids)
+    assert calls.call_count == 1
+    (planned,), (capture,) = planner.calls, module.captures
+    traces = (capture.forward_traces[-1], capture.backward_traces[-1])
+    ran = [b.sym.name for t in traces for b in t.bound_symbols]
+    for step in planned.program.steps:
+        assert step.op.symbol in (*ran, "accumulate_grad", "zeros")
+    assert planned.program.num_forward > 10
