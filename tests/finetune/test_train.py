@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from harness.language_model import (
     write_jsonl,
     write_run_file,
 )
+from thunder_memsave import planning
 from thunder_memsave.finetune import train as train_module
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
@@ -45,6 +47,7 @@ from thunder_memsave.finetune.model.build import build_model
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.train import _flops_per_token
 from thunder_memsave.materialize import materialize
+from thunder_memsave.planner.solve import solve
 
 # float32 sums in another order
 SUM_ORDER = 1e-5
@@ -499,9 +502,12 @@ def test_a_resumed_run_updates_as_it_began_unless_its_run_file_says_how(
 
 
 def test_a_budget_that_is_too_small_leaves_no_files_and_names_one_that_trains(
-    tmp_path: Path, model_directory: Path
+    tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_run_file(tmp_path, run_values(tmp_path, model_directory, train={"max_steps": 1}))
+    monkeypatch.setattr(planning, "solve", partial(solve, time_limit_s=1.0))
+    values = run_values(tmp_path, model_directory, train={"max_steps": 1})
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # nothing else is compiled
+    path = write_run_file(tmp_path, values)
     before = sorted(tmp_path.iterdir())
     output = run_here(path, "--memory.budget=1000", exit_code=3)
     assert "error: the budget is 1,000 bytes, and no plan was found that stays within" in output
