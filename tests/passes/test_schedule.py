@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from thunder.core import prims
+from thunder.core.trace import from_trace
 from torch import nn
 
 from harness import models
@@ -23,7 +25,7 @@ from harness.traces import (
 from thunder_memsave.compile import Compiled, CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.passes.recompute import PREFIX
-from thunder_memsave.passes.schedule import two_largest_blocks
+from thunder_memsave.passes.schedule import schedule, two_largest_blocks
 from thunder_memsave.sharding import shard_module
 
 IDS = models.token_batch()
@@ -169,3 +171,26 @@ def beside(point: LiveAt) -> int:
 
 def of_kind(trace: Any, kind: str) -> list[Collective]:
     return [c for c in collectives(trace) if c.kind == kind]
+
+
+def calls_to_schedule(num_layers: int) -> int:
+    """Calls of Python functions; with this window all parameters and all gradients are on their way at once."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for trace in traces(compiled(0, num_layers=num_layers)):
+        without_del = from_trace(trace)
+        symbols = [b for b in trace.bound_symbols if b.sym is not prims.python_del]
+        without_del.bound_symbols = symbols
+        sys.setprofile(count)
+        schedule(without_del, window_bytes=10**9, bucket_bytes=0)
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_is_linear_in_the_number_of_layers() -> None:
+    one, two, three = map(calls_to_schedule, (1, 2, 3))
+    assert three - two == two - one
