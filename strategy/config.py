@@ -96,8 +96,8 @@ class MemoryConfig(Section):
 
     policy: Literal["plan", "keep_all", "recompute_all"] = "plan"
     """`plan` computes again in backward what must be to stay within the budget, where that costs
-    least time; `keep_all` only what is free, such as views and casts; `recompute_all` whatever can
-    be. The last two have no budget."""
+    least time; `keep_all` only what is free, such as views and casts; `recompute_all` all within a
+    layer. The last two have no budget."""
 
     reserve: BytesOrFraction = _RESERVE
     """What `budget: auto` leaves to fragmentation and other libraries: bytes, or a fraction of what

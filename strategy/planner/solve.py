@@ -50,8 +50,8 @@ def solve(
         budget_bytes: The most that a step may take by the exact simulation; None: no limit.
         costs_us: Of each operation.
         memory: What a step holds besides.
-        policy: `keep_all` uses the free wins only, `recompute_all` keeps only what cannot be computed again; neither
-            looks at the budget.
+        policy: `keep_all` uses the free wins only, `recompute_all` keeps only what cannot be computed again and what
+            passes from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
         keep: Names of storages that are kept where backward reads them.
         recompute: Names of storages that are not, but for those that nothing gives a second time.
         regather: Whether a parameter is gathered again in backward (ZeRO-3) rather than kept, as a free win.
@@ -69,7 +69,9 @@ def solve(
     problem = _problem(graph, costs_us, memory, keep, recompute, regather, generator_state_bytes)
     free = problem.evaluate(problem.free)
     if policy == "recompute_all":
-        return problem.plan(problem.evaluate(problem.least), None, bound_us=0.0)
+        # With nothing kept, backward would begin with all of forward, and hold what it makes until it is read.
+        smallest = min(problem.anchored(), key=lambda e: (e.peak_bytes, e.recompute_us))
+        return problem.plan(smallest, None, bound_us=0.0)
     if policy == "keep_all" or budget_bytes is None or free.peak_bytes <= budget_bytes:
         return problem.plan(free, budget_bytes if policy == "plan" else None, bound_us=0.0)
     for plan in known:
@@ -201,14 +203,18 @@ class _Problem:
         return frozenset(s for s in self.needs.storages if storages[s].name in names)
 
     def typical(self) -> Iterator[Evaluated]:
-        """Plans that say where memory is needed: what is there anyway, and all, every second, ... of the anchors."""
+        """Plans that say where memory is needed."""
+        yield from self.anchored()
+        yield self.evaluate(self.free)
+
+    def anchored(self) -> Iterator[Evaluated]:
+        """Plans that keep what must be kept, and none, all, every second, ... of the anchors."""
         points = anchors(self.needs)
         yield self.evaluate(self.least)
         for every in _ANCHORS:
             pinned = {s for s, is_kept in self.pinned.items() if not is_kept}
             kept = {s for live in points[::-every] for s in live} - pinned
             yield self.evaluate(self.least | kept)
-        yield self.evaluate(self.free)
 
     def search(self, deadline_s: float) -> Search:
         model = PeakModel(

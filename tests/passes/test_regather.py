@@ -56,10 +56,9 @@ MODELS = {"lora": lora, "partly_frozen": partly_frozen, "tied": tied}
 
 
 def compiled(
-    model: nn.Module, data_parallel: DataParallel, *, budget_bytes: int | None = None
+    model: nn.Module, data_parallel: DataParallel, planner: MemoryPlanner | None = None
 ) -> Compiled:
     shard_module(model, data_parallel)
-    planner = None if budget_bytes is None else planner_within(budget_bytes, data_parallel)
     module = CompiledModule(model, data_parallel=data_parallel, planner=planner)
     module(input_ids=IDS, labels=IDS)
     return module.captures[0]
@@ -131,7 +130,7 @@ def test_a_llama_communicates_each_weight_as_often_as_it_is_read(mode: str) -> N
 def test_where_the_plan_decides_forward_holds_no_more_than_zero3_but_what_backward_reads() -> None:
     """A tied weight is gathered for each of its two readers in forward, and the second one's stays."""
     with fake_ranks(2, mode="auto") as data_parallel:
-        result = compiled(tied(), data_parallel, budget_bytes=10**12)
+        result = compiled(tied(), data_parallel, planner_within(10**12, data_parallel))
     forward, backward = result.forward_traces[-1], result.backward_traces[-1]
     names = collectives_of(forward, "all_gather")
     assert not collectives_of(backward, "all_gather")
@@ -144,6 +143,18 @@ def test_where_the_plan_decides_forward_holds_no_more_than_zero3_but_what_backwa
     from_embedding = is_live[is_live.index(True) :]
     assert [live for live, _ in groupby(from_embedding)] == [True, False, True]
     assert len(points[-1].live) > 10
+
+
+def test_where_all_is_computed_again_one_layers_weights_are_whole_at_a_time() -> None:
+    model = models.llama(num_layers=3)
+    layer_bytes = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+    with fake_ranks(2) as data_parallel:
+        planner = unlimited_planner(MemoryConfig(policy="recompute_all"), data_parallel)
+        result = compiled(model, data_parallel, planner)
+    backward = result.backward_traces[-1]
+    assert any(o.name.startswith(PREFIX) for b in backward.bound_symbols for o in b.flat_proxy_outs)
+    most = max(sum(point.live.values()) for point in live_gathered(backward))
+    assert 0 < most <= layer_bytes
 
 
 def test_evaluation_frees_each_weight_after_its_use() -> None:

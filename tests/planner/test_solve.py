@@ -237,9 +237,10 @@ def test_policies_look_at_no_budget() -> None:
     graph = chain(5)
     costs = [1.0] * len(graph.ops)
     everything = solve(graph, policy="keep_all", budget_bytes=1, costs_us=costs)
-    nothing = solve(graph, policy="recompute_all", budget_bytes=1, costs_us=costs)
+    least = solve(graph, policy="recompute_all", budget_bytes=1, costs_us=costs)
     assert everything.keep == {"a1", "a2", "a3", "a4"}
-    assert nothing.keep == frozenset()
+    assert least.keep < everything.keep
+    assert least.predicted_peak_bytes <= everything.predicted_peak_bytes
     assert everything.budget_bytes is None
 
 
