@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fabric import make_fabric
+from harness.rates import by_rates
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.op_profile import Operation, OpProfile, Value, layout_of
 from thunder_memsave.op_times import MeasuredTimes
@@ -175,3 +176,5 @@ def test_plans_that_run_have_measured_times_where_they_matter_the_same_in_every_
     assert text == "kinds of operations timed here"
     assert first.recompute_us > 0
     assert plan_of(tight) == first
+    with by_rates():
+        assert plan_of(tight).costs == "rates of cpu"

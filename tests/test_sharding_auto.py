@@ -16,6 +16,7 @@ from harness import models
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
 from harness.rank_memory import letting_go
+from harness.rates import by_rates
 from harness.traces import collectives
 from thunder_memsave.compile import Compiled
 from thunder_memsave.planner.graph import Plan
@@ -85,6 +86,7 @@ def trained(sharding: str, **memory: Any) -> Trained:
 
 
 @on_fabric_rank
+@by_rates()
 def check_auto() -> None:
     zero3 = trained("zero3")
     unlimited = trained("auto", budget=UNLIMITED)
