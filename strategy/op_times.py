@@ -114,7 +114,7 @@ class MeasuredTimes:
 def _median_us(operation: Operation) -> float:
     time_us = {"cpu": _cpu_us, "cuda": _cuda_us}.get(device_type_of(operation))
     if time_us is None:
-        raise ValueError("its tensors are on several devices, or on one without a clock of ours")
+        raise ValueError("it reads no tensor, or several on different devices")
     with ready_to_run(operation) as run:
         first_us = time_us(run)
         if first_us > _LONG_S * 1e6:

@@ -132,6 +132,18 @@ def test_what_refuses_zeros_has_the_rooflines_time_and_that_is_said(
     assert "timed 1 kinds of operations in 0.0 s" in caplog.text
 
 
+def test_what_reads_no_tensor_is_not_timed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = MeasuredTimes(directory=tmp_path)
+    found = OpProfile(results=(), num_argument_storages=0, made_bytes=(16,), key="zeros")
+    times.remember(Operation(never, [], True), found)
+    with caplog.at_level(logging.INFO):
+        assert times.of(graph(op("zeros")), CPU).num_timed == 0
+    assert "zeros could not be timed" in caplog.text
+    assert "it reads no tensor, or several on different devices" in caplog.text
+
+
 def test_the_users_random_numbers_stay_the_same(tmp_path: Path) -> None:
     times = MeasuredTimes(directory=tmp_path)
     remember(times, "random", torch.rand_like)
