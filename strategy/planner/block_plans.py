@@ -189,7 +189,8 @@ class BlockPlans:
                 # Without rows for the peak it is a minimum cut, and its vertices are whole.
                 relaxed=not prices.peak_us_per_byte,
             )
-            bound = max(bound, solved.solution.bound * self._model.unit_us)
+            if solved.is_bound:
+                bound = max(bound, solved.solution.bound * self._model.unit_us)
             if solved.solution.values is None:
                 break
             plan = self.evaluate(solved.keep)

@@ -81,6 +81,10 @@ class Evaluator:
             self._known[wanted] = self._evaluated(wanted)
         return self._known[wanted]
 
+    def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
+        """What a plan needs beyond so much, summed over all moments."""
+        return self._simulation.excess_bytes(keep, over_bytes=over_bytes)
+
     @property
     def smallest(self) -> Evaluated:
         """Of all that were evaluated, what needs the least memory."""

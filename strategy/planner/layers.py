@@ -129,6 +129,7 @@ class Layers:
             deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
         """
         self._start()
+        most_us = sum(self.model.costs_us[o] for o in self.model.needs.ops)
         for _ in range(_MOST_ROUNDS):
             master = _Master(self.layers, budget_bytes, relaxed=True)
             solved = master.prices()
@@ -137,6 +138,9 @@ class Layers:
             bound, is_new = self._plan_at(solved, budget_bytes)
             self.bound_us = max(self.bound_us, float(bound))
             is_good = solved.us <= self.bound_us * (1 + _GAP)
+            is_good |= (
+                self.bound_us > most_us
+            )  # none fits: what is missing costs more than all that can run again
             if not is_new or is_good or time.thread_time() > deadline_s:
                 return
 

@@ -13,6 +13,9 @@ from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import Needs
 
+_MOST_SHRINKS = 12
+_TARGET = 0.97
+
 
 def improve(
     model: PeakModel, evaluate: Evaluator, *, budget_bytes: float, deadline_s: float
@@ -29,6 +32,33 @@ def improve(
             found = evaluate(_toggled(best.keep, group))
             if _rank(found, budget_bytes) < _rank(best, budget_bytes):
                 best, improved = found, True
+
+
+def shrink(
+    model: PeakModel, evaluate: Evaluator, *, enough_bytes: float, deadline_s: float
+) -> None:
+    """Start from the smallest plan that is known, and lower what it needs beyond a target a little below its peak.
+
+    Many moments need as much as the peak, and a step seldom lowers all of them: the peak alone says nothing of it.
+    """
+    groups = [g for group in _alike(model) for g in _with_halves(group)]
+    moves = [*groups, *([s] for group in _alike(model) if len(group) > 1 for s in group)]
+    best = evaluate.smallest
+    for _ in range(_MOST_SHRINKS):
+        before = best
+        target_bytes = _TARGET * best.peak_bytes
+        excess = evaluate.excess_bytes(best.keep, over_bytes=target_bytes)
+        for move in moves:
+            for keep in (best.keep - set(move), best.keep | set(move)):
+                if time.thread_time() > deadline_s or evaluate.smallest.peak_bytes <= enough_bytes:
+                    return
+                if keep == best.keep:
+                    continue
+                now = evaluate.excess_bytes(keep, over_bytes=target_bytes)
+                if now < excess:
+                    best, excess = evaluate(keep), now
+        if best is before:
+            return
 
 
 def _filled(

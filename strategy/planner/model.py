@@ -24,7 +24,7 @@ from thunder_memsave.planner.simulate import simulate
 
 _MOST_FOLLOWED = 96
 """How many operations are followed back from what has been computed again by a moment. What is beyond may have freed
-what a row counts, so such a row bounds nothing; programs with prices, which are for bounds of layers, follow all."""
+what a row counts, so that such a row bounds nothing."""
 
 
 class Moment(NamedTuple):
@@ -201,7 +201,6 @@ class _Built:
         prices: Prices | None = None,
     ) -> None:
         self._is_relaxed, self.is_complete = is_relaxed, True
-        self._most_followed = _MOST_FOLLOWED if prices is None else NEVER
         self._model, self._needs = model, model.needs
         self._graph: TrainingGraph = model.needs.graph
         self._program = LinearProgram()
@@ -485,7 +484,7 @@ class _Built:
         if storage in self._needs.must_keep or op not in self._again:
             return
         terms = [reader, (self._kept[storage], 1.0)]
-        if op in early.ran or len(early.ran) < self._most_followed:
+        if op in early.ran or len(early.ran) < _MOST_FOLLOWED:
             if op not in early.ran:
                 early.ran[op] = self._program.variable()
                 queue.append(op)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.needs import Needs
@@ -66,8 +67,18 @@ class QuickSimulation:
         replayed = [o for o in again if self._graph.ops[o].repeat == "replay"]
         peak = self._backward_peak(steps, last, keep, kept, len(replayed))
         if self._elsewhere_bytes is None:
-            peak = max(self._forward_peak(kept, replayed), peak, self._update_bytes)
+            peak = max(*self._forward_during(kept, replayed), peak, self._update_bytes)
         return QuickResult(peak_bytes=peak, again=tuple(again), read=read)
+
+    def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
+        """What a plan needs beyond so much, summed over all moments: it falls before the peak itself does."""
+        steps, again = self._steps(keep)
+        last, read = self._last_reads(steps)
+        kept = [s for s in self._needs.storages if s in keep and s in read]
+        replayed = [o for o in again if self._graph.ops[o].repeat == "replay"]
+        during = self._forward_during(kept, replayed)
+        self._backward_peak(steps, last, keep, kept, len(replayed), during)
+        return sum(n - over_bytes for n in (*during, self._update_bytes) if n > over_bytes)
 
     def worst(self, keep: Set[int], *, over_bytes: float) -> list[tuple[int, int]]:
         """When backward needs more than so much, the worst first.
@@ -140,17 +151,13 @@ class QuickSimulation:
                 last[storage] = index
         return last, frozenset(last)
 
-    def _forward_peak(self, kept: Sequence[int], replayed: Sequence[int]) -> int:
+    def _forward_during(self, kept: Sequence[int], replayed: Sequence[int]) -> list[int]:
         waiting = [0] * (self._graph.num_forward + 1)
         for storage in kept:
             waiting[self._needs.last_in_forward[storage] + 1] += self._nbytes[storage]
         for op in replayed:
             waiting[op + 1] += self._state_bytes
-        peak = total = 0
-        for number, during in enumerate(self._during):
-            total += waiting[number]
-            peak = max(peak, during + total)
-        return peak
+        return [d + total for d, total in zip(self._during, accumulate(waiting), strict=True)]
 
     def _backward_peak(
         self,

@@ -21,6 +21,7 @@ from thunder_memsave.planner.model import Effort, Moment, PeakModel, Solved
 _FEW_DECISIONS = 16
 _MANY_DECISIONS = 800
 """Beyond, whole-numbered programs take minutes; plans at a price of memory must do, and the relaxed bound."""
+_SEVERAL_DECISIONS = 250
 _MOST_ROUNDS = 12
 _MOST_VAIN_ROUNDS = 3
 _MOST_ROUNDS_OF_FEW = 1 << _FEW_DECISIONS
@@ -61,6 +62,11 @@ class Search:
         return len(needs.storages) - len(pinned) <= _FEW_DECISIONS
 
     @property
+    def has_several(self) -> bool:
+        """Whether there are so many decisions that the smallest plan takes a whole-numbered program a minute."""
+        return len(self.model.needs.storages) > _SEVERAL_DECISIONS
+
+    @property
     def has_many(self) -> bool:
         """Whether there are so many decisions that whole-numbered programs take minutes."""
         return len(self.model.needs.storages) > _MANY_DECISIONS
@@ -90,8 +96,10 @@ class Search:
         if not self.is_exhaustive:
             self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
         gaps = [_NO_GAP] if self.is_exhaustive else list(_GAPS_OF_SMALLEST)
-        for _ in range(self._most_rounds):
+        for _ in range(0 if self.has_several else self._most_rounds):
             before = self.evaluate.smallest
+            if before.peak_bytes <= enough_bytes:
+                break
             solved = self.model.smallest(self._effort(gaps[0]))
             if solved.solution.values is None:
                 break

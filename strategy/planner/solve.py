@@ -12,7 +12,7 @@ from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.free_wins import choose_free
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.layers import search_layers, search_smallest
-from thunder_memsave.planner.local import improve
+from thunder_memsave.planner.local import improve, shrink
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import Needs, needs
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
@@ -169,15 +169,8 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
     search.add_moments(problem.evaluate(problem.free), 1)
     if not search.is_exhaustive:
         search.add_typical(problem.typical(), search.least_possible())
+        _shrink(search, budget_bytes, time_limit_s)
     smallest = search.smallest(enough_bytes=budget_bytes)
-    if not search.is_exhaustive and smallest.peak_bytes > budget_bytes:
-        search_smallest(
-            search.model,
-            search.evaluate,
-            bound_bytes=max(budget_bytes, search.bound_bytes),
-            deadline_s=search.deadline_s,
-        )
-        smallest = search.evaluate.smallest
     if smallest.peak_bytes <= budget_bytes:
         return smallest
     bound = min(int(search.bound_bytes), smallest.peak_bytes)
@@ -187,6 +180,25 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
         bound_bytes=bound,
         smallest_plan=problem.plan(smallest, smallest.peak_bytes, bound_us=0.0),
     )
+
+
+def _shrink(search: Search, budget_bytes: int, time_limit_s: float) -> None:
+    """Look for a smaller plan in ways that take little time for each plan."""
+    model, evaluate, start_s = search.model, search.evaluate, time.thread_time()
+
+    def shrink_until(part: float) -> None:
+        deadline_s = start_s + part * time_limit_s
+        shrink(model, evaluate, enough_bytes=budget_bytes, deadline_s=deadline_s)
+
+    shrink_until(0.4)
+    if search.has_several and evaluate.smallest.peak_bytes > budget_bytes:
+        search_smallest(
+            model,
+            evaluate,
+            bound_bytes=max(budget_bytes, search.least_possible()),
+            deadline_s=start_s + 0.7 * time_limit_s,
+        )
+        shrink_until(1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
