@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,9 +50,6 @@ _SMALLEST_S = 3.0
 """Of CPU time, to look for the smallest budget of a run that fits; one that does not is searched for longer."""
 _CURVE_S = 3.0
 
-# Beside the smallest budget for which there is a plan; passes that come later may need as much.
-_ROOM = 1.1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
@@ -65,7 +62,7 @@ class RunPlan:
     num_tokens: int
     budget_bytes: int | None
     call: PlannedCall
-    """Planned for about the smallest budget for which there is a plan, where `refusal` says that the budget is less."""
+    """With the smallest plan that was found, where `refusal` says that the budget is less."""
     refusal: BudgetError | None
     smallest_bytes: int
     """Of the budgets for which a plan was found."""
@@ -143,7 +140,7 @@ def plan_run(
 
 
 class _Planner(MemoryPlanner):
-    """Has no other ranks to agree with, and goes on with the smallest budget where the given one is too small."""
+    """Has no other ranks to agree with, and goes on with the smallest plan where the budget is too small."""
 
     def __init__(
         self,
@@ -176,21 +173,21 @@ class _Planner(MemoryPlanner):
 
     @override
     def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
-        """As `MemoryPlanner` does, for any budget."""
+        """As `MemoryPlanner` does; where the budget is too small, with the smallest plan."""
         # The module's own tensors hold nothing; the trace knows their shapes.
         arguments = replace(arguments, tensors={})
+        return super().recomputed(trace, arguments=arguments, finish=finish)
+
+    @override
+    def _planned(self, attempt: Attempt) -> PlannedCall:
         try:
-            return super().recomputed(trace, arguments=arguments, finish=finish)
+            return super()._planned(attempt)
         except BudgetError as error:
-            if error.smallest_bytes is None:
+            if error.smallest_plan is None:
                 raise
             self.refusal = error
-        # What is shown then: the least that a plan may hold, or where later passes add too much to it, the free wins.
-        for budget_bytes in (int(_smallest_bytes(self.refusal) * _ROOM), None):
-            self._budget_bytes = budget_bytes
-            with suppress(BudgetError):
-                return super().recomputed(trace, arguments=arguments, finish=finish)
-        raise self.refusal
+            smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
+            return attempt.run(smallest)
 
     def smallest_bytes(self, call: PlannedCall) -> int:
         """The smallest budget for which a plan is found."""

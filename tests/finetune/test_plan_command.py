@@ -85,7 +85,7 @@ def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
     code, plan = planned(run_file, tmp_path, "--budget", "600KiB")
     assert code == 3
     assert not plan["fits"]
-    assert plan["smallest_budget_bytes"] > 600 * 1024
+    assert plan["predicted_peak_bytes"] == plan["smallest_budget_bytes"] > 600 * 1024
     assert "it does not fit: the budget is 600.00 KiB, and the smallest" in capsys.readouterr().out
 
 
