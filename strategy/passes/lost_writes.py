@@ -1,4 +1,4 @@
-"""Refuse a forward that writes to a sharded parameter: what is gathered would change, and the shards would not."""
+"""Refuse writes in place that would be lost, or late: to rows of a sharded parameter, and to a part of an argument."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from thunder.core.trace import TraceCtx  # noqa: E402
 
 from thunder_memsave.collectives import is_all_gather  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
-from thunder_memsave.passes.symbols import written_in_place  # noqa: E402
+from thunder_memsave.passes.repeatable import roots  # noqa: E402
+from thunder_memsave.passes.symbols import forward_symbols, written_in_place  # noqa: E402
 
 
 def refuse_lost_writes(trace: TraceCtx) -> None:
     """Check the copies in place of a joint or an inference trace, with operations claimed by executors.
 
     Raises:
-        CompileError: one of them is into a gathered parameter, or a part of it.
+        CompileError: one of them is into a gathered parameter, or a part of it; what is gathered would change, and the
+            shards would not. Or into a part of a buffer or of the batch that forward does not read afterwards, so that
+            Thunder's split would leave it to backward.
     """
+    _refuse_late_writes(trace)
     shards: dict[str, str] = {}
     for bsym in trace.bound_symbols:
         if is_all_gather(bsym):
@@ -34,3 +38,20 @@ def refuse_lost_writes(trace: TraceCtx) -> None:
             for before, after in zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=False):
                 if before.name in shards:
                     shards[after.name] = shards[before.name]
+
+
+def _refuse_late_writes(trace: TraceCtx) -> None:
+    symbols = trace.bound_symbols
+    if not any(written_in_place(b) is not None for b in symbols):
+        return
+    forward, memory = forward_symbols(symbols), roots(symbols)
+    arguments = {a.name for a in trace.args}
+    for bsym in symbols:
+        written = written_in_place(bsym)
+        if written is not None and id(bsym) not in forward and memory[written] & arguments:
+            name = min(memory[written] & arguments)
+            raise CompileError(
+                f"The forward changes a part of {name!r} in place (at {bsym.source_filename or 'an unknown line'}) and "
+                "does not read it afterwards; compiled, that would happen in backward. Write to all of it, such as by "
+                "`copy_`, or outside of the compiled forward."
+            )

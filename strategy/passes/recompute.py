@@ -53,12 +53,13 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  
 from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
 from thunder_memsave.errors import PlanError  # noqa: E402
 from thunder_memsave.passes.fence import Fences  # noqa: E402
-from thunder_memsave.passes.repeatable import why_not_repeatable  # noqa: E402
+from thunder_memsave.passes.repeatable import roots, why_not_repeatable  # noqa: E402
 from thunder_memsave.passes.symbols import (  # noqa: E402
     forward_symbols,
     is_joint,
     is_tensor,
     renamed,
+    written_in_place,
 )
 from thunder_memsave.random_ops import draws_random_numbers, replay  # noqa: E402
 
@@ -138,7 +139,7 @@ class _Backward:
         self, symbols: Sequence[BoundSymbol], keep: Set[str]
     ) -> dict[str, BoundSymbol]:
         """Producers of the values of forward that backward finds only if they are computed again."""
-        available = set(keep)
+        available = set(keep) | _written_arguments(symbols, self._refused)
         available.update(o.name for o in symbols[-1].args[0]["fw_flat_out"] if isinstance(o, Proxy))
         for bsym in symbols:  # of what is on its way, the tensor is kept that it becomes
             if is_wait(bsym) and bsym.args[0].name in available:
@@ -146,7 +147,7 @@ class _Backward:
         return {
             o.name: b
             for b in symbols
-            if id(b) in self._forward and b.sym.id is not prims.PrimIDs.UNPACK_TRIVIAL
+            if id(b) in self._forward and not _is_argument(b)
             for o in b.flat_proxy_outs
             if is_tensor(o) and o.name not in available
         }
@@ -230,6 +231,20 @@ class _Backward:
     def _renamed(self, bsym: BoundSymbol) -> BoundSymbol:
         names = self._names_of_inputs(bsym)
         return renamed(bsym, names, skip_output=True) if names else bsym
+
+
+def _written_arguments(symbols: Sequence[BoundSymbol], refused: Mapping[int, str]) -> set[str]:
+    """Names of what writing to arguments, such as buffers, has made of them: that is there, as they are."""
+    if not any(written_in_place(b) is not None for b in symbols):
+        return set()
+    arguments = {o.name for b in symbols if _is_argument(b) for o in b.flat_proxy_outs}
+    memory = roots(symbols)
+    made = {o.name for b in symbols if id(b) in refused for o in b.flat_proxy_outs}
+    return {name for name in made if memory[name] & arguments}
+
+
+def _is_argument(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id is prims.PrimIDs.UNPACK_TRIVIAL
 
 
 def _clone(producer: BoundSymbol, inputs: Mapping[str, Proxy]) -> BoundSymbol:

@@ -1,4 +1,4 @@
-"""A sharded parameter cannot be changed by the forward; a buffer, a replicated or a computed value can."""
+"""Forward cannot change a sharded parameter or a part of a buffer; it can change a whole buffer or what it computed."""
 
 from __future__ import annotations
 
@@ -45,3 +45,30 @@ def test_other_writes_happen(model: Counter) -> None:
         shard_module(model, data_parallel)
         CompiledModule(model, data_parallel=data_parallel)(torch.ones(3, 4))
     assert torch.equal(model.count, torch.full_like(model.count, 2))
+
+
+class Partly(nn.Module):
+    """Reads a buffer, and writes to a row of it."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.ones(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.count
+        self.count[0].add_(1.0)
+        return y
+
+
+def test_a_write_to_a_part_of_a_buffer_that_would_happen_in_backward_is_refused() -> None:
+    model, x = Partly(), torch.ones(3, 4)
+    with pytest.raises(
+        CompileError, match=r"changes a part of 't_.*count.*' in place .*Write to al"
+    ):
+        CompiledModule(model)(x)
+    with torch.no_grad():
+        CompiledModule(model)(x)
+    assert model.count.tolist() == [[2.0] * 4, [1.0] * 4, [1.0] * 4]

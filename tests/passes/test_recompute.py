@@ -29,9 +29,12 @@ from harness.recompute import (
 )
 from passes.contract import Probe
 from thunder_memsave.compile import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.devices import device_at
 from thunder_memsave.errors import PlanError
 from thunder_memsave.passes.recompute import must_keep, recompute
 from thunder_memsave.passes.repeatable import why_not_repeatable
+from thunder_memsave.planning import MemoryPlanner
 
 
 class DenseExperts(nn.Module):
@@ -65,6 +68,47 @@ class Normalized(nn.Module):
         y = self.norm(self.first(x)) * self.scale
         self.scale.add_(1.0)
         return self.second(y).relu() * self.scale
+
+
+Read = Callable[[Tensor], Tensor]
+
+
+def written_after(y: Tensor, buffer: Tensor, read: Read) -> Tensor:
+    z = y * read(buffer)
+    buffer.add_(1.0)
+    return z
+
+
+def view_written_after(y: Tensor, buffer: Tensor, read: Read) -> Tensor:
+    z = y * read(buffer.view(8, 6).t().reshape(6, 8))
+    buffer.mul_(2.0)
+    return z * read(buffer)
+
+
+def written_twice_between(y: Tensor, buffer: Tensor, read: Read) -> Tensor:
+    z = y * read(buffer).exp().log()
+    buffer.add_(1.0)
+    buffer.add_(1.0)
+    return (z * read(buffer)).tanh()
+
+
+class Written(nn.Module):
+    """Writes to a buffer; eager PyTorch differentiates that where it reads a copy."""
+
+    buffer: Tensor
+
+    def __init__(self, run: Callable[[Tensor, Tensor, Read], Tensor], read: Read) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.run, self.read = nn.Linear(8, 8), run, read
+        self.register_buffer("buffer", torch.rand(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.linear(x), self.buffer, self.read)
+
+
+def as_it_is(buffer: Tensor) -> Tensor:
+    return buffer
 
 
 IDS = models.token_batch()
@@ -204,6 +248,22 @@ def test_what_is_read_before_it_is_overwritten_is_not_computed_again() -> None:
     trace = joint_trace(Normalized().train(), VECTORS["x"])
     reasons = why_not_repeatable(trace.bound_symbols).values()
     assert any(r.startswith("reads 't_scale', which is overwritten later") for r in reasons)
+    recompute(trace, keep=must_keep(trace))
+
+
+class Doubling(nn.Module):
+    """Writes to what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).mul_(2.0).sin()
+
+
+def test_what_was_written_to_computed_values_is_kept() -> None:
+    trace = joint_trace(Doubling(), VECTORS["x"])
     with pytest.raises(PlanError, match=r"again: copy_ writes to '\w+' \(at .*\)\. Keep '\w+'"):
         recompute(trace, keep=frozenset())
     recompute(trace, keep=must_keep(trace))
@@ -245,3 +305,18 @@ def test_forty_thousand_symbols_take_seconds() -> None:
     again = recompute(trace, keep={"x"})
     assert len(again.bound_symbols) == pytest.approx(60_000, abs=10)
     assert time.process_time() - start < 15
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "recompute_all"])
+@pytest.mark.parametrize("run", [written_after, view_written_after, written_twice_between])
+def test_backward_reads_what_a_buffer_was_when_forward_read_it(run: Any, policy: Any) -> None:
+    memory = MemoryConfig(policy=policy)
+    planner = MemoryPlanner(memory, device=device_at(torch.device("cpu")), budget_bytes=None)
+    ours, eager = Written(run, as_it_is), Written(run, torch.clone)
+    compiled = CompiledModule(ours, planner=planner)
+    for _ in range(2):
+        for module in (compiled, eager):
+            module(VECTORS["x"]).square().sum().backward()
+    assert torch.equal(ours.buffer, eager.buffer)
+    for p, reference in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, reference.grad)
