@@ -135,7 +135,7 @@ class Layers:
             solved = master.prices()
             if solved is None:
                 return
-            bound, is_new = self._plan_at(solved, budget_bytes)
+            bound, is_new = self._plan_at(solved, deadline_s)
             self.bound_us = max(self.bound_us, float(bound))
             is_good = solved.us <= self.bound_us * (1 + _GAP)
             is_good |= (
@@ -175,13 +175,15 @@ class Layers:
     def _classes(self) -> list[BlockPlans]:
         return list({id(layer.plans): layer.plans for layer in self.layers}.values())
 
-    def _plan_at(self, solved: _MasterPrices, budget_bytes: float) -> tuple[float, bool]:
-        """Plan layers at prices. Returns a bound, and whether a plan is new."""
+    def _plan_at(self, solved: _MasterPrices, deadline_s: float) -> tuple[float, bool]:
+        """Plan layers at prices. Returns a bound, of nothing where the time was over, and whether a plan is new."""
         total, is_new = solved.constant_us, False
         done: dict[Hashable, float] = {}
         for layer, prices in zip(self.layers, solved.layers, strict=True):
             key = (id(layer.plans), prices)
             if key not in done:
+                if time.thread_time() > deadline_s:
+                    return 0.0, is_new
                 plan, done[key] = layer.plans.cheapest(prices)
                 if plan is not None and plan not in layer.plans.known:
                     layer.plans.known[plan] = None
