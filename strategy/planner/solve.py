@@ -165,6 +165,7 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
     What was learned for a budget is left behind, so that the plan for the smallest budget that an error names is found
     in the same way again.
     """
+    problem = replace(problem, evaluate=replace(problem.evaluate, _known={}))
     search = problem.search(time.thread_time() + _LONGER * time_limit_s)
     search.add_moments(problem.evaluate(problem.free), 1)
     if not search.is_exhaustive:
