@@ -173,7 +173,9 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
         _shrink(search, budget_bytes, time_limit_s)
     smallest = search.smallest(enough_bytes=budget_bytes)
     if smallest.peak_bytes <= budget_bytes:
-        return smallest
+        deadline_s = time.thread_time() + 0.3 * time_limit_s
+        improve(search.model, search.evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
+        return search.evaluate.fastest_within(budget_bytes) or smallest
     bound = min(int(search.bound_bytes), smallest.peak_bytes)
     raise BudgetError.no_plan(
         budget_bytes=budget_bytes,
