@@ -32,6 +32,10 @@ class DiskTable:
         """What was put for this key, in this process or an earlier one."""
         return self._numbers.get(key)
 
+    def keys(self) -> list[str]:
+        """All that was put."""
+        return list(self._numbers)
+
     def put(self, key: str, number: float) -> None:
         """Remember a number; `save` writes it."""
         self._numbers[key] = number

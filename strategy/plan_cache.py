@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from thunder_memsave.disk_table import cache_directory, replace_file
+from thunder_memsave.disk_table import DiskTable, cache_directory, replace_file
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
 
 
 def plan_key(
     graph: TrainingGraph,
     *,
-    budget_bytes: int,
+    budget_bytes: int | None,
     costs_us: Sequence[float],
     memory: StepMemory,
     keep: Set[str],
@@ -57,6 +57,29 @@ def cache_plan(key: str, plan: Plan, *, directory: Path | None = None) -> None:
         replace_file(path, json.dumps({**asdict(plan), "keep": sorted(plan.keep)}))
     except OSError:
         return
+
+
+def remember_budget(key: str, budget_bytes: int, *, directory: Path | None = None) -> None:
+    """Note that there is a plan for a budget.
+
+    Args:
+        key: `plan_key(...)` of what was planned for, whatever the budget.
+        budget_bytes: That of the plan.
+        directory: As for `cached_plan`.
+    """
+    table = _budgets(key, directory)
+    table.put(str(budget_bytes), 1)
+    table.save()
+
+
+def smaller_budgets(key: str, budget_bytes: int, *, directory: Path | None = None) -> Sequence[int]:
+    """Budgets up to this one for which there are plans, the largest first; the arguments as for `remember_budget`."""
+    budgets = map(int, _budgets(key, directory).keys())
+    return sorted((b for b in budgets if b <= budget_bytes), reverse=True)
+
+
+def _budgets(key: str, directory: Path | None) -> DiskTable:
+    return DiskTable("plans/budgets", key, directory=directory)
 
 
 def _path(key: str, directory: Path | None) -> Path:

@@ -34,7 +34,13 @@ from thunder_memsave.passes.checkpoint_regions import checkpointed  # noqa: E402
 from thunder_memsave.passes.recompute import recompute  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.pins import pin_of  # noqa: E402
-from thunder_memsave.plan_cache import cache_plan, cached_plan, plan_key  # noqa: E402
+from thunder_memsave.plan_cache import (  # noqa: E402
+    cache_plan,
+    cached_plan,
+    plan_key,
+    remember_budget,
+    smaller_budgets,
+)
 from thunder_memsave.planner.cost import costs_us  # noqa: E402
 from thunder_memsave.planner.graph import (  # noqa: E402
     Device,
@@ -56,6 +62,7 @@ Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
 """A joint trace to the forward and backward that run; an inference trace to itself and None."""
 
 _MOST_ROUNDS = 8
+_MOST_KNOWN = 8  # plans of earlier runs that a search begins with
 _SMALLEST = 1  # bytes, for which no plan is: asks for the smallest
 _CUDA_GENERATOR_BYTES = 16  # seed and offset
 
@@ -375,11 +382,18 @@ class Question:
 
     def _searched(self, target_bytes: int) -> _Offer:
         try:
-            plan = self._solved(target_bytes)
+            plan = self._solved(target_bytes, known=self._plans_within(target_bytes))
         except BudgetError as error:
             return self._narrowed(target_bytes, self._smallest(error))
         cache_plan(self._key(target_bytes), plan)
+        remember_budget(self._key(None), target_bytes)
         return _Offer(plan=plan)
+
+    def _plans_within(self, target_bytes: int) -> list[Plan]:
+        """Plans of earlier runs for no larger budgets, so that time does not rise with the budget."""
+        budgets = smaller_budgets(self._key(None), target_bytes)
+        keys = [self._key(b) for b in budgets[:_MOST_KNOWN]] + [self._key(_SMALLEST)]
+        return [plan for key in keys if (plan := cached_plan(key)) is not None]
 
     def _narrowed(self, target_bytes: int, smallest: _Offer) -> _Offer:
         if self.narrowed is None:
@@ -403,7 +417,7 @@ class Question:
             cache_plan(self._key(_SMALLEST), found)
         return _Offer(plan=found, is_smallest=True, bound_bytes=bound_bytes)
 
-    def _key(self, target_bytes: int) -> str:
+    def _key(self, target_bytes: int | None) -> str:
         return plan_key(
             self.graph,
             budget_bytes=target_bytes,
@@ -413,7 +427,7 @@ class Question:
             recompute=self.recompute,
         )
 
-    def _solved(self, target_bytes: int | None) -> Plan:
+    def _solved(self, target_bytes: int | None, known: Sequence[Plan] = ()) -> Plan:
         return solve(
             self.graph,
             policy=self.policy,
@@ -423,6 +437,7 @@ class Question:
             keep=self.keep,
             recompute=self.recompute,
             regather=self.regather,
+            known=known,
             generator_state_bytes=self.generator_state_bytes,
         )
 

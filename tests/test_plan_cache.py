@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from thunder_memsave.plan_cache import cache_plan, cached_plan, plan_key
+from thunder_memsave.plan_cache import (
+    cache_plan,
+    cached_plan,
+    plan_key,
+    remember_budget,
+    smaller_budgets,
+)
 from thunder_memsave.planner.graph import Decision, Op, Plan, StepMemory, Storage, TrainingGraph
 
 GRAPH = TrainingGraph(
@@ -92,3 +98,11 @@ def test_a_directory_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     cache_plan(key(), PLAN, directory=tmp_path / "file")
     assert cached_plan(key(), directory=tmp_path / "file") is None
+
+
+def test_budgets_of_the_same_question_are_found_again(tmp_path: Path) -> None:
+    for budget in (300, 100, 200):
+        remember_budget(key(budget_bytes=None), budget, directory=tmp_path)
+    remember_budget(key(budget_bytes=None, costs_us=(0.7,)), 150, directory=tmp_path)
+    found = smaller_budgets(key(budget_bytes=None), 200, directory=tmp_path)
+    assert found == [200, 100]

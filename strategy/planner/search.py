@@ -125,7 +125,8 @@ class Search:
         found = self._bound(partial(least_bytes, self.model))
         if not self.has_many:
             solved = self.model.smallest(self._to_the_end, relaxed=True)
-            found = max(found, solved.is_bound * solved.solution.bound * self.model.unit_bytes)
+            if solved.is_bound and solved.solution.values is not None:
+                found = max(found, solved.solution.bound * self.model.unit_bytes)
         return int(found)
 
     def relaxed_us(self, budget_bytes: float) -> float:
