@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -201,7 +201,11 @@ class MemoryPlanner:
             stage("solve")
             offer = self._rank_zeros(attempt, structure, target_bytes)
             stage("simulate")
-            call = attempt.run(offer.plan)
+            call = together(
+                partial(attempt.run, offer.plan),
+                self._data_parallel,
+                error_elsewhere=OtherRankError,
+            )
             if budget_bytes is None or target_bytes is None:
                 return call
             more_bytes = self._most(call.profile.peak_bytes - budget_bytes)

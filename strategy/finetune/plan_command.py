@@ -198,7 +198,7 @@ def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
             "",
             explain(plan, num_rows=12),
             "",
-            f"smallest budget with a plan: {in_units(made.smallest_bytes)}",
+            f"smallest budget with a plan: about {in_units(made.smallest_bytes)}",
             f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
             _made_in(plan, progress),
             "",
@@ -216,10 +216,11 @@ def _title(made: RunPlan, config: RunConfig) -> str:
 def _made_in(plan: Any, progress: Progress) -> str:
     total_s, solve_s = sum(progress.cpu_seconds.values()), progress.cpu_seconds.get("solve", 0.0)
     took = f"made in {total_s:.0f} s, {solve_s:.1f} s of it to solve"
-    gap = min(plan.gap, plan.layered_gap)
-    if gap == 0.0:
+    if not math.isfinite(plan.gap):
+        return took
+    if plan.gap == 0.0:
         return f"{took}: no plan computes less again"
-    return f"{took}: it computes {gap:.1%} more again than any plan must"
+    return f"{took}: it computes {plan.gap:.1%} more again than any plan must"
 
 
 def _verdict(made: RunPlan) -> str:

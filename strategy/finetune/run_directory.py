@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,22 +66,24 @@ class RunDirectory:
         """What a full run trains, in transformers' format."""
         return self.root / "model"
 
-    def entries(self) -> frozenset[str] | None:
-        """Names of what lies in it; None where there is no such directory."""
-        return frozenset(os.listdir(self.root)) if self.root.is_dir() else None
+    def run_file_text(self) -> str | None:
+        """What the run file says; None where there is none."""
+        return self.config.read_text(encoding="utf-8") if self.config.exists() else None
 
-    def remove_new(self, before: frozenset[str] | None) -> None:
-        """Remove what this start wrote, of a run that took no step.
+    def take_back(self, run_file_before: str | None) -> None:
+        """Let a start that took no step be as if it had not been: its own files go, and no others.
 
         Args:
-            before: What `entries` said then; it stays.
+            run_file_before: What `run_file_text` said then; a run that is resumed gets it back and keeps its files.
         """
-        if before is None:
-            shutil.rmtree(self.root)
+        if run_file_before is not None:
+            self.config.write_text(run_file_before, encoding="utf-8")
             return
-        for name in (self.entries() or frozenset()) - before:
-            path = self.root / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in (self.config, self.metrics, self.environment, self.loss_curve):
+            path.unlink(missing_ok=True)
+        for directory in (self.checkpoints, self.root):
+            with contextlib.suppress(OSError):  # something else lies in it
+                directory.rmdir()
 
     def create(self, config: RunConfig) -> None:
         """Make the directory and write the resolved run file into it.

@@ -115,7 +115,7 @@ def _begin(
         _load(fabric, job.resume_from, job.config, state)
     # After the checkpoint: one that does not fit this run file must not replace its own.
     before = _create_directory(fabric, job, step=state["step"])
-    return _Begun(module=module, step=state["step"], entries_before=before)
+    return _Begun(module=module, step=state["step"], run_file_before=before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +124,8 @@ class _Begun:
 
     module: nn.Module
     step: int
-    entries_before: frozenset[str] | None
-    """Of the run directory; None where there was none."""
+    run_file_before: str | None
+    """Of a run that is resumed; None of a new one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,11 +283,11 @@ def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
     )
 
 
-def _create_directory(fabric: Fabric, job: Job, *, step: int) -> frozenset[str] | None:
-    """Returns what lay there."""
+def _create_directory(fabric: Fabric, job: Job, *, step: int) -> str | None:
+    """Returns the run file that lay there."""
     # Not before every rank has looked whether another run's files lie there.
     fabric.barrier()
-    before = job.directory.entries()
+    before = job.directory.run_file_text()
     if fabric.is_global_zero:
         job.directory.create(job.config)
         add_start(job.directory.environment, fabric, step=step)
@@ -339,7 +339,7 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
 def _leave_nothing(fabric: Fabric, job: Job, begun: _Begun) -> None:
     """Let the next try, with another budget or another model, find the directory as this one did."""
     if fabric.is_global_zero:
-        job.directory.remove_new(begun.entries_before)
+        job.directory.take_back(begun.run_file_before)
 
 
 def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:

@@ -15,7 +15,7 @@ After:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from thunder_memsave import compat
 
@@ -46,16 +46,33 @@ def keep_overwritten(trace: TraceCtx) -> TraceCtx:
     symbols = trace.bound_symbols
     if not is_joint(symbols) or not any(written_in_place(b) is not None for b in symbols):
         return trace
-    copied = _overwritten(symbols)
-    if not copied:
+    kept = _without_idle_writes(symbols, {a.name for a in trace.args})
+    copied = _overwritten(kept)
+    if not copied and len(kept) == len(symbols):
         return trace
     new = from_trace(trace)
     new.names = set(trace.names)  # of its own: the same trace may be asked about again
     with tracectx(new):
         before = {t.name: t.replace_name(f"before_{t.name}") for ts in copied.values() for t in ts}
-        new.bound_symbols = list(_rewritten(symbols, copied, before))
+        new.bound_symbols = list(_rewritten(kept, copied, before))
     new.set_provenance(TraceProvenance("Joint pass keep_overwritten"))
     return new
+
+
+def _without_idle_writes(
+    symbols: Sequence[BoundSymbol], arguments: Set[str]
+) -> Sequence[BoundSymbol]:
+    """All but writes to what forward made and does not read again: the split would have them run in backward."""
+    forward, memory = forward_symbols(symbols), roots(symbols)
+    read = {a.name for b in symbols for a in b.flat_proxy_args}
+
+    def is_idle(bsym: BoundSymbol) -> bool:
+        written = written_in_place(bsym)
+        if written is None or id(bsym) in forward or memory.get(written, {written}) & arguments:
+            return False
+        return not any(o.name in read for o in bsym.flat_proxy_outs)
+
+    return [b for b in symbols if not is_idle(b)]
 
 
 def _overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, list[TensorProxy]]:

@@ -27,6 +27,18 @@ _COMMUNICATES = (
 )
 _HAPPENS_ONCE = (OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
 _OF_KERNELS = ("thunder_memsave_attention", "thunder_memsave_kernels")
+_COPIES = (
+    "cat",
+    "clone",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "convolution",
+    "embedding",
+    "index_select",
+    "take",
+    "where",
+)
 _MAKES_NEW_MEMORY = (OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP)
 
 
@@ -100,7 +112,8 @@ def roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
 
 def _makes_new_memory(bsym: BoundSymbol) -> bool:
     """Whether it surely computes: what Thunder calls an elementwise operation, a reduction or a product; a kernel."""
-    if bsym.sym.executor is not None and bsym.sym.executor.name in _OF_KERNELS:
+    executor = bsym.sym.executor
+    if bsym.sym.name in _COPIES or (executor is not None and executor.name in _OF_KERNELS):
         return True
     if bsym.subsymbols:
         return any(map(_makes_new_memory, bsym.subsymbols))

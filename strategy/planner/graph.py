@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much more time than the lower bound is spent on computing again, as a fraction of it."""
+        """Time of computing again beyond the lower bound, as a fraction of that; infinite where none is known."""
         if self.recompute_us <= self.lower_bound_us:
             return 0.0
-        return self.recompute_us / max(self.lower_bound_us, 1e-9) - 1.0
+        return self.recompute_us / self.lower_bound_us - 1.0 if self.lower_bound_us > 0 else inf

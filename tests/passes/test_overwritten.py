@@ -87,7 +87,7 @@ def test_operations_in_place_have_the_gradients_of_eager() -> None:
     check_trace(changed)
 
 
-def test_also_where_everything_is_computed_again() -> None:
+def test_also_with_the_policy_recompute_all() -> None:
     model, x = InPlace(), torch.randn(3, WIDTH)
     expected = gradients(model, CompiledModule(model), x)
     memory = MemoryConfig(policy="recompute_all")
@@ -125,3 +125,39 @@ def test_nothing_is_copied_where_nothing_is_written_or_backward_reads_nothing_of
     names = [b.sym.name for b in counts.captures[-1].forward_traces[-1].bound_symbols]
     assert "copy_" in names
     assert "clone" not in names
+
+
+def test_what_a_convolution_reads_is_not_copied_when_its_result_is_written_to() -> None:
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(2, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.convolution(x), inplace=True)
+
+    twins = Twins(Convolved())
+    twins.assert_equal(torch.randn(1, 2, 5, 5), loss=squares)
+    names = [b.sym.name for b in twins.compiled.captures[-1].forward_traces[-1].bound_symbols]
+    assert "copy_" in names
+    assert "clone" not in names
+
+
+def test_a_write_that_nothing_reads_does_not_reach_backward() -> None:
+    """Eager refuses the backward; the gradient is that of the values that forward read."""
+
+    class Wiped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            result = F.gelu(hidden)
+            hidden.zero_()
+            return result
+
+    model, x = Wiped(), torch.randn(3, WIDTH)
+    squares(CompiledModule(model)(x)).backward()
+    expected = torch.autograd.grad(squares(F.gelu(model.linear(x))), list(model.parameters()))
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
