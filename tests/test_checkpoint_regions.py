@@ -51,7 +51,9 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[str]]:
         torch.manual_seed(0)
         module(x).square().sum().backward()
     (capture,) = module.captures
-    saved = [t.name for t in saved_for_backward(capture.forward_traces[-1])]
+    forward = capture.forward_traces[-1]
+    there = {a.name for a in forward.args}  # parameters, which linears read again
+    saved = [t.name for t in saved_for_backward(forward) if t.name not in there]
     state = torch.get_rng_state()
     return [state, *(p.grad for p in model.parameters() if p.grad is not None)], saved
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain as joined
 from itertools import combinations
+from math import inf
 
 import pytest
 
@@ -242,6 +243,7 @@ def test_policies_look_at_no_budget() -> None:
     assert least.keep < everything.keep
     assert least.predicted_peak_bytes <= everything.predicted_peak_bytes
     assert everything.budget_bytes is None
+    assert (everything.gap, least.gap) == (0.0, inf)  # no bound was looked for
 
 
 def test_pinned_storages_are_decided_as_asked() -> None:
