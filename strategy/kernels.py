@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, TensorProxy) and dtypes.is_float_dtype(value.dtype) and value.numel > 0
+    return isinstance(value, TensorProxy) and dtypes.is_float_dtype(value.dtype)
 
 
 def _like_first(value: TensorProxy, *_: Any, **__: Any) -> TensorProxy:

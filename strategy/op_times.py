@@ -102,11 +102,8 @@ class MeasuredTimes:
             return _UNTIMED
         try:
             return _median_us(operation)
-        except (
-            RuntimeError,
-            IndexError,
-            ValueError,
-        ) as error:  # out of memory, or zeros are refused
+        # Out of memory, or zeros are refused.
+        except (RuntimeError, IndexError, ValueError) as error:
             _log.info("%s could not be timed, so the roofline tells its time: %s", key, error)
             return _UNTIMED
 

@@ -360,7 +360,7 @@ class Question:
     def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> _Offer:
         """A plan within `target_bytes`, else the smallest that was found, by earlier runs too."""
         if target_bytes is None:
-            return _Offer(plan=replace(self._solved(None), costs=self.costs))
+            return _Offer(plan=replace(self.solved(None), costs=self.costs))
         is_corrected = target_bytes != budget_bytes
         offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
         plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
@@ -370,7 +370,7 @@ class Question:
         """Whether more than the free wins is needed, so that costs matter."""
         if target_bytes is None or self.policy != "plan":
             return False
-        free = replace(self, policy="keep_all")._solved(None)
+        free = replace(self, policy="keep_all").solved(None)
         return free.predicted_peak_bytes > target_bytes
 
     def _known(self, target_bytes: int, is_corrected: bool) -> _Offer | None:
@@ -386,7 +386,7 @@ class Question:
 
     def _searched(self, target_bytes: int) -> _Offer:
         try:
-            plan = self._solved(target_bytes, known=self._plans_within(target_bytes))
+            plan = self.solved(target_bytes, known=self._plans_within(target_bytes))
         except BudgetError as error:
             return self._narrowed(target_bytes, self._smallest(error))
         cache_plan(self._key(target_bytes), plan)
@@ -431,7 +431,10 @@ class Question:
             recompute=self.recompute,
         )
 
-    def _solved(self, target_bytes: int | None, known: Sequence[Plan] = ()) -> Plan:
+    def solved(
+        self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: float
+    ) -> Plan:
+        """What `solve` says, whatever earlier runs have found; `limits` are its own."""
         return solve(
             self.graph,
             policy=self.policy,
@@ -443,6 +446,7 @@ class Question:
             regather=self.regather,
             known=known,
             generator_state_bytes=self.generator_state_bytes,
+            **limits,
         )
 
 

@@ -25,9 +25,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-AUTO_BUCKET_BYTES = 2**20
+AUTO_BUCKET_BYTES = 4 * 2**20
 """Joining pays where starting takes longer than sending. On 2 gloo ranks nine gathers of 256 B take 2.3 ms alone and
-0.4 ms joined, four of 1 MiB 6.3 and 3.0 ms; nine reductions of 256 B 1.9 and 0.4 ms, four of 1 MiB 4.3 and 4.8 ms."""
+0.4 ms joined; a step of six blocks of 2.25 MiB waits 96 ms for its collectives with buckets of 1 MiB, 80 ms with 4 MiB
+(`benchmarks/sharding.py`)."""
 
 
 class Handle(Protocol):

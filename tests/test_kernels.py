@@ -112,7 +112,6 @@ def test_a_layer_norm_of_other_dtypes_than_its_parameters_is_as_in_eager() -> No
     twins.assert_equal(x, loss=total, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore:var_mean")  # of eager's own
 def test_no_rows_are_as_in_eager() -> None:
     twins = Twins(Norms(torch.float32))
     twins.assert_equal(torch.randn(0, COLUMNS), loss=total, rtol=0.0, atol=0.0)

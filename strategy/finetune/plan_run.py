@@ -31,7 +31,7 @@ from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_size
 from thunder_memsave.gradients import clip_norm  # noqa: E402
 from thunder_memsave.pins import check_pins  # noqa: E402
 from thunder_memsave.planner.graph import Device, StepMemory  # noqa: E402
-from thunder_memsave.planner.solve import pareto, solve  # noqa: E402
+from thunder_memsave.planner.solve import pareto  # noqa: E402
 from thunder_memsave.planning import (  # noqa: E402
     Arguments,
     Attempt,
@@ -197,17 +197,7 @@ class _Planner(MemoryPlanner):
         asked = self._asked
         peak_bytes = call.profile.peak_bytes
         try:
-            found = solve(
-                asked.graph,
-                budget_bytes=1,
-                costs_us=asked.costs_us,
-                memory=asked.memory,
-                keep=asked.keep,
-                recompute=asked.recompute,
-                regather=asked.regather,
-                generator_state_bytes=asked.generator_state_bytes,
-                time_limit_s=_SMALLEST_S,
-            )
+            found = replace(asked, policy="plan").solved(1, time_limit_s=_SMALLEST_S)
         except BudgetError as error:
             if error.smallest_bytes is None:
                 raise

@@ -46,24 +46,27 @@ def keep_overwritten(trace: TraceCtx) -> TraceCtx:
     symbols = trace.bound_symbols
     if not is_joint(symbols) or not any(written_in_place(b) is not None for b in symbols):
         return trace
-    kept = _without_idle_writes(symbols, {a.name for a in trace.args})
-    copied = _overwritten(kept)
+    forward, memory = forward_symbols(symbols), roots(symbols)
+    kept = _without_idle_writes(symbols, forward, memory, {a.name for a in trace.args})
+    copied = _overwritten(kept, forward, memory)
     if not copied and len(kept) == len(symbols):
         return trace
     new = from_trace(trace)
     new.names = set(trace.names)  # of its own: the same trace may be asked about again
     with tracectx(new):
         before = {t.name: t.replace_name(f"before_{t.name}") for ts in copied.values() for t in ts}
-        new.bound_symbols = list(_rewritten(kept, copied, before))
+        new.bound_symbols = list(_rewritten(kept, forward, copied, before))
     new.set_provenance(TraceProvenance("Joint pass keep_overwritten"))
     return new
 
 
 def _without_idle_writes(
-    symbols: Sequence[BoundSymbol], arguments: Set[str]
+    symbols: Sequence[BoundSymbol],
+    forward: Set[int],
+    memory: Mapping[str, Set[str]],
+    arguments: Set[str],
 ) -> Sequence[BoundSymbol]:
     """All but writes to what forward made and does not read again: the split would have them run in backward."""
-    forward, memory = forward_symbols(symbols), roots(symbols)
     read = {a.name for b in symbols for a in b.flat_proxy_args}
 
     def is_idle(bsym: BoundSymbol) -> bool:
@@ -75,11 +78,11 @@ def _without_idle_writes(
     return [b for b in symbols if not is_idle(b)]
 
 
-def _overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, list[TensorProxy]]:
+def _overwritten(
+    symbols: Sequence[BoundSymbol], forward: Set[int], memory: Mapping[str, Set[str]]
+) -> Mapping[int, list[TensorProxy]]:
     """By the id of the first symbol that writes to its memory: what backward reads and is there before."""
-    forward = forward_symbols(symbols)
     read = _read_by_backward(symbols, forward)
-    memory = roots(symbols)
     there: dict[str, TensorProxy] = {}
     found: dict[int, list[TensorProxy]] = {}
     for bsym in symbols:
@@ -96,7 +99,7 @@ def _overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, list[TensorProx
     return {number: lost for number, lost in found.items() if lost}
 
 
-def _read_by_backward(symbols: Sequence[BoundSymbol], forward: set[int]) -> set[str]:
+def _read_by_backward(symbols: Sequence[BoundSymbol], forward: Set[int]) -> set[str]:
     return {
         t.name
         for b in symbols
@@ -111,10 +114,10 @@ def _tensors(proxies: Iterable[Proxy]) -> Iterator[TensorProxy]:
 
 def _rewritten(
     symbols: Sequence[BoundSymbol],
+    forward: Set[int],
     copied: Mapping[int, Sequence[TensorProxy]],
     before: Mapping[str, Proxy],
 ) -> Iterator[BoundSymbol]:
-    forward = forward_symbols(symbols)
     for bsym in symbols:
         source = bsym.args[0] if bsym.args else None
         for tensor in copied.get(id(bsym), ()):

@@ -328,10 +328,6 @@ class _Postponed:
     readers: list[BoundSymbol]
     """What reads the result and nothing else: a cast back, a reduction over further ranks and what follows it."""
 
-    @property
-    def future(self) -> str:
-        return str(self.wait.args[0].name)
-
 
 class _Reductions:
     """Reductions that have not started because others may join them, and waits that are postponed."""

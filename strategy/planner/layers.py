@@ -138,10 +138,9 @@ class Layers:
             bound, is_new = self._plan_at(solved, deadline_s)
             self.bound_us = max(self.bound_us, float(bound))
             is_good = solved.us <= self.bound_us * (1 + _GAP)
-            is_good |= (
-                self.bound_us > most_us
-            )  # none fits: what is missing costs more than all that can run again
-            if not is_new or is_good or time.thread_time() > deadline_s:
+            # What is missing then costs more than all that can run again.
+            none_fits = self.bound_us > most_us
+            if not is_new or is_good or none_fits or time.thread_time() > deadline_s:
                 return
 
     def keep(self, budget_bytes: float) -> frozenset[int] | None:

@@ -125,8 +125,7 @@ class Search:
         found = self._bound(partial(least_bytes, self.model))
         if not self.has_many:
             solved = self.model.smallest(self._to_the_end, relaxed=True)
-            if solved.is_bound and solved.solution.values is not None:
-                found = max(found, solved.solution.bound * self.model.unit_bytes)
+            found = max(found, _proven(solved, self.model.unit_bytes))
         return int(found)
 
     def relaxed_us(self, budget_bytes: float) -> float:
@@ -134,7 +133,7 @@ class Search:
         found = self._bound(partial(least_us, self.model, budget_bytes))
         if not self.has_many:
             solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
-            found = max(found, solved.is_bound * solved.solution.bound * self.model.unit_us)
+            found = max(found, _proven(solved, self.model.unit_us))
         return found
 
     def add_typical(self, plans: Iterable[Evaluated], budget_bytes: float) -> None:
@@ -254,6 +253,11 @@ class Search:
     @property
     def _to_the_end(self) -> Effort:
         return Effort(gap=_NO_GAP, time_limit_s=max(2.0, self._left_s) * self._slowdown)
+
+
+def _proven(solved: Solved, unit: float) -> float:
+    """What a relaxed program says that no plan is below; 0 where it says nothing of all plans."""
+    return solved.solution.bound * unit if solved.is_bound else 0.0
 
 
 def _highest_of_parts(found: Evaluated, over_bytes: float) -> Iterable[Moment]:
