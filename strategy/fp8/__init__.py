@@ -1,0 +1,1 @@
+"""Linears that compute in fp8: recipes, scaling state, backends, and their Thunder operators."""
