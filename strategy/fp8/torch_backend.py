@@ -1,3 +1,311 @@
-"""The fp8 operations of a linear on plain tensors, by PyTorch: quantise, transpose, multiply."""
+"""The fp8 operations of a linear on plain tensors, by PyTorch: quantise, transpose, multiply.
+
+The arithmetic is that of TransformerEngine's kernels, bit by bit, on the CPU too: a value is multiplied by its scale in
+float32, saturates at the largest finite number of the fp8 type, and stays NaN if it was; the largest magnitude (amax)
+counts infinities and not NaN (`fmaxf` in transformer_engine/common/cast/fp8/quantize_fp8.cuh).
+
+Matrices are contiguous, with the dimension that is summed over last.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""The side of a block; on Hopper the GEMMs know no other."""
+
+_CHUNK_ELEMENTS = 2**24
+"""So many elements are in float32 at a time: the scratch of a cast is 64 MiB, whatever the tensor's size."""
+
+_MULTIPLE = 16
+"""cuBLAS's fp8 GEMMs want rows whose bytes are a multiple of this."""
+
+
+def quantize_delayed(
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: int, dtype: torch.dtype, records: bool
+) -> tuple[Tensor, Tensor]:
+    """Cast with a scale from earlier steps, and note the amax for later ones.
+
+    Args:
+        x: In any float type and shape.
+        scale: float32 `[tensors]`, of the linear's tensors in this direction; `scale[index]` is taken.
+        amax_history: float32 `[length, tensors]`; its first row is the current step's.
+        index: Which of the linear's tensors `x` is.
+        dtype: The fp8 type.
+        records: Whether `amax_history[0, index]` becomes the larger of itself and x's amax, in place: the same however
+            often, and in whatever order, the casts of a step run.
+
+    Returns:
+        x in fp8, and the factor that undoes the scale, float32 `[1]`, which shares no memory with the state.
+    """
+    if records:
+        newest = amax_history[0, index]
+        newest.copy_(torch.maximum(newest, amax(x)))
+    chosen = scale[index : index + 1]
+    return _cast(x, chosen, dtype), chosen.reciprocal()
+
+
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cast with the scale that x's own amax gives.
+
+    Args:
+        x: In any float type and shape.
+        dtype: The fp8 type.
+        amax_epsilon: The least that the amax is taken for.
+        force_pow_2_scales: Whether scales are rounded down to powers of 2.
+
+    Returns:
+        x in fp8, and the factor that undoes the scale, float32 `[1]`.
+    """
+    scale = _scale_of(
+        amax(x).reshape(1),
+        dtype,
+        amax_epsilon=amax_epsilon,
+        force_pow_2_scales=force_pow_2_scales,
+        instead_of_inf=torch.finfo(torch.float32).max,
+    )
+    return _cast(x, scale, dtype), scale.reciprocal()
+
+
+def quantize_block(
+    x: Tensor,
+    dtype: torch.dtype,
+    block_rows: int,
+    block_cols: int = BLOCK,
+    amax_epsilon: float = 0.0,
+    force_pow_2_scales: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Cast each block with the scale that the block's own amax gives.
+
+    Args:
+        x: `[rows, columns]` in any float type; the last blocks may be smaller than the others.
+        dtype: The fp8 type.
+        block_rows: 1 for inputs and gradients, 128 for weights.
+        block_cols: 128.
+        amax_epsilon: The least that an amax is taken for.
+        force_pow_2_scales: Whether scales are rounded down to powers of 2.
+
+    Returns:
+        x in fp8, and the factors that undo the scales, float32 of `block_scales_shape`.
+    """
+    quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    scales = x.new_empty(
+        block_scales_shape(x.shape[0], x.shape[1], block_rows, block_cols), dtype=torch.float32
+    )
+    for first, rows in _chunks(x.shape[0], x.shape[1], multiple=block_rows):
+        part = x[first : first + rows]
+        row_of_blocks = first // block_rows
+        blocks = scales[row_of_blocks : row_of_blocks + -(-rows // block_rows)]
+        blocks.copy_(
+            _scale_of(
+                _block_amax(part, block_rows, block_cols),
+                dtype,
+                amax_epsilon=amax_epsilon,
+                force_pow_2_scales=force_pow_2_scales,
+                instead_of_inf=torch.finfo(x.dtype).max,
+            )
+        )
+        each = _of_elements(blocks, rows, x.shape[1], block_rows, block_cols)
+        quantized[first : first + rows].copy_(_saturated(part * each, dtype))
+    return quantized, scales.reciprocal_()
+
+
+def block_scales_shape(
+    rows: int, columns: int, block_rows: int, block_cols: int = BLOCK
+) -> tuple[int, int]:
+    """How many blocks there are down and across a matrix."""
+    return -(-rows // block_rows), -(-columns // block_cols)
+
+
+def transpose(q: Tensor) -> Tensor:
+    """Copy `[rows, columns]` to `[columns, rows]`.
+
+    For scales of the whole tensor; where blocks have scales, x.t() is what is quantised.
+    """
+    return q.t().contiguous()
+
+
+def gemm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Multiply `a @ b.t() + bias`.
+
+    Args:
+        a: fp8 `[m, k]`.
+        a_scale_inv: float32 `[1]`, or what `quantize_block` gave.
+        b: fp8 `[n, k]`.
+        b_scale_inv: As `a_scale_inv`.
+        bias: `[n]` or None; added before the result is rounded to `out_dtype`, except to float32 on CUDA, where it is
+            added to the result.
+        out_dtype: Of the result.
+        use_fast_accum: Whether Hopper's tensor cores may add up with fewer bits; nothing elsewhere.
+
+    Returns:
+        `[m, n]`.
+    """
+    bias = None if bias is None else bias.to(out_dtype)
+    if a.is_cuda:
+        return _cuda_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, use_fast_accum)
+    if a_scale_inv.dim() == 2:
+        return _dequantized_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
+    # Without out_dtype the product would be in fp8.
+    return torch._scaled_mm(
+        a, b.t(), scale_a=a_scale_inv, scale_b=b_scale_inv, bias=bias, out_dtype=out_dtype
+    )
+
+
+def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
+    """Give back in float32 what a quantised tensor stands for.
+
+    Args:
+        q: fp8, of any shape; `[rows, columns]` where blocks have scales.
+        scale_inv: float32 `[1]`, or what `quantize_block` gave.
+    """
+    if scale_inv.dim() < 2:
+        return q.float() * scale_inv
+    rows, columns = q.shape
+    # The only block heights that there are; blocks of one row have a scale in each.
+    block_rows = 1 if scale_inv.shape[0] == rows else BLOCK
+    return q.float() * _of_elements(scale_inv, rows, columns, block_rows, BLOCK)
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude among the elements that are numbers, float32 without dimensions; 0 if there is none."""
+    largest = x.new_zeros((), dtype=torch.float32)
+    flat = x.reshape(-1)
+    for first, length in _chunks(flat.numel(), 1):
+        part = _magnitudes(flat[first : first + length]).amax()
+        largest = torch.maximum(largest, part.float())
+    return largest
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    return x.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+
+
+def _chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield (first row, number of rows), whole blocks of `multiple` rows at a time."""
+    step = max(_CHUNK_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
+    for first in range(0, rows, step):
+        yield first, min(step, rows - first)
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    source, target = x.reshape(-1), quantized.view(-1)
+    for first, length in _chunks(source.numel(), 1):
+        part = slice(first, first + length)
+        target[part].copy_(_saturated(source[part] * scale, dtype))
+    return quantized
+
+
+def _saturated(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    # Casts of some torch versions make NaN or infinity of what is too large; clamping keeps NaN.
+    largest = torch.finfo(dtype).max
+    return scaled.clamp_(-largest, largest)
+
+
+def _scale_of(
+    amax: Tensor,
+    dtype: torch.dtype,
+    *,
+    amax_epsilon: float,
+    force_pow_2_scales: bool,
+    instead_of_inf: float,
+) -> Tensor:
+    """The scale for an amax: `compute_scale_from_amax` in transformer_engine/common/recipe/recipe_common.cuh."""
+    amax = amax.clamp_min(amax_epsilon)
+    # Not `number / tensor`, for which torch multiplies by the reciprocal, which rounds twice.
+    scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
+    scale = torch.where(scale.isinf(), instead_of_inf, scale)
+    if force_pow_2_scales:
+        exponent = scale.view(torch.int32) & 0x7F800000  # without the mantissa
+        scale = exponent.view(torch.float32)
+    return torch.where((amax == 0) | amax.isinf(), 1.0, scale)
+
+
+def _block_amax(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
+    """The amax of each block, float32."""
+    rows, columns = x.shape
+    down, across = block_scales_shape(rows, columns, block_rows, block_cols)
+    padding = (0, across * block_cols - columns, 0, down * block_rows - rows)
+    padded = torch.nn.functional.pad(_magnitudes(x), padding)
+    return padded.view(down, block_rows, across, block_cols).amax(dim=(1, 3)).float()
+
+
+def _of_elements(
+    scales: Tensor, rows: int, columns: int, block_rows: int, block_cols: int
+) -> Tensor:
+    """Spread the scales of blocks over their elements."""
+    spread = scales.repeat_interleave(block_cols, dim=1)[:, :columns]
+    return spread if block_rows == 1 else spread.repeat_interleave(block_rows, dim=0)[:rows]
+
+
+def _dequantized_gemm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    product = dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()
+    return (product if bias is None else product.add_(bias)).to(out_dtype)
+
+
+def _cuda_gemm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    # cuBLAS adds no bias to a float32 result.
+    added_later = bias if out_dtype == torch.float32 else None
+    product = torch._scaled_mm(
+        _whole_rows(a),
+        _whole_rows(b).t(),
+        scale_a=_cuda_scales(a, a_scale_inv),
+        scale_b=_cuda_scales(b, b_scale_inv).t(),
+        bias=bias if added_later is None else None,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+    return product if added_later is None else product.add_(added_later)
+
+
+def _whole_rows(matrix: Tensor) -> Tensor:
+    """Append zeros to rows, as cuBLAS wants their length; the product is the same."""
+    missing = -matrix.shape[1] % _MULTIPLE
+    if not missing:
+        return matrix
+    # Padding is not written for fp8 types; zero is zero in bytes as well.
+    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
+    return padded.view(matrix.dtype)
+
+
+def _cuda_scales(matrix: Tensor, scale_inv: Tensor) -> Tensor:
+    """Lay scales out as cuBLAS reads them; `torch._scaled_mm` tells by shapes and strides which they are.
+
+    Those of 1x128 blocks lie along the columns. Those of 128x128 blocks lie along the rows, which begin every 4 numbers
+    (aten/src/ATen/native/cuda/ScaledBlas.cpp).
+    """
+    if scale_inv.dim() < 2:
+        return scale_inv
+    if scale_inv.shape[0] == matrix.shape[0]:
+        return scale_inv.t().contiguous().t()
+    columns = scale_inv.shape[1]
+    return torch.nn.functional.pad(scale_inv, (0, -columns % 4))[:, :columns]
