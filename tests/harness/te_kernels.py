@@ -118,7 +118,8 @@ def scale_of_amax(
 ) -> Tensor:
     """`compute_scale_from_amax` of recipe_common.cuh."""
     floored = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    scale = torch.finfo(torch_dtype(dtype)).max / floored
+    # `__fdiv_rn`; torch computes `number / tensor` as the number times the reciprocal.
+    scale = torch.full_like(floored, torch.finfo(torch_dtype(dtype)).max) / floored
     scale = torch.where(scale.isinf(), torch.full_like(scale, value_for_inf), scale)
     if power_of_2:
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)  # drops the mantissa
