@@ -14,6 +14,7 @@ from thunder_memsave.settings import (
     BytesOrFraction,
     ConfigError,
     Section,
+    Whole,
     field_names,
     parse_bytes,
     parse_duration,
@@ -29,6 +30,7 @@ from thunder_memsave.yaml_file import load_yaml
 __all__ = [
     "CompileConfig",
     "ConfigError",
+    "Fp8Config",
     "MemoryConfig",
     "ShardingConfig",
     "StrategyConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "load_yaml",
     "parse_bytes",
     "parse_duration",
+    "parse_fp8",
     "parse_memory",
     "parse_section",
     "parse_strategy",
@@ -191,6 +194,73 @@ def _refuse_without_effect(memory: MemoryConfig) -> None:
             )
 
 
+_NO_MARGIN = Whole(0)
+
+# Keys of fp8 that recipes other than `delayed` have no use for.
+_OF_DELAYED = ("amax_history_len", "amax_compute_algo", "margin", "reduce_amax")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Config(Section):
+    """Which linear layers compute in 8-bit floating point, and how; `{}` takes the defaults."""
+
+    backend: Literal["auto", "transformer_engine", "torch"] = "auto"
+    """Whose kernels run: TransformerEngine's, which the extra `te` installs, or PyTorch's own; `auto`
+    takes TransformerEngine's where it is installed and there is a CUDA device."""
+
+    recipe: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
+    """How numbers are scaled into the range of fp8: `delayed` by what each tensor was in earlier
+    steps, `current` by what it is, `block` by what 1x128 (weights: 128x128) of its elements are;
+    `mxfp8` and `nvfp4` need a Blackwell GPU and are refused in this version."""
+
+    fp8_format: Literal["HYBRID", "E4M3"] | None = None
+    """`E4M3` for all tensors, or `HYBRID`: gradients are E5M2, with more range and less precision;
+    null is `HYBRID` for the recipes `delayed` and `current`, `E4M3` for the others."""
+
+    amax_history_len: int = 1024
+    """Steps that the recipe `delayed` looks back."""
+
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """What `delayed` takes of those steps: the largest magnitude, or that of the step before."""
+
+    margin: Whole = _NO_MARGIN
+    """`delayed` scales 2**margin lower than what would just fit, for tensors that grow quickly."""
+
+    reduce_amax: bool = True
+    """Whether `delayed` uses the largest magnitude on all ranks, so that all scale alike."""
+
+    skip_modules: tuple[str, ...] = ("lm_head",)
+    """Names of modules, or patterns such as `*.gate`, whose linear layers do not run in fp8: the
+    whole name or its end."""
+
+    frozen_weights: Literal["compute", "fp8"] = "compute"
+    """What is kept of weights that are not trained: `compute` keeps them as they are, and a copy in
+    fp8 to compute with; `fp8`, the copy alone, is refused in this version."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.recipe != "delayed":
+            _refuse_options_of_delayed(self)
+        if self.frozen_weights == "fp8":
+            raise ConfigError(
+                "fp8.frozen_weights is 'fp8', but weights that are kept in fp8 alone are not in this version; write "
+                "'compute', which computes with an fp8 copy of them.",
+                key="fp8.frozen_weights",
+            )
+
+
+def _refuse_options_of_delayed(fp8: Fp8Config) -> None:
+    default = {field.name: field.default for field in dataclasses.fields(Fp8Config)}
+    for name in _OF_DELAYED:
+        value = getattr(fp8, name)
+        if value != default[name]:
+            raise ConfigError(
+                f"fp8.{name} is {value!r}, and has no effect with fp8.recipe {fp8.recipe!r}, which keeps no history of "
+                "magnitudes; leave it out, or set the recipe to 'delayed'.",
+                key=f"fp8.{name}",
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyConfig(Section):
     """Everything that `ThunderMemsaveStrategy` can be told through YAML."""
@@ -253,6 +323,24 @@ def parse_memory(values: object, *, where: str = "memory") -> MemoryConfig:
         return values
     given = require_mapping({} if values is None else values, where=where)
     return parse_section(MemoryConfig, given, where=where)
+
+
+def parse_fp8(values: object, *, where: str = "fp8") -> Fp8Config | None:
+    """Build the section `fp8`.
+
+    Args:
+        values: A mapping, or a ready section; an empty mapping asks for fp8 with its defaults.
+        where: The section's name in messages.
+
+    Returns:
+        None for None: nothing runs in fp8.
+
+    Raises:
+        ConfigError: a key is unknown, has a value of the wrong kind, or no effect beside the others.
+    """
+    if values is None or isinstance(values, Fp8Config):
+        return values
+    return parse_section(Fp8Config, require_mapping(values, where=where), where=where)
 
 
 def parse_strategy(

@@ -22,6 +22,9 @@ Bytes = NewType("Bytes", int)
 BytesOrFraction = NewType("BytesOrFraction", float)
 """A number of bytes as `Bytes` (an int), or what part of a whole as a float above 0, at most 1."""
 
+Whole = NewType("Whole", int)
+"""A whole number, 0 too; a plain int is one of at least 1."""
+
 _BYTES_PER_UNIT = {
     "B": 1,
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
@@ -194,8 +197,10 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         return _quantity(parse_bytes, value, where=where)
     if hint is BytesOrFraction:
         return _quantity(parse_bytes_or_fraction, value, where=where)
-    if hint is int:
-        return _count(value, where=where)
+    if hint is bool:
+        return _flag(value, where=where)
+    if hint is int or hint is Whole:
+        return _count(value, least=1 if hint is int else 0, where=where)
     assert isinstance(hint, type), f"{where} has a type that is not parsed: {hint}"
     assert dataclasses.is_dataclass(hint), f"{where} has a type that is not parsed: {hint}"
     return parse_section(hint, value, where=where)
@@ -242,10 +247,16 @@ def _quantity(parse: Callable[[Any], Any], value: Any, *, where: str) -> Any:
         raise ConfigError(f"{where}: {error}", key=where) from None
 
 
-def _count(value: object, *, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def _flag(value: object, *, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} is {value!r}, but must be true or false.", key=where)
+    return value
+
+
+def _count(value: object, *, least: int, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
-            f"{where} is {value!r}, but must be a whole number of at least 1.", key=where
+            f"{where} is {value!r}, but must be a whole number of at least {least}.", key=where
         )
     return value
 

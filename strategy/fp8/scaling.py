@@ -1,3 +1,137 @@
-"""The state of delayed scaling: for each linear, the amax of its tensors in the last steps and their scales."""
+"""The state of delayed scaling: for each linear, the amax of its tensors in the last steps and their scales.
+
+The casts of a step read the scales and raise the first row of the histories (`quantize_delayed` of the backends).
+`update_scales` runs once per optimizer step, between the last backward and the next forward. So all that a step
+computes, its recomputation and its micro-batches too, is cast with the same scales.
+
+The schedule is that of TransformerEngine's python, `_amax_and_scale_update` in transformer_engine/pytorch/
+quantization.py, bit by bit.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.fp8.recipe import Recipe
+
+INPUT, WEIGHT, GRAD = 0, 1, 0
+"""Columns: of the input and the weight in the forward state, of the output's gradient in the backward state."""
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class ScalingState(nn.Module):
+    """The scales of one linear and the amax that they come from, as float32 buffers.
+
+    - `forward_amax_history` `[amax_history_len, 2]`: of the input and the weight; the first row is the current step's,
+      the last one the step before's.
+    - `forward_scale` `[2]`: what input and weight are multiplied with before the cast; 1 at first.
+    - `backward_amax_history` `[amax_history_len, 1]` and `backward_scale` `[1]`: the same for the output's gradient.
+    """
+
+    forward_amax_history: Tensor
+    forward_scale: Tensor
+    backward_amax_history: Tensor
+    backward_scale: Tensor
+
+    def __init__(self, recipe: Recipe, *, device: torch.device | None = None) -> None:
+        """Begin as TransformerEngine does: no amax, scales of 1."""
+        super().__init__()
+        self.recipe = recipe
+        for direction, tensors in (("forward", 2), ("backward", 1)):
+            # float32 whatever torch's default dtype is, as under `torch.set_default_dtype`.
+            shape, options = (recipe.amax_history_len, tensors), {"dtype": torch.float32}
+            history = torch.zeros(shape, device=device, **options)
+            scale = torch.ones(tensors, device=device, **options)
+            self.register_buffer(f"{direction}_amax_history", history)
+            self.register_buffer(f"{direction}_scale", scale)
+
+    def reset_parameters(self) -> None:
+        """Begin anew; what a module that was made on the meta device is initialised with."""
+        for part in (self.forward_amax_history, self.backward_amax_history):
+            part.zero_()
+        for part in (self.forward_scale, self.backward_scale):
+            part.fill_(1.0)
+
+    def update(self) -> None:
+        """Take new scales, for this linear alone; `update_scales` does many at once."""
+        update_scales([self])
+
+
+@torch.no_grad()
+def reduce_amax(states: Sequence[ScalingState], all_reduce_max: Callable[[Tensor], object]) -> None:
+    """Let the current step's amax be the largest of all ranks: before `update_scales`, in one collective.
+
+    Args:
+        states: Of one device, in the same order on all ranks.
+        all_reduce_max: Replaces a float32 tensor by the elementwise maximum over the ranks, in place.
+    """
+    newest = [part.history[0] for part in _parts(states)]
+    if not newest:
+        return
+    joined = torch.cat(newest)
+    all_reduce_max(joined)
+    torch._foreach_copy_(newest, joined.split([row.numel() for row in newest]))
+
+
+@torch.no_grad()
+def update_scales(states: Sequence[ScalingState]) -> None:
+    """Take the scales of the next step from the histories, and begin the next step's row of them.
+
+    All states are updated together, so that the number of kernels does not grow with the number of linears.
+
+    Args:
+        states: Of one device and one recipe.
+    """
+    parts = list(_parts(states))
+    if not parts:
+        return
+    recipe = states[0].recipe
+    widths = [part.scale.numel() for part in parts]
+    history = torch.cat([part.history for part in parts], dim=1)
+    amax = history.amax(0) if recipe.amax_compute_algo == "max" else history[0].clone()
+    old = torch.cat([part.scale for part in parts])
+    scale = _next_scale(amax, old, _fp8_max(recipe, len(states), old.device), recipe.margin)
+    rolled = history.roll(-1, 0)
+    rolled[0] = 0
+    torch._foreach_copy_([part.scale for part in parts], scale.split(widths))
+    torch._foreach_copy_([part.history for part in parts], rolled.split(widths, dim=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """One direction of one linear."""
+
+    history: Tensor
+    scale: Tensor
+
+
+def _parts(states: Sequence[ScalingState]) -> Iterator[_Part]:
+    """Yield the forward parts of all states, then their backward parts, as `_fp8_max` has them."""
+    for state in states:
+        yield _Part(history=state.forward_amax_history, scale=state.forward_scale)
+    for state in states:
+        yield _Part(history=state.backward_amax_history, scale=state.backward_scale)
+
+
+def _fp8_max(recipe: Recipe, num_states: int, device: torch.device) -> Tensor:
+    """The largest number of the fp8 type of each scale."""
+    forward, backward = (torch.finfo(recipe.dtype(role)).max for role in ("input", "grad"))
+    return torch.cat(
+        [
+            torch.full((2 * num_states,), forward, dtype=torch.float32, device=device),
+            torch.full((num_states,), backward, dtype=torch.float32, device=device),
+        ]
+    )
+
+
+def _next_scale(amax: Tensor, scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
+    """The scales for these amaxes; where an amax is 0 or infinite, the scale stays as it was."""
+    # TransformerEngine writes `fp8_max / amax`, which torch computes as this product: a division rounds otherwise.
+    new = amax.reciprocal() * fp8_max / 2**margin
+    new = torch.where((amax > 0) & amax.isfinite(), new, scale)
+    return torch.where(new.isinf(), _FLOAT32_MAX, new)
