@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +44,10 @@ class ScalingState(nn.Module):
         super().__init__()
         self.recipe = recipe
         for direction, tensors in (("forward", 2), ("backward", 1)):
-            # float32 whatever torch's default dtype is, as under `torch.set_default_dtype`.
-            shape, options = (recipe.amax_history_len, tensors), {"dtype": torch.float32}
-            history = torch.zeros(shape, device=device, **options)
-            scale = torch.ones(tensors, device=device, **options)
+            # Not torch's default dtype, which is bfloat16 while a model is made under bf16-true.
+            shape = (recipe.amax_history_len, tensors)
+            history = torch.zeros(shape, dtype=torch.float32, device=device)
+            scale = torch.ones(tensors, dtype=torch.float32, device=device)
             self.register_buffer(f"{direction}_amax_history", history)
             self.register_buffer(f"{direction}_scale", scale)
 
@@ -56,6 +57,15 @@ class ScalingState(nn.Module):
             part.zero_()
         for part in (self.forward_scale, self.backward_scale):
             part.fill_(1.0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `model.to(torch.bfloat16)` moves and casts what a module has; scales stay float32.
+        for name, buffer in self._buffers.items():
+            assert buffer is not None, f"{name} is always there"
+            moved = fn(buffer)
+            is_cast = moved.dtype != torch.float32
+            self._buffers[name] = buffer.to(moved.device) if is_cast else moved
+        return self
 
     def update(self) -> None:
         """Take new scales, for this linear alone; `update_scales` does many at once."""

@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from packaging.version import Version
 from torch import Tensor
+
+from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
+from thunder_memsave.settings import ConfigError
 
 BLOCK = 128
 """The side of a block; on Hopper the GEMMs know no other."""
@@ -22,6 +26,11 @@ _CHUNK_ELEMENTS = 2**24
 
 _MULTIPLE = 16
 """cuBLAS's fp8 GEMMs want rows whose bytes are a multiple of this."""
+
+_ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
+
+_CUDA_OF_BLOCKS = "12.9"
+"""The first whose cuBLAS multiplies blocks that have scales."""
 
 
 def quantize_delayed(
@@ -178,6 +187,66 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
     # The only block heights that there are; blocks of one row have a scale in each.
     block_rows = 1 if scale_inv.shape[0] == rows else BLOCK
     return q.float() * _of_elements(scale_inv, rows, columns, block_rows, BLOCK)
+
+
+def require(recipe: RecipeName, device: torch.device) -> None:
+    """Refuse to begin where PyTorch's kernels cannot compute.
+
+    Args:
+        recipe: As `fp8.recipe` names it.
+        device: That the model is on.
+
+    Raises:
+        ConfigError: with what is missing, and what can be done.
+    """
+    reason = why_not(recipe, device)
+    if reason is not None:
+        raise ConfigError(
+            f"fp8.backend is torch and fp8.recipe is {recipe}, but {reason}.", key="fp8.recipe"
+        )
+
+
+def why_not(recipe: RecipeName, device: torch.device) -> str | None:
+    """What keeps PyTorch's kernels from computing in `recipe` on `device`, and what to do; None: nothing does."""
+    if recipe in NEEDS_BLACKWELL:
+        return _why_not_blackwell(recipe, device)
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"it computes on CUDA devices and on the CPU, and the model is on {device.type}: leave out `fp8`"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _ADA:
+        return (
+            f"torch._scaled_mm needs compute capability {_dotted(_ADA)} (Ada, Hopper or later), and there is "
+            f"{_chip(device)}: leave out `fp8`"
+        )
+    cuda = Version(torch.version.cuda or "0")
+    if recipe == "block" and (capability[0] != _HOPPER[0] or cuda < Version(_CUDA_OF_BLOCKS)):
+        return (
+            f"torch._scaled_mm multiplies such blocks on compute capability {_dotted(_HOPPER)} (Hopper), from CUDA "
+            f"{_CUDA_OF_BLOCKS} on, and there is {_chip(device)}: set `fp8.recipe: current`"
+        )
+    return None
+
+
+def _why_not_blackwell(recipe: RecipeName, device: torch.device) -> str:
+    there = _chip(device) if device.type == "cuda" else f"the device {device.type}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _BLACKWELL:
+        return f"this version does not compute {recipe}, although there is {there}: set `fp8.recipe: current`"
+    return (
+        f"{recipe} needs compute capability {_dotted(_BLACKWELL)} (Blackwell), and there is {there}: set "
+        "`fp8.recipe` to delayed, current or block"
+    )
+
+
+def _chip(device: torch.device) -> str:
+    capability = _dotted(torch.cuda.get_device_capability(device))
+    name = torch.cuda.get_device_name(device)
+    return f"{name} (compute capability {capability}, with CUDA {torch.version.cuda})"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def amax(x: Tensor) -> Tensor:
