@@ -1,3 +1,256 @@
-"""The fp8 operations of a linear on plain tensors, by TransformerEngine's kernels."""
+"""The fp8 operations of a linear on plain tensors, by TransformerEngine: quantise, transpose, multiply.
+
+The same functions as `torch_backend.py`. TransformerEngine's quantisers and GEMM are called without its modules and its
+autograd, so what backward needs are plain tensors; its schedule of scales is not used: state is given by the caller. It
+is imported when the first function runs.
+"""
 
 from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from thunder_memsave.config import ConfigError
+
+BLOCK = 128
+"""The side of a block; TransformerEngine knows no other."""
+
+MIN_VERSION = Version("2.12")
+"""Before, block-scaled tensors had a choice of layouts."""
+
+DEVICE_TYPES = frozenset({"cuda"})
+"""Where its kernels run."""
+
+_SCALES_MULTIPLE = 4
+"""cuBLAS reads the scales of blocks in rows of so many."""
+
+
+def quantize_delayed(
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: int, dtype: torch.dtype, records: bool
+) -> tuple[Tensor, Tensor]:
+    """Cast with a scale from earlier steps, and note the amax for later ones: `torch_backend.quantize_delayed`."""
+    library = _library()
+    # The kernel takes the maximum of what is there and what it sees, where it is told to.
+    amax = amax_history[0, index : index + 1] if records else torch.zeros_like(scale[:1])
+    quantizer = library.tensor.Float8Quantizer(
+        scale[index], amax, library.dtypes[dtype], rowwise=True, columnwise=False
+    )
+    return _per_tensor(x, quantizer, dtype)
+
+
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cast with the scale that x's own amax gives: `torch_backend.quantize_current`."""
+    library = _library()
+    quantizer = library.tensor.Float8CurrentScalingQuantizer(
+        library.dtypes[dtype],
+        device=x.device,
+        rowwise=True,
+        columnwise=False,
+        force_pow_2_scales=force_pow_2_scales,
+        amax_epsilon=amax_epsilon,
+    )
+    return _per_tensor(x, quantizer, dtype)
+
+
+def quantize_block(
+    x: Tensor,
+    dtype: torch.dtype,
+    block_rows: int,
+    block_cols: int = BLOCK,
+    amax_epsilon: float = 0.0,
+    force_pow_2_scales: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Cast each block with the scale that the block's own amax gives: `torch_backend.quantize_block`."""
+    assert (block_rows, block_cols) in ((1, BLOCK), (BLOCK, BLOCK)), "there are no other kernels"
+    library = _library()
+    quantizer = library.tensor.Float8BlockQuantizer(
+        library.dtypes[dtype],
+        rowwise=True,
+        columnwise=False,
+        amax_epsilon=amax_epsilon,
+        force_pow_2_scales=force_pow_2_scales,
+        block_scaling_dim=1 if block_rows == 1 else 2,
+    )
+    quantizer.internal = True
+    quantized = library.extension.quantize(x, quantizer)
+    scales = quantized._rowwise_scale_inv
+    if block_rows == 1:
+        scales = scales.t()  # the kernel writes them along the columns
+    down, across = -(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols)
+    real = scales[:down, :across]
+    return quantized._rowwise_data.view(
+        dtype
+    ), real if real.numel() == scales.numel() else real.contiguous()
+
+
+def transpose(q: Tensor) -> Tensor:
+    """Copy `[rows, columns]` to `[columns, rows]`: `torch_backend.transpose`."""
+    library = _library()
+    copied = library.extension.fp8_transpose(q.view(torch.uint8), library.dtypes[q.dtype])
+    return copied.view(q.dtype)  # type: ignore[no-any-return]
+
+
+def gemm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Multiply `a @ b.t() + bias`: `torch_backend.gemm`."""
+    # The kernel would read the bias of a float32 result as bfloat16.
+    added_later = bias if out_dtype == torch.float32 else None
+    fused = None if bias is None or added_later is not None else bias.to(out_dtype)
+    product, *_ = _library().general_gemm(
+        _operand(b, b_scale_inv),
+        _operand(a, a_scale_inv),
+        out_dtype=out_dtype,
+        layout="TN",
+        bias=fused,
+        use_split_accumulator=not use_fast_accum,
+    )
+    return product if added_later is None else product.add_(added_later)  # type: ignore[no-any-return]
+
+
+def require(recipe: str, device: torch.device) -> None:
+    """Refuse to begin where TransformerEngine cannot compute.
+
+    Args:
+        recipe: As `fp8.recipe` names it.
+        device: That the model is on.
+
+    Raises:
+        ConfigError: with what is missing, and what can be done.
+    """
+    reason = why_not(recipe, device)
+    if reason is not None:
+        raise ConfigError(
+            f"fp8.backend is transformer_engine and fp8.recipe is {recipe}, but {reason}; or set `fp8.backend: torch`."
+        )
+
+
+def why_not(recipe: str, device: torch.device) -> str | None:
+    """What keeps TransformerEngine from computing in `recipe` on `device`; None: nothing does."""
+    try:
+        library = _library()
+    except ConfigError as error:
+        return str(error)
+    if device.type not in DEVICE_TYPES:
+        return f"TransformerEngine computes on CUDA devices, and the model is on {device.type}"
+    asked = _SUPPORT.get(recipe)
+    if asked is None:
+        return f"thunder_memsave computes {', '.join(_SUPPORT)} with TransformerEngine: choose one of these recipes"
+    is_there, reason = getattr(library.pytorch, asked)(return_reason=True)
+    return (
+        None
+        if is_there
+        else f"{_chip(device)} cannot compute it: TransformerEngine says {reason!r}"
+    )
+
+
+_SUPPORT = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "block": "is_fp8_block_scaling_available",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Library:
+    """The pieces of TransformerEngine that are called."""
+
+    pytorch: ModuleType
+    tensor: ModuleType
+    extension: ModuleType
+    general_gemm: Any
+    dtypes: dict[torch.dtype, Any]
+
+
+@functools.cache
+def _library() -> _Library:
+    version = _installed_version()
+    try:
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        return _Library(
+            pytorch=pytorch,
+            tensor=importlib.import_module("transformer_engine.pytorch.tensor"),
+            extension=importlib.import_module("transformer_engine_torch"),
+            general_gemm=importlib.import_module(
+                "transformer_engine.pytorch.cpp_extensions"
+            ).general_gemm,
+            dtypes=importlib.import_module("transformer_engine.pytorch.constants").TE_DType,
+        )
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise ConfigError(
+            f"TransformerEngine {version} is installed, but cannot be loaded with PyTorch {torch.__version__} "
+            f"({type(error).__name__}: {_first_line(error)}): install its extension, built for this PyTorch, with "
+            f"`pip install --no-build-isolation 'transformer-engine[pytorch]=={version}'`"
+        ) from error
+
+
+def _installed_version() -> Version:
+    try:
+        version = Version(importlib.metadata.version("transformer_engine"))
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            "TransformerEngine is not installed: `pip install 'thunder-memsave[te]'` does so"
+        ) from None
+    if version < MIN_VERSION:
+        raise ConfigError(
+            f"TransformerEngine {version} is installed, and {MIN_VERSION} or newer is needed: "
+            "`pip install --upgrade 'thunder-memsave[te]'`"
+        )
+    return version
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _chip(device: torch.device) -> str:
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    name = torch.cuda.get_device_name(device)
+    return f"{name} (compute capability {capability}, with CUDA {torch.version.cuda})"
+
+
+def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    quantizer.internal = True  # no tensor subclass, which autograd would know
+    quantized = _library().extension.quantize(x, quantizer)
+    return quantized._data.view(dtype), quantized._scale_inv.reshape(1)
+
+
+def _operand(q: Tensor, scale_inv: Tensor) -> Any:
+    """What the GEMM knows as a quantised matrix, over the memory of plain tensors."""
+    library = _library()
+    data, dtype = q.view(torch.uint8), library.dtypes[q.dtype]
+    if scale_inv.dim() < 2:
+        return library.tensor.Float8TensorStorage(
+            data=data, fp8_scale_inv=scale_inv, fp8_dtype=dtype, data_transpose=None, quantizer=None
+        )
+    of_rows = scale_inv.shape[0] == q.shape[0]
+    return library.tensor.Float8BlockwiseQTensorStorage(
+        rowwise_data=data,
+        rowwise_scale_inv=_in_whole_rows(scale_inv.t() if of_rows else scale_inv),
+        columnwise_data=None,
+        columnwise_scale_inv=None,
+        fp8_dtype=dtype,
+        quantizer=None,
+        is_2D_scaled=not of_rows,
+    )
+
+
+def _in_whole_rows(scales: Tensor) -> Tensor:
+    missing = -scales.shape[1] % _SCALES_MULTIPLE
+    return torch.nn.functional.pad(scales, (0, missing)).contiguous()

@@ -223,7 +223,7 @@ def fused_amax_and_scale_update_after_reduction(
         largest = newest if amax_compute_algo == "most_recent" else window.amax(0)
         largest = torch.where(newest != 0, largest, torch.zeros_like(largest))
         usable = largest.isfinite() & (largest > 0)
-        updated = torch.where(usable, scaled_max / largest, scale)
+        updated = torch.where(usable, torch.full_like(largest, scaled_max) / largest, scale)
         scale.copy_(updated.clamp(max=_FLOAT32_MAX))
         history.copy_(torch.where(newest != 0, rolled, history))
 

@@ -48,11 +48,13 @@ def transformer_engine() -> Iterator[ModuleType]:
     te_kernels.calls.clear()
     state: Any = _modules["transformer_engine.pytorch.quantization"]
     sys.modules.update(_modules)
+    sys.path.append(str(FOLDER))  # where its version is looked up
     try:
         yield _modules["transformer_engine.pytorch"]
     finally:
         state.FP8GlobalStateManager.reset()
         _modules.update(_take(*_OWN))
+        sys.path.remove(str(FOLDER))
 
 
 def _import() -> None:

@@ -1,0 +1,96 @@
+"""Where TransformerEngine cannot compute, the error says what is there and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from types import ModuleType
+
+import pytest
+import torch
+
+from harness import te_on_cpu
+from thunder_memsave.config import ConfigError
+from thunder_memsave.fp8 import te_backend
+
+CPU = torch.device("cpu")
+ABSENT = importlib.util.find_spec("transformer_engine") is None
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> None:
+    te_backend._library.cache_clear()
+
+
+def refusal(recipe: str = "delayed", device: torch.device = CPU) -> str:
+    with pytest.raises(ConfigError) as caught:
+        te_backend.require(recipe, device)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not ABSENT, reason="TransformerEngine is installed")
+def test_where_it_is_not_installed_the_extra_is_named() -> None:
+    assert refusal() == (
+        "fp8.backend is transformer_engine and fp8.recipe is delayed, but TransformerEngine is not installed: "
+        "`pip install 'thunder-memsave[te]'` does so; or set `fp8.backend: torch`."
+    )
+
+
+@pytest.mark.skipif(not ABSENT, reason="TransformerEngine is installed")
+def test_its_python_without_its_extension_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(te_on_cpu.FOLDER))
+    message = refusal()
+    version = importlib.metadata.version("transformer_engine")
+    assert f"TransformerEngine {version} is installed, but cannot be loaded with PyTorch" in message
+    assert "Found empty `transformer-engine` meta package installed" in message
+    assert f"`pip install --no-build-isolation 'transformer-engine[pytorch]=={version}'`" in message
+
+
+def test_an_old_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.9.0")
+    assert "TransformerEngine 2.9.0 is installed, and 2.12 or newer is needed" in refusal()
+
+
+def test_on_the_cpu_it_computes_nothing() -> None:
+    with te_on_cpu.transformer_engine():
+        message = refusal()
+    te_backend._library.cache_clear()
+    assert "TransformerEngine computes on CUDA devices, and the model is on cpu; or set" in message
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.usefixtures("transformer_engine")
+def test_a_recipe_without_an_implementation_is_refused(recipe: str) -> None:
+    assert refusal(recipe).startswith(
+        f"fp8.backend is transformer_engine and fp8.recipe is {recipe}, but thunder_memsave computes delayed, "
+        "current, block with TransformerEngine: choose one of these recipes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked"),
+    [
+        ("delayed", "is_fp8_available"),
+        ("current", "is_fp8_available"),
+        ("block", "is_fp8_block_scaling_available"),
+    ],
+)
+def test_a_chip_or_cuda_that_cannot_is_named_with_its_reason(
+    transformer_engine: ModuleType, monkeypatch: pytest.MonkeyPatch, recipe: str, asked: str
+) -> None:
+    monkeypatch.setattr(
+        transformer_engine, asked, lambda return_reason: (False, "8.9 or higher required")
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert (
+        "but NVIDIA A100 (compute capability 8.0, with CUDA 12.8) cannot compute it: "
+        "TransformerEngine says '8.9 or higher required'; or set `fp8.backend: torch`."
+    ) in refusal(recipe)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_what_can_compute_is_not_refused_with_emulated_kernels(recipe: str) -> None:
+    te_backend.require(recipe, CPU)
