@@ -20,6 +20,8 @@ CUDA_BLOCK_BYTES = 512
 """The caching allocator's `kMinBlockSize`: it rounds every request up to a multiple of it
 (torch/csrc/cuda/CUDAConfig, c10/cuda/CUDACachingAllocator.cpp `round_size`), and counts that as allocated."""
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 _FROM_A_TABLE = {"embedding", "gather", "index", "index_select", "take", "take_along_dim"}
 """These read as much of their first argument as they return, not all of it."""
 

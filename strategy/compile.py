@@ -64,6 +64,7 @@ from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
 from thunder_memsave.collectives import collectives_executor  # noqa: E402
 from thunder_memsave.config import CompileConfig  # noqa: E402
 from thunder_memsave.errors import CompileError  # noqa: E402
+from thunder_memsave.fp8.linears import Fp8Linears  # noqa: E402
 from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
 from thunder_memsave.kernels import kernels_executor  # noqa: E402
 from thunder_memsave.lowering import Lowered, lower  # noqa: E402
@@ -117,6 +118,7 @@ class CompiledModule(nn.Module):
         config: CompileConfig | None = None,
         data_parallel: DataParallel | None = None,
         planner: MemoryPlanner | None = None,
+        fp8: Fp8Linears | None = None,
     ) -> None:
         """Compile nothing yet.
 
@@ -125,12 +127,14 @@ class CompiledModule(nn.Module):
             config: How.
             data_parallel: The ranks that share the parameters; None on one device.
             planner: Decides what backward keeps; None: all that it reads.
+            fp8: The linears of `module` that compute in fp8.
         """
         super().__init__()
         self.module = module
         self._config = config if config is not None else CompileConfig()
         self._data_parallel = data_parallel
         self.planner = planner
+        self.fp8 = fp8
         self._compiled: dict[str, list[Compiled]] = {}
         self.unreduced = UnreducedGradients(data_parallel)
 
@@ -171,6 +175,7 @@ class CompiledModule(nn.Module):
             data_parallel=self._data_parallel,
             unreduced=self.unreduced,
             planner=self.planner,
+            fp8=self.fp8,
         )
         known.insert(0, compiled)
         _log.info(
@@ -204,6 +209,7 @@ def compile_call(
     unreduced: UnreducedGradients | None = None,
     planner: MemoryPlanner | None = None,
     target: torch.device | None = None,
+    fp8: Fp8Linears | None = None,
 ) -> Compiled:
     """Capture and compile one call of a method of `module`.
 
@@ -218,6 +224,7 @@ def compile_call(
         planner: Decides what backward keeps; None: all that it reads.
         target: The device that is compiled for, where it is not here (`target_device.py`); the result is not to be
             run.
+        fp8: The linears of `module` that compute in fp8.
 
     Raises:
         CaptureError: the method cannot be captured as one graph.
@@ -228,9 +235,10 @@ def compile_call(
     executors = _executors(config)
     if config.frontend == "interpreter":
         assert target is None, "what captures for another device is Dynamo"
+        assert fp8 is None, "the strategy refuses it"
         traced = _interpreter(module, call, reason, executors, data_parallel)
     else:
-        traced = _dynamo(module, call, reason, executors, data_parallel, target)
+        traced = _dynamo(module, call, reason, executors, data_parallel, target, fp8)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
         graph = _compile(
             traced.lowered,
@@ -270,6 +278,7 @@ def _dynamo(
     executors: Sequence[Executor],
     data_parallel: DataParallel | None,
     target: torch.device | None,
+    fp8: Fp8Linears | None,
 ) -> _Traced:
     stage("capture")
     captured = capture(module, call, reason=reason, is_guarded=target is None)
@@ -285,6 +294,7 @@ def _dynamo(
             data_parallel=data_parallel,
             opaque=opaque,
             target=target,
+            fp8=fp8,
         )
     return _Traced(captured, lowered, compile_data)
 
@@ -326,6 +336,7 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
     kinds: dict[str, StorageKind] = {"parameter": "parameter", "buffer": "buffer", "user": "batch"}
     names = [a.name for a in lowered.trace.args]
     constants = names[len(captured.inputs) :]
+    fixed = (*lowered.constants, *lowered.state())
     read = {id(i.tensor) for i in captured.inputs}
     unread = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in read]
     return Arguments(
@@ -335,7 +346,7 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
         },
         tensors={
             **{n: i.tensor for n, i in zip(names, captured.inputs, strict=False)},
-            **dict(zip(constants, lowered.constants, strict=True)),
+            **dict(zip(constants, fixed, strict=True)),
         },
         unread_bytes=sum(t.numel() * t.element_size() for t in unread),
     )
@@ -512,7 +523,7 @@ def _inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         with _plain_execution(), torch.no_grad():
-            computed = computation(*inputs, *lowered.constants)
+            computed = computation(*inputs, *lowered.constants, *lowered.state())
         return lowered.outputs(inputs, computed)
 
     return run
@@ -555,7 +566,7 @@ def _training(
             output_depends_on=depends_on,
             planned_gradients=differentiated(forward.output[0]["output"]),
         )
-        computed = autograd.run(function, (*inputs, *lowered.constants))
+        computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))
         return lowered.outputs(inputs, computed)
 
     return run

@@ -25,6 +25,7 @@ from thunder.core.pytree import tree_flatten  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
+from thunder_memsave.aten_record import FP8_DTYPES  # noqa: E402
 from thunder_memsave.collective_memory import CollectiveRules  # noqa: E402
 from thunder_memsave.collectives import gathers, is_wait  # noqa: E402
 from thunder_memsave.location import Location, location  # noqa: E402
@@ -38,7 +39,12 @@ from thunder_memsave.op_profile import (  # noqa: E402
     layout_of,
     no_scratch,
 )
-from thunder_memsave.passes.symbols import forward_symbols, is_tensor  # noqa: E402
+from thunder_memsave.passes.symbols import (  # noqa: E402
+    decisive_args,
+    forward_symbols,
+    is_tensor,
+    records_amax,
+)
 from thunder_memsave.planner.graph import (  # noqa: E402
     Op,
     Program,
@@ -233,12 +239,15 @@ class _Values:
         """Give the symbol's results their storages, and say what it does."""
         arguments = [self.by_name.get(a.name) for a in bsym.flat_proxy_args]
         profile = self.known.profile(bsym, arguments)
+        if records_amax(bsym):
+            profile = replace(profile, written=frozenset())
         tensors = [a for a in arguments if a is not None]
         numbers = list(dict.fromkeys(a.storage for a in tensors))
         for storage in profile.written:
             self.written_at.setdefault(numbers[storage], []).append(index)
         repeat = self._repeat(bsym, profile)
-        makes = self._make(bsym, profile, numbers, self._kind(tensors, profile, repeat, kind))
+        decisive = [self.by_name[a.name] for a in decisive_args(bsym) if a.name in self.by_name]
+        makes = self._make(bsym, profile, numbers, self._kind(decisive, profile, repeat, kind))
         is_repeated = self._number(bsym, profile)
         place = self._last_location = location(bsym) or self._last_location
         op = Op(
@@ -288,7 +297,10 @@ class _Values:
             return kind
         if self.storages[arguments[0].storage].kind not in ("parameter", "gathered"):
             return kind
-        sizes = {_numel(r.layout) for r in profile.results if r is not None}
+        results = [r.layout for r in profile.results if r is not None]
+        if results[0].dtype in FP8_DTYPES:  # the scale beside it is no part of it
+            results = results[:1]
+        sizes = set(map(_numel, results))
         grows = profile.is_collective
         return "gathered" if grows or sizes == {_numel(arguments[0].layout)} else kind
 

@@ -50,6 +50,8 @@ from thunder_memsave.capture import Capture, GraphInput  # noqa: E402
 from thunder_memsave.cross_entropy import cross_entropy  # noqa: E402
 from thunder_memsave.dependencies import output_dependencies  # noqa: E402
 from thunder_memsave.errors import CompileError, user_frame_of_text  # noqa: E402
+from thunder_memsave.fp8.linear_nodes import LinearNodes  # noqa: E402
+from thunder_memsave.fp8.linears import Fp8Linears  # noqa: E402
 from thunder_memsave.fx_nodes import (  # noqa: E402
     example_values,
     function_name,
@@ -70,7 +72,7 @@ _IGNORED = {torch._C._log_api_usage_once}
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The trace of one graph: `(*inputs, *constants) -> computed values`."""
+    """The trace of one graph: `(*inputs, *constants, *state) -> computed values`."""
 
     trace: TraceCtx
     constants: tuple[Tensor, ...]
@@ -83,6 +85,8 @@ class Lowered:
     """Whether there is anything to differentiate."""
     outputs: Callable[[Sequence[Tensor], Sequence[Any]], Sequence[Any]]
     """`(inputs, computed values)` -> what the graph returns."""
+    state: Callable[[], tuple[Tensor, ...]] = tuple
+    """What fp8 linears read beside inputs and constants, as it is now; the trace's last arguments."""
 
 
 def lower(
@@ -92,6 +96,7 @@ def lower(
     data_parallel: DataParallel | None,
     opaque: OpaqueExecutor,
     target: torch.device | None = None,
+    fp8: Fp8Linears | None = None,
 ) -> Lowered:
     """Run `capture.graph` on proxies.
 
@@ -101,6 +106,7 @@ def lower(
         data_parallel: The ranks that share the parameters; None on one device.
         opaque: Gets the operations that Thunder does not know.
         target: Where every tensor is taken to be, for a plan; None: where it is.
+        fp8: The linears that compute in fp8.
 
     Raises:
         CompileError: Thunder does not know an operation that needs a gradient, or gives another shape or dtype than
@@ -109,7 +115,7 @@ def lower(
     inline_checkpoints(capture.graph)
     refuse_lost_changes(capture.graph)
     _refuse_gradients_under_no_grad(capture)
-    lowering = _Lowering(capture, compile_data, data_parallel, opaque, target)
+    lowering = _Lowering(capture, compile_data, data_parallel, opaque, target, fp8)
     return lowering.run()
 
 
@@ -140,6 +146,7 @@ class _Lowering:
         data_parallel: DataParallel | None,
         opaque: OpaqueExecutor,
         target: torch.device | None,
+        fp8: Fp8Linears | None,
     ) -> None:
         self.capture = capture
         self.target = target
@@ -148,13 +155,15 @@ class _Lowering:
         self.trace = TraceCtx(_computation)
         self.opaque = opaque
         self.autocast = Autocast()
+        self.fp8 = None if fp8 is None else LinearNodes(fp8, capture, target)
         self.constants: dict[int, tuple[Tensor, TensorProxy]] = {}
 
     def run(self) -> Lowered:
         with tracectx(self.trace), in_language(), _no_ambient_autocast():
             inputs = [self._input_proxy(i) for i in self.capture.inputs]
             constants = self._constant_proxies()
-            self.trace.args = (*(lazy.proxy for lazy in inputs), *(p for _, p in constants))
+            state = () if self.fp8 is None else self.fp8.proxies()
+            self.trace.args = (*(lazy.proxy for lazy in inputs), *(p for _, p in constants), *state)
             self.trace.kwargs = {}
             self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
             for proxy in self.trace.args:
@@ -172,6 +181,7 @@ class _Lowering:
             depends_on=output_dependencies(self.capture.graph, computed),
             training=self.capture.training,
             outputs=OutputOrder.of(self.capture.graph, outputs, computed),
+            state=tuple if self.fp8 is None else self.fp8.tensors,
         )
 
     def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
@@ -219,6 +229,10 @@ class _Lowering:
             return self.autocast.switch(target, args)
         expected = node.meta.get("example_value")
         with self._grad(enabled=node_needs_grad(node)):
+            if self.fp8 is not None and self.fp8.computes(node):
+                result = self.fp8.run(node, args, kwargs)
+                self._check(node, result, expected)
+                return result
             if (higher_order := HIGHER_ORDER.get(target)) is not None:
                 return higher_order(self, node, args, kwargs)
             function = node_callable(node)

@@ -35,7 +35,12 @@ from thunder.core.trace import TraceCtx, tracectx  # noqa: E402
 from thunder.extend import TemporaryExecutor  # noqa: E402
 
 from thunder_memsave.absent_device import WithoutAbsentDevices, place_for  # noqa: E402
-from thunder_memsave.aten_record import AtenRecord, allocated_bytes, storage_id  # noqa: E402
+from thunder_memsave.aten_record import (  # noqa: E402
+    FP8_DTYPES,
+    AtenRecord,
+    allocated_bytes,
+    storage_id,
+)
 from thunder_memsave.errors import CompileError  # noqa: E402
 
 
@@ -212,8 +217,15 @@ class OpProfiles:
             is_random=record.is_random,
             changes_device=len({t.device for t in (*tensors, *found)}) > 1,
             written=frozenset(numbers[s] for s in record.written),
-            dtype=str(found[0].dtype).removeprefix("torch.") if found else "",
+            dtype=str(_computed_in(tensors, found)).removeprefix("torch.") if found else "",
         )
+
+
+def _computed_in(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> torch.dtype:
+    """A product of fp8 tensors is of another dtype, and is computed at fp8's rate."""
+    dtypes_read = {t.dtype for t in arguments}
+    fp8 = next((d for d in FP8_DTYPES if d in dtypes_read), None)
+    return results[0].dtype if fp8 is None else fp8
 
 
 def contiguous(proxy: TensorProxy | FutureTensorProxy) -> Layout:

@@ -49,6 +49,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  
 
 from thunder_memsave.collectives import is_all_gather  # noqa: E402
 from thunder_memsave.passes.symbols import (  # noqa: E402
+    decisive_args,
     forward_symbols,
     is_tensor,
     written_in_place,
@@ -109,7 +110,7 @@ def _gathered_values(symbols: Sequence[BoundSymbol]) -> dict[str, _Gathered]:
         if is_all_gather(bsym):
             shard = bsym.args[0].name
         else:
-            inputs = [values.get(a.name) for a in bsym.flat_proxy_args if is_tensor(a)]
+            inputs = [values.get(a.name) for a in decisive_args(bsym) if is_tensor(a)]
             shards = {value.shard if value else None for value in inputs}
             if len(shards) != 1 or None in shards or not _can_be_repeated(bsym):
                 continue

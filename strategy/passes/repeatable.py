@@ -26,7 +26,12 @@ _COMMUNICATES = (
     "wait_tensor",
 )
 _HAPPENS_ONCE = (OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
-_OF_KERNELS = ("thunder_memsave_attention", "thunder_memsave_kernels")
+_OF_KERNELS = (
+    "thunder_memsave_attention",
+    "thunder_memsave_kernels",
+    "thunder_memsave_fp8_torch",
+    "thunder_memsave_fp8_transformer_engine",
+)
 _COPIES = (
     "cat",
     "clone",

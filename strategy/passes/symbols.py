@@ -30,6 +30,17 @@ def written_in_place(bsym: BoundSymbol) -> str | None:
     return str(bsym.args[1].name) if bsym.sym.name == "copy_" else None
 
 
+def records_amax(bsym: BoundSymbol) -> bool:
+    """Whether what it writes is a running maximum only (fp8/symbols.py), so that it may run any number of times."""
+    return str(bsym.sym.name).startswith("fp8_quantize_delayed_")
+
+
+def decisive_args(bsym: BoundSymbol) -> Sequence[Proxy]:
+    """The arguments that decide what it makes, without the scaling state that it reads and records in."""
+    args: Sequence[Proxy] = bsym.flat_proxy_args
+    return args[:1] if records_amax(bsym) else args
+
+
 def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
     """Ids of what forward's outputs need, as Thunder's split decides it; all else is backward's.
 

@@ -1,0 +1,113 @@
+"""Lowers the nodes of a captured graph that are linears in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import linear
+
+from thunder_memsave import compat
+
+compat.apply()
+
+import thunder.torch as ltorch  # noqa: E402
+from thunder.core import devices, dtypes  # noqa: E402
+from thunder.core.proxies import TensorProxy  # noqa: E402
+
+from thunder_memsave.capture import Capture  # noqa: E402
+from thunder_memsave.fp8.linears import Fp8Linear, Fp8Linears, StatePart  # noqa: E402
+from thunder_memsave.fp8.symbols import Computation, StateProxies, fp8_linear  # noqa: E402
+from thunder_memsave.fx_nodes import node_callable, value_needs_grad  # noqa: E402
+from thunder_memsave.location import module_name  # noqa: E402
+
+
+class LinearNodes:
+    """The nodes of one graph that compute in fp8, and the state that its trace reads for them."""
+
+    def __init__(self, linears: Fp8Linears, capture: Capture, target: torch.device | None) -> None:
+        """`target`: where every tensor is taken to be, for a plan; None: where it is."""
+        self._linears, self._capture, self._target = linears, capture, target
+        self._linear_of = dict(_found(linears, capture))
+        self._parts = {
+            linear.name: linear.parts(
+                training=capture.training, transposed=self._has_input_gradient(linear)
+            )
+            for linear in self._linear_of.values()
+        }
+        self._proxies: dict[str, StateProxies] = {}
+
+    def proxies(self) -> tuple[TensorProxy, ...]:
+        """Make the arguments that stand for the state, in the order of `tensors`."""
+        made: list[TensorProxy] = []
+        for name, parts in self._parts.items():
+            linear = self._linears.by_name[name]
+            own = {part: self._proxy(linear, part, len(made) + i) for i, part in enumerate(parts)}
+            self._proxies[name] = StateProxies(**own)
+            made += own.values()
+        return tuple(made)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The state as it is now, for one call."""
+        if self._capture.training:
+            self._linears.note_recorded()
+        linears = self._linears.by_name
+        return tuple(
+            linears[name].read(part) for name, parts in self._parts.items() for part in parts
+        )
+
+    def computes(self, node: fx.Node) -> bool:
+        """Whether the node is a linear in fp8."""
+        return node in self._linear_of
+
+    def run(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorProxy:
+        """Record the node on its proxies.
+
+        Autocast shows in the dtype of the result alone: the input is cast to it, and a weight is quantised as it is.
+        """
+        linear = self._linear_of[node]
+        x, weight, *rest = (*args, *(kwargs[k] for k in ("input", "weight") if k in kwargs))
+        bias = rest[0] if rest else kwargs.get("bias")
+        computation = Computation(
+            backend=self._linears.backend,
+            recipe=self._linears.recipe,
+            records=self._capture.training,
+            is_frozen=linear.is_frozen,
+        )
+        dtype = dtypes.to_dtype(node.meta["example_value"].dtype)
+        return fp8_linear(
+            computation, ltorch.to(x, dtype), weight, bias, self._proxies[linear.name]
+        )
+
+    def _has_input_gradient(self, linear: Fp8Linear) -> bool:
+        nodes = (n for n, found in self._linear_of.items() if found is linear)
+        return self._capture.training and any(
+            value_needs_grad(n.all_input_nodes[0].meta.get("example_value")) for n in nodes
+        )
+
+    def _proxy(self, linear: Fp8Linear, part: StatePart, number: int) -> TensorProxy:
+        tensor = linear.read(part)
+        return TensorProxy(
+            f"fp8_{number}_{part}",
+            shape=tuple(tensor.shape),
+            device=devices.to_device(self._target or tensor.device),
+            dtype=dtypes.to_dtype(tensor.dtype),
+            requires_grad=False,
+        )
+
+
+def _found(linears: Fp8Linears, capture: Capture) -> Iterator[tuple[fx.Node, Fp8Linear]]:
+    """Yield the nodes with their linears: the module that runs it, or whose weight it reads."""
+    graph = capture.graph
+    placeholders = (n for n in graph.graph.nodes if n.op == "placeholder")
+    tensors = {n: i.tensor for n, i in zip(placeholders, capture.inputs, strict=True)}
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if not node.op.startswith("call_") or node_callable(node) is not linear:
+                continue
+            weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+            name = module_name(node.meta.get("nn_module_stack"))
+            if (found := linears.find(name, tensors.get(weight))) is not None:
+                yield node, found

@@ -1,0 +1,179 @@
+"""The fp8 linears of one module: their state in it, and what a trace reads of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thunder_memsave.fp8.layers import Choice
+from thunder_memsave.fp8.recipe import Recipe
+from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
+from thunder_memsave.fp8.symbols import Backend, quantize_frozen, transpose
+from thunder_memsave.missing_ranks import collective
+from thunder_memsave.settings import ConfigError
+from thunder_memsave.sharding import is_sharded
+
+STATE_NAME = "fp8_scaling"
+"""Of the submodule of each linear that holds its scaling state, so that checkpoints have it."""
+
+StatePart = Literal[
+    "forward_scale",
+    "forward_amax_history",
+    "backward_scale",
+    "backward_amax_history",
+    "weight",
+    "weight_transposed",
+    "weight_scale_inv",
+]
+
+
+@dataclass(slots=True)
+class _Frozen:
+    """A weight that is not trained, in fp8."""
+
+    weight: Tensor
+    weight_scale_inv: Tensor
+    weight_transposed: Tensor | None
+    source: tuple[int, int, torch.dtype]
+    """What tells whether the weight is still what was quantised."""
+
+
+class Fp8Linear:
+    """One linear that computes in fp8."""
+
+    def __init__(self, name: str, linear: nn.Linear, recipe: Recipe, backend: Backend) -> None:
+        self.name, self.linear = name, linear
+        self._recipe, self._backend = recipe, backend
+        self._frozen: _Frozen | None = None
+
+    @property
+    def state(self) -> ScalingState | None:
+        """Its scaling state; None where the recipe has none."""
+        state = getattr(self.linear, STATE_NAME, None)
+        assert state is None or isinstance(state, ScalingState)
+        return state
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its weight is not trained."""
+        return not self.linear.weight.requires_grad
+
+    def parts(self, *, training: bool, transposed: bool) -> tuple[StatePart, ...]:
+        """What a trace reads of it.
+
+        Args:
+            training: Whether there is a backward.
+            transposed: Whether a gradient of the input is wanted.
+        """
+        found: list[StatePart] = []
+        if self.state is not None:
+            found += ["forward_scale", "forward_amax_history"]
+            if training:
+                found += ["backward_scale", "backward_amax_history"]
+        # A shard's weight is gathered by the trace, and quantised there.
+        if self.is_frozen and not is_sharded(self.linear.weight):
+            found += ["weight", "weight_scale_inv"]
+            if transposed:
+                found.append("weight_transposed")
+        return tuple(found)
+
+    def read(self, part: StatePart) -> Tensor:
+        """The tensor as it is now."""
+        if part.startswith("weight"):
+            tensor = getattr(self._quantized(transposed=part == "weight_transposed"), part)
+        else:
+            tensor = getattr(self.state, part)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def _quantized(self, *, transposed: bool) -> _Frozen:
+        weight = self.linear.weight
+        source = (weight.data_ptr(), weight._version, weight.dtype)
+        if self._frozen is None or self._frozen.source != source:
+            quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
+            self._frozen = _Frozen(*quantized, weight_transposed=None, source=source)
+        if transposed and self._frozen.weight_transposed is None:
+            self._frozen.weight_transposed = transpose(self._backend, self._frozen.weight)
+        return self._frozen
+
+
+class Fp8Linears:
+    """The fp8 linears of one module, by name."""
+
+    def __init__(
+        self, module: nn.Module, choices: Sequence[Choice], *, recipe: Recipe, backend: Backend
+    ) -> None:
+        """Give each chosen linear its state, unless it has one, as a copy of a module has.
+
+        Raises:
+            ConfigError: a linear has something else of the state's name.
+        """
+        self.choices, self.recipe, self.backend = tuple(choices), recipe, backend
+        self.by_name: dict[str, Fp8Linear] = {}
+        self._was_recorded = False
+        for choice in choices:
+            if choice.reason is None:
+                linear = module.get_submodule(choice.name)
+                assert isinstance(linear, nn.Linear)
+                _add_state(choice.name, linear, recipe)
+                self.by_name[choice.name] = Fp8Linear(choice.name, linear, recipe, backend)
+        self._aliases = _aliases(module, self.by_name)
+
+    def find(self, name: str, weight: Tensor | None) -> Fp8Linear | None:
+        """The linear of this name, or else the first one with this weight; None: it does not compute in fp8."""
+        if (linear := self._aliases.get(name)) is not None:
+            return linear
+        return next((f for f in self.by_name.values() if f.linear.weight is weight), None)
+
+    def note_recorded(self) -> None:
+        """A forward whose amax counts has begun."""
+        self._was_recorded = True
+
+    def update(self, group: dist.ProcessGroup | None) -> None:
+        """Take new scales, once for all forwards since the last time. A collective where amax is reduced.
+
+        Args:
+            group: All ranks that see different data; None: there are no others.
+        """
+        states = [f.state for f in self.by_name.values() if f.state is not None]
+        if not self._was_recorded or not states:
+            return
+        self._was_recorded = False
+        if group is not None and self.recipe.reduce_amax:
+            reduce_amax(states, partial(_all_reduce_max, group=group))
+        update_scales(states)
+
+    def for_copy(self, module: nn.Module) -> Fp8Linears:
+        """The same of a copy of the module, whose state was copied with it."""
+        return Fp8Linears(module, self.choices, recipe=self.recipe, backend=self.backend)
+
+
+def _add_state(name: str, linear: nn.Linear, recipe: Recipe) -> None:
+    if recipe.name != "delayed" or isinstance(getattr(linear, STATE_NAME, None), ScalingState):
+        return
+    if hasattr(linear, STATE_NAME):
+        found = type(getattr(linear, STATE_NAME)).__name__
+        raise ConfigError(
+            f"fp8 keeps the scaling state of {name!r} in its attribute {STATE_NAME!r}, but that is a {found} of its own; "
+            f"rename it, or add {name!r} to fp8.skip_modules.",
+            key="fp8.skip_modules",
+        )
+    linear.add_module(STATE_NAME, ScalingState(recipe, device=linear.weight.device))
+
+
+def _aliases(module: nn.Module, by_name: Mapping[str, Fp8Linear]) -> dict[str, Fp8Linear]:
+    """By every name that the module has for them: a shared one has several."""
+    own = {id(found.linear): found for found in by_name.values()}
+    names = module.named_modules(remove_duplicate=False)
+    return {name: own[id(m)] for name, m in names if id(m) in own}
+
+
+def _all_reduce_max(tensor: Tensor, *, group: dist.ProcessGroup) -> None:
+    with collective("the largest amax of all ranks", group):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
