@@ -94,7 +94,7 @@ class TransformerEngine:
         quantization = importlib.import_module("transformer_engine.pytorch.quantization")
         if mode not in self.states:
             self.states[mode] = quantization.RecipeState.create(
-                self.recipe, mode=mode, num_quantizers=number, roles=None
+                self.recipe, mode=mode, num_quantizers=number
             )
         return self.states[mode].make_quantizers()
 
