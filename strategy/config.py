@@ -48,8 +48,8 @@ __all__ = [
 # Sections of the run file that the strategy reads; the others belong to the fine-tuning command.
 _OUR_SECTIONS = ("strategy", "memory", "fp8")
 
-# The strategy's own sections: keys of `compile` stand among its own, `memory` beside it.
-_NOT_FLAT = ("compile", "memory")
+# The strategy's own sections: keys of `compile` stand among its own, `memory` and `fp8` beside it.
+_NOT_FLAT = ("compile", "memory", "fp8")
 
 _RESERVE = BytesOrFraction(0.05)
 
@@ -268,6 +268,7 @@ class StrategyConfig(Section):
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    fp8: Fp8Config | None = None
 
     prefetch: Bytes | Literal["auto"] = "auto"
     """Bytes of gathered weights on their way beside those that are read, and of gradients whose
@@ -309,8 +310,9 @@ def load_strategy_config(path: str | Path) -> StrategyConfig:
     sections = load_yaml(path)
     for name in sections:
         _refuse_misspelled_section(name, path)
-    refuse_keys(sections.get("fp8"), where="fp8")
-    return parse_strategy(sections.get("strategy"), memory=sections.get("memory"))
+    return parse_strategy(
+        sections.get("strategy"), memory=sections.get("memory"), fp8=sections.get("fp8")
+    )
 
 
 def parse_memory(values: object, *, where: str = "memory") -> MemoryConfig:
@@ -344,7 +346,7 @@ def parse_fp8(values: object, *, where: str = "fp8") -> Fp8Config | None:
 
 
 def parse_strategy(
-    values: object, *, where: str = "strategy", memory: object = None
+    values: object, *, where: str = "strategy", memory: object = None, fp8: object = None
 ) -> StrategyConfig:
     """Build the configuration from the flat keys that YAML uses.
 
@@ -352,6 +354,7 @@ def parse_strategy(
         values: The keys of the section `strategy`.
         where: The section's name in messages.
         memory: The section `memory`, which the run file has beside it.
+        fp8: The section `fp8`, beside it too; None runs nothing in fp8.
 
     Raises:
         ConfigError: a key is unknown or has a value of the wrong kind.
@@ -372,6 +375,10 @@ def parse_strategy(
         problems.append(error)
     try:
         section["memory"] = parse_memory(memory)
+    except ConfigError as error:
+        problems.append(error)
+    try:
+        section["fp8"] = parse_fp8(fp8)
     except ConfigError as error:
         problems.append(error)
     try:

@@ -28,16 +28,18 @@ from thunder_memsave.agreement import OtherRankError, broadcast, together
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import (
+    Fp8Config,
     MemoryConfig,
     ShardingConfig,
     load_strategy_config,
     parse_strategy,
-    refuse_keys,
 )
 from thunder_memsave.devices import device_at, total_bytes
 from thunder_memsave.digest import check_ranks_agree
 from thunder_memsave.explain import explain, kinds_table
 from thunder_memsave.forward_methods import take_redirection
+from thunder_memsave.fp8.linears import Fp8Linears, set_up_fp8
+from thunder_memsave.fp8.steps import Fp8Steps
 from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
 from thunder_memsave.materialize import materialize
@@ -75,8 +77,9 @@ class ForwardModule(CompiledModule):
         for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
             vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
         planner = None if self.planner is None else self.planner.for_copy()
+        fp8 = None if self.fp8 is None else self.fp8.for_copy(module)
         copied = ForwardModule(
-            module, config=self._config, data_parallel=self._data_parallel, planner=planner
+            module, config=self._config, data_parallel=self._data_parallel, planner=planner, fp8=fp8
         )
         copied.training = self.training
         memo[id(self)] = copied
@@ -109,7 +112,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         state_dict_type: What `fabric.save` writes, `"sharded"` or `"full"`.
         memory: The budget and what it leaves open: a mapping such as `{"budget": "60GiB"}`, or a
             `MemoryConfig`; None takes the defaults.
-        fp8: Has no keys in this version.
+        fp8: Which linears compute in fp8, and how: a mapping such as `{"recipe": "delayed"}`, `{}` for
+            the defaults, or an `Fp8Config`; None: none does.
         process_group_backend: None takes `nccl` on CUDA devices and `gloo` on the CPU.
 
     Raises:
@@ -135,12 +139,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         timeout: str | timedelta = "30min",
         state_dict_type: str = "sharded",
         memory: Mapping[str, Any] | MemoryConfig | None = None,
-        fp8: Mapping[str, Any] | None = None,
+        fp8: Mapping[str, Any] | Fp8Config | None = None,
         process_group_backend: str | None = None,
     ) -> None:
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # raises
-        refuse_keys(fp8, where="fp8")
         config = parse_strategy(
             {
                 "sharding": sharding,
@@ -156,6 +159,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             },
             where=type(self).__name__,
             memory=memory,
+            fp8=fp8,
         )
         super().__init__(
             accelerator,
@@ -170,6 +174,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._caller = StepMemory()
+        self._fp8_steps: Fp8Steps | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
         """Copies of a model that Fabric set up share the strategy, with its process groups."""
@@ -260,9 +265,21 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             config=self.config.compile,
             data_parallel=self._accumulating(module),
             planner=self._planner(),
+            fp8=self._fp8_linears(module),
         )
         self._modules.add(forward)
         return forward
+
+    def _fp8_linears(self, module: nn.Module) -> Fp8Linears | None:
+        if self.config.fp8 is None:
+            return None
+        linears = set_up_fp8(
+            module, self.config.fp8, frontend=self.config.compile.frontend, device=self.root_device
+        )
+        if self._fp8_steps is None:
+            self._fp8_steps = Fp8Steps(self.data_parallel)
+        self._fp8_steps.add(module, linears)
+        return linears
 
     def _planner(self) -> MemoryPlanner:
         return MemoryPlanner(
@@ -377,9 +394,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             NonfiniteGradientsError: gradients are not finite, and the run is to stop; on every rank.
             ConfigError: a closure makes the gradients, and they are to be checked.
         """
-        if isinstance(optimizer, Optimizer) and not self._may_step(optimizer, kwargs):
-            return None
-        return super().optimizer_step(optimizer, **kwargs)
+        may_step = not isinstance(optimizer, Optimizer) or self._may_step(optimizer, kwargs)
+        result = super().optimizer_step(optimizer, **kwargs) if may_step else None
+        if self._fp8_steps is not None and isinstance(optimizer, Optimizer):
+            self._fp8_steps.ended(optimizer)  # one that was left out has not called its hooks
+        return result
 
     def _may_step(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
         if "closure" in kwargs:  # runs the last micro-batch itself

@@ -13,13 +13,13 @@ import pytest
 from thunder_memsave.config import (
     CompileConfig,
     ConfigError,
+    Fp8Config,
     MemoryConfig,
     ShardingConfig,
     StrategyConfig,
     load_strategy_config,
     parse_memory,
     parse_strategy,
-    refuse_keys,
 )
 from thunder_memsave.settings import Bytes, BytesOrFraction, ConfigErrors
 
@@ -156,10 +156,11 @@ def test_an_empty_run_file_means_the_defaults(tmp_path: Path) -> None:
     assert load_strategy_config(write(tmp_path, "")) == StrategyConfig()
 
 
-def test_sections_of_later_versions_have_no_keys(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fp8 has no keys yet in this version"):
-        load_strategy_config(write(tmp_path, "fp8: {}"))
-    refuse_keys(None, where="fp8")
+def test_the_fp8_section_stands_beside_the_strategys(tmp_path: Path) -> None:
+    assert load_strategy_config(write(tmp_path, "strategy: {}")).fp8 is None
+    assert load_strategy_config(write(tmp_path, "fp8: {}")).fp8 == Fp8Config()
+    with pytest.raises(ConfigError, match=r"fp8\.recipes is not a key of 'fp8'"):
+        load_strategy_config(write(tmp_path, "fp8: {recipes: delayed}"))
 
 
 def test_the_memory_section_stands_beside_the_strategys(tmp_path: Path) -> None:

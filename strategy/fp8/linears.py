@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thunder_memsave.fp8.layers import Choice
-from thunder_memsave.fp8.recipe import Recipe
+from thunder_memsave.config import Fp8Config
+from thunder_memsave.fp8.backends import choose_backend
+from thunder_memsave.fp8.layers import Choice, choose, report
+from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
 from thunder_memsave.fp8.symbols import Backend, quantize_frozen, transpose
 from thunder_memsave.missing_ranks import collective
@@ -33,6 +36,9 @@ StatePart = Literal[
 ]
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(slots=True)
 class _Frozen:
     """A weight that is not trained, in fp8."""
@@ -42,6 +48,37 @@ class _Frozen:
     weight_transposed: Tensor | None
     source: tuple[int, int, torch.dtype]
     """What tells whether the weight is still what was quantised."""
+
+
+def set_up_fp8(
+    module: nn.Module, config: Fp8Config, *, frontend: str, device: torch.device
+) -> Fp8Linears:
+    """Choose the linears of `module` that compute in fp8, and give them their state.
+
+    Args:
+        module: After it was sharded, where it is.
+        config: Which, and how.
+        frontend: That captures the module.
+        device: That it computes on.
+
+    Raises:
+        ConfigError: nothing would run in fp8, or the backend cannot compute on the device.
+    """
+    if frontend != "dynamo":
+        raise ConfigError(
+            f"fp8 is set, and strategy.frontend is {frontend!r}, which does not say which module an operation comes "
+            "from; leave fp8 out, or set the frontend to 'dynamo'.",
+            key="fp8",
+        )
+    backend = choose_backend(config, device)
+    choices = choose(module, skip_modules=config.skip_modules)
+    if all(c.reason is not None for c in choices):
+        raise ConfigError(
+            f"fp8 is set, but {report(choices)} Leave fp8 out, or change what keeps the linears from it.",
+            key="fp8",
+        )
+    _log.info("fp8 by %s: %s", backend, report(choices))
+    return Fp8Linears(module, choices, recipe=recipe_of(config), backend=backend)
 
 
 class Fp8Linear:
@@ -160,7 +197,7 @@ def _add_state(name: str, linear: nn.Linear, recipe: Recipe) -> None:
     if hasattr(linear, STATE_NAME):
         found = type(getattr(linear, STATE_NAME)).__name__
         raise ConfigError(
-            f"fp8 keeps the scaling state of {name!r} in its attribute {STATE_NAME!r}, but that is a {found} of its own; "
+            f"fp8 keeps the scaling state of {name!r} in its attribute {STATE_NAME!r}, but has a {found} there; "
             f"rename it, or add {name!r} to fp8.skip_modules.",
             key="fp8.skip_modules",
         )
