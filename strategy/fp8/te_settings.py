@@ -1,0 +1,119 @@
+"""TransformerEngine's own recipes and contexts in terms of our `fp8` section.
+
+A recipe is taken over where every option of it is one that we compute; `te.autocast` around a call is let through where
+it asks for what the model was set up with, since captured linears do not look at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from thunder_memsave.config import ConfigError, Fp8Config
+from thunder_memsave.fp8.recipe import Recipe, recipe_of
+
+# By class: our name for the recipe, and the options of TransformerEngine that we have one value of.
+_RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "DelayedScaling": ("delayed", {"scaling_factor_compute_algo": None}),
+    "Float8CurrentScaling": ("current", {"use_power_2_scales": False}),
+    "Float8BlockScaling": (
+        "block",
+        {
+            "use_f32_scales": False,
+            "x_block_scaling_dim": 1,
+            "w_block_scaling_dim": 2,
+            "grad_block_scaling_dim": 1,
+        },
+    ),
+}
+_OF_ALL: Mapping[str, Any] = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+_TAKEN = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+_ALGORITHMS = ("max", "most_recent")
+
+
+def config_of(recipe: Any) -> Fp8Config:
+    """The `fp8` section that asks TransformerEngine for what its `recipe` asks for.
+
+    Raises:
+        ConfigError: names the recipe, or the option of it, that is not computed here.
+    """
+    kind = type(recipe).__name__
+    if kind not in _RECIPES:
+        raise ConfigError(
+            f"TransformerEngine's recipe {kind} is not computed by thunder_memsave; "
+            f"use {', '.join(_RECIPES)}, or no fp8."
+        )
+    name, only = _RECIPES[kind]
+    for option, value in {**_OF_ALL, **only}.items():
+        _refuse_other(recipe, option, value)
+    taken = {option: getattr(recipe, option) for option in _TAKEN if name == "delayed"}
+    if taken.get("amax_compute_algo", "max") not in _ALGORITHMS:
+        _refuse(recipe, "amax_compute_algo", " or ".join(map(repr, _ALGORITHMS)))
+    return Fp8Config(
+        backend="transformer_engine",
+        recipe=name,  # type: ignore[arg-type]
+        fp8_format=recipe.fp8_format.name,
+        **taken,
+    )
+
+
+def refuse_contradiction(recipe: Recipe | None) -> None:
+    """Refuse a call inside a `te.autocast` that asks for something else than the model was set up for.
+
+    Args:
+        recipe: What its linears compute in; None: they do not run in fp8.
+
+    Raises:
+        ConfigError: says what the context asks for and what the model does.
+    """
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is None or not _is_inside_autocast(quantization):
+        return
+    state: Any = quantization.FP8GlobalStateManager
+    if not state.is_fp8_enabled():
+        if recipe is not None:
+            raise ConfigError(
+                "the call is inside te.autocast(enabled=False), but the model was set up with `fp8`, and its captured "
+                "linears compute in fp8 everywhere; call it outside of that context, or set it up without `fp8`."
+            )
+        return
+    asked = recipe_of(config_of(state.get_fp8_recipe()))
+    if recipe is None:
+        raise ConfigError(
+            f"the call is inside te.autocast with the recipe {asked.name!r}, but the model was set up without `fp8`, "
+            "and its captured linears do not look at the context; pass "
+            f"ThunderMemsaveStrategy(fp8={{'recipe': {asked.name!r}}}), or leave te.autocast out."
+        )
+    _refuse_difference(asked, recipe)
+
+
+def _refuse_difference(asked: Recipe, ours: Recipe) -> None:
+    for field in dataclasses.fields(Recipe):
+        theirs, own = getattr(asked, field.name), getattr(ours, field.name)
+        if theirs != own:
+            key = "recipe" if field.name == "name" else field.name
+            raise ConfigError(
+                f"the call is inside te.autocast with {key}={theirs!r}, but the model was set up with fp8.{key} "
+                f"{own!r}, which its captured linears compute; make the two the same, or leave te.autocast out."
+            )
+
+
+def _is_inside_autocast(quantization: Any) -> bool:
+    manager = quantization.FP8GlobalStateManager
+    state = getattr(manager, "quantization_state", None)
+    # Older versions keep it on the class, in capitals.
+    return bool((manager.AUTOCAST_DEPTH if state is None else state.autocast_depth) > 0)
+
+
+def _refuse_other(recipe: Any, option: str, value: Any) -> None:
+    if getattr(recipe, option, value) != value:  # older versions lack some
+        _refuse(recipe, option, repr(value))
+
+
+def _refuse(recipe: Any, option: str, instead: str) -> None:
+    raise ConfigError(
+        f"TransformerEngine's recipe {type(recipe).__name__} has {option}={getattr(recipe, option)!r}, which is not "
+        f"computed by thunder_memsave; set it to {instead}."
+    )
