@@ -40,6 +40,7 @@ from thunder_memsave.explain import explain, kinds_table
 from thunder_memsave.forward_methods import take_redirection
 from thunder_memsave.fp8.linears import Fp8Linears, set_up_fp8
 from thunder_memsave.fp8.steps import Fp8Steps
+from thunder_memsave.fp8.te_settings import refuse_contradiction
 from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
 from thunder_memsave.materialize import materialize
@@ -52,7 +53,7 @@ from thunder_memsave.op_times import MeasuredTimes
 from thunder_memsave.pins import check_pins
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planning import MemoryPlanner, PlannedCall
-from thunder_memsave.precision import refuse_unsupported, share_found_inf
+from thunder_memsave.precision import fp8_of, share_found_inf, taken_over
 from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
 from thunder_memsave.sharding import DataParallel, shard_module
 from thunder_memsave.state_hooks import StateHooks
@@ -69,6 +70,7 @@ class ForwardModule(CompiledModule):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
         return self.call_method(take_redirection(self.module), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:
@@ -208,13 +210,12 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     @precision.setter
     @override
     def precision(self, precision: Precision | None) -> None:
-        if precision is not None:
-            refuse_unsupported(precision)
-        self._precision = precision
+        self._precision = None if precision is None else taken_over(precision)
 
     @override
     def _setup_distributed(self) -> None:
         refuse_stop_with_scaler(self._nonfinite.policy, self.precision)
+        self.config = replace(self.config, fp8=fp8_of(self.precision, self.config.fp8))
         super()._setup_distributed()
         if self.data_parallel is not None and self.data_parallel.shards:
             share_found_inf(self.precision, self.data_parallel.everyone)

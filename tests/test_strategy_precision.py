@@ -8,10 +8,10 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import (
+    BitsandbytesPrecision,
     FSDPPrecision,
     MixedPrecision,
     Precision,
-    TransformerEnginePrecision,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -95,7 +95,7 @@ def test_a_16_mixed_plugin_equals_eager_with_its_scaler() -> None:
 @pytest.mark.parametrize(
     ("plugin", "reason"),
     [
-        (TransformerEnginePrecision, "fp8 support is not there in this version"),
+        (BitsandbytesPrecision, "weights quantized by bitsandbytes cannot be captured"),
         (FSDPPrecision, "it configures torch's FSDP, which this strategy does not use"),
     ],
 )

@@ -86,18 +86,22 @@ def refuse_contradiction(recipe: Recipe | None) -> None:
             "and its captured linears do not look at the context; pass "
             f"ThunderMemsaveStrategy(fp8={{'recipe': {asked.name!r}}}), or leave te.autocast out."
         )
-    _refuse_difference(asked, recipe)
+    found = difference(asked, recipe)
+    if found is not None:
+        key, theirs, ours = found
+        raise ConfigError(
+            f"the call is inside te.autocast with {key}={theirs!r}, but the model was set up with fp8.{key} {ours!r}, "
+            "which its captured linears compute; make the two the same, or leave te.autocast out."
+        )
 
 
-def _refuse_difference(asked: Recipe, ours: Recipe) -> None:
+def difference(asked: Recipe, ours: Recipe) -> tuple[str, Any, Any] | None:
+    """The first option in which two recipes differ, under our name: what is asked for, and ours."""
     for field in dataclasses.fields(Recipe):
         theirs, own = getattr(asked, field.name), getattr(ours, field.name)
         if theirs != own:
-            key = "recipe" if field.name == "name" else field.name
-            raise ConfigError(
-                f"the call is inside te.autocast with {key}={theirs!r}, but the model was set up with fp8.{key} "
-                f"{own!r}, which its captured linears compute; make the two the same, or leave te.autocast out."
-            )
+            return "recipe" if field.name == "name" else field.name, theirs, own
+    return None
 
 
 def _is_inside_autocast(quantization: Any) -> bool:
