@@ -45,7 +45,7 @@ def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
 
 
 def refuse_unsuitable(module: nn.Module) -> None:
-    """Refuse a model that is compiled, distributed or set up already.
+    """Refuse a model that is compiled, distributed or set up already, or has modules of TransformerEngine.
 
     Raises:
         ValueError: says which of these it is, and what to pass instead.
@@ -58,6 +58,7 @@ def refuse_unsuitable(module: nn.Module) -> None:
         )
     for name, submodule in module.named_modules():
         _refuse_wrapper(submodule, name or "the model")
+        _refuse_transformer_engine(submodule, name or "the model")
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "unsharded_shape"):
             raise ValueError(
@@ -78,6 +79,17 @@ def _refuse_wrapper(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"{name} was compiled in place with Module.compile(); thunder_memsave compiles the "
             "model itself: leave that call out."
+        )
+
+
+def _refuse_transformer_engine(module: nn.Module, name: str) -> None:
+    if any(
+        cls.__module__.partition(".")[0] == "transformer_engine" for cls in type(module).__mro__
+    ):
+        raise ValueError(
+            f"{name} is TransformerEngine's {type(module).__name__}, whose computation cannot be "
+            "captured; put the module of torch.nn in its place: with `fp8` set, nn.Linear computes with "
+            "TransformerEngine's kernels. In eager code, thunder_memsave.checkpoint() serves such modules."
         )
 
 

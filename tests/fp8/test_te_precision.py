@@ -166,9 +166,26 @@ def test_a_context_around_a_model_without_fp8_is_refused(transformer_engine: Mod
         train(context, precision="bf16-true")
 
 
-def test_both_backends_train_alike_with_emulated_kernels(transformer_engine: ModuleType) -> None:
-    """To the bit, where the CPU multiplies fp8 as the emulation does."""
-    for recipe in ("delayed", "current", "block"):
-        expected = train(precision="bf16-true", fp8={"backend": "torch", "recipe": recipe})
-        fp8 = {"backend": "transformer_engine", "recipe": recipe}
-        assert_same(train(precision="bf16-true", fp8=fp8), expected)
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="PyTorch has another fp8 kernel here"
+)
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_both_backends_train_alike_with_emulated_kernels(recipe: str) -> None:
+    fp8 = {"backend": "torch", "recipe": recipe}
+    expected = train(precision="bf16-true", fp8=fp8)
+    fp8 = {"backend": "transformer_engine", "recipe": recipe}
+    assert_same(train(precision="bf16-true", fp8=fp8), expected)
+
+
+def test_a_module_of_transformer_engine_is_refused_with_the_way_out(
+    transformer_engine: ModuleType,
+) -> None:
+    linear = transformer_engine.ops.BasicLinear(32, 16, device="cpu", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="BasicLinear") as caught:
+        make_fabric().setup(nn.Sequential(nn.Linear(32, 32), nn.Sequential(linear)))
+    assert str(caught.value) == (
+        "1.0 is TransformerEngine's BasicLinear, whose computation cannot be captured; put the module of torch.nn in "
+        "its place: with `fp8` set, nn.Linear computes with TransformerEngine's kernels. In eager code, "
+        "thunder_memsave.checkpoint() serves such modules."
+    )
