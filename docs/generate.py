@@ -36,12 +36,10 @@ _TABLE_HEAD = "| key | values | default | meaning |\n|---|---|---|---|"
 
 _STRATEGY = "Also the arguments of `ThunderMemsaveStrategy`."
 _MEMORY = "Also the argument `memory` of `ThunderMemsaveStrategy`, a mapping."
-
-_RESERVED = """\
-## Reserved
-
-`fp8` is the name of a section to come; in this version it has no keys, and setting it is an error.
-"""
+_FP8 = (
+    "Also the argument `fp8` of `ThunderMemsaveStrategy`. Without the section nothing runs in fp8; `fp8: {}` "
+    "takes the defaults. What runs where: [fp8](fp8.md)."
+)
 
 
 def main() -> None:
@@ -65,7 +63,7 @@ def config_reference() -> str:
     for section, keys in sorted(sections().items(), key=lambda pair: pair[0] != ""):
         rows = [_row(each) for each in keys]
         parts += [_heading(section), "\n".join([_TABLE_HEAD, *rows, ""])]
-    return "\n".join([*parts, "## `data.dataset`\n", *_datasets(), _RESERVED])
+    return "\n".join([*parts, "## `data.dataset`\n", *_datasets()])
 
 
 def foreign_table(tool: str) -> str:
@@ -90,7 +88,7 @@ def _heading(section: str) -> str:
     if not section:
         return "## At the top level\n"
     cls = get_type_hints(RunConfig)[section]
-    free = {"strategy": _STRATEGY, "memory": _MEMORY}
+    free = {"strategy": _STRATEGY, "memory": _MEMORY, "fp8": _FP8}
     about = cls.__doc__ if dataclasses.is_dataclass(cls) else free[section]
     return f"## `{section}`\n\n{inspect.cleandoc(about or '').splitlines()[0]}\n"
 

@@ -20,7 +20,6 @@ from thunder_memsave.settings import (
     parse_duration,
     parse_section,
     raise_all,
-    refuse_keys,
     require_mapping,
     suggestion,
     unknown_keys,
@@ -42,7 +41,6 @@ __all__ = [
     "parse_memory",
     "parse_section",
     "parse_strategy",
-    "refuse_keys",
 ]
 
 # Sections of the run file that the strategy reads; the others belong to the fine-tuning command.

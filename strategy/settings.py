@@ -111,20 +111,6 @@ def parse_section(
     return cls(**converted)
 
 
-def refuse_keys(value: object, *, where: str) -> None:
-    """Refuse every key of a section that this version reserves but does not implement.
-
-    Raises:
-        ConfigError: the section says anything at all.
-    """
-    # An empty section counts: `fp8: {}` asks for fp8 with its defaults.
-    if value is not None:
-        raise ConfigError(
-            f"{where} has no keys yet in this version, but it is set to {value!r}; remove it.",
-            key=where,
-        )
-
-
 def parse_duration(text: str | timedelta) -> timedelta:
     """Turn `90s`, `30min`, `1.5h` or `2d` into a time span.
 

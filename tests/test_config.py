@@ -18,6 +18,7 @@ from thunder_memsave.config import (
     ShardingConfig,
     StrategyConfig,
     load_strategy_config,
+    parse_fp8,
     parse_memory,
     parse_strategy,
 )
@@ -257,3 +258,68 @@ def test_the_configuration_imports_no_torch() -> None:
     script = "import sys, thunder_memsave.config as c; sys.exit('torch' in sys.modules)"
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"recipe": "fast"}, r"fp8\.recipe is 'fast', but must be one of 'delayed', "),
+        ({"backend": "te"}, r"fp8\.backend is 'te', but must be one of 'auto', "),
+        ({"fp8_format": "E5M2"}, r"fp8\.fp8_format is 'E5M2', but must be one of 'HYBRID', 'E4M3'"),
+        ({"margin": -1}, r"fp8\.margin is -1, but must be a whole number of at least 0\."),
+        ({"margin": True}, r"fp8\.margin is True, but must be a whole number of at least 0\."),
+        (
+            {"amax_history_len": 0},
+            r"fp8\.amax_history_len is 0, but must be a whole number of at le",
+        ),
+        ({"reduce_amax": "yes"}, r"fp8\.reduce_amax is 'yes', but must be true or false\."),
+        ({"reduce_amax": 1}, r"fp8\.reduce_amax is 1, but must be true or false\."),
+        (
+            {"skip_modules": "lm_head"},
+            r"fp8\.skip_modules is 'lm_head', but must be a list of names",
+        ),
+        ({"amax_len": 4}, r"fp8\.amax_len is not a key of 'fp8'"),
+        ("delayed", r"fp8 is 'delayed', but must be a mapping of names to values\."),
+        (
+            {"frozen_weights": "fp8"},
+            r"fp8\.frozen_weights is 'fp8', but weights that are kept in fp8 alone are not in this version; write "
+            r"'compute', which computes with an fp8 copy of them\.",
+        ),
+    ],
+)
+def test_what_is_wrong_with_fp8_is_named(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_fp8(values)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"amax_history_len": 16},
+        {"amax_compute_algo": "most_recent"},
+        {"margin": 1},
+        {"reduce_amax": False},
+    ],
+)
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
+def test_fp8_options_that_a_recipe_does_not_have_are_refused(
+    option: dict[str, Any], recipe: str
+) -> None:
+    (name,) = option
+    message = (
+        rf"fp8\.{name} is .*, and has no effect with fp8\.recipe '{recipe}', which keeps no his"
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_fp8({"recipe": recipe, **option})
+    assert error.value.key == f"fp8.{name}"
+    assert parse_fp8({"recipe": "delayed", **option})
+
+
+def test_no_fp8_section_and_an_empty_one_are_not_the_same() -> None:
+    assert parse_fp8(None) is None
+    assert parse_fp8({}) == Fp8Config()
+    config = Fp8Config(recipe="current")
+    assert parse_fp8(config) is config
+    assert parse_fp8({"skip_modules": ["a", "b.*"], "margin": 0}) == Fp8Config(
+        skip_modules=("a", "b.*")
+    )

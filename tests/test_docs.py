@@ -16,7 +16,13 @@ import pytest
 import yaml
 
 from thunder_memsave import callbacks
-from thunder_memsave.config import CompileConfig, MemoryConfig, ShardingConfig, StrategyConfig
+from thunder_memsave.config import (
+    CompileConfig,
+    Fp8Config,
+    MemoryConfig,
+    ShardingConfig,
+    StrategyConfig,
+)
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.model.adapters import _METHODS
 from thunder_memsave.finetune.plan_command import parse_options
@@ -165,8 +171,9 @@ def exists(key: str) -> bool:
     if section == "strategy":
         known = (ShardingConfig, CompileConfig, StrategyConfig)
         return rest[0] in {field.name for cls in known for field in dataclasses.fields(cls)}
-    if section == "memory":
-        return rest in [[field.name] for field in dataclasses.fields(MemoryConfig)]
+    if section in ("memory", "fp8"):
+        cls = MemoryConfig if section == "memory" else Fp8Config
+        return rest in [[field.name] for field in dataclasses.fields(cls)]
     hint = get_type_hints(RunConfig)[section]
     for position, part in enumerate(rest):
         if not dataclasses.is_dataclass(hint):

@@ -155,6 +155,10 @@ class RunConfig:
     memory: dict[str, Any] = field(default_factory=dict)
     """The budget of device memory and how it is kept, as `ThunderMemsaveStrategy` reads it."""
 
+    fp8: dict[str, Any] | None = None
+    """Linear layers that compute in 8-bit floating point, as `ThunderMemsaveStrategy` reads it; `{}`
+    takes the defaults, null computes none so."""
+
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loggers: list[ClassSpec] = field(default_factory=list)

@@ -24,7 +24,9 @@ def build_fabric(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=num_local,
         num_nodes=world_size(config) // num_local,
-        strategy=ThunderMemsaveStrategy(**config.strategy, memory=config.memory or None),
+        strategy=ThunderMemsaveStrategy(
+            **config.strategy, memory=config.memory or None, fp8=config.fp8
+        ),
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),
         loggers=list(loggers),

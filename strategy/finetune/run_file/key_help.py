@@ -14,13 +14,14 @@ from docstring_parser import parse_from_object
 
 from thunder_memsave.config import (
     CompileConfig,
+    Fp8Config,
     MemoryConfig,
     ShardingConfig,
     StrategyConfig,
 )
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.value_kinds import wanted
-from thunder_memsave.settings import Bytes, BytesOrFraction
+from thunder_memsave.settings import Bytes, BytesOrFraction, Whole
 
 _WIDTH = 100
 
@@ -32,6 +33,7 @@ _OWN_WORDS: dict[Any, str] = {
     timedelta: "a duration",
     Bytes | Literal["auto"]: "auto or bytes, such as 256MiB",
     BytesOrFraction: "bytes or a fraction",
+    Whole: "a whole number, 0 too",
     BytesOrFraction | Literal["auto"]: "auto, bytes such as 60GiB, or a fraction",
 }
 
@@ -67,6 +69,9 @@ def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
         if key == "memory":
             yield from key_helps(MemoryConfig, where="memory.")
             continue
+        if key == "fp8":
+            yield from key_helps(Fp8Config, where="fp8.")
+            continue
         yield KeyHelp(
             key=key,
             wanted=_wanted(hint),
@@ -88,7 +93,7 @@ def _strategy_helps() -> Iterator[KeyHelp]:
     hints, meanings = get_type_hints(StrategyConfig), _meanings(StrategyConfig)
     for field in dataclasses.fields(StrategyConfig):
         name, default = field.name, getattr(StrategyConfig(), field.name)
-        if dataclasses.is_dataclass(hints[name]):
+        if dataclasses.is_dataclass(hints[name]) or name == "fp8":  # which stand beside it
             continue
         yield KeyHelp(
             key=f"strategy.{name}",

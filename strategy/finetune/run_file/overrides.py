@@ -13,9 +13,6 @@ from thunder_memsave.finetune.run_file.value_kinds import fits
 from thunder_memsave.settings import ConfigError, ConfigErrors, field_names
 from thunder_memsave.yaml_file import parse_yaml
 
-# Known by name only, so that a message can say so.
-RESERVED_SECTIONS = ("fp8",)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
@@ -96,8 +93,6 @@ def _hint(key: str) -> Any:
     for name in key.split("."):
         known = _keys_of(hint)
         if known is None:
-            return Any
-        if not done and name in RESERVED_SECTIONS:
             return Any
         if not known:
             whole = ".".join(done)

@@ -15,16 +15,16 @@ import yaml
 
 from thunder_memsave.config import (
     CompileConfig,
+    Fp8Config,
     MemoryConfig,
     StrategyConfig,
+    parse_fp8,
     parse_memory,
     parse_strategy,
-    refuse_keys,
 )
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.checks import check_config
 from thunder_memsave.finetune.run_file.overrides import (
-    RESERVED_SECTIONS,
     Override,
     apply_override,
     parse_overrides,
@@ -45,6 +45,7 @@ _EXAMPLES = {
     "lr_scheduler": "{name: cosine, warmup_steps: 0.03}",
     "strategy": "{sharding: zero2}",
     "memory": "{budget: 60GiB}",
+    "fp8": "{recipe: delayed}",
     "loggers": "[{class_path: TensorBoardLogger}]",
     "callbacks": "[{class_path: EarlyStopping, init_args: {patience: 3}}]",
 }
@@ -129,16 +130,12 @@ def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dic
 
 
 def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
-    for name in RESERVED_SECTIONS:
-        try:
-            refuse_keys(values.pop(name, None), where=name)
-        except ConfigError as error:
-            problems.add(error)
     sound = _sound_section(values, RunConfig, problems, where="")
     _complete_optimizer(sound)
     config = _instantiate(sound, problems)
     _check_strategy(config.strategy, problems)
     _check_memory(config.memory, problems)
+    _check_fp8(config.fp8, problems)
     check_config(config, problems)
     return config
 
@@ -147,12 +144,17 @@ def _check_strategy(values: Mapping[str, Any], problems: Problems) -> None:
     """Let the strategy check its keys; what other tools call them is known here only."""
     sections = (StrategyConfig, CompileConfig)
     own = [name for cls in sections for name in field_names(cls)]
-    known = [name for name in own if name not in ("compile", "memory")]
+    known = [name for name in own if name not in ("compile", "memory", "fp8")]
     _check_by(parse_strategy, values, problems, where="strategy", known=known)
 
 
 def _check_memory(values: Mapping[str, Any], problems: Problems) -> None:
     _check_by(parse_memory, values, problems, where="memory", known=field_names(MemoryConfig))
+
+
+def _check_fp8(values: Mapping[str, Any] | None, problems: Problems) -> None:
+    if values is not None:
+        _check_by(parse_fp8, values, problems, where="fp8", known=field_names(Fp8Config))
 
 
 def _check_by(

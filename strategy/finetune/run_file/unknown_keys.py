@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, get_type_hints
 
-from thunder_memsave.config import MemoryConfig
+from thunder_memsave.config import Fp8Config, MemoryConfig
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.run_file.foreign_names import foreign_name
 from thunder_memsave.settings import ConfigError, suggestion_or_all
@@ -73,6 +73,8 @@ def schema_keys(cls: Any = RunConfig, *, where: str = "") -> Iterator[str]:
         yield key
         if key == "memory":  # a mapping here, which the strategy reads
             yield from schema_keys(MemoryConfig, where="memory.")
+        elif key == "fp8":
+            yield from schema_keys(Fp8Config, where="fp8.")
         elif dataclasses.is_dataclass(hint):
             yield from schema_keys(hint, where=f"{key}.")
 

@@ -121,7 +121,12 @@ def test_lists_and_mappings_can_be_given_on_the_command_line(tmp_path: Path) -> 
         (GOOD + "loggers: {class_path: A}", "but must be a list of mappings, such as [{class_path"),
         (GOOD + "callbacks: [{a: 1, class_path: A}]", "callbacks[0].a is not a key of 'callbacks"),
         (GOOD + "1: 2", "1 is not a key of a run file; its keys are adapter, callbacks"),
-        (GOOD + "fp8: {}", "fp8 has no keys yet in this version"),
+        (GOOD + "fp8: 3", "fp8 is 3, but must be a mapping or null, such as {recipe: delayed}."),
+        (
+            GOOD + "fp8: {recipes: block}",
+            "fp8.recipes is not a key of 'fp8'; did you mean 'recipe'",
+        ),
+        (GOOD + "fp8: {recipe: fast}", "fp8.recipe is 'fast', but must be one of 'delayed', "),
         ("train: {seed: 1}", "output_dir is missing; name a directory for this run"),
         ("train: {seed: 1}", "model.name_or_path is missing; name a directory, or a model of"),
         ("train: {seed: 1}", "data.dataset.class_path is missing; name a dataset class"),
@@ -198,7 +203,8 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "model={name_or_path: a, config: {model_type: llama}, architecture: {model_type: llama}}",
             "model.config and model.architecture are both given; write model.config for random",
         ),
-        ("fp8.backend=auto", "fp8 has no keys yet in this version"),
+        ("fp8.backend=nvidia", "fp8.backend is 'nvidia', but must be one of 'auto', "),
+        ("fp8=delayed", "fp8 is 'delayed', but must be a mapping or null, such as {recipe: delayed}."),
     ],
 )
 def test_what_is_wrong_in_an_override_is_named(tmp_path: Path, override: str, message: str) -> None:
@@ -235,7 +241,7 @@ def test_problems_of_all_sections_are_found_together(tmp_path: Path) -> None:
     text = GOOD + "train: {max_step: 1, epochs: a, seed: 2.5}\neval: {every: 2, max_batches: 0}\n"
     text += "strategy: {jit: 1}\nlora: 3\nlora_rank: 4\ntrain: {}\n"
     with pytest.raises(ConfigErrors) as error:
-        load(tmp_path, text, "--fp8={}")
+        load(tmp_path, text, "--fp8.margin=-1")
     assert {problem.key for problem in error.value.problems} == {
         "train",
         "train.max_step",
@@ -246,7 +252,7 @@ def test_problems_of_all_sections_are_found_together(tmp_path: Path) -> None:
         "strategy.jit",
         "lora",
         "lora_rank",
-        "fp8",
+        "fp8.margin",
     }
 
 
@@ -297,3 +303,12 @@ def test_srun_with_several_tasks_is_refused_unless_they_are_torchrun(
         load(tmp_path, GOOD)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     load(tmp_path, GOOD)
+
+
+def test_fp8_is_asked_for_by_its_section_alone(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).fp8 is None
+    assert load(tmp_path, GOOD, "--fp8={}").fp8 == {}
+    assert load(tmp_path, GOOD, "--fp8.recipe=block", "--fp8.skip_modules=[lm_head, gate]").fp8 == {
+        "recipe": "block",
+        "skip_modules": ["lm_head", "gate"],
+    }
