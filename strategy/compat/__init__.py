@@ -8,6 +8,7 @@ from thunder_memsave.compat import (
     cpu_scalar_gradients,
     derivatives_by_name,
     dynamo_function_names,
+    hidden_transformer_engine,
     torch211_compile_metrics,
     torch213_named_tensors,
 )
@@ -16,7 +17,11 @@ from thunder_memsave.compat import (
 @functools.cache
 def apply() -> None:
     """Import thunder; every module of ours that needs it calls this before its own imports."""
-    with torch213_named_tensors.stubs(), absent_transformer_engine.silence():
+    with (
+        torch213_named_tensors.stubs(),
+        absent_transformer_engine.silence(),
+        hidden_transformer_engine.hide(),
+    ):
         importlib.import_module("thunder")
     cpu_scalar_gradients.apply()
     derivatives_by_name.apply()
