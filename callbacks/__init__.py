@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from thunder_memsave.callbacks.checkpoint import ModelCheckpoint
 from thunder_memsave.callbacks.control import TrainingControl
 from thunder_memsave.callbacks.early_stopping import EarlyStopping
+from thunder_memsave.callbacks.fp8 import Fp8Monitor
 from thunder_memsave.callbacks.gradient_norm import GradientNormMonitor
 from thunder_memsave.callbacks.learning_rate import LearningRateMonitor
 from thunder_memsave.callbacks.memory import MemoryMonitor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CallbackStates",
     "EarlyStopping",
+    "Fp8Monitor",
     "GradientNormMonitor",
     "LearningRateMonitor",
     "LossCurve",

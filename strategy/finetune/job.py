@@ -31,7 +31,11 @@ from thunder_memsave.finetune.run_file.class_kinds import DATASET
 from thunder_memsave.finetune.run_file.class_spec import build
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.finetune.run_file.references import check_references
-from thunder_memsave.finetune.watchers import check_early_stopping, check_logger_package
+from thunder_memsave.finetune.watchers import (
+    check_early_stopping,
+    check_fp8_monitor,
+    check_logger_package,
+)
 from thunder_memsave.settings import ConfigError, ConfigErrors
 
 T = TypeVar("T")
@@ -169,6 +173,7 @@ def _check_watchers(config: RunConfig, data: PreparedData | None, problems: Prob
         reads=("callbacks", "eval.every_n_steps"),
         about="callbacks",
     )
+    problems.check(lambda: check_fp8_monitor(config), reads=("callbacks", "fp8"), about="callbacks")
 
 
 def _keys(section: str, *names: str) -> tuple[str, ...]:

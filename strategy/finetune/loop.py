@@ -5,7 +5,7 @@ which a callback takes those it names:
 
     on_train_start(fabric, step, num_steps, state, control)
     on_train_batch_start(fabric, step)
-    on_before_optimizer_step(fabric, step)    the step's gradients are there
+    on_before_optimizer_step(fabric, step, model, optimizer)    the step's gradients are there
     on_validation_start(fabric, step), on_validation_end(fabric, step, metrics, control)
     on_train_batch_end(fabric, step, num_steps, metrics, state, optimizer, control)
     on_train_end(fabric, step, num_steps, state)
@@ -166,7 +166,9 @@ def _train_step(
     """Take one optimizer step and return its metrics, or refuse gradients that are not finite."""
     set_learning_rate(optimizer, lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps))
     loss = float(_accumulate(fabric, model, work, mask=plan.mask))
-    fabric.call("on_before_optimizer_step", fabric=fabric, step=step)
+    fabric.call(
+        "on_before_optimizer_step", fabric=fabric, step=step, model=model, optimizer=optimizer
+    )
     norm = _clip(fabric, model, optimizer, max_norm=plan.max_grad_norm)
     if math.isfinite(loss) and math.isfinite(norm):
         optimizer.step()

@@ -11,6 +11,7 @@ from typing import Any
 
 from thunder_memsave.callbacks import (
     EarlyStopping,
+    Fp8Monitor,
     LearningRateMonitor,
     MemoryMonitor,
     MetricsCSV,
@@ -20,6 +21,7 @@ from thunder_memsave.callbacks import (
     ThroughputMonitor,
 )
 from thunder_memsave.callbacks.loss_curve import LossCurve
+from thunder_memsave.config import parse_fp8
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.loop import EVALUATION_METRICS
 from thunder_memsave.finetune.run_directory import RunDirectory
@@ -94,6 +96,27 @@ def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
                 )
 
 
+def check_fp8_monitor(config: RunConfig) -> None:
+    """Refuse to watch scales that there are none of.
+
+    Raises:
+        ConfigError: `Fp8Monitor` would have no effect.
+    """
+    fp8 = parse_fp8(config.fp8)
+    if fp8 is not None and fp8.recipe == "delayed":
+        return
+    for index, spec in enumerate(config.callbacks):
+        where = f"callbacks[{index}]"
+        cls = import_class(spec, where=where, default_module=CALLBACK.default_module)
+        if isinstance(cls, type) and issubclass(cls, Fp8Monitor):
+            what = "there is no section fp8" if fp8 is None else f"fp8.recipe is {fp8.recipe!r}"
+            raise ConfigError(
+                f"Fp8Monitor watches scales that change from step to step, but {what}; set fp8.recipe to 'delayed', or "
+                "leave Fp8Monitor out.",
+                key=where,
+            )
+
+
 def _check_watches_something(config: RunConfig, *, has_validation: bool, where: str) -> None:
     reason = None
     if not has_validation:
@@ -138,6 +161,7 @@ def _callback(spec: ClassSpec, directory: RunDirectory, *, where: str) -> Any:
         ModelCheckpoint: {"directory": directory.checkpoints},
         MetricsCSV: {"path": directory.metrics},
         LossCurve: {"path": directory.loss_curve},
+        Fp8Monitor: {"path": directory.root / "fp8.csv"},
     }
     filled = _with_defaults(spec, places.get(cls, {}))
     return build(filled, where=where, default_module=CALLBACK.default_module)
