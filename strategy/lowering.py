@@ -271,6 +271,8 @@ class _Lowering:
         expected = node.meta.get("example_value")
         if function is torch.Tensor.detach or function is torch.detach:
             return prims.shallow_copy(args[0])
+        if function is getattr and args[1] in ("T", "mT") and args[0].ndim == 2:
+            return args[0].transpose(0, 1)
         if function is torch.cat:
             args = (_without_legacy_empties(args[0]), *args[1:])
         if function is torch.nn.functional.scaled_dot_product_attention:
@@ -351,9 +353,9 @@ class _Lowering:
             return symbol(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if getattr(function, "__module__", None) == "_operator" or isinstance(
-            args[0], (int, float)
-        ):
+        makes_tensor = isinstance(node.meta.get("example_value"), Tensor)  # such as `torch.eye(3)`
+        of_numbers = isinstance(args[0], (int, float)) and not makes_tensor
+        if getattr(function, "__module__", None) == "_operator" or of_numbers:
             return function(*args, **kwargs)
         raise NotImplementedError(f"{function_name(function)} is not known to Thunder")
 
