@@ -1,0 +1,106 @@
+"""A model whose own linears compute in fp8 trains to the bit as with TransformerEngine's modules in their place."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fabric import make_fabric
+from thunder_memsave.fp8.scaling import ScalingState
+
+NUM_STEPS = 6
+HISTORY_LEN = 3
+LEARNING_RATE = 0.5
+RECIPES = [
+    ("DelayedScaling", {"amax_history_len": HISTORY_LEN}, {"amax_history_len": HISTORY_LEN}),
+    ("Float8CurrentScaling", {}, {"recipe": "current"}),
+    ("Float8BlockScaling", {}, {"recipe": "block"}),
+]
+
+
+def batches() -> list[Tensor]:
+    """Of which the later ones are larger, so that scales change."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 32, generator=generator) * 3**step).bfloat16() for step in range(NUM_STEPS)
+    ]
+
+
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (0.1 * torch.randn(shape, generator=generator)).bfloat16()
+        for shape in ((64, 32), (48, 64), (16, 48))
+    ]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean().sqrt()
+
+
+def with_te_modules(te: ModuleType, recipe: Any) -> tuple[list[Tensor], list[Any]]:
+    """Weights after training, and the modules."""
+    linears = []
+    for weight in weights():
+        linear = te.ops.BasicLinear(
+            weight.shape[1], weight.shape[0], device="cpu", dtype=torch.bfloat16
+        )
+        linear.weight.data.copy_(weight)
+        linears.append(linear)
+    model = nn.Sequential(linears[0], nn.GELU(), linears[1], nn.GELU(), linears[2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for x in batches():
+        with te.autocast(enabled=True, recipe=recipe):
+            output = model(x)
+        loss_of(output).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [linear.weight.detach() for linear in linears], linears
+
+
+def with_own_linears(fp8: dict[str, Any]) -> tuple[list[Tensor], nn.Module]:
+    """Weights after training, and the model."""
+    linears = []
+    for weight in weights():
+        linears.append(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
+        linears[-1].weight.data.copy_(weight)
+    model = nn.Sequential(linears[0], nn.GELU(), linears[1], nn.GELU(), linears[2])
+    fabric = make_fabric(precision="bf16-true", fp8={"backend": "transformer_engine", **fp8})
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    for x in batches():
+        fabric.backward(loss_of(module(x)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [linear.weight.detach() for linear in linears], model
+
+
+@pytest.mark.parametrize(("name", "options", "fp8"), RECIPES)
+def test_weights_are_those_of_transformer_engines_modules_with_emulated_kernels(
+    transformer_engine: ModuleType, name: str, options: dict[str, Any], fp8: dict[str, Any]
+) -> None:
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    expected, linears = with_te_modules(transformer_engine, getattr(recipes, name)(**options))
+    result, model = with_own_linears(fp8)
+    for ours, theirs in zip(result, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(result[0], weights()[0])
+    states = [m for m in model.modules() if isinstance(m, ScalingState)]
+    assert len(states) == (3 if name == "DelayedScaling" else 0)
+    for state, linear in zip(states, linears, strict=False):
+        check_equal_state(state, linear)
+
+
+def check_equal_state(ours: ScalingState, linear: Any) -> None:
+    for mode, history, scale in (
+        ("forward", ours.forward_amax_history, ours.forward_scale),
+        ("backward", ours.backward_amax_history, ours.backward_scale),
+    ):
+        state = linear._fp8_metas[mode]["scaling_fwd" if mode == "forward" else "scaling_bwd"]
+        assert torch.equal(history, state.amax_history)
+        assert torch.equal(scale, state.scale)
+        assert not torch.equal(scale, torch.ones_like(scale))
