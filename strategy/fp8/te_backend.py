@@ -2,7 +2,8 @@
 
 The same functions as `torch_backend.py`. TransformerEngine's quantisers and GEMM are called without its modules and its
 autograd, so what backward needs are plain tensors; its schedule of scales is not used: state is given by the caller. It
-is imported when the first function runs.
+is imported when the first function runs. Its kernels look for data, so on FakeTensors, which have none, PyTorch's
+operators say what is made, read and written.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.config import ConfigError
 
@@ -37,9 +39,12 @@ def quantize_delayed(
     x: Tensor, scale: Tensor, amax_history: Tensor, index: int, dtype: torch.dtype, records: bool
 ) -> tuple[Tensor, Tensor]:
     """Cast with a scale from earlier steps, and note the amax for later ones: `torch_backend.quantize_delayed`."""
-    library = _library()
     # The kernel takes the maximum of what is there and what it sees, where it is told to.
     amax = amax_history[0, index : index + 1] if records else torch.zeros_like(scale[:1])
+    if isinstance(x, FakeTensor):
+        amax.copy_(amax)
+        return _made(x, dtype, (1,))
+    library = _library()
     quantizer = library.tensor.Float8Quantizer(
         scale[index], amax, library.dtypes[dtype], rowwise=True, columnwise=False
     )
@@ -50,6 +55,8 @@ def quantize_current(
     x: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Cast with the scale that x's own amax gives: `torch_backend.quantize_current`."""
+    if isinstance(x, FakeTensor):
+        return _made(x, dtype, (1,))
     library = _library()
     quantizer = library.tensor.Float8CurrentScalingQuantizer(
         library.dtypes[dtype],
@@ -72,6 +79,9 @@ def quantize_block(
 ) -> tuple[Tensor, Tensor]:
     """Cast each block with the scale that the block's own amax gives: `torch_backend.quantize_block`."""
     assert (block_rows, block_cols) in ((1, BLOCK), (BLOCK, BLOCK)), "there are no other kernels"
+    down, across = -(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols)
+    if isinstance(x, FakeTensor):
+        return _made(x, dtype, (down, across))
     library = _library()
     quantizer = library.tensor.Float8BlockQuantizer(
         library.dtypes[dtype],
@@ -86,7 +96,6 @@ def quantize_block(
     scales = quantized._rowwise_scale_inv
     if block_rows == 1:
         scales = scales.t()  # the kernel writes them along the columns
-    down, across = -(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols)
     real = scales[:down, :across]
     return quantized._rowwise_data.view(
         dtype
@@ -95,6 +104,8 @@ def quantize_block(
 
 def transpose(q: Tensor) -> Tensor:
     """Copy `[rows, columns]` to `[columns, rows]`: `torch_backend.transpose`."""
+    if isinstance(q, FakeTensor):
+        return q.t().contiguous()
     library = _library()
     copied = library.extension.fp8_transpose(q.view(torch.uint8), library.dtypes[q.dtype])
     return copied.view(q.dtype)  # type: ignore[no-any-return]
@@ -113,14 +124,18 @@ def gemm(
     # The kernel would read the bias of a float32 result as bfloat16.
     added_later = bias if out_dtype == torch.float32 else None
     fused = None if bias is None or added_later is not None else bias.to(out_dtype)
-    product, *_ = _library().general_gemm(
-        _operand(b, b_scale_inv),
-        _operand(a, a_scale_inv),
-        out_dtype=out_dtype,
-        layout="TN",
-        bias=fused,
-        use_split_accumulator=not use_fast_accum,
-    )
+    if isinstance(a, FakeTensor):
+        one = a_scale_inv.reshape(-1)[:1]
+        product = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out_dtype)
+    else:
+        product, *_ = _library().general_gemm(
+            _operand(b, b_scale_inv),
+            _operand(a, a_scale_inv),
+            out_dtype=out_dtype,
+            layout="TN",
+            bias=fused,
+            use_split_accumulator=not use_fast_accum,
+        )
     return product if added_later is None else product.add_(added_later)  # type: ignore[no-any-return]
 
 
@@ -229,6 +244,14 @@ def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, 
     quantizer.internal = True  # no tensor subclass, which autograd would know
     quantized = _library().extension.quantize(x, quantizer)
     return quantized._data.view(dtype), quantized._scale_inv.reshape(1)
+
+
+def _made(x: Tensor, dtype: torch.dtype, scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Results without data, in layouts of the kernels."""
+    q = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    if len(scales) == 2 and scales[0] == x.shape[0]:  # of blocks of one row: along the columns
+        return q, x.new_empty(scales[::-1], dtype=torch.float32).t()
+    return q, x.new_empty(scales, dtype=torch.float32)
 
 
 def _operand(q: Tensor, scale_inv: Tensor) -> Any:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness import te_kernels
+from thunder_memsave.aten_record import AtenRecord, storage_id
 from thunder_memsave.fp8 import te_backend, torch_backend
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -307,3 +309,47 @@ def test_nothing_is_made_that_a_gemm_does_not_read_with_emulated_kernels() -> No
         assert data.untyped_storage().nbytes() == x.numel()
     assert torch.equal(te_backend.transpose(q).view(torch.uint8), q.view(torch.uint8).t())
     assert te_kernels.calls.transposed == [(16, 128)]
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("records", [False, True])
+def test_on_tensors_without_data_it_says_what_is_made_and_written_with_emulated_kernels(
+    records: bool,
+) -> None:
+    def run() -> list[Tensor]:
+        x, weight = torch.randn(32, 256).bfloat16(), torch.randn(160, 256).bfloat16()
+        history, scale = torch.zeros(3, 2), torch.ones(2)
+        qx = te_backend.quantize_delayed(x, scale, history, 0, E4M3, records)
+        qw = te_backend.quantize_current(weight, E4M3)
+        bx, bw = te_backend.quantize_block(x, E4M3, 1), te_backend.quantize_block(weight, E4M3, 128)
+        columns = te_backend.transpose(qx[0])
+        products = [
+            te_backend.gemm(*qx, *qw, None, torch.bfloat16),
+            te_backend.gemm(*bx, *bw, weight[:, 0].float(), torch.float32),
+        ]
+        return [*qx, *qw, *bx, *bw, columns, *products, history]
+
+    expected = run()
+    with FakeTensorMode():
+        found = run()
+    for ours, real in zip(found, expected, strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_without_data_only_a_recorded_amax_is_written(records: bool) -> None:
+    with FakeTensorMode():
+        x, history, scale = torch.randn(32, 64), torch.zeros(3, 2), torch.ones(2)
+        with AtenRecord([x, history, scale]) as record:
+            te_backend.quantize_delayed(x, scale, history, 0, E4M3, records)
+    assert record.written == ({storage_id(history)} if records else set())
+
+
+def test_without_data_the_work_of_a_product_is_known() -> None:
+    with FakeTensorMode():
+        a, b = torch.empty(32, 64, dtype=E4M3), torch.empty(48, 64, dtype=E4M3)
+        one = torch.ones(1)
+        with AtenRecord([a, b, one]) as record:
+            te_backend.gemm(a, one, b, one, None, torch.bfloat16)
+    assert record.flops == 2 * 32 * 64 * 48
+    assert record.peak_bytes == 32 * 48 * 2

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 BLOCK = 128
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -69,6 +70,7 @@ def quantize(
 ) -> Any:
     """`tex.quantize`, for the quantisers of delayed, current and block scaling."""
     assert noop_flag is None, "CUDA graphs are not emulated"
+    _refuse_fake(tensor)
     x = tensor.detach()
     calls.quantized.append(tuple(x.shape))
     name = type(quantizer).__name__
@@ -99,6 +101,12 @@ def quantize(
     return _tensor_class(quantizer, "Float8Tensor")(
         **parts, **_shell(x, quantizer), fp8_dtype=quantizer.dtype, quantizer=quantizer
     )
+
+
+def _refuse_fake(tensor: Tensor) -> None:
+    """Compiled kernels take the address of the data, which a FakeTensor has not."""
+    if isinstance(tensor, FakeTensor):
+        raise RuntimeError("Cannot access data pointer of Tensor (e.g. FakeTensor)")
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -148,6 +156,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     """`tex.fp8_transpose`: the last dimension first."""
+    _refuse_fake(data)
     calls.transposed.append(tuple(data.shape))
     transposed = _columns_first(data)
     return transposed if out is None else out.copy_(transposed)
@@ -179,6 +188,7 @@ def generic_gemm(
     assert options.get("comm_overlap") is None, "communication is not emulated"
     left = _high_precision(B, rowwise=not transb)
     right = _high_precision(A, rowwise=transa)
+    _refuse_fake(left)
     layout = f"{'T' if transa else 'N'}{'T' if transb else 'N'}"
     calls.gemms.append(
         Gemm(
