@@ -136,7 +136,7 @@ def gemm(
             bias=fused,
             use_split_accumulator=not use_fast_accum,
         )
-    return product if added_later is None else product.add_(added_later)  # type: ignore[no-any-return]
+    return product if added_later is None else product.add_(added_later)
 
 
 def require(recipe: str, device: torch.device) -> None:
