@@ -1,0 +1,160 @@
+"""The planner knows what fp8 linears keep and cost, and whatever it decides the bits stay the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fp8_linears import fp8_module, linears_of, ops, state_of
+from harness.memory import measured_memory
+from harness.models import llama, token_batch
+from thunder_memsave.compile import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.devices import device_at
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.extract import profiles, program
+from thunder_memsave.op_profile import OpProfiles
+from thunder_memsave.passes.recompute import PREFIX
+from thunder_memsave.planner.simulate import simulate
+from thunder_memsave.planning import MemoryPlanner
+from thunder_memsave.scratch import MeasuredScratch
+from thunder_memsave.settings import BytesOrFraction
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> OpProfiles:
+    return profiles(scratch=MeasuredScratch(directory=tmp_path_factory.mktemp("scratch")))
+
+
+class Deep(nn.Module):
+    """Blocks of two linears; the first of each may be frozen."""
+
+    def __init__(self, num_blocks: int = 3, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(32, 96) for _ in range(num_blocks))
+        self.down = nn.ModuleList(nn.Linear(96, 32) for _ in range(num_blocks))
+        if frozen:
+            self.up.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return x.square().mean()
+
+
+def lora() -> nn.Module:
+    config = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: nn.Module = peft.get_peft_model(llama(1, vocab_size=112), config)
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "trained": (Deep, "delayed"),
+    "frozen": (lambda: Deep(frozen=True), "delayed"),
+    "current": (Deep, "current"),
+    "block": (Deep, "block"),
+    "bf16": (lambda: nn.Module.to(Deep(frozen=True), torch.bfloat16), "delayed"),
+    "lora": (lora, "delayed"),
+}
+
+
+def batch(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, Deep):
+        dtype = model.up[0].weight.dtype
+        assert isinstance(dtype, torch.dtype)
+        return {"x": torch.randn(64, 32, dtype=dtype)}
+    tokens = token_batch(2, 24)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def loss_of(result: object) -> Tensor:
+    loss = result if isinstance(result, Tensor) else result.loss  # type: ignore[attr-defined]
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_predicted_peaks_are_the_measured_ones_to_the_byte(case: str, known: OpProfiles) -> None:
+    make, recipe = CASES[case]
+    model = make()
+    module, inputs = fp8_module(model, recipe=recipe), batch(model)
+    module(**inputs)
+    (compiled,) = module.captures
+    found = program(
+        compiled.forward_traces[-1], compiled.backward_traces[-1], known=known, differentiated={0}
+    )
+    constant_bytes = sum(found.storages[s].nbytes for s in found.held)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        result = module(**inputs)  # the caller holds all of it
+        loss_of(result).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    measured = measured_memory(step)
+    assert simulate(found).peak_bytes - constant_bytes == measured.peak_bytes
+
+
+def gradients(module: CompiledModule, inputs: dict[str, Tensor]) -> list[Tensor]:
+    module.module.zero_grad(set_to_none=True)
+    loss_of(module(**inputs)).backward()
+    return [p.grad.clone() for p in module.module.parameters() if p.grad is not None]
+
+
+def planned(model: nn.Module, recipe: str, budget_bytes: int | None) -> CompiledModule:
+    memory = MemoryConfig()
+    if budget_bytes is not None:
+        memory = MemoryConfig(budget=BytesOrFraction(budget_bytes))
+    planner = MemoryPlanner(
+        memory,
+        device=device_at(torch.device("cpu")),
+        budget_bytes=budget_bytes,
+    )
+    return fp8_module(model, recipe=recipe, planner=planner)
+
+
+def peak_bytes(module: CompiledModule) -> int:
+    assert module.planner is not None
+    (call,) = module.planner.calls
+    return call.profile.peak_bytes
+
+
+@pytest.mark.parametrize("case", ["trained", "frozen", "block"])
+def test_gradients_and_state_are_the_same_bits_under_any_budget(case: str) -> None:
+    make, recipe = CASES[case]
+    model = make()
+    inputs = batch(model)
+    free = planned(copy.deepcopy(model), recipe, None)
+    expected, state = gradients(free, inputs), state_of(linears_of(free))
+    smallest = smallest_budget(copy.deepcopy(model), recipe, inputs)
+    largest = peak_bytes(free)
+    assert smallest < 0.95 * largest
+    num_again = []
+    for part in (0.0, 0.5):
+        budget = smallest + int(part * (largest - smallest))
+        module = planned(copy.deepcopy(model), recipe, budget)
+        for ours, theirs in zip(gradients(module, inputs), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        assert all(torch.equal(v, state[k]) for k, v in state_of(linears_of(module)).items())
+        assert peak_bytes(module) <= budget
+        num_again.append(quantized_again(module))
+    assert max(num_again) > 0
+
+
+def smallest_budget(model: nn.Module, recipe: str, inputs: dict[str, Tensor]) -> int:
+    with pytest.raises(BudgetError) as error:
+        planned(model, recipe, 1)(**inputs)
+    assert error.value.smallest_bytes is not None
+    return error.value.smallest_bytes
+
+
+def quantized_again(module: CompiledModule) -> int:
+    """How many tensors forward quantised, and backward quantises once more."""
+    backward = module.captures[0].backward_traces[-1]
+    return sum(b.flat_proxy_outs[0].name.startswith(PREFIX) for b in ops(backward, "quantize"))
