@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from thunder_memsave.fp8.linears import Fp8Linears
+from thunder_memsave.fp8.symbols import BLOCK
 from thunder_memsave.sharded_parameter import is_sharded
 from thunder_memsave.sharding import DataParallel, RowRange, fill_meta, own_rows, shard_module
 
@@ -37,6 +39,20 @@ def stand_in(module: nn.Module, data_parallel: DataParallel | None = None) -> No
             rows = _rows(tensor, data_parallel)
             values = without_memory(tensor.shape, tensor.dtype)
             fill_meta(tensor, values, name=name, rows=rows)
+
+
+def stand_in_fp8(linears: Fp8Linears) -> None:
+    """Let the linears of a model that `stand_in` made have fp8 copies without memory of what is not trained."""
+    recipe = linears.recipe
+    for linear in linears.by_name.values():
+        shape = linear.linear.weight.shape
+        if linear.is_frozen and not is_sharded(linear.linear.weight):
+            blocks = [-(-size // BLOCK) for size in shape] if recipe.name == "block" else [1]
+            linear.take_frozen(
+                without_memory(shape, recipe.dtype("weight")),
+                without_memory(torch.Size(blocks), torch.float32),
+                without_memory(shape[::-1], recipe.dtype("weight")),
+            )
 
 
 def _rows(tensor: Tensor, data_parallel: DataParallel | None) -> RowRange | None:

@@ -16,6 +16,7 @@ def describe_job(job: Job) -> str:
     """Write model, data, batches, steps, one sample and the place of the results."""
     facts = {
         "model": _model(job),
+        **({} if job.fp8 is None else {"fp8": job.fp8}),
         "data": job.data.summary,
         "batch": _batch(job),
         "steps": _steps(job),

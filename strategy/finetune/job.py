@@ -18,6 +18,7 @@ from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
+from thunder_memsave.finetune.fp8_shown import fp8_shown
 from thunder_memsave.finetune.launch import world_size
 from thunder_memsave.finetune.model.build import build_model, load_tokenizer
 from thunder_memsave.finetune.model.hub import is_hub_name
@@ -60,6 +61,8 @@ class Job:
     resume_from: CheckpointInfo | None
     identity: dict[str, int | str]
     """What gives a step and its state their meaning; it must not change in a run."""
+    fp8: str | None
+    """Which linears compute in fp8, in a few lines; None: no fp8."""
 
     @property
     def num_parameters(self) -> int:
@@ -134,6 +137,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         )
     _check_watchers(config, data, problems)
     model = _model(config, tokenizer, problems)
+    fp8 = _fp8(config, model, problems)
     problems.raise_all()
     assert sizes is not None
     assert data is not None
@@ -148,6 +152,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         model=model,
         resume_from=resume_from,
         identity=identity,
+        fp8=fp8,
     )
 
 
@@ -245,6 +250,16 @@ def _model(config: RunConfig, tokenizer: Any, problems: Problems) -> nn.Module |
         lambda: build_model(_without_broken(config, problems), tokenizer),
         reads=("model",),
         about="model.name_or_path",
+    )
+
+
+def _fp8(config: RunConfig, model: nn.Module | None, problems: Problems) -> str | None:
+    if model is None:
+        return None
+    return problems.check(
+        lambda: fp8_shown(config, model),
+        reads=("fp8", "model", "lora", "adapter", "strategy"),
+        about="fp8",
     )
 
 

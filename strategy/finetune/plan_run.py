@@ -23,6 +23,7 @@ from thunder_memsave.compile import compile_call  # noqa: E402
 from thunder_memsave.config import StrategyConfig, parse_strategy  # noqa: E402
 from thunder_memsave.errors import BudgetError  # noqa: E402
 from thunder_memsave.finetune.config import RunConfig  # noqa: E402
+from thunder_memsave.finetune.fp8_planned import planned_fp8, refuse_without_fp8  # noqa: E402
 from thunder_memsave.finetune.loss import MaskKind, mask_kind  # noqa: E402
 from thunder_memsave.finetune.loss_memory import caller_memory  # noqa: E402
 from thunder_memsave.finetune.model.build import describe_model, precision_of  # noqa: E402
@@ -101,7 +102,8 @@ def plan_run(
         CompileError: it cannot be compiled.
         BudgetError: there is no plan at all.
     """
-    strategy = parse_strategy(config.strategy, memory=config.memory)
+    strategy = parse_strategy(config.strategy, memory=config.memory, fp8=config.fp8)
+    refuse_without_fp8(strategy.fp8, device)
     sizes = batch_sizes(config.train, world_size=num_ranks)
     budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
     stage("describe the model")
@@ -123,6 +125,7 @@ def plan_run(
                 data_parallel=data_parallel,
                 planner=planner,
                 target=_target(device),
+                fp8=planned_fp8(model, strategy),
             )
     (call,) = planner.calls
     return RunPlan(

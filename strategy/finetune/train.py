@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from torch.optim import Optimizer
 
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
-from thunder_memsave.callbacks.checkpoint import CheckpointInfo, load_checkpoint
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.callbacks.flops import training_flops
+from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune.config import RunConfig
@@ -32,7 +34,11 @@ from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, place_steps, says_how
 from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
-from thunder_memsave.finetune.run_directory import how_to_go_on
+from thunder_memsave.finetune.run_directory import (
+    check_same_values,
+    check_same_world,
+    how_to_go_on,
+)
 from thunder_memsave.finetune.run_file.class_spec import import_class
 from thunder_memsave.finetune.stop import (
     NotFiniteError,
@@ -83,7 +89,7 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     processes.watch(lambda died: _explained(died, fabric, job, state))
     try:
         begun = _begin(fabric, job, base, callbacks, state)
-        return _run(fabric, job, begun, state)
+        return _run(fabric, begun.job, begun, state)
     except BaseException as error:
         told = _as_told(error, fabric, job, state, processes)
         if told is None:
@@ -100,9 +106,12 @@ def _begin(
 ) -> _Begun:
     """Join the processes, fill the model, and put into `state` what checkpoints hold."""
     fabric.launch()
+    job = _on_newest_valid(fabric, job, base)
     if fabric.is_global_zero:  # which alone tells of it
         _describe_model(callbacks, job, fabric)
     _say(fabric, job.data.summary)
+    if job.fp8 is not None:
+        _say(fabric, f"fp8: {job.fp8}")
     module, optimizer = _set_up(fabric, job)
     state.update(
         model=trained_part(job.model, in_files=base.names),
@@ -115,13 +124,15 @@ def _begin(
         _load(fabric, job.resume_from, job.config, state)
     # After the checkpoint: one that does not fit this run file must not replace its own.
     before = _create_directory(fabric, job, step=state["step"])
-    return _Begun(module=module, step=state["step"], run_file_before=before)
+    return _Begun(job=job, module=module, step=state["step"], run_file_before=before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Begun:
     """A model that is ready to train, and what was there before."""
 
+    job: Job
+    """It goes on from a checkpoint whose files were verified, with `resume=auto`."""
     module: nn.Module
     step: int
     run_file_before: str | None
@@ -160,6 +171,26 @@ def _check_same_base(job: Job, identity: Mapping[str, str]) -> None:
             "the model, or start a new run in another output_dir.",
             key="model.name_or_path",
         )
+
+
+def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
+    """With `resume=auto`, verify the newest checkpoint; where it is damaged, take the one before.
+
+    Raises:
+        ConfigError: none is valid, or the one before belongs to another run.
+    """
+    if job.config.resume != "auto" or job.resume_from is None:
+        return job
+    try:
+        valid = newest_valid(fabric, job.directory.checkpoints)
+    except (ValueError, OSError, CheckpointError) as error:
+        raise ConfigError(str(error), key="resume") from error
+    assert valid is not None  # one was there
+    check_same_world(valid, num_processes=fabric.world_size)
+    check_same_values(valid, job.identity)
+    job = dataclasses.replace(job, resume_from=valid)
+    _check_same_base(job, base.identity)
+    return job
 
 
 def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> None:
@@ -262,7 +293,7 @@ def _load(
     groups = state["optimizer"].param_groups
     arguments = [{key: group[key] for key in group if key in given} for group in groups]
     try:
-        load_checkpoint(fabric, checkpoint, state)
+        load_checkpoint(fabric, checkpoint, state, is_verified=config.resume == "auto")
     except StateMismatchError as error:
         raise ConfigError(_does_not_fit(checkpoint, error), key="resume") from error
     except (ValueError, KeyError, OSError, CheckpointError) as error:

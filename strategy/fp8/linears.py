@@ -64,21 +64,31 @@ def set_up_fp8(
     Raises:
         ConfigError: nothing would run in fp8, or the backend cannot compute on the device.
     """
+    choices = choose_linears(module, config, frontend=frontend)
+    backend = choose_backend(config, device)
+    _log.info("fp8 by %s: %s", backend, report(choices))
+    return Fp8Linears(module, choices, recipe=recipe_of(config), backend=backend)
+
+
+def choose_linears(module: nn.Module, config: Fp8Config, *, frontend: str) -> tuple[Choice, ...]:
+    """Decide for each linear of `module` whether it computes in fp8, and change nothing.
+
+    Raises:
+        ConfigError: none would, or the frontend cannot tell them apart.
+    """
     if frontend != "dynamo":
         raise ConfigError(
             f"fp8 is set, and strategy.frontend is {frontend!r}, which does not say which module an operation comes "
             "from; leave fp8 out, or set the frontend to 'dynamo'.",
             key="fp8",
         )
-    backend = choose_backend(config, device)
     choices = choose(module, skip_modules=config.skip_modules)
     if all(c.reason is not None for c in choices):
         raise ConfigError(
             f"fp8 is set, but {report(choices)} Leave fp8 out, or change what keeps the linears from it.",
             key="fp8",
         )
-    _log.info("fp8 by %s: %s", backend, report(choices))
-    return Fp8Linears(module, choices, recipe=recipe_of(config), backend=backend)
+    return choices
 
 
 class Fp8Linear:
@@ -129,15 +139,28 @@ class Fp8Linear:
         assert isinstance(tensor, Tensor)
         return tensor
 
+    def take_frozen(self, weight: Tensor, scale_inv: Tensor, transposed: Tensor) -> None:
+        """Use these for the weight that is not trained; for a plan, whose tensors hold nothing that could be cast."""
+        self._frozen = _Frozen(
+            weight=weight,
+            weight_scale_inv=scale_inv,
+            weight_transposed=transposed,
+            source=_source(self.linear.weight),
+        )
+
     def _quantized(self, *, transposed: bool) -> _Frozen:
         weight = self.linear.weight
-        source = (weight.data_ptr(), weight._version, weight.dtype)
+        source = _source(weight)
         if self._frozen is None or self._frozen.source != source:
             quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
             self._frozen = _Frozen(*quantized, weight_transposed=None, source=source)
         if transposed and self._frozen.weight_transposed is None:
             self._frozen.weight_transposed = transpose(self._backend, self._frozen.weight)
         return self._frozen
+
+
+def _source(weight: Tensor) -> tuple[int, int, torch.dtype]:
+    return (weight.data_ptr(), weight._version, weight.dtype)
 
 
 class Fp8Linears:

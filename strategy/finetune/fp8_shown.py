@@ -1,0 +1,61 @@
+"""Says which linears of a run compute in fp8, and why the others do not, in a few lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from thunder_memsave.config import parse_fp8, parse_strategy
+from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.fp8.backends import choose_backend
+from thunder_memsave.fp8.layers import Choice
+from thunder_memsave.fp8.linears import choose_linears
+
+_NUM_CHOSEN, _NUM_OTHERS = 8, 2
+
+# What PEFT puts around the name of a linear says nothing of which one it is.
+_OF_PEFT = ("base_model.model.", ".base_layer")
+
+
+def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
+    """One line on those that compute in fp8, and one for each reason why others do not; None: the run has no fp8.
+
+    Raises:
+        ConfigError: no linear would compute in fp8, or this machine cannot.
+    """
+    fp8 = parse_fp8(config.fp8)
+    if fp8 is None:
+        return None
+    frontend = parse_strategy(config.strategy).compile.frontend
+    choices = choose_linears(model, fp8, frontend=frontend)
+    backend = choose_backend(fp8, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return describe_choices(choices, recipe=fp8.recipe, backend=backend)
+
+
+def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:
+    """Write the lines: linears that differ by the number of their layer alone are named once."""
+    groups: dict[str | None, list[str]] = {None: []}
+    for choice in choices:
+        groups.setdefault(choice.reason, []).append(_kind(choice.name))
+    chosen = groups.pop(None)
+    first = f"{len(chosen)} of {len(choices)} linears, {recipe} scaling by {backend}"
+    lines = [f"{first} ({_shown(chosen, _NUM_CHOSEN)})"]
+    for reason, kinds in groups.items():
+        lines.append(f"not {len(kinds)} ({_shown(kinds, _NUM_OTHERS)}): {reason}")
+    return "\n".join(lines)
+
+
+def _kind(name: str) -> str:
+    """What comes after the last number of a layer, as far as it tells linears apart."""
+    *_, last = re.split(r"\.\d+\.", name.removeprefix(_OF_PEFT[0]))
+    return last.removesuffix(_OF_PEFT[1])
+
+
+def _shown(kinds: Sequence[str], num_shown: int) -> str:
+    names = list(dict.fromkeys(kinds))
+    more = len(names) - num_shown
+    shown = ", ".join(names[:num_shown])
+    return f"{shown} and {more} more" if more > 0 else shown
