@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from thunder_memsave.config import (
         CompileConfig,
         ConfigError,
+        Fp8Config,
         MemoryConfig,
         ShardingConfig,
         StrategyConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "BudgetError",
     "CompileConfig",
     "ConfigError",
+    "Fp8Config",
     "MemoryConfig",
     "ShardingConfig",
     "StrategyConfig",
@@ -57,6 +59,7 @@ _HOME = {
     "BudgetError": "thunder_memsave.errors",
     "CompileConfig": "thunder_memsave.config",
     "ConfigError": "thunder_memsave.config",
+    "Fp8Config": "thunder_memsave.config",
     "MemoryConfig": "thunder_memsave.config",
     "ShardingConfig": "thunder_memsave.config",
     "StrategyConfig": "thunder_memsave.config",
