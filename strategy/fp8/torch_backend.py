@@ -329,8 +329,25 @@ def _dequantized_gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    product = dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()
-    return (product if bias is None else product.add_(bias)).to(out_dtype)
+    """Multiply in float32, of which there is no more than a few chunks at a time."""
+    product = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+    for b_rows in _row_parts(b):
+        right = _dequantized_rows(b, b_scale_inv, b_rows).t()
+        for a_rows in _row_parts(a):
+            tile = _dequantized_rows(a, a_scale_inv, a_rows) @ right
+            product[a_rows, b_rows] = tile if bias is None else tile.add_(bias[b_rows])
+    return product
+
+
+def _row_parts(matrix: Tensor) -> Iterator[slice]:
+    for first, rows in _chunks(matrix.shape[0], matrix.shape[1], multiple=BLOCK):
+        yield slice(first, first + rows)
+
+
+def _dequantized_rows(q: Tensor, scale_inv: Tensor, rows: slice) -> Tensor:
+    """Rows of a matrix whose blocks have scales, in float32; they begin with a block."""
+    height = 1 if scale_inv.shape[0] == q.shape[0] else BLOCK
+    return dequantize(q[rows], scale_inv[rows.start // height : -(-rows.stop // height)])
 
 
 def _cuda_gemm(

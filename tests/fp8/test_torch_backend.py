@@ -341,6 +341,19 @@ def test_no_chunk_of_a_large_tensor_changes_what_is_computed(
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+def test_products_of_blocks_are_made_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = linear(2, rows=392, wide=160, narrow=272)
+    x = torch_backend.quantize_block(given.x, E4M3, 1)
+    weight = torch_backend.quantize_block(given.weight, E4M3, 128)
+    whole = torch_backend.gemm(*x, *weight, given.bias, torch.float32)
+    expected = torch_backend.dequantize(*x) @ torch_backend.dequantize(*weight).t() + given.bias
+    assert torch.equal(whole, expected)
+    monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", 1000)
+    parts = torch_backend.gemm(*x, *weight, given.bias, torch.float32)
+    # A product of other sizes may add up in another order.
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
+
+
 def test_nothing_is_cast_where_there_are_no_rows() -> None:
     x = torch.empty(0, 32)
     for data, scale_inv in (
