@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
 import os
+import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric
+from torch import Tensor, nn
 
-from thunder_memsave.callbacks.random_state import random_state, set_random_state
+from thunder_memsave.callbacks.all_ranks import on_all_ranks
+from thunder_memsave.callbacks.random_state import random_state
+from thunder_memsave.checkpoint.commit import save_synced, sync_directory
+from thunder_memsave.checkpoint.manifest import (
+    STATE,
+    FileRecord,
+    Manifest,
+    files_in,
+    read_manifest,
+    record_file,
+    share_of_files,
+    write_manifest,
+)
+from thunder_memsave.sharding import whole_shape
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_PREFIX = ".partial-"
-_INFO = "checkpoint.json"
+_PACKAGES = ("thunder-memsave", "torch", "lightning-thunder", "lightning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +50,10 @@ class CheckpointInfo:
 class ModelCheckpoint:
     """Writes `step-<n>/` directories, each complete or not there at all.
 
-    A directory holds what `fabric.save` writes, every rank's random state, and `checkpoint.json`.
-    It gets its name by a rename when all ranks are done, so that a kill at any time leaves the
-    checkpoints before it as they were. All ranks write to the same file system.
+    A directory holds what `fabric.save` writes, every rank's random state, and a manifest with
+    the size and SHA-256 of each file. It gets its name by a rename when all of that is on the disk, so
+    that a kill at any time leaves the checkpoints before it as they were. All ranks write to the
+    same file system.
 
     Args:
         directory: Where to.
@@ -75,21 +90,33 @@ class ModelCheckpoint:
         """Write one checkpoint. A collective; every rank returns its path."""
         final = self.directory / f"step-{step:08d}"
         partial = self.directory / f"{_PARTIAL_PREFIX}{final.name}"
-        if fabric.is_global_zero:
-            self._remove_partial()
-            partial.mkdir(parents=True)
-        fabric.barrier()
-        fabric.save(partial / "state", dict(state))
-        torch.save(random_state(fabric.device), partial / _random_file(fabric.global_rank))
-        fabric.barrier()
-        if fabric.is_global_zero:
-            _write_info(partial, state, world_size=fabric.world_size)
-            _commit(partial, final)
-            self._prune(step)
-        fabric.barrier()
+        self._on_rank_zero(fabric, lambda: self._make_partial(partial))
+        on_all_ranks(fabric, lambda: fabric.save(partial / STATE, dict(state)))
+        on_all_ranks(fabric, lambda: _save_random_state(fabric, partial))
+        files: dict[str, FileRecord] = {}
+        for share in on_all_ranks(fabric, lambda: _record_share(fabric, partial)):
+            files.update(share)
+        manifest = _manifest(fabric, state, step=step, files=files)
+        self._on_rank_zero(fabric, lambda: self._finish(partial, final, manifest))
         self._saved_step = step
         fabric.call("on_save_checkpoint", fabric=fabric, step=step, path=final)
         return final
+
+    def _on_rank_zero(self, fabric: Fabric, act: Callable[[], None]) -> None:
+        on_all_ranks(fabric, act if fabric.is_global_zero else lambda: None)
+
+    def _make_partial(self, partial: Path) -> None:
+        self._remove_partial()
+        partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, final: Path, manifest: Manifest) -> None:
+        """Commit what is written, and only then let older checkpoints go."""
+        write_manifest(partial, manifest)
+        if (partial / STATE).is_dir():
+            sync_directory(partial / STATE)
+        sync_directory(partial)
+        _commit(partial, final)
+        self._prune(manifest.step)
 
     def _remove_partial(self) -> None:
         for left_over in self.directory.glob(f"{_PARTIAL_PREFIX}*"):
@@ -120,34 +147,72 @@ def _step_of(path: Path) -> int:
 
 
 def read_info(path: Path) -> CheckpointInfo:
-    """Read what a checkpoint says of itself."""
-    content = json.loads((path / _INFO).read_text(encoding="utf-8"))
-    return CheckpointInfo(path=path, world_size=content["world_size"], values=content["values"])
+    """Read what a checkpoint says of itself.
+
+    Raises:
+        DamagedCheckpointError: its manifest is not as it was written, or there is none.
+    """
+    manifest = read_manifest(path)
+    return CheckpointInfo(path=path, world_size=manifest.world_size, values=dict(manifest.values))
 
 
-def load_checkpoint(fabric: Fabric, info: CheckpointInfo, state: dict[str, Any]) -> None:
-    """Fill `state` from a checkpoint and put back this rank's random state. A collective."""
-    fabric.load(info.path / "state", state)
-    file = info.path / _random_file(fabric.global_rank)
-    set_random_state(torch.load(file, weights_only=True), fabric.device)
-
-
-def _random_file(rank: int) -> str:
+def random_file(rank: int) -> str:
+    """Name a rank's random state within a checkpoint."""
     return f"random-{rank:05d}.pt"
 
 
-def _write_info(directory: Path, state: Mapping[str, Any], *, world_size: int) -> None:
-    values = {key: value for key, value in state.items() if isinstance(value, int | float | str)}
-    content = {"world_size": world_size, "values": values}
-    (directory / _INFO).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _save_random_state(fabric: Fabric, directory: Path) -> None:
+    save_synced(random_state(fabric.device), directory / random_file(fabric.global_rank))
+
+
+def _record_share(fabric: Fabric, directory: Path) -> dict[str, FileRecord]:
+    names = share_of_files(
+        files_in(directory), rank=fabric.global_rank, world_size=fabric.world_size
+    )
+    return {name: record_file(directory, name) for name in names}
+
+
+def _manifest(
+    fabric: Fabric, state: Mapping[str, Any], *, step: int, files: Mapping[str, FileRecord]
+) -> Manifest:
+    modules = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
+    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return Manifest(
+        step=step,
+        world_size=fabric.world_size,
+        sharding=_sharding_of(fabric),
+        versions={"python": platform.python_version(), **versions},
+        values={k: v for k, v in state.items() if isinstance(v, int | float | str)},
+        tensors={key: _tensors_of(module) for key, module in modules.items()},
+        files=files,
+    )
+
+
+def _sharding_of(fabric: Fabric) -> str:
+    data_parallel = getattr(fabric.strategy, "data_parallel", None)
+    return "none" if data_parallel is None else str(data_parallel.mode)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "shape": list(whole_shape(tensor)),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "is_trained": tensor.requires_grad,
+        }
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)
+    }
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Give a finished directory its name, also over one that an earlier attempt left."""
+    """Give a finished directory its name; one that an earlier attempt left is renamed first."""
     if final.exists():
         old = final.with_name(f"{_PARTIAL_PREFIX}old-{final.name}")
         os.replace(final, old)
         os.replace(partial, final)
+        sync_directory(final.parent)
         shutil.rmtree(old)
     else:
         os.replace(partial, final)
+        sync_directory(final.parent)

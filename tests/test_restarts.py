@@ -25,8 +25,9 @@ from torch import nn
 
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.callbacks.checkpoint import (
-    ModelCheckpoint, list_checkpoints, load_checkpoint, read_info
+    ModelCheckpoint, list_checkpoints, read_info
 )
+from thunder_memsave.callbacks.verified import load_checkpoint
 
 run, devices, num_nodes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 gates = set(sys.argv[4:])

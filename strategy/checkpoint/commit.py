@@ -39,7 +39,7 @@ def commit(temporary: Path, path: Path) -> None:
             os.rename(path, aside)
         os.rename(temporary, path)
         remove(aside)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -61,7 +61,8 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         remove(temporary)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Puts the names in a directory on the disk: a rename is safe only then."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

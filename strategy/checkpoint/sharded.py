@@ -6,15 +6,16 @@ The layout is Lightning's: torch.distributed.checkpoint (DCP) files plus `meta.p
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from thunder_memsave.agreement import broadcast, is_rank_zero, once, together
+from thunder_memsave.agreement import CheckpointError, broadcast, is_rank_zero, once, together
 from thunder_memsave.checkpoint.commit import commit, remove, save_synced, temporary_name
 from thunder_memsave.checkpoint.contents import Contents
 from thunder_memsave.checkpoint.module_state import (
@@ -41,6 +42,7 @@ from thunder_memsave.checkpoint.optimizer_state import (
     named_state_of,
     set_optimizer_state,
 )
+from thunder_memsave.checkpoint.safe_reader import SafePlanner, SafeReader, read_metadata
 from thunder_memsave.checkpoint.sources import TensorSpec, load_mapped
 from thunder_memsave.sharding import DataParallel, is_sharded, local_rows, whole_shape
 
@@ -105,14 +107,15 @@ def load_sharded(
         if key in stored.top_level()
     ]
     groups = {flat: None for o in optimizers for flat in o.group_entries}
-    _dcp_load(groups, path, data_parallel)
+    reader = partial(_dcp_load, path=path, metadata=stored.metadata, weights_only=weights_only)
+    reader(groups, data_parallel)
     for o in optimizers:
         problems += o.problems(groups)
     raise_problems(problems, what=str(list(contents.everything)))
     for o in optimizers:
         template.update(o.template(data_parallel))
     with torch.no_grad():
-        _dcp_load(template, path, data_parallel)
+        reader(template, data_parallel)
     for o in optimizers:
         o.restore(template, groups)
     together(lambda: contents.restore_others(meta), data_parallel)
@@ -138,8 +141,9 @@ class _Stored:
     @classmethod
     def read(cls, path: Path) -> _Stored:
         try:
-            metadata = dcp.FileSystemReader(path).read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError) as e:
+            metadata = read_metadata(path)
+        # What unpickling raises for bytes that are no pickle is not documented.
+        except Exception as e:
             raise ValueError(
                 f"{path} has no readable .metadata file, so its save was interrupted or the "
                 f"directory is damaged; load an older checkpoint. The reason given: {e}"
@@ -269,10 +273,18 @@ def _padded(rows: Tensor, p: Tensor) -> Tensor:
     return padded
 
 
-def _dcp_load(state: dict[str, Any], path: Path, data_parallel: DataParallel | None) -> None:
+def _dcp_load(
+    state: dict[str, Any],
+    data_parallel: DataParallel | None,
+    *,
+    path: Path,
+    metadata: Metadata,
+    weights_only: bool,
+) -> None:
     if state:
+        reader, planner = SafeReader(path, metadata), SafePlanner(weights_only=weights_only)
         with _dcp_options(data_parallel) as options:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path), **options)
+            dcp.load(state, storage_reader=reader, planner=planner, **options)
 
 
 @contextmanager
@@ -281,4 +293,17 @@ def _dcp_options(data_parallel: DataParallel | None) -> Iterator[dict[str, Any]]
         # DCP warns that a process is alone even where it was told so.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
         group = None if data_parallel is None else data_parallel.everyone
-        yield {"process_group": group, "no_dist": data_parallel is None}
+        try:
+            yield {"process_group": group, "no_dist": data_parallel is None}
+        except dcp.CheckpointException as e:  # a BaseException, raised on all ranks
+            raise _own_failure(e, data_parallel) from e
+
+
+def _own_failure(error: dcp.CheckpointException, data_parallel: DataParallel | None) -> Exception:
+    rank, (reason, _) = next(iter(error.failures.items()))
+    own = 0 if data_parallel is None else dist.get_rank(data_parallel.everyone)
+    mine = error.failures.get(own, (None, None))[0]
+    if isinstance(mine, Exception):
+        return mine
+    text = f"{type(reason).__name__}: {reason}"
+    return CheckpointError(f"rank {rank} failed, so this rank stops too: {text}")

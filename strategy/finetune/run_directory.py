@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
+from thunder_memsave.callbacks.verified import refuse_only_damaged
+from thunder_memsave.checkpoint.manifest import DamagedCheckpointError, UnverifiableCheckpointError
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
@@ -122,9 +124,11 @@ def _with_two_sizes(config: RunConfig) -> RunConfig:
 def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
     """Find where the run starts; None is the beginning.
 
+    Only manifests are read here; the files themselves are verified once all processes have joined.
+
     Raises:
         ConfigError: the directory holds a run that is not to be continued, the checkpoint is not
-            there, or another number of processes wrote it.
+            there or damaged, or another number of processes wrote it.
     """
     directory = RunDirectory(root=Path(config.output_dir))
     if config.resume is False:
@@ -133,15 +137,16 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
     if config.resume == "auto":
         found = list_checkpoints(directory.checkpoints)
         if not found:
+            _refuse_only_damaged(directory)
             if not directory.config.exists():  # else a run that ended before its first checkpoint
                 _refuse_existing(directory)
             return None
-        info = _readable_info(found[-1])
+        info = _newest_readable(found)
     else:
         info = _named_checkpoint(Path(str(config.resume)))
         if info.path.resolve().parent != directory.checkpoints.resolve():
             _refuse_existing(directory)
-    _check_same_run(info, num_processes=world_size(config))
+    check_same_world(info, num_processes=world_size(config))
     return info
 
 
@@ -172,6 +177,20 @@ def how_to_go_on(
             f"with: {command} --resume={shlex.quote(str(started_from.path))} --output_dir=ANOTHER"
         )
     return f"there is no checkpoint yet; start again with: {command} --resume=auto"
+
+
+def check_same_world(info: CheckpointInfo, *, num_processes: int) -> None:
+    """Check that as many processes go on as wrote the checkpoint.
+
+    Raises:
+        ConfigError: they are more or fewer.
+    """
+    if info.world_size != num_processes:
+        raise ConfigError(
+            f"{info.path} was written by {info.world_size} processes, this launch has "
+            f"{num_processes}; start {info.world_size} to go on exactly.",
+            key="resume",
+        )
 
 
 def check_same_values(info: CheckpointInfo, values: Mapping[str, int | str]) -> None:
@@ -216,21 +235,37 @@ def _named_checkpoint(path: Path) -> CheckpointInfo:
 def _readable_info(path: Path) -> CheckpointInfo:
     try:
         return read_info(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UnverifiableCheckpointError as error:
+        raise ConfigError(str(error), key="resume") from error
+    except (OSError, DamagedCheckpointError) as error:
         raise ConfigError(
-            f"{path} is not a checkpoint: its checkpoint.json cannot be read ({error}); remove or "
-            "rename the directory, or resume from another one.",
+            f"{path} is damaged, or no checkpoint: {error}; resume from another one, or restore it from a copy.",
             key="resume",
         ) from error
 
 
-def _check_same_run(info: CheckpointInfo, *, num_processes: int) -> None:
-    if info.world_size != num_processes:
-        raise ConfigError(
-            f"{info.path} was written by {info.world_size} processes, this launch has "
-            f"{num_processes}; start {info.world_size} to go on exactly.",
-            key="resume",
-        )
+def _newest_readable(found: Sequence[Path]) -> CheckpointInfo:
+    """Pass over those whose manifest is damaged; they are set aside when the files are verified."""
+    reasons = []
+    for path in reversed(found):
+        try:
+            return read_info(path)
+        except UnverifiableCheckpointError as error:
+            raise ConfigError(str(error), key="resume") from error
+        except (OSError, DamagedCheckpointError) as error:
+            reasons.append(f"{path.name}: {error}")
+    raise ConfigError(
+        f"every checkpoint in {found[0].parent} is damaged, and nothing begins anew by itself ({'; '.join(reasons)}); "
+        "restore one from a copy, or start a new run in another output_dir.",
+        key="resume",
+    )
+
+
+def _refuse_only_damaged(directory: RunDirectory) -> None:
+    try:
+        refuse_only_damaged(directory.checkpoints)
+    except DamagedCheckpointError as error:
+        raise ConfigError(str(error), key="resume") from error
 
 
 def _launcher() -> str:

@@ -16,8 +16,9 @@ from thunder_memsave.callbacks import (
     MetricsCSV,
     ModelCheckpoint,
 )
-from thunder_memsave.callbacks.checkpoint import list_checkpoints, load_checkpoint, read_info
+from thunder_memsave.callbacks.checkpoint import list_checkpoints, read_info
 from thunder_memsave.callbacks.random_state import random_state, set_random_state
+from thunder_memsave.callbacks.verified import load_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -17,6 +16,7 @@ from harness.language_model import run_values, write_run_file
 from thunder_memsave import __version__
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
+from thunder_memsave.checkpoint.manifest import Manifest, write_manifest
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune import cli
 from thunder_memsave.finetune.cli import main
@@ -333,11 +333,13 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
-    for content in ("{", "{}", "[]"):
-        (checkpoint / "checkpoint.json").write_text(content)
-        assert main(["train", str(path), "--resume=auto"]) == 2
-        message = f"{checkpoint} is not a checkpoint: its checkpoint.json cannot be read"
-        assert message in capsys.readouterr().err
+    assert main(["train", str(path), f"--resume={checkpoint}"]) == 2
+    message = f"{checkpoint} is damaged, or no checkpoint: manifest.sha256 is missing; resume from"
+    assert message in " ".join(capsys.readouterr().err.split())
+    (checkpoint / "checkpoint.json").write_text("{}")
+    assert main(["train", str(path), "--resume=auto"]) == 2
+    message = "was written without a manifest.json by a version of this package before its first"
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -375,8 +377,16 @@ def write_checkpoint_info(
     directory: Path, *, world_size: int, values: Mapping[str, int | str]
 ) -> None:
     directory.mkdir(parents=True)
-    content = {"world_size": world_size, "values": values}
-    (directory / "checkpoint.json").write_text(json.dumps(content))
+    manifest = Manifest(
+        step=1,
+        world_size=world_size,
+        sharding="none",
+        versions={},
+        values=values,
+        tensors={},
+        files={},
+    )
+    write_manifest(directory, manifest)
 
 
 @pytest.mark.parametrize(

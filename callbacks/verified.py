@@ -1,0 +1,154 @@
+"""Loads checkpoints whose every file is as it was written; a damaged one is set aside, never deleted."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+from thunder_memsave.callbacks.all_ranks import on_all_ranks
+from thunder_memsave.callbacks.checkpoint import (
+    CheckpointInfo,
+    list_checkpoints,
+    random_file,
+    read_info,
+)
+from thunder_memsave.callbacks.random_state import set_random_state
+from thunder_memsave.checkpoint.commit import sync_directory
+from thunder_memsave.checkpoint.manifest import (
+    STATE,
+    DamagedCheckpointError,
+    read_manifest,
+    require_files,
+    require_layout,
+    share_of_files,
+)
+from thunder_memsave.checkpoint.safe_reader import require_stored
+
+_DAMAGED_PREFIX = "damaged-"
+
+_log = logging.getLogger(__name__)
+
+
+def load_checkpoint(
+    fabric: Fabric, info: CheckpointInfo, state: dict[str, Any], *, is_verified: bool = False
+) -> None:
+    """Fill `state` from a checkpoint and put back this rank's random state. A collective.
+
+    Args:
+        fabric: Launched, with as many ranks as wrote the checkpoint.
+        info: As `read_info` or `newest_valid` returned it.
+        state: What to fill; nothing in it changes where the checkpoint is damaged.
+        is_verified: Its files were just verified, and need not be read once more for that.
+
+    Raises:
+        DamagedCheckpointError: a file is not what was written; on all ranks.
+    """
+    if not is_verified:
+        damage = find_damage(fabric, info.path)
+        if damage is not None:
+            raise DamagedCheckpointError(
+                f"{info.path} is damaged: {damage}. Name another checkpoint, or restore this one from a copy."
+            )
+    fabric.load(info.path / STATE, state)
+    file = info.path / random_file(fabric.global_rank)
+    set_random_state(torch.load(file, weights_only=True), fabric.device)
+
+
+def find_damage(fabric: Fabric, path: Path) -> str | None:
+    """Say which file of a checkpoint is not what was written, and how. A collective.
+
+    Each rank reads the files that it wrote; all have the same answer. None: all is well.
+    """
+    found = on_all_ranks(fabric, lambda: _damage_of_share(fabric, path))
+    return next((damage for damage in found if damage is not None), None)
+
+
+def newest_valid(fabric: Fabric, directory: Path) -> CheckpointInfo | None:
+    """Choose the newest checkpoint without damage; newer ones are set aside. A collective.
+
+    Returns:
+        None where there is no checkpoint, damaged ones included.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and all are damaged.
+    """
+    (names, *_) = on_all_ranks(fabric, lambda: [path.name for path in list_checkpoints(directory)])
+    reasons: list[str] = []
+    for name in reversed(names):
+        path = directory / name
+        damage = find_damage(fabric, path)
+        if damage is None:
+            return read_info(path)
+        reasons.append(_set_aside(fabric, path, damage))
+    refuse_only_damaged(directory, reasons)
+    return None
+
+
+def list_damaged(directory: Path) -> list[Path]:
+    """List the checkpoints that were set aside."""
+    return sorted(directory.glob(f"{_DAMAGED_PREFIX}step-*"))
+
+
+def refuse_only_damaged(directory: Path, reasons: Sequence[str] = ()) -> None:
+    """Refuse to begin anew where checkpoints lie that are all damaged.
+
+    Raises:
+        DamagedCheckpointError: that is so.
+    """
+    damaged = list_damaged(directory)
+    if damaged and not list_checkpoints(directory):
+        told = " ".join(reasons) or f"Set aside before: {', '.join(path.name for path in damaged)}."
+        raise DamagedCheckpointError(
+            f"every checkpoint in {directory} is damaged, and nothing begins anew by itself. {told} Restore one from "
+            "a copy under its name step-<n>, or start a new run in another output_dir."
+        )
+
+
+def _damage_of_share(fabric: Fabric, path: Path) -> str | None:
+    try:
+        if path.is_symlink():
+            raise DamagedCheckpointError("it is a link, and none is followed")
+        manifest = read_manifest(path)
+        require_layout(path, manifest)
+        names = share_of_files(
+            manifest.files, rank=fabric.global_rank, world_size=fabric.world_size
+        )
+        require_files(path, manifest, names)
+        for name in names:
+            if name.endswith(".pt") or name == STATE:
+                require_stored(path / name)
+    except DamagedCheckpointError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"the disk cannot read it ({error})"
+    return None
+
+
+def _set_aside(fabric: Fabric, path: Path, damage: str) -> str:
+    """Rename a damaged checkpoint, and say so."""
+    (reason, *_) = on_all_ranks(
+        fabric, lambda: _renamed(path, damage) if fabric.is_global_zero else ""
+    )
+    if fabric.is_global_zero:
+        _log.warning(reason)
+    return reason
+
+
+def _renamed(path: Path, damage: str) -> str:
+    aside = path.with_name(f"{_DAMAGED_PREFIX}{path.name}")
+    number = 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"{_DAMAGED_PREFIX}{path.name}-{number}")
+    os.rename(path, aside)
+    sync_directory(path.parent)
+    return f"{path} is damaged: {damage}. It is {aside.name} now, and the one before is tried."

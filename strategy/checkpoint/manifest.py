@@ -1,0 +1,241 @@
+"""`manifest.json`: what a run's checkpoint consists of, to the byte, so that damage is noticed.
+
+Beside it lies `manifest.sha256`, so that the manifest itself cannot change unnoticed;
+`sha256sum -c manifest.sha256` checks it too. Plain Python: what lies in a file is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+STATE = "state"
+"""The one directory within a checkpoint: what `fabric.save` wrote."""
+
+_CHECKSUM = "manifest.sha256"
+_FORMAT = 1
+_MAX_BYTES = 64 * 2**20  # of the manifest: some 500,000 tensors
+_FILE_NAME = re.compile(rf"(?:{STATE}/)?[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is not what was written; the message says which, and how."""
+
+
+class UnverifiableCheckpointError(ValueError):
+    """A checkpoint was written before there were manifests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What a file must be."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    """Optimizer steps that were finished."""
+    world_size: int
+    """How many ranks wrote it."""
+    sharding: str
+    """How weights lay on them."""
+    versions: Mapping[str, str]
+    values: Mapping[str, Any]
+    """The plain entries of the state."""
+    tensors: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """Key of the module -> name -> whole `shape`, `dtype`, and `is_trained`."""
+    files: Mapping[str, FileRecord]
+    """By name within the checkpoint, such as `state/meta.pt`."""
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest and its checksum; both are on the disk afterwards."""
+    content = {"format": _FORMAT, **dataclasses.asdict(manifest)}
+    text = json.dumps(content, indent=1, allow_nan=True) + "\n"
+    _write_synced(directory / MANIFEST, text.encode())
+    _write_synced(directory / _CHECKSUM, _checksum_line(text.encode()))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read the manifest, of which no byte may have changed.
+
+    Raises:
+        DamagedCheckpointError: it is not as it was written, or there is none.
+        UnverifiableCheckpointError: the checkpoint is older than manifests are.
+    """
+    if (directory / "checkpoint.json").exists() and not os.path.lexists(directory / MANIFEST):
+        raise UnverifiableCheckpointError(
+            f"{directory} was written without a {MANIFEST} by a version of this package before its first release, so "
+            "what it holds cannot be verified; start a new run in another output_dir."
+        )
+    written = _small_file(directory, _CHECKSUM, max_bytes=1024)
+    content = _small_file(directory, MANIFEST, max_bytes=_MAX_BYTES)
+    if written != _checksum_line(content):
+        raise DamagedCheckpointError(
+            f"{MANIFEST} does not have the SHA-256 that {_CHECKSUM} gives: bytes of one of the two changed"
+        )
+    try:
+        return _parsed(json.loads(content))
+    # RecursionError: thousands of nested brackets.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{MANIFEST} does not say what it must ({type(error).__name__}: {error})"
+        ) from error
+
+
+def record_file(directory: Path, name: str) -> FileRecord:
+    """What a file is now.
+
+    Raises:
+        DamagedCheckpointError: it is no regular file within the directory.
+    """
+    with _opened(directory, name) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(num_bytes=os.fstat(file.fileno()).st_size, sha256=digest)
+
+
+def files_in(directory: Path) -> list[str]:
+    """Names of a checkpoint's files, but for the manifest's own."""
+    own = {MANIFEST, _CHECKSUM}
+    names = [entry.name for entry in directory.iterdir() if entry.name not in own | {STATE}]
+    inner = directory / STATE
+    if inner.is_dir() and not inner.is_symlink():
+        names += [f"{STATE}/{entry.name}" for entry in inner.iterdir()]
+    elif os.path.lexists(inner):
+        names.append(STATE)
+    return sorted(names)
+
+
+def share_of_files(names: Iterable[str], *, rank: int, world_size: int) -> list[str]:
+    """The files that a rank hashes: those that it wrote, where their name says so."""
+    return [name for name in names if _writer_of(name) % world_size == rank]
+
+
+def require_layout(directory: Path, manifest: Manifest) -> None:
+    """Check that the manifest names a whole checkpoint, and all that lies in `state`; reads no file.
+
+    Raises:
+        DamagedCheckpointError: it does not.
+    """
+    for name in files_in(directory):
+        if name.startswith(STATE) and name not in manifest.files:
+            raise DamagedCheckpointError(f"{name} is there, and {MANIFEST} does not name it")
+    num_random = sum(name.startswith("random-") for name in manifest.files)
+    if num_random != manifest.world_size or not any(n.startswith(STATE) for n in manifest.files):
+        raise DamagedCheckpointError(
+            f"{MANIFEST} names {num_random} random states of {manifest.world_size} ranks and "
+            f"{len(manifest.files) - num_random} other files, which is no whole checkpoint"
+        )
+
+
+def require_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Check that files are as they were written, sizes first.
+
+    Raises:
+        DamagedCheckpointError: one is not.
+    """
+    names = list(names)
+    for name in names:
+        _require_size(directory, name, manifest.files[name].num_bytes)
+    for name in names:
+        found, written = record_file(directory, name), manifest.files[name]
+        if found != written:
+            raise DamagedCheckpointError(
+                f"{name} has the SHA-256 {found.sha256[:12]}..., and had {written.sha256[:12]}... when it was "
+                "written: some of its bytes changed"
+            )
+
+
+def _require_size(directory: Path, name: str, num_bytes: int) -> None:
+    with _opened(directory, name) as file:
+        found = os.fstat(file.fileno()).st_size
+    if found != num_bytes:
+        raise DamagedCheckpointError(
+            f"{name} has {found:,} bytes, and had {num_bytes:,} when it was written"
+        )
+
+
+def _writer_of(name: str) -> int:
+    """DCP and we number files by rank; what all ranks share is rank 0's."""
+    match = re.fullmatch(rf"(?:{STATE}/__(\d+)_\d+\.distcp|random-(\d+)\.pt)", name)
+    return 0 if match is None else int(match[1] or match[2])
+
+
+def _opened(directory: Path, name: str) -> io.BufferedReader:
+    """Opens a regular file; a link, a device or a pipe is never opened for reading."""
+    path = directory / name
+    try:
+        if path.parent != directory and path.parent.is_symlink():
+            raise DamagedCheckpointError(f"{path.parent.name} is a link, and none is followed")
+        if path.is_symlink():
+            raise DamagedCheckpointError(f"{name} is a link, and none is followed")
+        file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{name} is missing") from error
+    except NotADirectoryError as error:
+        raise DamagedCheckpointError(f"{path.parent.name} is not a directory") from error
+    except IsADirectoryError as error:
+        raise DamagedCheckpointError(f"{name} is a directory, not a file") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise DamagedCheckpointError(f"{name} is not a regular file")
+    return file
+
+
+def _small_file(directory: Path, name: str, *, max_bytes: int) -> bytes:
+    with _opened(directory, name) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise DamagedCheckpointError(f"{name} has more than {max_bytes:,} bytes")
+    return content
+
+
+def _parsed(content: Any) -> Manifest:
+    if content.pop("format") != _FORMAT:
+        raise ValueError(f"this version reads format {_FORMAT}")
+    files = {name: _file_record(name, **record) for name, record in content.pop("files").items()}
+    manifest = Manifest(files=files, **content)
+    for field in ("step", "world_size"):
+        if type(getattr(manifest, field)) is not int or getattr(manifest, field) < 0:
+            raise ValueError(f"{field} is {getattr(manifest, field)!r}")
+    for field in ("versions", "values", "tensors"):
+        if not isinstance(getattr(manifest, field), dict):
+            raise ValueError(f"{field} is not a mapping")
+    return manifest
+
+
+def _file_record(name: str, *, num_bytes: object, sha256: object) -> FileRecord:
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file within the checkpoint")
+    if type(num_bytes) is not int or num_bytes < 0:
+        raise ValueError(f"{name} cannot have {num_bytes!r} bytes")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise ValueError(f"{name} has no SHA-256")
+    return FileRecord(num_bytes=num_bytes, sha256=sha256)
+
+
+def _checksum_line(content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,321 @@
+"""Reads DCP's files without running what lies in them, and without leaving their directory.
+
+DCP unpickles `.metadata` and single values with pickle's full power, and opens whatever file the
+metadata names (pytorch/pytorch#189308). Here the metadata is unpickled into records that do nothing;
+DCP's objects are built from those that are what they should be.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import stat
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from thunder_memsave.checkpoint.manifest import DamagedCheckpointError
+
+METADATA_FILE = ".metadata"
+
+_MAX_METADATA_BYTES = 512 * 2**20  # some 2 million shards
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = frozenset(
+    {
+        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+        *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
+        *((_METADATA, name) for name in ("ChunkStorageMetadata", "TensorProperties")),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "WindowsPath"),
+    }
+)
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader, which runs nothing and reads nothing but files beside the metadata."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        """`metadata` is what `read_metadata` returned for `path`."""
+        super().__init__(path)
+        self._directory = path
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What was read and checked before."""
+        assert self._metadata.storage_meta is not None
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what this rank needs, each part of a file checked before."""
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            require_stored(
+                self._directory / info.relative_path, offset=info.offset, num_bytes=info.length
+            )
+        return super().read_data(plan, planner)
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """DCP's planner for flat states, which unpickles single values as its caller says."""
+
+    def __init__(self, *, weights_only: bool) -> None:
+        super().__init__()
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes a value that is no tensor."""
+        loaded = torch.load(value, weights_only=self._weights_only)
+        self.original_state_dict[read_item.dest_index.fqn] = loaded
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Reads DCP's table of contents, and checks all that it says against the files there.
+
+    Raises:
+        DamagedCheckpointError: it is no such table, or says what cannot be.
+        OSError: it cannot be read.
+    """
+    path = directory / METADATA_FILE
+    if path.is_symlink():
+        raise DamagedCheckpointError(f"{METADATA_FILE} is a link, and none is followed")
+    if path.stat().st_size > _MAX_METADATA_BYTES:
+        raise DamagedCheckpointError(f"{METADATA_FILE} has more than {_MAX_METADATA_BYTES:,} bytes")
+    with path.open("rb") as file:
+        record = _RecordUnpickler(file).load()
+    try:
+        return _metadata(record, _sizes_of_files(directory))
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise DamagedCheckpointError(
+            f"{METADATA_FILE} does not say what it must ({type(error).__name__}: {error})"
+        ) from error
+
+
+def require_stored(path: Path, *, offset: int = 0, num_bytes: int | None = None) -> None:
+    """Checks that a file of `torch.save`, or a part of it, takes no more bytes in memory than here.
+
+    Raises:
+        DamagedCheckpointError: it does, or is no such file.
+    """
+    with path.open("rb") as file:
+        num_bytes = path.stat().st_size - offset if num_bytes is None else num_bytes
+        try:
+            with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
+                entries = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
+            raise DamagedCheckpointError(
+                f"{path.name} does not hold what torch.save writes ({error})"
+            ) from error
+    is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not is_stored or sum(entry.file_size for entry in entries) > num_bytes:
+        raise DamagedCheckpointError(
+            f"{path.name} holds compressed entries, which torch.save does not write and which may grow without bound"
+        )
+
+
+class _Record:
+    """An instance of any class, as a pickle describes it; it does nothing."""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> _Record:
+        record = object.__new__(cls)
+        record.args = args
+        record.state = None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _RecordUnpickler(pickle.Unpickler):
+    """Makes records of DCP's classes, and refuses all others."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        # Made anew each time, so that nothing in a file can change them for the next.
+        self._classes: dict[str, type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            return self._classes.setdefault(name, type(name, (_Record,), {}))
+        if module == "torch" and (name == "Size" or isinstance(vars(torch).get(name), torch.dtype)):
+            return vars(torch)[name]
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which is no part of a checkpoint; loading it could run code"
+        )
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file as if they were a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
+        super().__init__()
+        self._file, self._offset, self._num_bytes = file, offset, num_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        if start + to < 0:
+            raise ValueError("a seek before the beginning")
+        self._at = start + to
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._num_bytes - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        self._file.seek(self._offset + self._at)
+        content = self._file.read(size)
+        self._at += len(content)
+        return content
+
+
+def _sizes_of_files(directory: Path) -> dict[str, int]:
+    """Regular files only: a link has none."""
+    sizes = {}
+    for path in directory.iterdir():
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            sizes[path.name] = status.st_size
+    return sizes
+
+
+def _metadata(record: Any, sizes: Mapping[str, int]) -> Metadata:
+    fields = _fields(record, "Metadata")
+    entries = {_text(k): _entry(v, sizes) for k, v in fields["state_dict_metadata"].items()}
+    paths = {_text(k): tuple(map(_key, v)) for k, v in fields["planner_data"].items()}
+    if paths.keys() != entries.keys() or not all(paths.values()):
+        raise ValueError("its entries and their places differ")
+    stored = {_index(k): _storage(v, sizes) for k, v in fields["storage_data"].items()}
+    return Metadata(
+        state_dict_metadata=entries,
+        planner_data=paths,
+        storage_data=stored,
+        storage_meta=StorageMeta(),
+        version=fields.get("version"),
+    )
+
+
+def _fields(record: Any, name: str) -> Mapping[str, Any]:
+    _require(record, name)
+    if not isinstance(record.state, dict):
+        raise TypeError(f"a {name} has no fields")
+    return record.state
+
+
+def _require(record: Any, name: str) -> None:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise TypeError(f"a {type(record).__name__} is where a {name} should be")
+
+
+def _entry(record: Any, sizes: Mapping[str, int]) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(record).__name__ == "BytesStorageMetadata":
+        _require(record, "BytesStorageMetadata")
+        return BytesStorageMetadata()
+    fields = _fields(record, "TensorStorageMetadata")
+    _require(fields["properties"], "TensorProperties")
+    dtype, size = fields["properties"].state[0], _size(fields["size"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a tensor has the dtype {dtype!r}")
+    if math.prod(size) * dtype.itemsize > sum(sizes.values()):
+        raise ValueError(f"a tensor of shape {tuple(size)} does not fit into the files there")
+    chunks = [_chunk(chunk, size) for chunk in fields["chunks"]]
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def _chunk(record: Any, whole: torch.Size) -> ChunkStorageMetadata:
+    fields = _fields(record, "ChunkStorageMetadata")
+    offsets, size = _size(fields["offsets"]), _size(fields["sizes"])
+    if not len(offsets) == len(size) == len(whole):
+        raise ValueError("a shard has another number of dims than its tensor")
+    if any(o + s > w for o, s, w in zip(offsets, size, whole, strict=True)):
+        raise ValueError("a shard reaches beyond its tensor")
+    return ChunkStorageMetadata(offsets=offsets, sizes=size)
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields["fqn"]),
+        offset=None if offset is None else _size(offset),
+        index=None if index is None else _count(index),
+    )
+
+
+def _storage(record: Any, sizes: Mapping[str, int]) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name, offset, length = (
+        fields["relative_path"],
+        _count(fields["offset"]),
+        _count(fields["length"]),
+    )
+    if name not in sizes:
+        raise ValueError(f"it names the file {name!r}, and no such file lies beside it")
+    if offset + length > sizes[name]:
+        raise ValueError(f"it reads {name!r} beyond its end")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"it has {name!r} transformed before it is read")
+    return _StorageInfo(relative_path=name, offset=offset, length=length)
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, torch.Size):
+        raise TypeError(f"{value!r} is where a shape should be")
+    return torch.Size(map(_count, value))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is where a number of at least 0 should be")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is where a name should be")
+    return value
+
+
+def _key(value: Any) -> str | int:
+    return value if type(value) is str else _count(value)
