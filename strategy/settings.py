@@ -220,8 +220,9 @@ def _one_of(value: object, choices: Iterable[str], *, where: str) -> str:
 
 def _names(value: object, *, where: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        example = value if isinstance(value, str) else "torch"
         raise ConfigError(
-            f"{where} is {value!r}, but must be a list of names, such as ['torch'].", key=where
+            f"{where} is {value!r}, but must be a list of names, such as [{example!r}].", key=where
         )
     return tuple(value)
 

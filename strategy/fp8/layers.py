@@ -95,9 +95,15 @@ def _refuse_idle_patterns(module: nn.Module, patterns: Sequence[str]) -> None:
         if pattern != _DEFAULT_SKIPPED and not any(_names(pattern, name) for name in names):
             raise ConfigError(
                 f"fp8.skip_modules has {pattern!r}, which names no module of this model; '*' stands for any part of "
-                f"a name{suggestion(pattern, names)}",
+                f"a name{suggestion(pattern, _ends(names, pattern))}",
                 key="fp8.skip_modules",
             )
+
+
+def _ends(names: Sequence[str], pattern: str) -> list[str]:
+    """The ends of names that have as many parts as the pattern."""
+    num_parts = pattern.count(".") + 1
+    return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))
 
 
 def _shown(names: Sequence[str]) -> str:
