@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from harness import te_on_cpu
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8 import te_backend
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 ABSENT = importlib.util.find_spec("transformer_engine") is None
 
@@ -44,6 +49,15 @@ def test_its_python_without_its_extension_is_told_apart(monkeypatch: pytest.Monk
     assert f"TransformerEngine {version} is installed, but cannot be loaded with PyTorch" in message
     assert "Found empty `transformer-engine` meta package installed" in message
     assert f"`pip install --no-build-isolation 'transformer-engine[pytorch]=={version}'`" in message
+
+
+def test_the_version_that_is_emulated_is_one_that_the_extra_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extra,) = map(Requirement, project["optional-dependencies"]["te"])
+    with te_on_cpu.transformer_engine():
+        version = importlib.metadata.version("transformer_engine")
+    assert extra.specifier.contains(version)
+    assert Version(version) > te_backend.MIN_VERSION
 
 
 def test_an_old_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
