@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
 
@@ -45,7 +46,16 @@ def _generators_kept(device_type: str) -> Iterator[None]:
 def environment() -> str:
     """What decides which kernels run here: versions, threads and the device."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"
+    versions = f"torch {torch.__version__}{_transformer_engine()}"
+    return f"{versions}, {torch.get_num_threads()} threads, {device}"
+
+
+def _transformer_engine() -> str:
+    """Whose kernels compute in fp8, where it is installed."""
+    try:
+        return f", TransformerEngine {importlib.metadata.version('transformer_engine')}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _processor() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8 import te_backend, torch_backend
 from thunder_memsave.fp8.symbols import Backend
+
+_log = logging.getLogger(__name__)
 
 
 def choose_backend(config: Fp8Config, device: torch.device) -> Backend:
@@ -26,5 +29,10 @@ def choose_backend(config: Fp8Config, device: torch.device) -> Backend:
 
 
 def _best(config: Fp8Config, device: torch.device) -> Literal["transformer_engine", "torch"]:
-    is_there = device.type == "cuda" and te_backend.why_not(config.recipe, device) is None
-    return "transformer_engine" if is_there else "torch"
+    if device.type != "cuda":
+        return "torch"
+    reason = te_backend.why_not(config.recipe, device)
+    if reason is None:
+        return "transformer_engine"
+    _log.info("fp8.backend 'auto' takes torch: %s", reason)
+    return "torch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +15,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from harness import te_on_cpu
-from thunder_memsave.config import ConfigError
+from thunder_memsave.config import ConfigError, Fp8Config
 from thunder_memsave.fp8 import te_backend
+from thunder_memsave.fp8.backends import _best
+from thunder_memsave.run_alone import environment
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -108,3 +111,26 @@ def test_a_chip_or_cuda_that_cannot_is_named_with_its_reason(
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_what_can_compute_is_not_refused_with_emulated_kernels(recipe: str) -> None:
     te_backend.require(recipe, CPU)
+
+
+@pytest.mark.skipif(not ABSENT, reason="TransformerEngine is installed")
+def test_auto_says_why_it_does_not_take_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="thunder_memsave.fp8.backends")
+    assert _best(Fp8Config(), torch.device("cuda")) == "torch"
+    assert (
+        "fp8.backend 'auto' takes torch: TransformerEngine is not installed: "
+        "`pip install 'thunder-memsave[te]'` does so"
+    ) in caplog.messages
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_auto_takes_it_where_it_can_compute_with_emulated_kernels() -> None:
+    assert _best(Fp8Config(), torch.device("cuda")) == "transformer_engine"
+    assert _best(Fp8Config(recipe="block"), CPU) == "torch"
+
+
+def test_what_was_measured_with_one_version_is_not_used_with_another() -> None:
+    with te_on_cpu.transformer_engine():
+        found = environment()
+        assert f", TransformerEngine {importlib.metadata.version('transformer_engine')}, " in found
+    assert ("TransformerEngine" in environment()) == (not ABSENT)
