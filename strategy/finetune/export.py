@@ -14,13 +14,14 @@ from torch import nn
 
 from thunder_memsave.agreement import once
 from thunder_memsave.checkpoint import unsharded_state_dict
+from thunder_memsave.fp8.linears import is_scaling_state
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
 def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write what was trained, gathered from all ranks. A collective; rank 0 writes.
 
-    Of a model with an adapter only what peft saves is gathered.
+    Of a model with an adapter only what peft saves is gathered. The scaling state of fp8 is of no use to others.
 
     Args:
         fabric: Launched.
@@ -35,8 +36,13 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
     model: Any = getattr(module, "module", module)
     data_parallel = fabric.strategy.data_parallel
     is_adapter = is_adapted(model)
-    names = _saved_by_peft(model) if is_adapter else None
-    weights = unsharded_state_dict(model, data_parallel, rank_zero_only=True, names=names)
+    wanted = _saved_by_peft(model) if is_adapter else None
+    weights = unsharded_state_dict(
+        model,
+        data_parallel,
+        rank_zero_only=True,
+        names=lambda name: not is_scaling_state(name) and (wanted is None or wanted(name)),
+    )
 
     def write() -> None:
         model.save_pretrained(directory, state_dict=weights)

@@ -50,6 +50,11 @@ class _Frozen:
     """What tells whether the weight is still what was quantised."""
 
 
+def is_scaling_state(name: str) -> bool:
+    """Whether an entry of a `state_dict` belongs to fp8's scaling state."""
+    return STATE_NAME in name.split(".")
+
+
 def set_up_fp8(
     module: nn.Module, config: Fp8Config, *, frontend: str, device: torch.device
 ) -> Fp8Linears:

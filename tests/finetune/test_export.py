@@ -28,7 +28,7 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
 def adapted(model_directory: Path, arguments: dict[str, Any]) -> Any:
     base = AutoModelForCausalLM.from_pretrained(model_directory)
     torch.manual_seed(0)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, **arguments))
+    model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 2, **arguments}))
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -36,12 +36,19 @@ def adapted(model_directory: Path, arguments: dict[str, Any]) -> Any:
     return model
 
 
-@pytest.mark.parametrize("arguments", ADAPTERS, ids=["lora", "dora", "modules_to_save"])
+IN_FP8 = {"target_modules": ["q_proj"], "r": 16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fp8"),
+    [*((arguments, None) for arguments in ADAPTERS), (IN_FP8, {})],
+    ids=["lora", "dora", "modules_to_save", "fp8"],
+)
 def test_an_adapter_is_what_peft_itself_would_save(
-    tmp_path: Path, model_directory: Path, arguments: dict[str, Any]
+    tmp_path: Path, model_directory: Path, arguments: dict[str, Any], fp8: dict[str, Any] | None
 ) -> None:
     adapted(model_directory, arguments).save_pretrained(tmp_path / "peft")
-    fabric = make_fabric()
+    fabric = make_fabric(fp8=fp8)
     model = fabric.setup(adapted(model_directory, arguments))
     export(fabric, model, None, tmp_path / "ours")
     ours, expected = (
