@@ -1,0 +1,120 @@
+"""A run says which linears compute in fp8, and a plan counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.language_model import run_values, write_run_file
+from thunder_memsave.config import Fp8Config
+from thunder_memsave.finetune.describe_job import describe_job
+from thunder_memsave.finetune.fp8_planned import refuse_without_fp8
+from thunder_memsave.finetune.fp8_shown import describe_choices
+from thunder_memsave.finetune.job import prepare
+from thunder_memsave.finetune.model.build import describe_model
+from thunder_memsave.finetune.plan_run import plan_run
+from thunder_memsave.finetune.run_file.parse import load_run_config
+from thunder_memsave.fp8.layers import Choice
+from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.settings import ConfigError
+
+NOT_ADAPTERS = "{backend: torch, amax_history_len: 4, skip_modules: [lm_head, lora_A, lora_B]}"
+
+Read = Callable[..., Any]
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, model_directory: Path) -> Read:
+    path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
+    return lambda *overrides: load_run_config(path, list(overrides))
+
+
+def test_layers_that_differ_by_their_number_are_named_once() -> None:
+    names = [f"model.layers.{i}.mlp.{name}" for i in range(2) for name in ("up", "down")]
+    choices = [Choice(name=name, reason=None) for name in names]
+    choices += [Choice(name="model.layers.2.mlp.up", reason="it is small")]
+    choices += [Choice(name="base_model.model.lm_head", reason="skip_modules has 'lm_head'")]
+    assert describe_choices(choices, recipe="delayed", backend="torch").splitlines() == [
+        "4 of 6 linears, delayed scaling by torch (mlp.up, mlp.down)",
+        "not 1 (mlp.up): it is small",
+        "not 1 (lm_head): skip_modules has 'lm_head'",
+    ]
+
+
+def test_of_many_names_the_first_are_shown() -> None:
+    choices = [Choice(name=f"a{i}", reason=None) for i in range(10)]
+    choices += [Choice(name=f"b{i}", reason="why") for i in range(4)]
+    first, second = describe_choices(choices, recipe="block", backend="torch").splitlines()
+    assert first.endswith("(a0, a1, a2, a3, a4, a5, a6, a7 and 2 more)")
+    assert second == "not 4 (b0, b1 and 2 more): why"
+
+
+def test_a_run_says_which_linears_compute_in_fp8_and_why_the_others_do_not(
+    config_of: Read,
+) -> None:
+    job = prepare(config_of(f"fp8={NOT_ADAPTERS}", "fp8.skip_modules=[lm_head, lora_A]"))
+    assert job.fp8 is not None
+    lines = job.fp8.splitlines()
+    assert lines[0].startswith("14 of 43 linears, delayed scaling by torch (self_attn.q_proj, self")
+    assert (
+        "not 14 (self_attn.q_proj.lora_A.default, self_attn.k_proj.lora_A.default and 5 mor"
+        in (lines[1])
+    )
+    assert "): 4 -> 32 features are no multiples of 16" in job.fp8
+    assert lines[-1] == "not 1 (lm_head): skip_modules has 'lm_head'"
+    assert "\nfp8:       14 of 43 linears" in describe_job(job)
+
+
+def test_a_run_without_fp8_says_nothing_of_it(config_of: Read) -> None:
+    job = prepare(config_of())
+    assert job.fp8 is None
+    assert "\nfp8:" not in describe_job(job)
+
+
+def test_a_frontend_that_does_not_tell_linears_apart_is_refused(config_of: Read) -> None:
+    with pytest.raises(ConfigError, match=r"fp8 is set, and strategy\.frontend is 'interpreter'"):
+        prepare(config_of("fp8={}", "strategy.frontend=interpreter"))
+
+
+def test_a_monitor_of_scales_without_fp8_is_refused(config_of: Read) -> None:
+    message = "Fp8Monitor watches scales that change from step to step, but there is no section fp8"
+    with pytest.raises(ConfigError, match=message):
+        prepare(config_of("callbacks=[{class_path: Fp8Monitor}]"))
+
+
+def test_a_plan_counts_frozen_weights_in_fp8_twice_and_their_state(config_of: Read) -> None:
+    config = config_of(f"fp8={NOT_ADAPTERS}")
+    plan = plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
+    # Per layer 32x32 twice, 16x32 twice, 32x64 three times; by rows and by columns, one scale each.
+    elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
+    scales, states = 14 * 4, 14 * 4 * (4 * 2 + 2 + 4 * 1 + 1)
+    # The columns of the first layer's q, k and v are of no use: nothing before them is trained.
+    unused = 32 * 32 + 2 * 16 * 32
+    buffers = dict(describe_model(config).named_buffers())
+    of_model = sum(b.nbytes for name, b in buffers.items() if name.endswith(".inv_freq"))
+    found = plan.call.profile.peak_bytes_by_kind["buffer"]
+    assert found == of_model + 2 * elements - unused + scales + states
+
+
+def test_a_plan_for_a_device_without_fp8_is_refused() -> None:
+    message = (
+        "fp8 is set, but the device a100 does not multiply fp8 numbers; plan for another --dev"
+    )
+    with pytest.raises(ConfigError, match=message):
+        refuse_without_fp8(Fp8Config(), DEVICES["a100"])
+    refuse_without_fp8(None, DEVICES["a100"])
+    refuse_without_fp8(Fp8Config(), DEVICES["l40s"])
+
+
+@pytest.mark.parametrize(("recipe", "device"), [("block", "l40s"), ("mxfp8", "b200")])
+def test_a_plan_with_a_recipe_that_the_device_does_not_compute_is_refused(
+    recipe: Any, device: str
+) -> None:
+    message = (
+        f"fp8.recipe is '{recipe}', which this version does not compute on the device {device}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        refuse_without_fp8(Fp8Config(recipe=recipe), DEVICES[device])
