@@ -330,12 +330,18 @@ def _dequantized_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply in float32, of which there is no more than a few chunks at a time."""
+
+    def tile(a_rows: slice, b_rows: slice) -> Tensor:
+        left = _dequantized_rows(a, a_scale_inv, a_rows)
+        found = left @ _dequantized_rows(b, b_scale_inv, b_rows).t()
+        return found if bias is None else found.add_(bias[b_rows])
+
+    tiles = [(a_rows, b_rows) for b_rows in _row_parts(b) for a_rows in _row_parts(a)]
+    if len(tiles) == 1:  # a float32 result is not copied
+        return tile(*tiles[0]).to(out_dtype)
     product = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
-    for b_rows in _row_parts(b):
-        right = _dequantized_rows(b, b_scale_inv, b_rows).t()
-        for a_rows in _row_parts(a):
-            tile = _dequantized_rows(a, a_scale_inv, a_rows) @ right
-            product[a_rows, b_rows] = tile if bias is None else tile.add_(bias[b_rows])
+    for rows in tiles:
+        product[rows] = tile(*rows)
     return product
 
 
