@@ -27,7 +27,8 @@ from statistics import median
 from typing import Any
 
 MODELS = ("gpt", "llama")
-METHODS = ("eager", "torch.compile", "thunder", "ours")
+METHODS = ("eager", "torch.compile", "torch.compile, inductor", "thunder", "ours")
+"""Without more words torch.compile's backend is `aot_eager_decomp_partition`: its partitions, run by eager kernels."""
 COMPILE_BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 REFUSED = {("llama", "thunder"): "thunder.jit does not trace transformers 5.23's Llama"}
 PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
@@ -89,13 +90,13 @@ def _frontier(model: str, arguments: argparse.Namespace) -> list[Point]:
     points: list[Point] = []
     for method in METHODS:
         if (reason := REFUSED.get((model, method))) is not None:
-            print(f"{model:6} {method:22} not run: {reason}", flush=True)
+            print(f"{model:6} {method:23} not run: {reason}", flush=True)
             continue
         found = _in_a_process(model, method, [p.peak_bytes for p in points], arguments)
         for point in found:
             seconds = "" if point.seconds is None else f"{point.seconds:8.3f} s"
             print(
-                f"{model:6} {point.method:22} {point.setting:12} {point.peak_bytes / 2**20:9.3f} MiB "
+                f"{model:6} {point.method:23} {point.setting:12} {point.peak_bytes / 2**20:9.3f} MiB "
                 f"{point.flops / 1e9:9.3f} GFLOP {seconds}",
                 flush=True,
             )
@@ -127,7 +128,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     (model,), method = arguments.models, arguments.measure
     run = {
         "eager": _eager,
-        "torch.compile": _torch_compile,
+        "torch.compile": partial(_torch_compile, backend=_partitioned),
+        "torch.compile, inductor": partial(_torch_compile, backend=_inductor),
         "thunder": _thunder,
         "ours": _ours,
     }[method]
@@ -242,20 +244,43 @@ def _eager(name: str, arguments: argparse.Namespace) -> Run:
     yield "checkpointed", model, batch
 
 
-def _torch_compile(name: str, arguments: argparse.Namespace) -> Run:
+def _torch_compile(
+    name: str, arguments: argparse.Namespace, *, backend: Callable[[_Flops], Any]
+) -> Run:
     import torch
-    from torch._dynamo.backends.debugging import aot_eager_decomp_partition_with_mode
 
     model, batch = _model(name)
     for budget in COMPILE_BUDGETS:
         torch._dynamo.reset()
         counter = _Flops()
-        # `aot_eager_decomp_partition`, but for the mode.
-        backend = partial(aot_eager_decomp_partition_with_mode, mode=counter)
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
+            compiled: Any = torch.compile(model, backend=backend(counter), fullgraph=True)
             compiled.counter = counter
             yield f"{budget:.1f}", compiled, batch
+
+
+def _partitioned(counter: _Flops) -> Any:
+    """`aot_eager_decomp_partition`, but for the mode."""
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition_with_mode
+
+    return partial(aot_eager_decomp_partition_with_mode, mode=counter)
+
+
+def _inductor(counter: _Flops) -> Any:
+    """Inductor; its graphs count while they run."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def counting(graph: Any, inputs: Any, **options: Any) -> Any:
+        compiled = compile_fx_inner(graph, inputs, **options)
+
+        def run(arguments: list[Any]) -> Any:
+            with counter:
+                return compiled(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # it may clear the list
+        return run
+
+    return partial(compile_fx, inner_compile=counting)
 
 
 def _thunder(name: str, arguments: argparse.Namespace) -> Run:
@@ -475,9 +500,16 @@ def _plot(frontiers: dict[str, list[Point]], path: Path) -> None:
 def _plot_against(
     axis: Any, points: Sequence[Point], of: Callable[[Point], Any], label: str
 ) -> None:
-    for method in dict.fromkeys(p.method for p in points):
+    for number, method in enumerate(METHODS):
         own = sorted((p for p in points if p.method == method), key=lambda p: p.peak_bytes)
-        axis.plot([p.peak_bytes / 2**20 for p in own], [of(p) for p in own], "o-", label=method)
+        line = "o-" if method == "ours" else "o"  # others' points need not be a frontier
+        axis.plot(
+            [p.peak_bytes / 2**20 for p in own],
+            [of(p) for p in own],
+            line,
+            color=f"C{number}",
+            label=method,
+        )
     axis.set_xlabel("peak beside weights and batch, MiB")
     axis.set_ylabel(label)
 
