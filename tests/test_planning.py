@@ -168,8 +168,12 @@ class Model:
 
         def once(*args: Any) -> Any:
             if state not in self._traced:
-                self._traced[state] = capture(*args)
-            return self._traced[state]
+                traced = capture(*args)
+                self._traced[state] = (traced, set(traced.lowered.trace.names))
+            traced, names = self._traced[state]
+            # Passes add theirs; a plan is found again for values of the same names.
+            traced.lowered.trace.names = set(names)
+            return traced
 
         with patch.object(compile_module, "_dynamo", once):
             yield
