@@ -16,13 +16,16 @@
                                               v
        one training step: forward, backward (accumulation.py), clip, optimizer (nonfinite.py)
                                               v
+       recompute.py  `checkpoint`: the same for eager code, which no plan covers
        callbacks/    what watches the loop - checkpoint/ atomic, sharded, resumable
 
 `import thunder_memsave` is cheap: it registers the strategy's name (`autoload.py`) and imports
 PyTorch, Thunder and Lightning only when one of the public names is used.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from thunder_memsave.autoload import install as _install
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     )
     from thunder_memsave.errors import BudgetError
     from thunder_memsave.materialize import load_on_setup
+    from thunder_memsave.recompute import checkpoint
     from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 __version__ = "0.1.0"
@@ -52,6 +56,7 @@ __all__ = [
     "StrategyConfig",
     "ThunderMemsaveStrategy",
     "__version__",
+    "checkpoint",
     "load_on_setup",
 ]
 
@@ -64,8 +69,20 @@ _HOME = {
     "ShardingConfig": "thunder_memsave.config",
     "StrategyConfig": "thunder_memsave.config",
     "ThunderMemsaveStrategy": "thunder_memsave.strategy",
+    "checkpoint": "thunder_memsave.recompute",
     "load_on_setup": "thunder_memsave.materialize",
 }
+
+
+class _Package(ModuleType):
+    """`checkpoint` is the function, whatever the package `thunder_memsave.checkpoint` would make of the name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "checkpoint":
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 _install()
 

@@ -14,8 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from thunder_memsave import checkpoint
 from thunder_memsave.agreement import is_rank_zero
+from thunder_memsave.checkpoint import (
+    load_checkpoint,
+    load_raw,
+    load_state_dict,
+    save_checkpoint,
+    unsharded_state_dict,
+)
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import ConfigError
 from thunder_memsave.process_hooks import ProcessHooks
@@ -59,7 +65,7 @@ class StateHooks(ProcessHooks):
             )
         if is_rank_zero(self.data_parallel):
             _warn_of_gradients_left_out(state)
-        checkpoint.save_checkpoint(
+        save_checkpoint(
             path,
             _originals(state),
             state_dict_type=self.config.state_dict_type,
@@ -82,11 +88,11 @@ class StateHooks(ProcessHooks):
         """
         if isinstance(state, nn.Module | Optimizer):
             module = _original(state) if isinstance(state, nn.Module) else state
-            checkpoint.load_raw(path, module, data_parallel=self.data_parallel, strict=strict)
+            load_raw(path, module, data_parallel=self.data_parallel, strict=strict)
             return {}
         state = {} if state is None else state
         originals = _originals(state)
-        remainder = checkpoint.load_checkpoint(
+        remainder = load_checkpoint(
             path,
             originals,
             data_parallel=self.data_parallel,
@@ -100,14 +106,14 @@ class StateHooks(ProcessHooks):
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole CPU tensors under the model's own names, on every rank. A collective."""
-        return checkpoint.unsharded_state_dict(_original(module), self.data_parallel)
+        return unsharded_state_dict(_original(module), self.data_parallel)
 
     @override
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
         """Copy whole tensors into the model, each rank its own rows."""
-        checkpoint.load_state_dict(_original(module), state_dict, strict=strict)
+        load_state_dict(_original(module), state_dict, strict=strict)
 
     def summon_full(
         self, module: nn.Module, *, writeback: bool = False
