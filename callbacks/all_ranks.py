@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,13 +9,10 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from thunder_memsave.agreement import CheckpointError
+from thunder_memsave.checkpoint.disk_full import is_disk_full
 from thunder_memsave.missing_ranks import collective
 
 T = TypeVar("T")
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-# As torch's writers of files say it, which have no error number.
-_FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
 
 
 class DiskFullError(CheckpointError):
@@ -50,17 +46,6 @@ def on_all_ranks(fabric: Fabric, act: Callable[[], T]) -> list[T]:
         if failed is not None:
             raise CheckpointError(f"rank {rank} failed, so this rank stops too: {failed}")
     return [value for value, _, _ in told]  # type: ignore[misc]  # no rank failed
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Tell whether an error, or one that led to it, is of a disk without space."""
-    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _FULL):
-        return True
-    if any(text in str(error) for text in _FULL_TEXTS):
-        return True
-    # `__context__` too: torch's writer fails again while it closes, and that error is the one raised.
-    before = error.__cause__ or error.__context__
-    return before is not None and is_disk_full(before)
 
 
 def _gather(fabric: Fabric, value: T) -> list[T]:

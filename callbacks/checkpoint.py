@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 import re
@@ -15,7 +16,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from thunder_memsave.callbacks.all_ranks import on_all_ranks
+from thunder_memsave.callbacks.all_ranks import DiskFullError, on_all_ranks
 from thunder_memsave.callbacks.random_state import random_state
 from thunder_memsave.checkpoint.commit import save_synced, sync_directory
 from thunder_memsave.checkpoint.manifest import (
@@ -32,7 +33,17 @@ from thunder_memsave.sharding import whole_shape
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_PREFIX = ".partial-"
+_MAX_FULL = 3
+"""So many saves in a row may fail on a full disk, the last of which ends the run."""
+_GOES_ON = "Training goes on; free some space, for it ends after %d such saves in a row."
+_GIVEN_UP = (
+    f"This was the {_MAX_FULL}rd save in a row that failed, so the run ends; free some space, or lower "
+    "checkpoint.keep_last, and go on with --resume=auto."
+)
 _PACKAGES = ("thunder-memsave", "torch", "lightning-thunder", "lightning")
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +64,8 @@ class ModelCheckpoint:
     A directory holds what `fabric.save` writes, every rank's random state, and a manifest with
     the size and SHA-256 of each file. It gets its name by a rename when all of that is on the disk, so
     that a kill at any time leaves the checkpoints before it as they were. All ranks write to the
-    same file system.
+    same file system. Where the disk is full it warns and training goes on, until that happens three
+    times in a row.
 
     Args:
         directory: Where to.
@@ -70,6 +82,7 @@ class ModelCheckpoint:
         self.keep_last = keep_last
         self._saved_step: int | None = None
         self._is_resumed = False
+        self._num_full = 0
 
     def on_train_start(self, *, step: int) -> None:
         """Note the step that the run starts from: its checkpoint is there."""
@@ -79,12 +92,12 @@ class ModelCheckpoint:
     def on_train_batch_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
         """Save if it is time."""
         if self.every_n_steps is not None and step % self.every_n_steps == 0:
-            self.save(fabric, state, step=step)
+            self._save_or_warn(fabric, state, step=step, is_last=False)
 
     def on_train_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
         """Save the end, unless its step was saved already."""
         if self._saved_step != step:
-            self.save(fabric, state, step=step)
+            self._save_or_warn(fabric, state, step=step, is_last=True)
 
     def save(self, fabric: Fabric, state: Mapping[str, Any], *, step: int) -> Path:
         """Write one checkpoint. A collective; every rank returns its path."""
@@ -101,6 +114,30 @@ class ModelCheckpoint:
         self._saved_step = step
         fabric.call("on_save_checkpoint", fabric=fabric, step=step, path=final)
         return final
+
+    def _save_or_warn(
+        self, fabric: Fabric, state: Mapping[str, Any], *, step: int, is_last: bool
+    ) -> None:
+        """Save; a disk that is full for now costs checkpoints, and not the training."""
+        try:
+            self.save(fabric, state, step=step)
+        except DiskFullError as error:
+            self._num_full += 1
+            self._on_rank_zero(fabric, self._remove_partial)
+            # After the last step it is the export that counts.
+            if self._num_full >= _MAX_FULL and not is_last:
+                raise DiskFullError(self._full(step, error) + _GIVEN_UP) from error
+            if fabric.is_global_zero:
+                _log.warning("%s" + _GOES_ON, self._full(step, error), _MAX_FULL)
+        else:
+            self._num_full = 0
+
+    def _full(self, step: int, error: DiskFullError) -> str:
+        found = list_checkpoints(self.directory)
+        return (
+            f"no checkpoint of step {step} was written, because the disk of {self.directory} is full ({error}); the "
+            f"last one is {found[-1].name if found else 'none'}. "
+        )
 
     def _on_rank_zero(self, fabric: Fabric, act: Callable[[], None]) -> None:
         on_all_ranks(fabric, act if fabric.is_global_zero else lambda: None)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 
 from thunder_memsave.callbacks.all_ranks import on_all_ranks
@@ -30,6 +29,7 @@ from thunder_memsave.checkpoint.manifest import (
     share_of_files,
 )
 from thunder_memsave.checkpoint.safe_reader import require_stored
+from thunder_memsave.checkpoint.sources import load_mapped
 
 _DAMAGED_PREFIX = "damaged-"
 
@@ -57,8 +57,19 @@ def load_checkpoint(
                 f"{info.path} is damaged: {damage}. Name another checkpoint, or restore this one from a copy."
             )
     fabric.load(info.path / STATE, state)
-    file = info.path / random_file(fabric.global_rank)
-    set_random_state(torch.load(file, weights_only=True), fabric.device)
+    on_all_ranks(fabric, lambda: _load_random_state(fabric, info.path))
+
+
+def _load_random_state(fabric: Fabric, path: Path) -> None:
+    file = path / random_file(fabric.global_rank)
+    states = load_mapped(file, weights_only=True)
+    try:
+        set_random_state(states, fabric.device)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"{file} does not hold the states of random generators ({type(error).__name__}: {error}); name another "
+            "checkpoint."
+        ) from error
 
 
 def find_damage(fabric: Fabric, path: Path) -> str | None:

@@ -133,15 +133,15 @@ def require_layout(directory: Path, manifest: Manifest) -> None:
     Raises:
         DamagedCheckpointError: it does not.
     """
-    for name in files_in(directory):
-        if name.startswith(STATE) and name not in manifest.files:
-            raise DamagedCheckpointError(f"{name} is there, and {MANIFEST} does not name it")
     num_random = sum(name.startswith("random-") for name in manifest.files)
     if num_random != manifest.world_size or not any(n.startswith(STATE) for n in manifest.files):
         raise DamagedCheckpointError(
             f"{MANIFEST} names {num_random} random states of {manifest.world_size} ranks and "
             f"{len(manifest.files) - num_random} other files, which is no whole checkpoint"
         )
+    for name in files_in(directory):
+        if name.startswith(STATE) and name not in manifest.files:
+            raise DamagedCheckpointError(f"{name} is there, and {MANIFEST} does not name it")
 
 
 def require_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from thunder_memsave.agreement import CheckpointError, broadcast, is_rank_zero, once, together
 from thunder_memsave.checkpoint.commit import commit, remove, save_synced, temporary_name
 from thunder_memsave.checkpoint.contents import Contents
+from thunder_memsave.checkpoint.disk_full import DiskFullWriter
 from thunder_memsave.checkpoint.module_state import (
     Problem,
     compare,
@@ -71,7 +72,7 @@ def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel 
         with _dcp_options(data_parallel) as options:
             # Of several replicas the first one writes, so that all rows are of one moment.
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            writer = dcp.FileSystemWriter(temporary)
+            writer = DiskFullWriter(temporary)
             dcp.save(state, storage_writer=writer, planner=planner, **options)
         meta = together(contents.state_of_others, data_parallel)
         once(lambda: save_synced(meta, temporary / META_FILE), data_parallel)

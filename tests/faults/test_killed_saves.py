@@ -1,0 +1,95 @@
+"""A process that is killed before any one of the file operations of a save has lost no checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.fabric import run_python
+
+SCRIPT = """
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from harness.fabric import make_fabric
+from harness.run_checkpoints import make_state, weight_of
+from thunder_memsave.callbacks import ModelCheckpoint
+from thunder_memsave.callbacks.checkpoint import list_checkpoints
+from thunder_memsave.callbacks.verified import load_checkpoint, list_damaged, newest_valid
+
+run, pristine = Path(sys.argv[1]) / "run", Path(sys.argv[1]) / "pristine"
+fabric = make_fabric()
+ModelCheckpoint(pristine, keep_last=1).save(fabric, make_state(fabric, 1.0, step=1), step=1)
+counted = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+left = -1
+
+
+def count(event, arguments):
+    global left
+    if left >= 0:
+        left -= 1
+        if left < 0:
+            name = arguments[0] if arguments else ""
+            os.write(1, f"{event} {Path(os.fsdecode(name)).name}\\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch(event, arguments):
+    if event in counted and left >= 0:
+        if str(arguments[0]).startswith(str(run)) or isinstance(arguments[0], bytes):
+            count(event, arguments)
+
+
+def synced(descriptor, fsync=os.fsync):
+    count("fsync", [os.readlink(f"/proc/self/fd/{descriptor}")])
+    fsync(descriptor)
+
+
+sys.addaudithook(watch)
+os.fsync = synced
+number, steps = 0, []
+while True:
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(pristine, run)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        left = number
+        ModelCheckpoint(run, keep_last=1).save(fabric, make_state(fabric, 2.0, step=2), step=2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    found = list_checkpoints(run)
+    valid = newest_valid(fabric, run)
+    assert valid.path == found[-1], (valid, found)
+    assert not list_damaged(run)
+    state = make_state(fabric, 0.0, step=0)
+    load_checkpoint(fabric, valid, state)
+    assert weight_of(state) == state["step"] == valid.values["step"]
+    steps.append(state["step"])
+    # The next save clears what the kill left.
+    ModelCheckpoint(run, keep_last=1).save(fabric, make_state(fabric, 3.0, step=3), step=3)
+    assert [path.name for path in run.iterdir()] == ["step-00000003"]
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL, status
+    number += 1
+assert steps == sorted(steps), steps  # committed once, it stays
+print("kills", number, "of which after the commit", steps.count(2) - 1)
+"""
+
+
+def test_a_kill_before_any_file_operation_loses_no_checkpoint(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    harness = str(Path(__file__).parents[1])
+    output = run_python(["-W", "ignore", script, tmp_path], PYTHONPATH=harness)
+    lines = output.splitlines()
+    _, num_kills, *_, num_after = lines[-1].split()
+    assert int(num_kills) > 25, output
+    assert int(num_after) > 3, output
+    for point in ("os.mkdir", "open __0_0.distcp", "open manifest.json", "fsync manifest.json"):
+        assert any(line.startswith(point) for line in lines), (point, output)
+    for point in ("os.rename .partial-step-00000002", "fsync run", "shutil.rmtree .partial-step"):
+        assert any(line.startswith(point) for line in lines), (point, output)
