@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.config import ConfigError
+from thunder_memsave.fp8.torch_backend import whole_rows
 
 BLOCK = 128
 """The side of a block; TransformerEngine knows no other."""
@@ -257,7 +258,8 @@ def _made(x: Tensor, dtype: torch.dtype, scales: tuple[int, ...]) -> tuple[Tenso
 def _operand(q: Tensor, scale_inv: Tensor) -> Any:
     """What the GEMM knows as a quantised matrix, over the memory of plain tensors."""
     library = _library()
-    data, dtype = q.view(torch.uint8), library.dtypes[q.dtype]
+    # A gradient of a weight is summed over rows of any number ("Caller must pad.", says cublaslt_gemm.cu).
+    data, dtype = whole_rows(q).view(torch.uint8), library.dtypes[q.dtype]
     if scale_inv.dim() < 2:
         return library.tensor.Float8TensorStorage(
             data=data, fp8_scale_inv=scale_inv, fp8_dtype=dtype, data_transpose=None, quantizer=None

@@ -189,6 +189,20 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
     return q.float() * _of_elements(scale_inv, rows, columns, block_rows, BLOCK)
 
 
+def whole_rows(matrix: Tensor) -> Tensor:
+    """Append zeros to the rows of an fp8 matrix where cuBLAS wants them longer; products are the same.
+
+    Returns:
+        The matrix itself where its rows are a multiple of 16.
+    """
+    missing = -matrix.shape[1] % _MULTIPLE
+    if not missing:
+        return matrix
+    # Padding is not written for fp8 types; zero is zero in bytes as well.
+    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
+    return padded.view(matrix.dtype)
+
+
 def require(recipe: RecipeName, device: torch.device) -> None:
     """Refuse to begin where PyTorch's kernels cannot compute.
 
@@ -368,8 +382,8 @@ def _cuda_gemm(
     # cuBLAS adds no bias to a float32 result.
     added_later = bias if out_dtype == torch.float32 else None
     product = torch._scaled_mm(
-        _whole_rows(a),
-        _whole_rows(b).t(),
+        whole_rows(a),
+        whole_rows(b).t(),
         scale_a=_cuda_scales(a, a_scale_inv),
         scale_b=_cuda_scales(b, b_scale_inv).t(),
         bias=bias if added_later is None else None,
@@ -377,16 +391,6 @@ def _cuda_gemm(
         use_fast_accum=use_fast_accum,
     )
     return product if added_later is None else product.add_(added_later)
-
-
-def _whole_rows(matrix: Tensor) -> Tensor:
-    """Append zeros to rows, as cuBLAS wants their length; the product is the same."""
-    missing = -matrix.shape[1] % _MULTIPLE
-    if not missing:
-        return matrix
-    # Padding is not written for fp8 types; zero is zero in bytes as well.
-    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
-    return padded.view(matrix.dtype)
 
 
 def _cuda_scales(matrix: Tensor, scale_inv: Tensor) -> Tensor:

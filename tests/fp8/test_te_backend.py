@@ -298,6 +298,27 @@ def test_only_fast_accumulation_asks_for_no_split_with_emulated_kernels() -> Non
 
 
 @pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_rows_of_any_number_are_padded_for_the_kernel_with_emulated_kernels(recipe: str) -> None:
+    """Its GEMM refuses fp8 rows that are no multiple of 16 bytes: "Caller must pad."."""
+    grad, x = torch.randn(48, 24).bfloat16(), torch.randn(32, 24).bfloat16()  # transposed: 24 rows
+
+    def quantize(backend: ModuleType, value: Tensor) -> tuple[Tensor, Tensor]:
+        if recipe == "current":
+            return backend.quantize_current(value, E4M3)
+        return backend.quantize_block(value, E4M3, 1)
+
+    product, expected = (
+        backend.gemm(*quantize(backend, grad), *quantize(backend, x), None, torch.float32)
+        for backend in (te_backend, torch_backend)
+    )
+    (called,) = te_kernels.calls.gemms
+    assert (called.m, called.n, called.k) == (48, 32, 32)
+    # Zeros may be added in another order.
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("transformer_engine")
 def test_nothing_is_made_that_a_gemm_does_not_read_with_emulated_kernels() -> None:
     """No copy by columns beside the one by rows: `transpose` makes it where a gradient wants it."""
     x = torch.randn(16, 128)
