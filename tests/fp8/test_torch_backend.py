@@ -230,14 +230,15 @@ def test_stateless_scaling_is_transformer_engines_with_emulated_kernels(
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_quantised_bytes_are_transformer_engines_with_emulated_kernels(
-    transformer_engine: ModuleType, dtype: torch.dtype, is_transposed: bool
+    transformer_engine: ModuleType, dtype: torch.dtype, of: torch.dtype, is_transposed: bool
 ) -> None:
     te_dtype = part("pytorch.constants").TE_DType[dtype]
     tensors = part("pytorch.tensor")
     for step in range(len(STEPS)):
-        x = linear(step, rows=136, wide=272).x
+        x = (linear(step, rows=136, wide=272).x.float() * 1.0001).to(of)
         x = x.t() if is_transposed else x
         scale, amax = torch.tensor([3.7]), torch.tensor([0.5])
         per_tensor = {"rowwise": True, "columnwise": False}
