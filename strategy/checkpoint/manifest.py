@@ -139,6 +139,8 @@ def require_layout(directory: Path, manifest: Manifest) -> None:
             f"{MANIFEST} names {num_random} random states of {manifest.world_size} ranks and "
             f"{len(manifest.files) - num_random} other files, which is no whole checkpoint"
         )
+    if (directory / STATE).is_symlink():
+        raise DamagedCheckpointError(f"{STATE} is a link, and none is followed")
     for name in files_in(directory):
         if name.startswith(STATE) and name not in manifest.files:
             raise DamagedCheckpointError(f"{name} is there, and {MANIFEST} does not name it")

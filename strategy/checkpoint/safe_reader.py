@@ -88,7 +88,13 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Takes a value that is no tensor."""
-        loaded = torch.load(value, weights_only=self._weights_only)
+        try:
+            loaded = torch.load(value, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            raise DamagedCheckpointError(
+                f"{read_item.dest_index.fqn!r} holds more than plain values, or is damaged; loading it could run code. "
+                f"If you trust where it comes from, pass weights_only=False. torch says: {error}"
+            ) from error
         self.original_state_dict[read_item.dest_index.fqn] = loaded
 
 
