@@ -156,12 +156,14 @@ class Fp8Linear:
     def _quantized(self, *, transposed: bool) -> _Frozen:
         weight = self.linear.weight
         source = _source(weight)
-        if self._frozen is None or self._frozen.source != source:
-            quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
-            self._frozen = _Frozen(*quantized, weight_transposed=None, source=source)
-        if transposed and self._frozen.weight_transposed is None:
-            self._frozen.weight_transposed = transpose(self._backend, self._frozen.weight)
-        return self._frozen
+        # Also where the first call is an evaluation: what inference mode makes cannot be saved for a backward.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self._frozen is None or self._frozen.source != source:
+                quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
+                self._frozen = _Frozen(*quantized, weight_transposed=None, source=source)
+            if transposed and self._frozen.weight_transposed is None:
+                self._frozen.weight_transposed = transpose(self._backend, self._frozen.weight)
+            return self._frozen
 
 
 def _source(weight: Tensor) -> tuple[int, int, torch.dtype]:

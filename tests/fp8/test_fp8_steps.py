@@ -186,6 +186,26 @@ def test_evaluation_changes_no_state() -> None:
     assert_equal_state(state_of(linears_of(module)), before)
 
 
+def test_a_run_may_begin_with_an_evaluation_in_inference_mode() -> None:
+    module = make()
+    with torch.inference_mode():
+        run(module, 0)
+    run(module, 0).backward()
+    assert all(bool(g.any()) for g in gradients(module))
+
+
+def test_loaded_frozen_weights_are_quantised_again() -> None:
+    fabric = make_fabric(sharding="none", fp8=FP8)
+    model, _ = setup(fabric)
+    before = model(batch(0)).detach()
+    weights = fabric.strategy.get_module_state_dict(model)
+    weights["frozen.weight"] = -weights["frozen.weight"]
+    fabric.strategy.load_module_state_dict(model, weights)
+    after = model(batch(0)).detach()
+    bias = model.lm_head.bias.detach()
+    torch.testing.assert_close(after - bias, bias - before)  # tanh is odd
+
+
 def test_states_are_those_of_an_eager_model_over_many_steps() -> None:
     module = make()
     twin = EagerTwin(module)
