@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(128, WIDE)
         self.positions = nn.Parameter(0.02 * torch.randn(NUM_TOKENS, WIDE))
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block()])
         self.norm, self.lm_head = nn.LayerNorm(WIDE), nn.Linear(WIDE, 128)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
