@@ -1,4 +1,4 @@
-"""Writes what `tiny_pretrain` and `tiny_lora` read: a tokenizer, texts and questions, from nothing.
+"""Writes what `tiny_pretrain`, `tiny_lora` and `tiny_fp8_cpu` read: a tokenizer, texts and questions, from nothing.
 
     python -m thunder_memsave.configs.tiny      # writes tiny/ into the working directory
 
