@@ -95,15 +95,14 @@ def _take_saved(ctx: Any) -> list[Tensor]:
     """The saved tensors; the context forgets them unless `retain_graph=True`, so each dies at its last use.
 
     Raises:
-        RuntimeError: a second backward after they were freed.
+        RuntimeError: PyTorch's own, of a second backward after they were freed, and what that means here.
     """
     try:
         saved = list(ctx.saved_tensors)
     except RuntimeError as error:
         raise RuntimeError(
-            "backward ran a second time through one forward of a compiled module after its saved tensors were freed. "
-            "One forward is one node of the graph: pass retain_graph=True to every backward but the last, also when "
-            "two losses share no layer."
+            f"{error} This was the backward of a compiled module. One forward of it is one node of the graph: pass "
+            "retain_graph=True to every backward but the last, also when two losses share no layer."
         ) from error
     ctx.maybe_clear_saved_tensors()
     return saved

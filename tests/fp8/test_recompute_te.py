@@ -213,7 +213,7 @@ def test_other_modules_in_the_recompute_are_refused_with_emulated_kernels(
 def test_a_second_backward_is_refused_by_transformer_engine_itself_with_emulated_kernels(
     transformer_engine: ModuleType,
 ) -> None:
-    """Its nodes drop what they need (TransformerEngine #990); when this fails, docs/checkpoint_function.md can say more."""
+    """Its nodes drop what they need (TransformerEngine #990); once this fails, the page on checkpoint can say more."""
     for call in (plainly, checkpoint):
         loss = loss_of(Model(transformer_engine, "current", call=call).around(sample(0)))
         loss.backward(retain_graph=True)
