@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -184,6 +184,8 @@ class Fp8Linears:
         self.choices, self.recipe, self.backend = tuple(choices), recipe, backend
         self.by_name: dict[str, Fp8Linear] = {}
         self._was_recorded = False
+        self.on_copy: Callable[[nn.Module, Fp8Linears], None] | None = None
+        """Is told of copies of the module, for they are trained by optimizers of their own."""
         for choice in choices:
             if choice.reason is None:
                 linear = module.get_submodule(choice.name)
@@ -218,7 +220,10 @@ class Fp8Linears:
 
     def for_copy(self, module: nn.Module) -> Fp8Linears:
         """The same of a copy of the module, whose state was copied with it."""
-        return Fp8Linears(module, self.choices, recipe=self.recipe, backend=self.backend)
+        copied = Fp8Linears(module, self.choices, recipe=self.recipe, backend=self.backend)
+        if self.on_copy is not None:
+            self.on_copy(module, copied)
+        return copied
 
 
 def _add_state(name: str, linear: nn.Linear, recipe: Recipe) -> None:

@@ -35,7 +35,8 @@ class Fp8Steps:
         weakref.finalize(self, handle.remove)
 
     def add(self, module: nn.Module, linears: Fp8Linears) -> None:
-        """Take care of the linears of `module` as long as it lives; in the same order on all ranks."""
+        """Take care of the linears of `module` and of its copies, while they live; in the same order on all ranks."""
+        linears.on_copy = self.add
         self._modules.append((weakref.ref(module), weakref.ref(linears)))
 
     def ended(self, optimizer: Optimizer) -> None:

@@ -236,8 +236,11 @@ def test_a_copy_has_state_of_its_own_and_computes_the_same() -> None:
     copied(batch(9)).sum().backward()
     expected = {n: v for n, v in before.items() if "backward" in n}
     assert_equal_state({n: v for n, v in scaling(model).items() if n in expected}, expected)
-    largest = copied.first.fp8_scaling.forward_amax_history[0, 0]
+    largest = copied.first.fp8_scaling.forward_amax_history[0, 0].clone()
     assert largest > model.first.fp8_scaling.forward_amax_history[0, 0]
+    torch.optim.SGD(trained(copied), lr=0.1).step()
+    assert copied.first.fp8_scaling.forward_amax_history[-1, 0] == largest
+    assert model.first.fp8_scaling.forward_amax_history[0, 0] == batch(1).abs().max()
 
 
 def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
