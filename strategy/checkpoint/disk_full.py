@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -32,7 +31,7 @@ class DiskFullWriter(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files."""
         try:
-            written: Any = super().write_data(plan, planner)
+            written: Future[list[WriteResult]] = super().write_data(plan, planner)
         except Exception as error:
             if is_disk_full(error):
                 raise OSError(errno.ENOSPC, "No space left on device", str(self.path)) from error

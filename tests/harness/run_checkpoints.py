@@ -21,6 +21,7 @@ from thunder_memsave.checkpoint.manifest import (
 
 def make_state(fabric: Fabric, value: float, *, step: int) -> dict[str, Any]:
     """A model of which a bias is frozen, with AdamW after one update; nothing is compiled."""
+    torch.manual_seed(0)  # alike on all ranks
     model = nn.Linear(5, 3)
     model.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([model.weight], lr=0.1)
