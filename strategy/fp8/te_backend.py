@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -217,8 +218,13 @@ def _library() -> _Library:
 
 
 def _installed_version() -> Version:
+    imported = sys.modules.get("transformer_engine")
     try:
-        version = Version(importlib.metadata.version("transformer_engine"))
+        version = Version(
+            importlib.metadata.version("transformer_engine")
+            if imported is None
+            else imported.__version__
+        )
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
             "TransformerEngine is not installed: `pip install 'thunder-memsave[te]'` does so"
