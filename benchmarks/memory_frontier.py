@@ -308,12 +308,16 @@ def _ours(name: str, arguments: argparse.Namespace) -> Run:
 
 def _planned(model: Any, budget_bytes: int | None) -> Any:
     from thunder_memsave.compile import CompiledModule
+
+    return CompiledModule(model, planner=_planner(budget_bytes))
+
+
+def _planner(budget_bytes: int | None) -> Any:
     from thunder_memsave.config import MemoryConfig
     from thunder_memsave.planner.devices import device
     from thunder_memsave.planning import MemoryPlanner
 
-    planner = MemoryPlanner(MemoryConfig(), device=device("cpu"), budget_bytes=budget_bytes)
-    return CompiledModule(model, planner=planner)
+    return MemoryPlanner(MemoryConfig(), device=device("cpu"), budget_bytes=budget_bytes)
 
 
 def _floor_bytes(model: Any, batch: dict[str, Any]) -> int:

@@ -1,0 +1,339 @@
+"""LoRA against training every weight: FLOPs, bytes saved for backward, seconds; eager, Thunder, ours, ours in fp8.
+
+    PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/frozen_weights.py [--no-times] [--output FILE]
+
+The model is a small GPT, the adapters are PEFT's, on all linears of its blocks. Every method is a process of its own.
+FLOPs are counted while a step runs (`memory_frontier.py`). Saved bytes are those of tensors that forward hands to
+autograd, each storage once, without what is there before the step: parameters, buffers, frozen weights in fp8. Casts
+to fp8 and transpositions of fp8 tensors are counted by their calls. `ours, TE` runs TransformerEngine's own Python with
+kernels that are emulated on the CPU: its counts mean something, its seconds do not, so they are not taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from memory_frontier import Claim, _flops, _model, _planner, _seconds
+
+METHODS = ("eager", "thunder", "ours")
+FP8_BACKENDS = {"torch": "torch", "TE": "transformer_engine"}
+WAYS = (
+    *((method, dtype) for dtype in ("float32", "bfloat16") for method in METHODS),
+    *(("ours", f"fp8 {backend}") for backend in FP8_BACKENDS),
+)
+TRAINED = ("full", "lora")
+
+RANK = 16
+WIDTH, BLOCKS, ROWS, CLASSES = 128, 6, 4 * 256, 256
+LINEARS = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+"""In and out features of a block's."""
+
+NOT_RUN = {
+    "thunder, fp8": "Thunder's executor of TransformerEngine needs a GPU",
+    "eager, fp8": "te.Linear needs a GPU",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A step of one way to train."""
+
+    method: str
+    dtype: str
+    trained: str
+    flops: int
+    saved_bytes: int
+    num_casts: int
+    """To fp8."""
+    num_transposes: int
+    """Of fp8 tensors."""
+    seconds: float | None
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.measure is not None:
+        _measure(*arguments.measure, has_times=not arguments.no_times)
+        return
+    points = [
+        _in_a_process(*way, trained, no_times=arguments.no_times)
+        for way in WAYS
+        for trained in TRAINED
+    ]
+    claims = list(_claims(points))
+    for claim in claims:
+        print(f"{'holds' if claim.holds else 'FAILS'}: {claim.text}")
+    if arguments.output is not None:
+        _write(points, claims, arguments.output)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--no-times", action="store_true", help="where the machine is not quiet")
+    parser.add_argument("--output", type=Path, help="path of the JSON")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    return parser
+
+
+def _in_a_process(method: str, dtype: str, trained: str, *, no_times: bool) -> Point:
+    command = [sys.executable, __file__, "--measure", method, dtype, trained]
+    command += ["--no-times"] if no_times else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    point = Point(**json.loads(run.stdout.splitlines()[-1]))
+    seconds = "" if point.seconds is None else f"{point.seconds:8.3f} s"
+    print(
+        f"{method:8} {dtype:10} {trained:5} {point.flops / 1e9:8.3f} GFLOP "
+        f"{point.saved_bytes / 2**20:8.3f} MiB saved {point.num_casts:4} casts "
+        f"{point.num_transposes:4} transposes {seconds}",
+        flush=True,
+    )
+    return point
+
+
+def _measure(method: str, dtype: str, trained: str, *, has_times: bool) -> None:
+    """In a process of its own: one point, as JSON in the last line."""
+    import torch
+
+    from thunder_memsave import compat
+
+    compat.apply()  # before the harness imports thunder
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    is_emulated = dtype == "fp8 TE"
+    with _emulated_te() if is_emulated else nullcontext():
+        point = _point(method, dtype, trained, has_times=has_times and not is_emulated)
+    print(json.dumps(asdict(point)))
+
+
+@contextmanager
+def _emulated_te() -> Iterator[None]:
+    from harness.te_on_cpu import transformer_engine
+    from thunder_memsave.fp8 import te_backend
+
+    with transformer_engine(), patch.object(te_backend, "DEVICE_TYPES", frozenset({"cpu"})):
+        yield
+
+
+def _point(method: str, dtype: str, trained: str, *, has_times: bool) -> Point:
+    import torch
+
+    model, batch = _model("gpt")
+    if trained == "lora":
+        _add_lora(model)
+    model.to(torch.float32 if dtype == "float32" else torch.bfloat16)
+    module = _compiled(method, dtype, model)
+
+    def step() -> None:
+        for p in model.parameters():
+            p.grad = None
+        module(**batch).backward()
+
+    for _ in range(2):
+        step()
+    saved_bytes = _saved_bytes(model, module, step)
+    with _counted_calls() as calls:
+        step()
+    return Point(
+        method=method,
+        dtype=dtype,
+        trained=trained,
+        flops=_flops(module, step),
+        saved_bytes=saved_bytes,
+        num_casts=calls["quantize"],
+        num_transposes=calls["transpose"],
+        seconds=_seconds(step) if has_times else None,
+    )
+
+
+def _add_lora(model: Any) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=RANK, target_modules=["qkv", "out", "up", "down"])
+    peft.inject_adapter_in_model(config, model)
+
+
+def _compiled(method: str, dtype: str, model: Any) -> Any:
+    if method == "eager":
+        return model
+    if method == "thunder":
+        import thunder
+
+        return thunder.jit(model)
+    from thunder_memsave.compile import CompiledModule
+
+    return CompiledModule(model, planner=_planner(None), fp8=_fp8_linears(dtype, model))
+
+
+def _fp8_linears(dtype: str, model: Any) -> Any:
+    """All linears but the head and the adapters."""
+    from thunder_memsave.config import Fp8Config
+    from thunder_memsave.fp8.layers import choose
+    from thunder_memsave.fp8.linears import Fp8Linears
+    from thunder_memsave.fp8.recipe import recipe_of
+
+    if not dtype.startswith("fp8 "):
+        return None
+    is_adapted = any("lora_" in name for name, _ in model.named_modules())
+    skipped = ("head", "lora_A", "lora_B") if is_adapted else ("head",)
+    backend: Any = FP8_BACKENDS[dtype.removeprefix("fp8 ")]
+    choices = choose(model, skip_modules=skipped)
+    return Fp8Linears(model, choices, recipe=recipe_of(Fp8Config()), backend=backend)
+
+
+def _saved_bytes(model: Any, module: Any, step: Callable[[], None]) -> int:
+    import torch
+    from torch import Tensor
+
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    held = [*model.parameters(), *model.buffers(), *_frozen_in_fp8(module)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    before = {tensor.untyped_storage().data_ptr() for tensor in held}
+    return sum(nbytes for pointer, nbytes in found.items() if pointer not in before)
+
+
+def _frozen_in_fp8(module: Any) -> Iterator[Any]:
+    linears = getattr(module, "fp8", None)
+    for linear in () if linears is None else linears.by_name.values():
+        for part in linear.parts(training=True, transposed=True):
+            yield linear.read(part)
+
+
+@contextmanager
+def _counted_calls() -> Iterator[dict[str, int]]:
+    """How often each kind of operation of the fp8 backends is called."""
+    from thunder_memsave.fp8 import te_backend, torch_backend
+
+    calls = {"quantize": 0, "transpose": 0}
+
+    def count(kind: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls[kind] += 1
+        return function(*args, **kwargs)
+
+    patches = [
+        patch.object(backend, name, partial(count, name.partition("_")[0], getattr(backend, name)))
+        for backend in (torch_backend, te_backend)
+        for name in ("quantize_delayed", "quantize_current", "quantize_block", "transpose")
+    ]
+    for each in patches:
+        each.start()
+    try:
+        yield calls
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def _claims(points: Sequence[Point]) -> Iterator[Claim]:
+    at = {(p.method, p.dtype, p.trained): p for p in points}
+    for method, dtype in WAYS:
+        yield from _against_full(at[method, dtype, "full"], at[method, dtype, "lora"])
+    for dtype in ("float32", "bfloat16"):
+        for trained in TRAINED:
+            ours = at["ours", dtype, trained]
+            for other in (at["eager", dtype, trained], at["thunder", dtype, trained]):
+                yield _no_more(ours, other, "flops")
+                yield _no_more(ours, other, "saved_bytes")
+    for backend in FP8_BACKENDS:
+        yield from _in_fp8(at, f"fp8 {backend}")
+
+
+def _against_full(full: Point, lora: Point) -> Iterator[Claim]:
+    """What a step with adapters leaves out, in exact FLOPs, for those ways that are ours."""
+    if full.method != "ours":
+        return
+    expected, less = _flops_left_out(), full.flops - lora.flops
+    yield Claim(
+        text=f"{_name(full)}: frozen weights and what is before the first adapter cost no gradient: LoRA computes "
+        f"{less:,} FLOPs less, {expected:,} expected",
+        holds=less == expected,
+    )
+    yield Claim(
+        text=f"{_name(full)}: LoRA saves fewer bytes: {lora.saved_bytes:,} < {full.saved_bytes:,}",
+        holds=lora.saved_bytes < full.saved_bytes,
+    )
+
+
+def _flops_left_out() -> int:
+    """Gradients of all frozen weights, less what adapters cost; the first block's inputs need no gradient."""
+    of_weights = BLOCKS * sum(2 * ROWS * i * o for i, o in LINEARS) + 2 * ROWS * WIDTH * CLASSES
+    of_first_input = 2 * ROWS * LINEARS[0][0] * LINEARS[0][1]
+    adapters = BLOCKS * sum(2 * ROWS * RANK * (i + o) for i, o in LINEARS)
+    of_first_adapter = 2 * ROWS * RANK * LINEARS[0][0]
+    return of_weights + of_first_input - (3 * adapters - of_first_adapter)
+
+
+def _no_more(ours: Point, other: Point, what: str) -> Claim:
+    mine, theirs = getattr(ours, what), getattr(other, what)
+    return Claim(
+        text=f"{_name(ours)} {ours.trained}: no more {what} than {other.method}: {mine:,} <= {theirs:,}",
+        holds=mine <= theirs,
+    )
+
+
+def _in_fp8(at: dict[tuple[str, str, str], Point], dtype: str) -> Iterator[Claim]:
+    for trained in TRAINED:
+        fp8, plain = at["ours", dtype, trained], at["ours", "bfloat16", trained]
+        yield Claim(
+            text=f"{_name(fp8)} {trained}: no more bytes saved than in bfloat16: {fp8.saved_bytes:,} <= "
+            f"{plain.saved_bytes:,}",
+            holds=fp8.saved_bytes <= plain.saved_bytes,
+        )
+        yield Claim(
+            text=f"{_name(fp8)} {trained}: the same products as in bfloat16: {fp8.flops:,} == {plain.flops:,}",
+            holds=fp8.flops == plain.flops,
+        )
+    lora = at["ours", dtype, "lora"]
+    num_linears = BLOCKS * len(LINEARS)
+    # Inputs, and gradients of outputs but for the first, before which nothing is trained.
+    expected = num_linears + num_linears - 1
+    yield Claim(
+        text=f"{_name(lora)} lora: only inputs and gradients are cast: {lora.num_casts} casts of {expected}",
+        holds=lora.num_casts == expected,
+    )
+    yield Claim(
+        text=f"{_name(lora)} lora: nothing is transposed: {lora.num_transposes} transposes",
+        holds=lora.num_transposes == 0,
+    )
+
+
+def _name(point: Point) -> str:
+    return f"{point.method}, {point.dtype}"
+
+
+def _write(points: Sequence[Point], claims: Sequence[Claim], path: Path) -> None:
+    packages = ("torch", "lightning-thunder", "peft")
+    result = {
+        "machine": f"{platform.machine()}, one thread",
+        "versions": {name: version(name) for name in packages},
+        "not_run": NOT_RUN,
+        "points": [asdict(p) for p in points],
+        "claims": [asdict(c) for c in claims],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
