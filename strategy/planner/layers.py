@@ -30,7 +30,7 @@ from thunder_memsave.planner.model import Constants, PeakModel, live_anyway
 
 _MOST_ROUNDS = 12
 _GAP = 2e-3
-_MASTER_LIMIT_S = 3.0
+_MASTER_LIMIT_S = 1.0
 _FIRST_PRICES = 10
 _MOST_CORRECTIONS = 4
 _MERGED = (1, 2, 4, 8)
@@ -119,6 +119,8 @@ class Layers:
 
     model: PeakModel
     layers: Sequence[_Layer]
+    between_bytes: float
+    """Live under any plan while the caller has a loss."""
     bound_us: float = 0.0
 
     def price(self, budget_bytes: float, *, deadline_s: float) -> None:
@@ -131,7 +133,7 @@ class Layers:
         self._start()
         most_us = sum(self.model.costs_us[o] for o in self.model.needs.ops)
         for _ in range(_MOST_ROUNDS):
-            master = _Master(self.layers, budget_bytes, relaxed=True)
+            master = _Master(self, budget_bytes, relaxed=True)
             solved = master.prices()
             if solved is None:
                 return
@@ -145,7 +147,7 @@ class Layers:
 
     def keep(self, budget_bytes: float) -> frozenset[int] | None:
         """What the fastest plan of the known ones keeps."""
-        chosen = _Master(self.layers, budget_bytes, relaxed=False).chosen()
+        chosen = _Master(self, budget_bytes, relaxed=False).chosen()
         if chosen is None:
             return None
         return frozenset(
@@ -211,7 +213,7 @@ def find_layers(model: PeakModel, *, merged: int = 1) -> Layers | None:
                 generator_state_bytes=model.generator_state_bytes,
             )
         layers.append(_layer(cut, classes[key], constants))
-    return Layers(model=model, layers=layers)
+    return Layers(model=model, layers=layers, between_bytes=float(constants.forward[-1]))
 
 
 def _layer(cut: BlockGraph, plans: BlockPlans, constants: Constants) -> _Layer:
@@ -237,8 +239,10 @@ class _MasterPrices:
 class _Master:
     """Which layer does what. Bytes and time are in units in which the numbers are neither large nor small."""
 
-    def __init__(self, layers: Sequence[_Layer], budget_bytes: float, *, relaxed: bool) -> None:
+    def __init__(self, whole: Layers, budget_bytes: float, *, relaxed: bool) -> None:
+        layers = whole.layers
         self._layers, self._budget_bytes, self._relaxed = layers, budget_bytes, relaxed
+        self._between_bytes = whole.between_bytes
         self._program = LinearProgram()
         self._byte = 1000.0 / budget_bytes
         self._us = 1000.0 / max(
@@ -269,8 +273,9 @@ class _Master:
         forward = [by_name.get(("forward", k), 0.0) for k in range(len(self._layers))]
         per_byte, per_us = self._byte / self._us, 1.0 / self._us
         rows = np.array(peak) + np.array(forward)
-        later = np.concatenate([np.cumsum(rows[::-1])[::-1][1:], [0.0]])
-        constant = sum(
+        between = by_name.get(("between", 0), 0.0)
+        later = np.concatenate([np.cumsum(rows[::-1])[::-1][1:], [0.0]]) + between
+        constant = between * (self._between_bytes - self._budget_bytes) * per_byte + sum(
             (p * -self._budget_bytes + f * (layer.forward_bytes - self._budget_bytes)) * per_byte
             for layer, p, f in zip(self._layers, peak, forward, strict=True)
         )
@@ -320,3 +325,5 @@ class _Master:
             less = [(v, -f) for v, f in before]
             self._row("waiting", number, [(waiting, 1.0), *less, *saved], least=0.0)
             before = [(waiting, 1.0)]
+        room = (self._budget_bytes - self._between_bytes) * self._byte
+        self._row("between", 0, [*before, *slack], most=room)

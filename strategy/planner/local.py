@@ -22,7 +22,7 @@ def improve(
 ) -> None:
     """Start from the best plan that is known, and stop when no step improves it, or at the deadline."""
     best = _filled(model, evaluate, budget_bytes, deadline_s)
-    groups = [g for group in _alike(model) for g in _with_halves(group)]
+    groups = [g for group in alike(model) for g in _with_halves(group)]
     improved = True
     while improved:
         improved = False
@@ -41,8 +41,8 @@ def shrink(
 
     Many moments need as much as the peak, and a step seldom lowers all of them: the peak alone says nothing of it.
     """
-    groups = [g for group in _alike(model) for g in _with_halves(group)]
-    moves = [*groups, *([s] for group in _alike(model) if len(group) > 1 for s in group)]
+    groups = [g for group in alike(model) for g in _with_halves(group)]
+    moves = [*groups, *([s] for group in alike(model) if len(group) > 1 for s in group)]
     best = evaluate.smallest
     for _ in range(_MOST_SHRINKS):
         before = best
@@ -68,7 +68,7 @@ def _filled(
     best = evaluate.fastest_within(budget_bytes)
     if best is None:
         return evaluate.smallest
-    for group in sorted(_alike(model), key=lambda g: _us_per_byte(model, g[0]), reverse=True):
+    for group in sorted(alike(model), key=lambda g: _us_per_byte(model, g[0]), reverse=True):
         missing = [s for s in group if s not in best.keep]
         low, high = 0, len(missing)
         while low < high and time.thread_time() < deadline_s:
@@ -96,7 +96,7 @@ def _toggled(keep: frozenset[int], group: Sequence[int]) -> frozenset[int]:
     return keep - set(group) if is_kept else keep | set(group)
 
 
-def _alike(model: PeakModel) -> list[list[int]]:
+def alike(model: PeakModel) -> list[list[int]]:
     """Storages that equal operations make, read from equal ones; those with most bytes first."""
     needs = model.needs
     groups: dict[Hashable, list[int]] = {}

@@ -53,11 +53,11 @@ def search_prices(
         if fits.peak_bytes > budget_bytes:
             continue
         over, fits = _bisected(prices, evaluate, family, free, fits, budget_bytes, deadline_s)
-        _mix(evaluate, model.needs, cuts, over, fits, budget_bytes, deadline_s)
+        mix(evaluate, model.needs, cuts, over, fits, budget_bytes, deadline_s)
         best = evaluate.fastest_within(budget_bytes)
         if best is not None:
             # What backward reads first is there at the peak in any case: the last layers compute nothing again.
-            _mix(evaluate, model.needs, cuts, free, best, budget_bytes, deadline_s)
+            mix(evaluate, model.needs, cuts, free, best, budget_bytes, deadline_s)
 
 
 def anchors(needs: Needs) -> list[tuple[int, ...]]:
@@ -152,7 +152,7 @@ def _bisected(
     return over, fits
 
 
-def _mix(
+def mix(
     evaluate: Evaluator,
     needs: Needs,
     cuts: Sequence[int],

@@ -34,6 +34,10 @@ takes a tenth of the time."""
 _MOST_NODES = 200
 _MOST_BOUNDING, _MOST_TOGETHER = 10, 3
 """Moments that are looked at for a bound, one by one and together."""
+_MOST_BOUNDING_OF_MANY = 1
+"""With many decisions each takes a second."""
+_BOUNDING_S, _BOUNDING_OF_MANY_S = 60.0, 3.0
+"""For one program that bounds."""
 _PARTS = 12
 """Typical plans get rows in so many parts of backward."""
 _NEAR = 0.9
@@ -122,7 +126,7 @@ class Search:
 
     def least_possible(self) -> int:
         """No plan needs less, as far as the rows say."""
-        found = self._bound(partial(least_bytes, self.model))
+        found = self._bound(partial(least_bytes, self.model, time_limit_s=self._bounding_s))
         if not self.has_many:
             solved = self.model.smallest(self._to_the_end, relaxed=True)
             found = max(found, _proven(solved, self.model.unit_bytes))
@@ -130,7 +134,9 @@ class Search:
 
     def relaxed_us(self, budget_bytes: float) -> float:
         """No plan within the budget is faster, as far as the rows say."""
-        found = self._bound(partial(least_us, self.model, budget_bytes))
+        found = self._bound(
+            partial(least_us, self.model, budget_bytes, time_limit_s=self._bounding_s)
+        )
         if not self.has_many:
             solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
             found = max(found, _proven(solved, self.model.unit_us))
@@ -212,9 +218,14 @@ class Search:
         """Of several moments alone, and of those together that bound the most."""
         moments = [m for m in self.model.corrections if m.phase == "backward"]
         forward = [m for m in self.model.corrections if m.phase == "forward"]
-        alone = {m: of([m]) for m in [*moments[:_MOST_BOUNDING], *forward[:1]]}
+        most = _MOST_BOUNDING_OF_MANY if self.has_many else _MOST_BOUNDING
+        alone = {m: of([m]) for m in [*moments[:most], *forward[:1]]}
         hardest = sorted(alone, key=lambda m: (-alone[m], m))[:_MOST_TOGETHER]
         return max(of(hardest), *alone.values()) if alone else 0.0
+
+    @property
+    def _bounding_s(self) -> float:
+        return _BOUNDING_OF_MANY_S if self.has_many else _BOUNDING_S
 
     def _scale_corrections(self, factor: float) -> None:
         for moment, correction in self.model.corrections.items():

@@ -14,6 +14,7 @@ from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGr
 from thunder_memsave.planner.layers import search_layers, search_smallest
 from thunder_memsave.planner.local import improve, shrink
 from thunder_memsave.planner.model import PeakModel
+from thunder_memsave.planner.moments import search_moments
 from thunder_memsave.planner.needs import Needs, needs
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
 from thunder_memsave.planner.prices import anchors, search_prices
@@ -138,12 +139,21 @@ def _fastest(
     problem: _Problem, search: Search, free: Evaluated, budget_bytes: int, time_limit_s: float
 ) -> tuple[Evaluated | None, float]:
     """The fastest plan that several ways of searching have found, and a bound on plans of layers."""
-    model, evaluate, start_s = search.model, problem.evaluate, time.thread_time()
+    model, evaluate = search.model, problem.evaluate
     if search.least_possible() > budget_bytes:
         return None, 0.0
+    start_s = time.thread_time()
     layered_us = search_layers(
-        model, evaluate, budget_bytes=budget_bytes, deadline_s=start_s + 0.6 * time_limit_s
+        model, evaluate, budget_bytes=budget_bytes, deadline_s=start_s + 0.3 * time_limit_s
     )
+    if search.has_several:
+        search.bound_us = search_moments(
+            model,
+            evaluate,
+            free=free,
+            budget_bytes=budget_bytes,
+            deadline_s=start_s + 0.9 * time_limit_s,
+        )
     if evaluate.fastest_within(budget_bytes) is None:
         search_prices(
             model,
