@@ -390,6 +390,22 @@ def test_a_run_resumes_bit_exactly_from_every_checkpoint(
         assert history(resumed) == history(whole)
 
 
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    stopped_early: Path, tmp_path: Path
+) -> None:
+    whole, resumed = stopped_early / "run", tmp_path / "resumed"
+    shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
+    shutil.copy(whole / "metrics.csv", resumed)
+    shutil.copy(whole / "config.yaml", resumed)
+    damaged = resumed / "checkpoints" / "step-00000004" / "state" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    output = run_here(resumed / "config.yaml", "--resume=auto", f"--output_dir={resumed}")
+    assert f"resuming from {resumed / 'checkpoints' / 'step-00000003'}" in output
+    assert (resumed / "checkpoints" / "damaged-step-00000004").is_dir()
+    assert_same_adapter(resumed, whole)
+    assert history(resumed) == history(whole)
+
+
 def test_an_adapter_of_packed_rows_gives_the_logged_loss_of_another_file(
     stopped_early: Path, model_directory: Path
 ) -> None:
