@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from harness.training_graphs import llama_like, random_graph
+from planner.test_bounds import SEEDS, STATE_BYTES, all_plans, model_of
+from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.evaluate import Evaluator
+from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.planner.moments import search_moments
+from thunder_memsave.planner.solve import solve
+
+
+@pytest.mark.parametrize("seed", SEEDS[:8])
+def test_no_plan_is_faster_than_what_the_search_of_moments_proves(seed: int) -> None:
+    graph = random_graph(seed)
+    costs = [1.0 + n % 5 for n in range(len(graph.ops))]
+    model, plans = model_of(graph, costs), all_plans(graph, costs)
+    evaluate = Evaluator(
+        needs=model.needs,
+        costs_us=costs,
+        memory=StepMemory(),
+        generator_state_bytes=STATE_BYTES,
+    )
+    free = evaluate(frozenset(model.needs.storages))
+    for budget in sorted({peak for peak, _ in plans})[:4]:
+        bound = search_moments(
+            model,
+            evaluate,
+            free=free,
+            budget_bytes=budget,
+            deadline_s=time.thread_time() + 5,
+        )
+        assert bound <= min(us for peak, us in plans if peak <= budget)
+
+
+def test_a_loss_between_forward_and_backward_leaves_plans_near_the_bound() -> None:
+    graph = llama_like(8, tokens=8192, width=4096, hidden=14336, kv=1024)
+    costs, memory = costs_us(graph, device("h200")), StepMemory(between_bytes=12 << 30)
+    free = solve(graph, budget_bytes=None, costs_us=costs, memory=memory)
+    budget = int(0.8 * free.predicted_peak_bytes)
+    plan = solve(graph, budget_bytes=budget, costs_us=costs, memory=memory)
+    assert plan.predicted_peak_bytes <= budget
+    assert 0 < plan.lower_bound_us <= plan.recompute_us
+    assert plan.gap < 0.01
