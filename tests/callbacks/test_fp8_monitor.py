@@ -34,7 +34,7 @@ class Loop:
         self.monitor, self.step = monitor, start
         self.fabric = make_fabric(fp8={**FP8, **fp8})
         model = two_linears()
-        optimizer = torch.optim.SGD([model[1].weight], lr=0.0)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
         self.model, self.optimizer = self.fabric.setup(model, optimizer)
         monitor.on_train_start(fabric=self.fabric, step=start)
 
@@ -53,7 +53,7 @@ class Loop:
 
 def test_every_tensor_whose_scale_changes_is_told_of() -> None:
     loop = Loop(Fp8Monitor())
-    assert loop.monitor.tensors == ()
+    assert not loop.monitor.tensors
     loop(2.0)
     seen = {(t.layer, t.tensor): (t.amax, t.scale) for t in loop.monitor.tensors}
     assert seen == {  # no weight of the frozen first
@@ -157,7 +157,7 @@ def test_a_period_below_one_step_is_refused() -> None:
 def a_rank_with_larger_inputs() -> None:
     fabric = make_fabric(devices=2, fp8=FP8)
     model = two_linears()
-    module, optimizer = fabric.setup(model, torch.optim.SGD([model[1].weight], lr=0.0))
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model[1].parameters(), lr=0.0))
     monitor = Fp8Monitor()
     for _ in range(2):
         x = torch.full((16, 16), 1.0 + 7.0 * fabric.global_rank, requires_grad=True)

@@ -1,0 +1,132 @@
+"""A run that fine-tunes in fp8 on two processes: it learns, survives `kill -9`, and leaves a plain adapter."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness.fabric import run_python
+from harness.language_model import run_values, write_run_file
+from thunder_memsave.finetune.data.formats import PromptJSONL
+
+FP8 = {"backend": "torch", "amax_history_len": 4, "skip_modules": ["lm_head", "lora_A", "lora_B"]}
+NUM_STEPS = 8
+
+
+def arguments(directory: Path, *overrides: str) -> list[str]:
+    return ["-m", "thunder_memsave", "train", str(directory / "run.yaml"), *overrides]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
+    """A directory with the run file, a run that went through, and one that was killed and resumed."""
+    directory = tmp_path_factory.mktemp("fp8")
+    monitor = {"class_path": "Fp8Monitor", "init_args": {"every_n_steps": 1}}
+    values = run_values(
+        directory,
+        model_directory,
+        train={"max_steps": NUM_STEPS, "micro_batch_size": 2},
+        eval={"every_n_steps": None},
+        fp8=FP8,
+        callbacks=[monitor],
+        devices=2,
+    )
+    write_run_file(directory, values)
+    printed = run_python(arguments(directory))
+    (directory / "printed.txt").write_text(printed)
+    killed = directory / "killed"
+    start_and_kill(directory, killed)
+    run_python(arguments(directory, f"--output_dir={killed}", "--resume=auto"))
+    return directory
+
+
+def start_and_kill(directory: Path, output: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *arguments(directory, f"--output_dir={output}")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while not (output / "checkpoints" / "step-00000003").exists():
+            assert process.poll() is None, "the run ended before it was killed"
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def rows(path: Path, *, without: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(file)]
+
+
+def test_the_first_lines_say_what_computes_in_fp8(finished: Path) -> None:
+    printed = (finished / "printed.txt").read_text()
+    assert "fp8: 14 of 43 linears, delayed scaling by torch (self_attn.q_proj, self_att" in printed
+    assert "\nnot 1 (lm_head): skip_modules has 'lm_head'" in printed
+
+
+def test_a_killed_run_resumes_to_the_bits_of_one_that_was_not(finished: Path) -> None:
+    whole, killed = (
+        load_file(finished / name / "adapter" / "adapter_model.safetensors")
+        for name in ("run", "killed")
+    )
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def test_scales_and_amax_of_every_step_are_those_of_a_run_that_was_not_killed(
+    finished: Path,
+) -> None:
+    whole, killed = (rows(finished / name / "fp8.csv") for name in ("run", "killed"))
+    assert whole == killed
+    assert len(whole) == NUM_STEPS * 14 * 2
+    assert len({row["scale"] for row in whole}) > 14
+
+
+def test_the_loss_falls(finished: Path) -> None:
+    losses = [
+        float(row["val_loss"]) for row in rows(finished / "run/metrics.csv") if row["val_loss"]
+    ]
+    assert losses[-1] < losses[0]
+
+
+@torch.no_grad()
+def test_the_adapter_loads_in_plain_transformers_and_peft(
+    finished: Path, model_directory: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    base = AutoModelForCausalLM.from_pretrained(model_directory)
+    model: Any = PeftModel.from_pretrained(base, finished / "run" / "adapter").eval()
+    logged = [r["val_loss"] for r in rows(finished / "run/metrics.csv") if r["val_loss"]][-1]
+    # e4m3 has 3 bits of mantissa, which the plain model's weights and inputs are not rounded to.
+    assert plain_loss(model, tokenizer, finished) == pytest.approx(float(logged), rel=0.02)
+
+
+def plain_loss(model: Any, tokenizer: Any, directory: Path) -> float:
+    """The validation loss, one document at a time."""
+    total, count = 0.0, 0
+    data = PromptJSONL(path=str(directory / "rows.jsonl"), val_fraction=0.25).load(tokenizer)
+    assert data.validation is not None
+    for document in data.validation:
+        prompt, completion = (part.text for part in document.parts)
+        ids = torch.tensor([[*tokenizer(prompt + completion)["input_ids"], 1]])
+        start = len(tokenizer(prompt)["input_ids"])
+        logits = model(input_ids=ids).logits[0, start - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum")
+        total += float(loss)
+        count += ids.shape[1] - start
+    return total / count
