@@ -170,8 +170,8 @@ class _Rounds:
             at = backward_moment(moment)
             if at in self._corrections and at not in new and nbytes > self.budget_bytes:
                 missed[at] = max(missed.get(at, 0.0), nbytes - self.budget_bytes)
-        for at, nbytes in missed.items():
-            self._corrections[at] += nbytes + self.model.unit_bytes
+        for at, more_bytes in missed.items():
+            self._corrections[at] += more_bytes + self.model.unit_bytes
 
     @cached_property
     def _in_turn(self) -> MayPrecede:

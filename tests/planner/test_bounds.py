@@ -1,53 +1,23 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, combinations
 from math import inf
 
 import pytest
 
+from harness.all_plans import SEEDS, all_plans, model_of
 from harness.training_graphs import llama_like, random_graph
 from thunder_memsave.planner.bounds import least_bytes, least_us
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
-from thunder_memsave.planner.graph import StepMemory, TrainingGraph
-from thunder_memsave.planner.model import Moment, PeakModel
-from thunder_memsave.planner.needs import needs
-from thunder_memsave.planner.order import OrderError, order
-from thunder_memsave.planner.simulate import simulate
+from thunder_memsave.planner.graph import TrainingGraph
+from thunder_memsave.planner.model import Moment
 from thunder_memsave.planner.solve import solve
-
-STATE_BYTES = 16
-SEEDS = [seed for seed in range(40) if 3 <= len(needs(random_graph(seed)).storages) <= 10]
-
-
-def model_of(graph: TrainingGraph, costs: Sequence[float]) -> PeakModel:
-    return PeakModel(
-        needs=needs(graph),
-        costs_us=costs,
-        memory=StepMemory(),
-        generator_state_bytes=STATE_BYTES,
-    )
 
 
 def all_moments(graph: TrainingGraph) -> list[Moment]:
     forward = [Moment("forward", p) for p in range(graph.num_forward + 1)]
     num_backward = len(graph.ops) - graph.num_forward
     return forward + [Moment("backward", p) for p in range(num_backward)]
-
-
-def all_plans(graph: TrainingGraph, costs: Sequence[float]) -> list[tuple[int, float]]:
-    """Peak and time of every plan, by trying them all."""
-    names = [graph.storages[s].name for s in needs(graph).storages]
-    plans = []
-    for keep in chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)):
-        try:
-            program = order(graph, set(keep), generator_state_bytes=STATE_BYTES)
-        except OrderError:
-            continue
-        us = sum(costs[s.op.index] for s in program.steps if s.is_repeated)
-        plans.append((simulate(program).peak_bytes, us))
-    return plans
 
 
 @pytest.mark.parametrize("seed", SEEDS)

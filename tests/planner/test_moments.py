@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from harness.all_plans import SEEDS, STATE_BYTES, all_plans, model_of
 from harness.training_graphs import llama_like, random_graph
-from planner.test_bounds import SEEDS, STATE_BYTES, all_plans, model_of
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.evaluate import Evaluator
