@@ -126,16 +126,16 @@ def _measure(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     (model,), method = arguments.models, arguments.measure
-    run = {
+    runs: dict[str, Callable[[str, argparse.Namespace], Run]] = {
         "eager": _eager,
         "torch.compile": partial(_torch_compile, backend=_partitioned),
         "torch.compile, inductor": partial(_torch_compile, backend=_inductor),
         "thunder": _thunder,
         "ours": _ours,
-    }[method]
+    }
     points = [
         _point(method, setting, module, batch, has_times=not arguments.no_times)
-        for setting, module, batch in run(model, arguments)
+        for setting, module, batch in runs[method](model, arguments)
     ]
     print(json.dumps([asdict(p) for p in points]))
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from thunder_memsave.agreement import CheckpointError
-from thunder_memsave.checkpoint.disk_full import is_disk_full
+from thunder_memsave.checkpoints.disk_full import is_disk_full
 from thunder_memsave.missing_ranks import collective
 
 T = TypeVar("T")

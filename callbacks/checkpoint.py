@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from thunder_memsave.callbacks.all_ranks import DiskFullError, on_all_ranks
 from thunder_memsave.callbacks.random_state import random_state
-from thunder_memsave.checkpoint.commit import save_synced, sync_directory
-from thunder_memsave.checkpoint.manifest import (
+from thunder_memsave.checkpoints.commit import save_synced, sync_directory
+from thunder_memsave.checkpoints.manifest import (
     STATE,
     FileRecord,
     Manifest,

@@ -19,8 +19,8 @@ from thunder_memsave.callbacks.checkpoint import (
     read_info,
 )
 from thunder_memsave.callbacks.random_state import set_random_state
-from thunder_memsave.checkpoint.commit import sync_directory
-from thunder_memsave.checkpoint.manifest import (
+from thunder_memsave.checkpoints.commit import sync_directory
+from thunder_memsave.checkpoints.manifest import (
     STATE,
     DamagedCheckpointError,
     read_manifest,
@@ -28,8 +28,8 @@ from thunder_memsave.checkpoint.manifest import (
     require_layout,
     share_of_files,
 )
-from thunder_memsave.checkpoint.safe_reader import require_stored
-from thunder_memsave.checkpoint.sources import load_mapped
+from thunder_memsave.checkpoints.safe_reader import require_stored
+from thunder_memsave.checkpoints.sources import load_mapped
 
 _DAMAGED_PREFIX = "damaged-"
 

@@ -17,15 +17,13 @@
        one training step: forward, backward (accumulation.py), clip, optimizer (nonfinite.py)
                                               v
        recompute.py  `checkpoint`: the same for eager code, which no plan covers
-       callbacks/    what watches the loop - checkpoint/ atomic, sharded, resumable
+       callbacks/    what watches the loop - checkpoints/ atomic, sharded, resumable
 
 `import thunder_memsave` is cheap: it registers the strategy's name (`autoload.py`) and imports
 PyTorch, Thunder and Lightning only when one of the public names is used.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from thunder_memsave.autoload import install as _install
@@ -72,17 +70,6 @@ _HOME = {
     "checkpoint": "thunder_memsave.recompute",
     "load_on_setup": "thunder_memsave.materialize",
 }
-
-
-class _Package(ModuleType):
-    """`checkpoint` is the function, whatever the package `thunder_memsave.checkpoint` would make of the name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "checkpoint":
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 _install()
 

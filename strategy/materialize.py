@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.agreement import OtherRankError, broadcast, together
-from thunder_memsave.checkpoint.module_state import Problem, StateMismatchError, copy_rows
-from thunder_memsave.checkpoint.sources import (
+from thunder_memsave.checkpoints.module_state import Problem, StateMismatchError, copy_rows
+from thunder_memsave.checkpoints.sources import (
     StateDictSource,
     TensorSource,
     TensorSpec,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from thunder_memsave.agreement import is_rank_zero
-from thunder_memsave.checkpoint import (
+from thunder_memsave.checkpoints import (
     load_checkpoint,
     load_raw,
     load_state_dict,

@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from harness.distributed import run_on_ranks
-from thunder_memsave.checkpoint import StateMismatchError, unsharded_state_dict
-from thunder_memsave.checkpoint.sources import SafetensorsSource
+from thunder_memsave.checkpoints import StateMismatchError, unsharded_state_dict
+from thunder_memsave.checkpoints.sources import SafetensorsSource
 from thunder_memsave.materialize import load_on_setup, materialize, without_adapters
 from thunder_memsave.sharding import DataParallel, is_sharded, num_real_rows
 

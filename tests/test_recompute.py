@@ -406,8 +406,8 @@ def test_inside_a_model_that_is_captured_it_is_pytorchs_own() -> None:
 
 
 def test_the_name_is_the_function_whatever_was_imported() -> None:
-    import thunder_memsave.checkpoint.commit
-    from thunder_memsave.checkpoint import CheckpointError as StateError
+    import thunder_memsave.checkpoints.commit
+    from thunder_memsave.checkpoints import CheckpointError as StateError
 
     assert thunder_memsave.checkpoint is checkpoint
     assert issubclass(StateError, Exception)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks, run_python
 from thunder_memsave import ConfigError
-from thunder_memsave.checkpoint import StateMismatchError
+from thunder_memsave.checkpoints import StateMismatchError
 
 NUM_RANKS = 2
 

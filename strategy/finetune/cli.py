@@ -314,7 +314,7 @@ def _message_for_user(error: Exception) -> str | None:
     import torch
 
     from thunder_memsave.agreement import OtherRankError
-    from thunder_memsave.checkpoint import StateMismatchError
+    from thunder_memsave.checkpoints import StateMismatchError
     from thunder_memsave.digest import RankMismatchError
     from thunder_memsave.step_memory import StepMemoryError
 

@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from thunder_memsave.agreement import once
-from thunder_memsave.checkpoint import unsharded_state_dict
+from thunder_memsave.checkpoints import unsharded_state_dict
 from thunder_memsave.fp8.linears import is_scaling_state
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
 from thunder_memsave.callbacks.verified import refuse_only_damaged
-from thunder_memsave.checkpoint.manifest import DamagedCheckpointError, UnverifiableCheckpointError
+from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, UnverifiableCheckpointError
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes

@@ -20,7 +20,7 @@ from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
-from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
+from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.environment import add_start

@@ -21,7 +21,7 @@ from thunder_memsave.callbacks.verified import (
     newest_valid,
     refuse_only_damaged,
 )
-from thunder_memsave.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, read_manifest
 
 
 def damage(path: Path) -> None:

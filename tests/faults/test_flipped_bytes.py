@@ -13,7 +13,7 @@ from harness.fabric import make_fabric
 from harness.run_checkpoints import make_state, save, weight_of
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, read_info
 from thunder_memsave.callbacks.verified import load_checkpoint
-from thunder_memsave.checkpoint.manifest import DamagedCheckpointError
+from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 
 
 def all_files(path: Path) -> list[Path]:

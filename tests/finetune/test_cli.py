@@ -15,8 +15,8 @@ import torch
 from harness.language_model import run_values, write_run_file
 from thunder_memsave import __version__
 from thunder_memsave.agreement import OtherRankError
-from thunder_memsave.checkpoint import CheckpointError, StateMismatchError
-from thunder_memsave.checkpoint.manifest import Manifest, write_manifest
+from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
+from thunder_memsave.checkpoints.manifest import Manifest, write_manifest
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune import cli
 from thunder_memsave.finetune.cli import main

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
-from thunder_memsave.checkpoint import CheckpointError, module_state
+from thunder_memsave.checkpoints import CheckpointError, module_state
 from thunder_memsave.finetune.export import export
 from thunder_memsave.sharding import DataParallel, gather_full
 

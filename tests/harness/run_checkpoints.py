@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from thunder_memsave.callbacks import ModelCheckpoint
-from thunder_memsave.checkpoint.manifest import (
+from thunder_memsave.checkpoints.manifest import (
     files_in,
     read_manifest,
     record_file,

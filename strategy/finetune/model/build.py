@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from thunder_memsave.checkpoint.sources import open_source
+from thunder_memsave.checkpoints.sources import open_source
 from thunder_memsave.finetune.config import ModelConfig, RunConfig
 from thunder_memsave.finetune.model.adapters import (
     add_adapter,

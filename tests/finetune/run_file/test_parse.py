@@ -204,7 +204,10 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "model.config and model.architecture are both given; write model.config for random",
         ),
         ("fp8.backend=nvidia", "fp8.backend is 'nvidia', but must be one of 'auto', "),
-        ("fp8=delayed", "fp8 is 'delayed', but must be a mapping or null, such as {recipe: delayed}."),
+        (
+            "fp8=delayed",
+            "fp8 is 'delayed', but must be a mapping or null, such as {recipe: delayed}.",
+        ),
     ],
 )
 def test_what_is_wrong_in_an_override_is_named(tmp_path: Path, override: str, message: str) -> None:

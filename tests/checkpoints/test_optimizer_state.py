@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from thunder_memsave.checkpoint import StateMismatchError, load_checkpoint, save_checkpoint
-from thunder_memsave.checkpoint.optimizer_state import (
+from thunder_memsave.checkpoints import StateMismatchError, load_checkpoint, save_checkpoint
+from thunder_memsave.checkpoints.optimizer_state import (
     named_parameters_of,
     named_state_of,
     rekey,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.agreement import is_rank_zero
-from thunder_memsave.checkpoint.sources import StateDictSource, TensorSource, TensorSpec
+from thunder_memsave.checkpoints.sources import StateDictSource, TensorSource, TensorSpec
 from thunder_memsave.sharding import (
     DataParallel,
     ShardedParameter,

@@ -25,17 +25,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from thunder_memsave.agreement import CheckpointError, broadcast, is_rank_zero, once, together
-from thunder_memsave.checkpoint.commit import commit, remove, save_synced, temporary_name
-from thunder_memsave.checkpoint.contents import Contents
-from thunder_memsave.checkpoint.disk_full import DiskFullWriter
-from thunder_memsave.checkpoint.module_state import (
+from thunder_memsave.checkpoints.commit import commit, remove, save_synced, temporary_name
+from thunder_memsave.checkpoints.contents import Contents
+from thunder_memsave.checkpoints.disk_full import DiskFullWriter
+from thunder_memsave.checkpoints.module_state import (
     Problem,
     compare,
     first_stored_names,
     named_state,
     raise_problems,
 )
-from thunder_memsave.checkpoint.optimizer_state import (
+from thunder_memsave.checkpoints.optimizer_state import (
     NamedState,
     compare_groups,
     compare_state_shapes,
@@ -43,8 +43,8 @@ from thunder_memsave.checkpoint.optimizer_state import (
     named_state_of,
     set_optimizer_state,
 )
-from thunder_memsave.checkpoint.safe_reader import SafePlanner, SafeReader, read_metadata
-from thunder_memsave.checkpoint.sources import TensorSpec, load_mapped
+from thunder_memsave.checkpoints.safe_reader import SafePlanner, SafeReader, read_metadata
+from thunder_memsave.checkpoints.sources import TensorSpec, load_mapped
 from thunder_memsave.sharding import DataParallel, is_sharded, local_rows, whole_shape
 
 META_FILE = "meta.pt"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from thunder_memsave.checkpoint.manifest import (
+from thunder_memsave.checkpoints.manifest import (
     DamagedCheckpointError,
     Manifest,
     UnverifiableCheckpointError,

@@ -1,13 +1,13 @@
 """What `fabric.save` and `fabric.load` do."""
 
 from thunder_memsave.agreement import CheckpointError
-from thunder_memsave.checkpoint.module_state import (
+from thunder_memsave.checkpoints.module_state import (
     StateMismatchError,
     load_state_dict,
     local_state_dict,
     unsharded_state_dict,
 )
-from thunder_memsave.checkpoint.save_load import load_checkpoint, load_raw, save_checkpoint
+from thunder_memsave.checkpoints.save_load import load_checkpoint, load_raw, save_checkpoint
 
 __all__ = [
     "CheckpointError",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thunder_memsave.checkpoint.commit import commit, save_synced, temporary_name, write_file
+from thunder_memsave.checkpoints.commit import commit, save_synced, temporary_name, write_file
 
 
 def fill(path: Path, kind: str, text: str) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thunder_memsave.agreement import is_rank_zero, once, together
-from thunder_memsave.checkpoint.commit import save_synced, write_file
-from thunder_memsave.checkpoint.contents import Contents
-from thunder_memsave.checkpoint.module_state import (
+from thunder_memsave.checkpoints.commit import save_synced, write_file
+from thunder_memsave.checkpoints.contents import Contents
+from thunder_memsave.checkpoints.module_state import (
     Problem,
     compare,
     load_state_dict,
@@ -20,7 +20,7 @@ from thunder_memsave.checkpoint.module_state import (
     raise_problems,
     unsharded_state_dict,
 )
-from thunder_memsave.checkpoint.optimizer_state import (
+from thunder_memsave.checkpoints.optimizer_state import (
     NamedState,
     compare_groups,
     compare_state_shapes,
@@ -30,7 +30,7 @@ from thunder_memsave.checkpoint.optimizer_state import (
     rekey,
     set_optimizer_state,
 )
-from thunder_memsave.checkpoint.sources import StateDictSource, load_mapped, require_tensors
+from thunder_memsave.checkpoints.sources import StateDictSource, load_mapped, require_tensors
 from thunder_memsave.sharding import DataParallel
 
 Filter = Mapping[str, Callable[[str, Any], bool]]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from harness.distributed import run_on_ranks
 from thunder_memsave.agreement import once
-from thunder_memsave.checkpoint import (
+from thunder_memsave.checkpoints import (
     CheckpointError,
     StateMismatchError,
     load_checkpoint,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from thunder_memsave.checkpoint.sources import load_mapped, open_source
+from thunder_memsave.checkpoints.sources import load_mapped, open_source
 
 TENSORS = {
     "w": torch.arange(6.0).reshape(3, 2),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoint.module_state import Problem
+from thunder_memsave.checkpoints.module_state import Problem
 from thunder_memsave.sharding import (
     DataParallel,
     gather_rows,

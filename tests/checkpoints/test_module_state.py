@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from thunder_memsave.checkpoint import (
+from thunder_memsave.checkpoints import (
     StateMismatchError,
     load_checkpoint,
     load_raw,

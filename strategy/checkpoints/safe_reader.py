@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from thunder_memsave.checkpoint.manifest import DamagedCheckpointError
+from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 
 METADATA_FILE = ".metadata"
 
