@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharding import DataParallel, is_sharded
 
-_PACKAGES = ("torch", "lightning-thunder", "lightning", "thunder-memsave", "transformers", "peft")
+_PACKAGES = (
+    "torch",
+    "lightning-thunder",
+    "lightning",
+    "thunder-memsave",
+    "transformers",
+    "peft",
+    "transformer_engine",
+)
+T = TypeVar("T")
 _CHUNK = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED_ADVICE = (
@@ -61,15 +71,43 @@ def check_ranks_agree(
     """
     if data_parallel is None or data_parallel.num_ranks == 1:
         return
-    digests: list[Digest | None] = [None] * data_parallel.num_ranks
     own = make_digest(module, config=config)
-    with collective("comparison of the models", data_parallel.everyone):
-        dist.all_gather_object(digests, own, group=data_parallel.everyone)
-    first, *others = [d for d in digests if d is not None]
+    first, *others = _of_all_ranks(own, "comparison of the models", data_parallel)
     for rank, other in enumerate(others, start=1):
         found = differences(first, other, rank=rank)
         if found:
             raise RankMismatchError(_message(found, rank))
+
+
+def check_choices_agree(
+    name: str, choice: str, *, advice: str, data_parallel: DataParallel | None
+) -> None:
+    """Compares what each rank chose by what it found on its machine. One collective, on `data_parallel.everyone`.
+
+    Args:
+        name: Of what was chosen.
+        choice: This rank's.
+        advice: What to do about ranks that differ.
+        data_parallel: The ranks; None: there is one.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first rank that chose otherwise than rank 0, and both choices.
+    """
+    if data_parallel is None or data_parallel.num_ranks == 1:
+        return
+    first, *others = _of_all_ranks(choice, f"comparison of {name}", data_parallel)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            what = f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"
+            raise RankMismatchError(_message([Difference(what=what, advice=advice)], rank))
+
+
+def _of_all_ranks(own: T, purpose: str, data_parallel: DataParallel) -> list[T]:
+    """By rank."""
+    values: list[T | None] = [None] * data_parallel.num_ranks
+    with collective(purpose, data_parallel.everyone):
+        dist.all_gather_object(values, own, group=data_parallel.everyone)
+    return [value for value in values if value is not None]
 
 
 def make_digest(module: nn.Module, *, config: object) -> Digest:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -35,7 +35,7 @@ from thunder_memsave.config import (
     parse_strategy,
 )
 from thunder_memsave.devices import device_at, total_bytes
-from thunder_memsave.digest import check_ranks_agree
+from thunder_memsave.digest import check_choices_agree, check_ranks_agree
 from thunder_memsave.explain import explain, kinds_table
 from thunder_memsave.forward_methods import take_redirection
 from thunder_memsave.fp8.linears import Fp8Linears, set_up_fp8
@@ -58,6 +58,8 @@ from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimi
 from thunder_memsave.sharding import DataParallel, shard_module
 from thunder_memsave.state_hooks import StateHooks
 from thunder_memsave.step_memory import StepMemoryError, step_memory
+
+T = TypeVar("T")
 
 _SMALL_PART = 0.1
 """Of the memory budget: whole gradients of the adapters of a large model take less, those of full training more."""
@@ -248,7 +250,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
         Raises:
             ValueError: the model is compiled, distributed or set up already.
-            RankMismatchError: the ranks' models differ.
+            RankMismatchError: the ranks' models differ, or what they would compute them with.
             OtherRankError: another rank's model could not be set up.
         """
         self._on_all_ranks(lambda: refuse_unsuitable(module))
@@ -274,8 +276,13 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     def _fp8_linears(self, module: nn.Module) -> Fp8Linears | None:
         if self.config.fp8 is None:
             return None
-        linears = set_up_fp8(
-            module, self.config.fp8, frontend=self.config.compile.frontend, device=self.root_device
+        set_up = partial(set_up_fp8, module, self.config.fp8, device=self.root_device)
+        linears = self._on_all_ranks(lambda: set_up(frontend=self.config.compile.frontend))
+        check_choices_agree(
+            "fp8.backend",
+            linears.backend,
+            advice="install the same TransformerEngine on every rank, or set fp8.backend to 'torch'",
+            data_parallel=self.data_parallel,
         )
         if self._fp8_steps is None:
             self._fp8_steps = Fp8Steps(self.data_parallel)
@@ -369,8 +376,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         calls = [c for m in self._modules if m.planner for c in m.planner.calls if c.plan]
         return calls[-1] if calls else None
 
-    def _on_all_ranks(self, act: Callable[[], None]) -> None:
-        together(act, self.data_parallel, error_elsewhere=OtherRankError)
+    def _on_all_ranks(self, act: Callable[[], T]) -> T:
+        return together(act, self.data_parallel, error_elsewhere=OtherRankError)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -7,6 +7,7 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.fp8_linears import EagerTwin, fp8_module, linears_of, state_of
 from thunder_memsave import ConfigError
+from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.compile import CompiledModule
+from thunder_memsave.digest import RankMismatchError
+from thunder_memsave.fp8 import backends, te_backend, torch_backend
 
 FP8 = {"amax_history_len": 4}
 PARTS = ("backward_amax_history", "backward_scale", "forward_amax_history", "forward_scale")
@@ -321,11 +325,39 @@ def check_ranks(directory: Path) -> None:
     zero3 = make_fabric(devices=2, sharding="zero3", fp8=FP8)
     checkpointed(zero3, directory / "checkpoint")
     check_a_second_backward(zero3)
+    check_a_backend_that_one_rank_cannot_use(zero3)
+    check_ranks_that_would_choose_other_backends()
     options = {**FP8, "reduce_amax": False}
     alone = make_fabric(devices=2, sharding="zero3", fp8=options)
     model, _ = after_a_step(alone)
     own = model.first.fp8_scaling.forward_amax_history[-1, 0]
     assert own == batch(alone.global_rank).abs().max()
+
+
+def check_a_backend_that_one_rank_cannot_use(fabric: Fabric) -> None:
+    """The other rank stops with the reason, instead of waiting for the timeout."""
+    is_bad = fabric.global_rank == 1
+    broken = ConfigError("TransformerEngine cannot be loaded")
+    with (
+        patch.object(torch_backend, "require", side_effect=broken if is_bad else None),
+        pytest.raises(ConfigError if is_bad else OtherRankError, match="cannot be loaded"),
+    ):
+        setup(fabric)
+
+
+def check_ranks_that_would_choose_other_backends() -> None:
+    fabric = make_fabric(devices=2, sharding="zero3", fp8={**FP8, "backend": "auto"})
+    chosen = ("transformer_engine", "torch")[fabric.global_rank]
+    message = (
+        r"^rank 1 disagrees with rank 0 before training starts: fp8.backend is 'transformer_engine' on rank 0 and "
+        r"'torch' on rank 1; install the same TransformerEngine on every rank, or set fp8.backend to 'torch'\.$"
+    )
+    with (
+        patch.object(backends, "_best", return_value=chosen),
+        patch.object(te_backend, "require"),
+        pytest.raises(RankMismatchError, match=message),
+    ):
+        setup(fabric)
 
 
 def after_a_step(fabric: Fabric) -> tuple[Any, Any]:
