@@ -140,7 +140,8 @@ def _fastest(
 ) -> tuple[Evaluated | None, float]:
     """The fastest plan that several ways of searching have found, and a bound on plans of layers."""
     model, evaluate = search.model, problem.evaluate
-    if search.least_possible() > budget_bytes:
+    # A known plan that fits is not given up for a bound, which is exact to the solver's precision only.
+    if evaluate.fastest_within(budget_bytes) is None and search.least_possible() > budget_bytes:
         return None, 0.0
     start_s = time.thread_time()
     layered_us = search_layers(

@@ -18,6 +18,7 @@ from thunder_memsave.planner.free_wins import free_keep
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.needs import needs
 from thunder_memsave.planner.order import OrderError, order
+from thunder_memsave.planner.search import Search
 from thunder_memsave.planner.simulate import simulate
 from thunder_memsave.planner.solve import pareto, solve
 
@@ -171,6 +172,22 @@ def test_time_never_rises_with_the_budget() -> None:
     times = [plan.recompute_us for plan in plans_of_blocks()]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
+
+
+def test_a_known_plan_that_fits_is_not_given_up_for_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = plans_of_blocks()[1]
+    monkeypatch.setattr(Search, "least_possible", lambda self: known.predicted_peak_bytes + 1)
+    plan = solve(
+        blocks(),
+        budget_bytes=known.predicted_peak_bytes,
+        costs_us=costs_us(blocks(), device("cpu")),
+        known=[known],
+        time_limit_s=1.0,
+    )
+    assert plan.predicted_peak_bytes <= known.predicted_peak_bytes
+    assert plan.recompute_us <= known.recompute_us
 
 
 def test_no_plan_is_faster_than_its_bound() -> None:
