@@ -127,8 +127,10 @@ def gemm(
     added_later = bias if out_dtype == torch.float32 else None
     fused = None if bias is None or added_later is not None else bias.to(out_dtype)
     if isinstance(a, FakeTensor):
-        one = a_scale_inv.reshape(-1)[:1]
-        product = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out_dtype)
+        one = a_scale_inv.flatten().narrow(0, 0, 1)
+        product = torch._scaled_mm(
+            whole_rows(a), whole_rows(b).t(), scale_a=one, scale_b=one, out_dtype=out_dtype
+        )
     else:
         product, *_ = _library().general_gemm(
             _operand(b, b_scale_inv),

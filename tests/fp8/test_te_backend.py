@@ -374,3 +374,14 @@ def test_without_data_the_work_of_a_product_is_known() -> None:
             te_backend.gemm(a, one, b, one, None, torch.bfloat16)
     assert record.flops == 2 * 32 * 64 * 48
     assert record.peak_bytes == 32 * 48 * 2
+
+
+@pytest.mark.parametrize("num_rows", [32, 40, 37])
+def test_without_data_a_sum_over_any_number_of_rows_passes_the_checks_of_cuda(
+    num_rows: int,
+) -> None:
+    with FakeTensorMode():
+        a, b = (torch.empty(n, num_rows, dtype=E4M3, device="cuda") for n in (64, 48))
+        one = torch.empty(1, device="cuda")
+        product = te_backend.gemm(a, one, b, one, None, torch.bfloat16)
+    assert (product.shape, product.stride(), product.dtype) == ((64, 48), (48, 1), torch.bfloat16)
