@@ -66,6 +66,8 @@ def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str]) -> str | Non
         return f"skip_modules has {pattern!r}"
     if type(linear) is not nn.Linear:
         return f"it is a {type(linear).__name__}, which may compute otherwise than nn.Linear"
+    if "weight" not in linear._parameters:
+        return "its weight is computed (spectral_norm or the like), not a parameter of its own"
     if linear.weight.dtype not in _DTYPES:
         dtype = str(linear.weight.dtype).removeprefix("torch.")
         return f"its weight is {dtype}, and fp8 is for float32, bfloat16 and float16"

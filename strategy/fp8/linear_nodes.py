@@ -99,7 +99,7 @@ class LinearNodes:
 
 
 def _found(linears: Fp8Linears, capture: Capture) -> Iterator[tuple[fx.Node, Fp8Linear]]:
-    """Yield the nodes with their linears: the module that runs it, or whose weight it reads."""
+    """Yield the nodes with their linears. A weight that is computed, or given by the caller, is no linear's."""
     graph = capture.graph
     placeholders = (n for n in graph.graph.nodes if n.op == "placeholder")
     tensors = {n: i.tensor for n, i in zip(placeholders, capture.inputs, strict=True)}
@@ -109,5 +109,5 @@ def _found(linears: Fp8Linears, capture: Capture) -> Iterator[tuple[fx.Node, Fp8
                 continue
             weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
             name = module_name(node.meta.get("nn_module_stack"))
-            if (found := linears.find(name, tensors.get(weight))) is not None:
+            if weight in tensors and (found := linears.find(name, tensors[weight])) is not None:
                 yield node, found

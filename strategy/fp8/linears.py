@@ -192,13 +192,15 @@ class Fp8Linears:
                 assert isinstance(linear, nn.Linear)
                 _add_state(choice.name, linear, recipe)
                 self.by_name[choice.name] = Fp8Linear(choice.name, linear, recipe, backend)
-        self._aliases = _aliases(module, self.by_name)
+        self._of_name = _of_name(module, self.by_name)
 
-    def find(self, name: str, weight: Tensor | None) -> Fp8Linear | None:
-        """The linear of this name, or else the first one with this weight; None: it does not compute in fp8."""
-        if (linear := self._aliases.get(name)) is not None:
-            return linear
-        return next((f for f in self.by_name.values() if f.linear.weight is weight), None)
+    def find(self, name: str, weight: Tensor) -> Fp8Linear | None:
+        """The linear that computes with this weight in the module of this name; None: it does not compute in fp8.
+
+        Within a linear (its hooks too) that is itself, for its own weight; elsewhere the first one with the weight.
+        """
+        own = [self._of_name[name]] if name in self._of_name else self.by_name.values()
+        return next((f for f in own if f is not None and f.linear.weight is weight), None)
 
     def note_recorded(self) -> None:
         """A forward whose amax counts has begun."""
@@ -239,11 +241,11 @@ def _add_state(name: str, linear: nn.Linear, recipe: Recipe) -> None:
     linear.add_module(STATE_NAME, ScalingState(recipe, device=linear.weight.device))
 
 
-def _aliases(module: nn.Module, by_name: Mapping[str, Fp8Linear]) -> dict[str, Fp8Linear]:
-    """By every name that the module has for them: a shared one has several."""
-    own = {id(found.linear): found for found in by_name.values()}
+def _of_name(module: nn.Module, by_name: Mapping[str, Fp8Linear]) -> dict[str, Fp8Linear | None]:
+    """All linears, by every name that the module has for them (a shared one has several); None: not in fp8."""
+    chosen = {id(found.linear): found for found in by_name.values()}
     names = module.named_modules(remove_duplicate=False)
-    return {name: own[id(m)] for name, m in names if id(m) in own}
+    return {name: chosen.get(id(m)) for name, m in names if isinstance(m, nn.Linear)}
 
 
 def _all_reduce_max(tensor: Tensor, *, group: dist.ProcessGroup) -> None:

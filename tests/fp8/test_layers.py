@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.fp8_linears import fp8_module, linears_of
+from harness.fp8_linears import fp8_module, linears_of, ops
 from harness.models import llama
 from thunder_memsave import ConfigError
 from thunder_memsave.fp8.layers import choose, report
@@ -122,3 +122,78 @@ def test_a_shared_linear_has_one_state_and_a_shared_weight_one_for_each_linear()
 def test_names_of_scaling_state_are_told_from_others() -> None:
     assert is_scaling_state("a.fp8_scaling.forward_scale")
     assert not is_scaling_state("a.fp8_scaling_of_mine.weight")
+
+
+class Hooked(nn.Module):
+    """A frozen linear, with a weight of another module added to it by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
+        self.delta = nn.Parameter(torch.randn(32, 32))
+        self.base.register_forward_hook(self._add)
+
+    def _add(self, _: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output + nn.functional.linear(inputs[0], self.delta)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base(x)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def test_another_weight_inside_a_linear_is_not_taken_for_its_own() -> None:
+    model, x = Hooked(), torch.randn(8, 32)
+    nn.init.zeros_(model.base.weight)
+    module = fp8_module(model, recipe="current")
+    result = module(x)
+    torch.testing.assert_close(result, x @ model.delta.t())
+    result.sum().backward()
+    torch.testing.assert_close(model.delta.grad, x.sum(0).expand(32, 32))
+    assert len(ops(module.captures[0].forward_traces[-1], "gemm")) == 1
+
+
+class Tied(nn.Module):
+    """Two linears with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.head(torch.tanh(self.first(x)))
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def test_a_skipped_linear_stays_so_when_it_shares_its_weight_with_a_chosen_one() -> None:
+    module = fp8_module(Tied(), skip_modules=("head",))
+    module(torch.randn(8, 32)).sum().backward()
+    assert len(ops(module.captures[0].forward_traces[-1], "gemm")) == 1
+
+
+class CallsFunction(nn.Module):
+    """Reads the weight of its linear, as PEFT's layers may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(weight=self.inner.weight, input=x)
+
+
+def test_a_function_outside_of_all_linears_is_that_of_its_weight() -> None:
+    module = fp8_module(CallsFunction())
+    module(torch.randn(8, 32)).sum().backward()
+    assert len(ops(module.captures[0].forward_traces[-1], "gemm")) == 1
+
+
+def test_a_linear_whose_weight_is_computed_is_not_chosen() -> None:
+    normed = nn.utils.spectral_norm(nn.Linear(32, 32))
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    assert reasons(nn.ModuleDict({"normed": normed, "parametrized": parametrized})) == {
+        "normed": "its weight is computed (spectral_norm or the like), not a parameter of its own",
+        "parametrized": "it is a ParametrizedLinear, which may compute otherwise than nn.Linear",
+    }
