@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+_PRECISION = 2e-6
+"""Of a bound: the solver's, and what is taken off for it."""
+
 StorageKind = Literal[
     "parameter",  # a parameter, or this rank's rows of it
     "buffer",  # buffers and constants
@@ -200,13 +203,16 @@ class Plan:
     @property
     def layered_gap(self) -> float:
         """As `gap`, of plans in which layers compute nothing again for others; infinite where nothing is known."""
-        if self.recompute_us <= max(self.layered_bound_us, self.lower_bound_us):
+        if self.gap == 0.0 or self.recompute_us <= self.layered_bound_us:
             return 0.0
         return self.recompute_us / self.layered_bound_us - 1.0 if self.layered_bound_us else inf
 
     @property
     def gap(self) -> float:
-        """Time of computing again beyond the lower bound, as a fraction of that; infinite where none is known."""
-        if self.recompute_us <= self.lower_bound_us:
+        """Time of computing again beyond the lower bound, as a fraction of that; infinite where none is known.
+
+        0 where the solver, which is not exact, cannot tell them apart.
+        """
+        if self.recompute_us <= self.lower_bound_us * (1 + _PRECISION):
             return 0.0
         return self.recompute_us / self.lower_bound_us - 1.0 if self.lower_bound_us > 0 else inf

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import ceil, inf
 
-from thunder_memsave.planner.bounds import least_bytes, least_us
+from thunder_memsave.planner.bounds import SAFE, least_bytes, least_us
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.model import Effort, Moment, PeakModel, Solved
 
@@ -108,10 +108,11 @@ class Search:
             if solved.solution.values is None:
                 break
             if solved.is_bound:
-                bound_bytes = solved.solution.bound * self.model.unit_bytes
-                self.bound_bytes = max(self.bound_bytes, bound_bytes)
+                proven_bytes = _proven(solved, self.model.unit_bytes)
+                self.bound_bytes = max(self.bound_bytes, float(_whole(proven_bytes)))
             found, smallest = self.evaluate(solved.keep), self.evaluate.smallest
-            if smallest.peak_bytes <= max(enough_bytes, self.bound_bytes * (1 + gaps[-1]) + 1):
+            is_enough = smallest.peak_bytes <= enough_bytes
+            if is_enough or smallest.peak_bytes * SAFE <= self.bound_bytes * (1 + gaps[-1]) + 1:
                 break
             if self.is_late or (smallest is before and found.keep in self._seen and not gaps[1:]):
                 break
@@ -130,7 +131,7 @@ class Search:
         if not self.has_many:
             solved = self.model.smallest(self._to_the_end, relaxed=True)
             found = max(found, _proven(solved, self.model.unit_bytes))
-        return int(found)
+        return _whole(found)
 
     def relaxed_us(self, budget_bytes: float) -> float:
         """No plan within the budget is faster, as far as the rows say."""
@@ -160,9 +161,8 @@ class Search:
         if self.is_late:
             return None
         solved = self.model.fastest(budget_bytes, self._effort(self._gap))
-        if solved.is_bound:
-            bound = inf if solved.solution.is_infeasible else solved.solution.bound
-            self.bound_us = max(self.bound_us, bound * self.model.unit_us)
+        none = inf if solved.is_bound and solved.solution.is_infeasible else 0.0
+        self.bound_us = max(self.bound_us, none, _proven(solved, self.model.unit_us))
         if solved.solution.values is not None:
             return solved
         if not self._is_corrected or not solved.solution.is_infeasible:
@@ -171,7 +171,7 @@ class Search:
         return self._propose(budget_bytes)
 
     def _is_good(self, best: Evaluated | None) -> bool:
-        return best is not None and best.recompute_us <= self.bound_us * (1 + self._gap)
+        return best is not None and best.recompute_us * SAFE <= self.bound_us * (1 + self._gap)
 
     @property
     def _most_rounds(self) -> int:
@@ -267,8 +267,13 @@ class Search:
 
 
 def _proven(solved: Solved, unit: float) -> float:
-    """What a relaxed program says that no plan is below; 0 where it says nothing of all plans."""
-    return solved.solution.bound * unit if solved.is_bound else 0.0
+    """What a program says that no plan is below, safe from the solver's precision; 0 where it says nothing of all."""
+    return max(0.0, solved.solution.bound * SAFE * unit) if solved.is_bound else 0.0
+
+
+def _whole(bound_bytes: float) -> int:
+    """A peak is of whole bytes."""
+    return ceil(bound_bytes)
 
 
 def _highest_of_parts(found: Evaluated, over_bytes: float) -> Iterable[Moment]:
