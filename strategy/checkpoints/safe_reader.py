@@ -12,7 +12,8 @@ import math
 import pickle
 import stat
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -233,6 +234,7 @@ def _metadata(record: Any, sizes: Mapping[str, int]) -> Metadata:
     if paths.keys() != entries.keys() or not all(paths.values()):
         raise ValueError("its entries and their places differ")
     stored = {_index(k): _storage(v, sizes) for k, v in fields["storage_data"].items()}
+    _require_places(entries, stored)
     return Metadata(
         state_dict_metadata=entries,
         planner_data=paths,
@@ -266,6 +268,7 @@ def _entry(record: Any, sizes: Mapping[str, int]) -> TensorStorageMetadata | Byt
     if math.prod(size) * dtype.itemsize > sum(sizes.values()):
         raise ValueError(f"a tensor of shape {tuple(size)} does not fit into the files there")
     chunks = [_chunk(chunk, size) for chunk in fields["chunks"]]
+    _require_tiles([c for c in chunks if math.prod(c.sizes)], size)
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
 
 
@@ -277,6 +280,44 @@ def _chunk(record: Any, whole: torch.Size) -> ChunkStorageMetadata:
     if any(o + s > w for o, s, w in zip(offsets, size, whole, strict=True)):
         raise ValueError("a shard reaches beyond its tensor")
     return ChunkStorageMetadata(offsets=offsets, sizes=size)
+
+
+def _require_tiles(chunks: Sequence[ChunkStorageMetadata], whole: torch.Size, dim: int = 0) -> None:
+    """Checks that shards, none of them empty, cover each value of their tensor once.
+
+    DTensor cuts every dim for itself, so shards lie in a grid: those that share their place in
+    the dims before have places in this one that follow each other without a gap. Else DCP leaves
+    what the run had where there is no shard.
+    """
+    if math.prod(whole) == 0 or (dim == len(whole) and len(chunks) == 1):
+        return
+    if dim == len(whole):
+        raise ValueError("shards of a tensor overlap")
+    places: dict[tuple[int, int], list[ChunkStorageMetadata]] = {}
+    for chunk in chunks:
+        places.setdefault((chunk.offsets[dim], chunk.sizes[dim]), []).append(chunk)
+    end = 0
+    for (offset, size), inner in sorted(places.items(), key=itemgetter(0)):
+        if offset != end:
+            raise ValueError(f"shards of a tensor {'overlap' if offset < end else 'leave holes'}")
+        end += size
+        _require_tiles(inner, whole, dim + 1)
+    if end != whole[dim]:
+        raise ValueError("shards of a tensor leave holes")
+
+
+def _require_places(
+    entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
+    stored: Mapping[MetadataIndex, _StorageInfo],
+) -> None:
+    """Checks that it is known of each value, and of each shard that is not empty, where it lies."""
+    for name, entry in entries.items():
+        places = [MetadataIndex(name)]
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+            places = [MetadataIndex(name, chunk.offsets) for chunk in chunks]
+        if any(place not in stored for place in places):
+            raise ValueError(f"it does not say where all of {name!r} lies")
 
 
 def _index(record: Any) -> MetadataIndex:

@@ -222,7 +222,34 @@ def bad_place(metadata: Any) -> None:
     metadata.planner_data = dict.fromkeys(metadata.planner_data, (2.5,))
 
 
+def cut_the_weight(*places: tuple[int, int]) -> Callable[[Any], None]:
+    """Into shards of 5 columns, given by first row and number of rows; all are in the one file."""
+
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["model.weight"]
+        (whole,) = (key for key in metadata.storage_data if key.fqn == "model.weight")
+        entry.chunks = []
+        for row, rows in places:
+            offsets, sizes = torch.Size([row, 0]), torch.Size([rows, 5])
+            entry.chunks.append(dcp_metadata.ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+            index = dcp_metadata.MetadataIndex("model.weight", offsets)
+            metadata.storage_data[index] = metadata.storage_data[whole]
+
+    return change
+
+
+def drop_storage(metadata: Any) -> None:
+    metadata.storage_data.clear()
+
+
 CHANGES = {
+    "holes": (cut_the_weight((0, 1), (2, 1)), "shards of a tensor leave holes"),
+    "a hole at the end": (cut_the_weight((0, 2)), "shards of a tensor leave holes"),
+    "no shards": (cut_the_weight(), "shards of a tensor leave holes"),
+    "overlap": (cut_the_weight((0, 2), (1, 2)), "shards of a tensor overlap"),
+    "twice": (cut_the_weight((0, 3), (0, 3)), "shards of a tensor overlap"),
+    "overlap of the right size": (cut_the_weight((0, 2), (0, 1)), "shards of a tensor overlap"),
+    "nowhere": (drop_storage, "it does not say where all of"),
     "../outside.distcp": (rename_in_storage("../outside.distcp"), "'../outside.distcp', and no su"),
     "../../outside.distcp": (rename_in_storage("../../outside.distcp"), "and no such file lies"),
     "absolute": (rename_in_storage("/etc/passwd"), "'/etc/passwd', and no such file lies beside"),
