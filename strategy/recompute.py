@@ -41,7 +41,8 @@ def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if torch.compiler.is_compiling():
         # Capture knows PyTorch's function, and honours its regions.
         again: Callable[..., T] = torch.utils.checkpoint.checkpoint
-        return again(fn, *args, use_reentrant=False, **kwargs)
+        # Its own keywords are among those that `fn` may have.
+        return again(lambda *given: fn(*given, **kwargs), *args, use_reentrant=False)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointError
 import thunder_memsave
 from harness.memory import measured_peak_bytes
 from thunder_memsave import checkpoint
+from thunder_memsave.capture import Call as CapturedCall
+from thunder_memsave.capture import capture
 from thunder_memsave.compile import CompiledModule
 
 Call = Callable[..., Any]
@@ -403,6 +405,40 @@ def test_inside_a_model_that_is_captured_it_is_pytorchs_own() -> None:
         wrap(model)(sample()).square().sum().backward()
         results.append(gradients(model))
     torch.testing.assert_close(*results)
+
+
+class KeywordsOfTheFunction(nn.Module):
+    """A layer whose keywords are names that PyTorch's checkpoint has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return thunder_memsave.checkpoint(
+            self.scaled, x, debug=2.0, use_reentrant=3.0, context_fn=5.0, early_stop=x
+        )
+
+    def scaled(
+        self,
+        x: Tensor,
+        *,
+        debug: float,
+        use_reentrant: float,
+        context_fn: float,
+        early_stop: Tensor,
+    ) -> Tensor:
+        result = self.layer(x).tanh() * (debug * use_reentrant * context_fn) + early_stop
+        assert isinstance(result, Tensor)
+        return result
+
+
+def test_all_keywords_belong_to_the_function_in_a_model_that_is_captured_too() -> None:
+    model, x = KeywordsOfTheFunction(), sample()
+    torch.testing.assert_close(CompiledModule(model)(x), model(x))
+    regions = torch.ops.higher_order.tag_activation_checkpoint
+    graph = capture(model, CapturedCall.of(model, (x,), {}), reason="first call").graph
+    assert len(graph.graph.find_nodes(op="call_function", target=regions)) == 1
 
 
 def test_the_name_is_the_function_whatever_was_imported() -> None:
