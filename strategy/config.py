@@ -225,7 +225,8 @@ class Fp8Config(Section):
     """`delayed` scales 2**margin lower than what would just fit, for tensors that grow quickly."""
 
     reduce_amax: bool = True
-    """Whether `delayed` uses the largest magnitude on all ranks, so that all scale alike."""
+    """Whether `delayed` uses the largest magnitude on all ranks, so that all scale alike; false is for
+    one rank, and refused with more."""
 
     skip_modules: tuple[str, ...] = ("lm_head",)
     """Names of modules, or patterns such as `*.gate`, whose linear layers do not run in fp8: the

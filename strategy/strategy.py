@@ -39,6 +39,7 @@ from thunder_memsave.digest import check_choices_agree, check_ranks_agree
 from thunder_memsave.explain import explain, kinds_table
 from thunder_memsave.forward_methods import take_redirection
 from thunder_memsave.fp8.linears import Fp8Linears, set_up_fp8
+from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.fp8.steps import Fp8Steps
 from thunder_memsave.fp8.te_settings import refuse_contradiction
 from thunder_memsave.gradients import clip_norm, clip_value
@@ -218,6 +219,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     def _setup_distributed(self) -> None:
         refuse_stop_with_scaler(self._nonfinite.policy, self.precision)
         self.config = replace(self.config, fp8=fp8_of(self.precision, self.config.fp8))
+        refuse_own_scales(self.config.fp8, num_ranks=self.world_size)
         super()._setup_distributed()
         if self.data_parallel is not None and self.data_parallel.shards:
             share_found_inf(self.precision, self.data_parallel.everyone)

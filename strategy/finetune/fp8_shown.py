@@ -10,9 +10,11 @@ from torch import nn
 
 from thunder_memsave.config import parse_fp8, parse_strategy
 from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.launch import world_size
 from thunder_memsave.fp8.backends import choose_backend
 from thunder_memsave.fp8.layers import Choice
 from thunder_memsave.fp8.linears import choose_linears
+from thunder_memsave.fp8.recipe import refuse_own_scales
 
 _NUM_CHOSEN, _NUM_OTHERS = 8, 2
 
@@ -24,11 +26,12 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
     """One line on those that compute in fp8, and one for each reason why others do not; None: the run has no fp8.
 
     Raises:
-        ConfigError: no linear would compute in fp8, or this machine cannot.
+        ConfigError: no linear would compute in fp8, this machine cannot, or its ranks would scale differently.
     """
     fp8 = parse_fp8(config.fp8)
     if fp8 is None:
         return None
+    refuse_own_scales(fp8, num_ranks=world_size(config))
     frontend = parse_strategy(config.strategy).compile.frontend
     choices = choose_linears(model, fp8, frontend=frontend)
     backend = choose_backend(fp8, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

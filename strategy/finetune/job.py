@@ -258,7 +258,7 @@ def _fp8(config: RunConfig, model: nn.Module | None, problems: Problems) -> str 
         return None
     return problems.check(
         lambda: fp8_shown(config, model),
-        reads=("fp8", "model", "lora", "adapter", "strategy"),
+        reads=("fp8", "model", "lora", "adapter", "strategy", "devices"),
         about="fp8",
     )
 

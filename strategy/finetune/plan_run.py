@@ -29,6 +29,7 @@ from thunder_memsave.finetune.loss_memory import caller_memory  # noqa: E402
 from thunder_memsave.finetune.model.build import describe_model, precision_of  # noqa: E402
 from thunder_memsave.finetune.optimizer import make_optimizer  # noqa: E402
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes  # noqa: E402
+from thunder_memsave.fp8.recipe import refuse_own_scales  # noqa: E402
 from thunder_memsave.gradients import clip_norm  # noqa: E402
 from thunder_memsave.pins import check_pins  # noqa: E402
 from thunder_memsave.planner.graph import Device, StepMemory  # noqa: E402
@@ -104,6 +105,7 @@ def plan_run(
     """
     strategy = parse_strategy(config.strategy, memory=config.memory, fp8=config.fp8)
     refuse_without_fp8(strategy.fp8, device)
+    refuse_own_scales(strategy.fp8, num_ranks=num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
     budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
     stage("describe the model")

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from thunder_memsave.config import Fp8Config
+from thunder_memsave.config import ConfigError, Fp8Config
 
 RecipeName = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 Role = Literal["input", "weight", "grad"]
@@ -68,4 +68,24 @@ def recipe_of(config: Fp8Config) -> Recipe:
         amax_compute_algo=config.amax_compute_algo,
         margin=config.margin,
         reduce_amax=config.reduce_amax,
+    )
+
+
+def refuse_own_scales(config: Fp8Config | None, *, num_ranks: int) -> None:
+    """Refuse scales that differ from rank to rank: a checkpoint holds one model, with those of rank 0.
+
+    Args:
+        config: Of the linears that compute in fp8; None: none does.
+        num_ranks: That train the model.
+
+    Raises:
+        ConfigError: each rank would have scales of its own.
+    """
+    if config is None or config.reduce_amax or num_ranks == 1:
+        return
+    raise ConfigError(
+        f"fp8.reduce_amax is false, and there are {num_ranks} ranks, each of which would have scales of its own, while "
+        "a checkpoint holds those of rank 0 alone: a resumed run would not be the one that was saved; leave "
+        "reduce_amax out, which is true then, or train on one rank.",
+        key="fp8.reduce_amax",
     )

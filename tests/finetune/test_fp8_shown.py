@@ -85,6 +85,19 @@ def test_a_monitor_of_scales_without_fp8_is_refused(config_of: Read) -> None:
         prepare(config_of("callbacks=[{class_path: Fp8Monitor}]"))
 
 
+def test_scales_of_each_rank_alone_are_refused_with_two_ranks(config_of: Read) -> None:
+    message = (
+        r"fp8\.reduce_amax is false, and there are 2 ranks, each of which would have scales of its own, .*: a resumed "
+        r"run would not be the one that was saved; leave reduce_amax out, which is true then, or train on one rank\."
+    )
+    config = config_of("fp8={reduce_amax: false}", "devices=2")
+    with pytest.raises(ConfigError, match=message):
+        prepare(config)
+    with pytest.raises(ConfigError, match=message):
+        plan_run(config, device=DEVICES["cpu"], num_ranks=2, has_curve=False)
+    assert prepare(config_of("fp8={reduce_amax: false}", "devices=1")).fp8 is not None
+
+
 def test_a_plan_counts_frozen_weights_in_fp8_twice_and_their_state(config_of: Read) -> None:
     config = config_of(f"fp8={NOT_ADAPTERS}")
     plan = plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
