@@ -95,17 +95,31 @@ def _take_saved(ctx: Any) -> list[Tensor]:
     """The saved tensors; the context forgets them unless `retain_graph=True`, so each dies at its last use.
 
     Raises:
-        RuntimeError: PyTorch's own, of a second backward after they were freed, and what that means here.
+        RuntimeError: PyTorch's own, of a second backward after they were freed or of a tensor that was overwritten
+            since the forward, and what that means here.
     """
     try:
         saved = list(ctx.saved_tensors)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{error} This was the backward of a compiled module. One forward of it is one node of the graph: pass "
-            "retain_graph=True to every backward but the last, also when two losses share no layer."
-        ) from error
+        raise RuntimeError(f"{error} {_what_it_means(str(error))}".rstrip()) from error
     ctx.maybe_clear_saved_tensors()
     return saved
+
+
+def _what_it_means(message: str) -> str:
+    """Of PyTorch's message about saved tensors, for a compiled module; empty: nothing more is known."""
+    if "second time" in message or "freed" in message:
+        return (
+            "This was the backward of a compiled module. One forward of it is one node of the graph: pass "
+            "retain_graph=True to every backward but the last, also when two losses share no layer."
+        )
+    if "inplace operation" in message:
+        return (
+            "This was the backward of a compiled module, and what it reads was overwritten since its forward, by "
+            "an optimizer step (with new scales of fp8), or a write to a parameter or a result. Run the forward again "
+            "after it, or call backward before it."
+        )
+    return ""
 
 
 def _note_unplanned(planned: frozenset[int] | None, grad_outputs: Sequence[Tensor | None]) -> None:

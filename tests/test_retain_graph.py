@@ -106,6 +106,21 @@ def test_two_losses_of_one_forward_have_pytorchs_own_error_and_what_to_do() -> N
         output[1].sum().backward()
 
 
+def test_a_backward_after_an_optimizer_step_says_to_run_forward_again() -> None:
+    model = network()
+    loss = CompiledModule(model)(torch.randn(4, WIDTH)).sum()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)modified by an inplace operation.* an optimizer step \(with new scales of fp8\), or a write to a "
+        r"parameter or a result\. Run the forward again",
+    ) as error:
+        loss.backward()
+    assert "retain_graph" not in str(error.value)
+
+
 class Watched:
     """Three tensors that a forward saves, and which of them are there at each step of its backward."""
 
