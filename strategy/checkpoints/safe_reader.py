@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,6 +38,7 @@ from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 METADATA_FILE = ".metadata"
 
 _MAX_METADATA_BYTES = 512 * 2**20  # some 2 million shards
+_BYTEARRAY = pickle.BYTEARRAY8[0]
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = frozenset(
     {
@@ -111,8 +112,8 @@ def read_metadata(directory: Path) -> Metadata:
         raise DamagedCheckpointError(f"{METADATA_FILE} is a link, and none is followed")
     if path.stat().st_size > _MAX_METADATA_BYTES:
         raise DamagedCheckpointError(f"{METADATA_FILE} has more than {_MAX_METADATA_BYTES:,} bytes")
-    with path.open("rb") as file:
-        record = _RecordUnpickler(file).load()
+    content = io.BytesIO(path.read_bytes())  # of which no read takes more than is there
+    record = _RecordUnpickler(content).load()
     try:
         return _metadata(record, _sizes_of_files(directory))
     except (
@@ -166,8 +167,17 @@ class _Record:
         self.state = state
 
 
-class _RecordUnpickler(pickle.Unpickler):
-    """Makes records of DCP's classes, and refuses all others."""
+class _RecordUnpickler(pickle._Unpickler):
+    """Makes records of DCP's classes, and refuses all others.
+
+    The one in Python: that in C makes a list as long as the largest number in its memo, of which a
+    file of nine bytes can say that it is billions.
+    """
+
+    # A bytearray is made before it is known whether as many bytes follow; DCP writes none.
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != _BYTEARRAY
+    }
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)

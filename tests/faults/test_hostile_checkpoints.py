@@ -10,11 +10,14 @@ import json
 import operator
 import os
 import pickle
+import resource
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,42 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(tmp_path: Path) -> Non
     sign_again(path)
     refusal(fabric, path)
     assert not hasattr(dcp_metadata.Metadata, "evil")
+
+
+LARGE = 2**34
+GROWING = {
+    "memo": b"\x80\x02Nr" + struct.pack("<I", 2**32 - 1) + b".",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", LARGE) + b".",
+    "text": b"\x80\x04\x8d" + struct.pack("<Q", LARGE) + b".",
+    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", LARGE) + b".",
+    "frame": b"\x80\x04\x95" + struct.pack("<Q", LARGE) + b"N.",
+    "number": b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b".",
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_few_bytes_of_a_pickle_take_no_gigabytes(tmp_path: Path, name: str) -> None:
+    fabric = make_fabric()
+    path = save(fabric, tmp_path, step=1)
+    (path / "state" / ".metadata").write_bytes(GROWING[name])
+    sign_again(path)
+    with at_most_more_bytes(2**32):
+        message = refusal(fabric, path)
+    assert "has no readable .metadata file" in message
+    assert "MemoryError" not in message
+
+
+@contextmanager
+def at_most_more_bytes(num_bytes: int) -> Iterator[None]:
+    """Of address space, beyond what this process has; a MemoryError otherwise."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    room = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def rename_in_storage(name: str) -> Callable[[Any], None]:
