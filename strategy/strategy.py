@@ -406,9 +406,20 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         """
         may_step = not isinstance(optimizer, Optimizer) or self._may_step(optimizer, kwargs)
         result = super().optimizer_step(optimizer, **kwargs) if may_step else None
-        if self._fp8_steps is not None and isinstance(optimizer, Optimizer):
-            self._fp8_steps.ended(optimizer)  # one that was left out has not called its hooks
+        if isinstance(optimizer, Optimizer):
+            self.leave_out_step(optimizer)  # changes nothing more where the step was taken
         return result
+
+    def leave_out_step(self, optimizer: Optimizer) -> None:
+        """Let a step end that was not taken: fp8 scales follow its amax. A collective.
+
+        For loops that do not call `optimizer.step()` where they find the step's loss or gradients bad.
+
+        Args:
+            optimizer: That would have taken the step, on every rank.
+        """
+        if self._fp8_steps is not None:
+            self._fp8_steps.ended(optimizer)  # the optimizer has not called its hooks
 
     def _may_step(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
         if "closure" in kwargs:  # runs the last micro-batch itself

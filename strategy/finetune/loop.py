@@ -47,6 +47,7 @@ from thunder_memsave.finetune.evaluate import evaluate, perplexity
 from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
 from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
 from thunder_memsave.finetune.stop import NotFiniteError, was_interrupted
+from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 EVALUATION_METRICS = ("val_loss", "val_perplexity")
 
@@ -198,6 +199,8 @@ def _refuse_step(
         raise NotFiniteError(message)
     if fabric.is_global_zero:
         _log.warning(message)
+    if isinstance(fabric.strategy, ThunderMemsaveStrategy):
+        fabric.strategy.leave_out_step(optimizer)
 
 
 def _clip(

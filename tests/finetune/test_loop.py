@@ -13,9 +13,10 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers.modeling_outputs import CausalLMOutput
 from typing_extensions import override
 
-from harness.fabric import on_fabric_rank, run_on_fabric_ranks
+from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import sample_of
 from thunder_memsave.callbacks import TrainingControl
 from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
@@ -349,6 +350,48 @@ def test_a_step_that_is_not_finite_can_be_left_out(
     assert torch.equal(run.model.table.weight, run.model.before)
     assert run.state["step"] == 3
     assert "step 3 was not taken: its loss is " in caplog.text
+
+
+class Linears(nn.Module):
+    """Predicts the next token from the last one, by a linear that computes in fp8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_TOKENS, 16)
+        self.linear = nn.Linear(16, 16)
+        self.lm_head = nn.Linear(16, NUM_TOKENS)
+
+    def forward(self, *, input_ids: Tensor, use_cache: bool) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.lm_head(self.linear(self.table(input_ids))))
+
+
+class Poisoner:
+    """Makes the gradients of every step infinite."""
+
+    def on_before_optimizer_step(self, *, model: Any) -> None:
+        model.table.weight.grad.fill_(math.inf)
+
+
+def test_a_step_that_is_left_out_ends_the_step_of_fp8_scales_too() -> None:
+    fabric = make_fabric(sharding="none", fp8={"amax_history_len": 4})
+    torch.manual_seed(0)
+    model = Linears()
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    fabric._callbacks.append(Poisoner())
+    before = model.table.weight.detach().clone()
+    fit(
+        fabric,
+        module,
+        optimizer,
+        train_rows=rows_of(3, 4, 5, 6),
+        validation_rows=None,
+        plan=plan(num_steps=1, skips_nonfinite=True),
+        state={"model": module, "optimizer": optimizer, "step": 0},
+    )
+    assert torch.equal(model.table.weight, before)
+    this_step, *_, last_step = module.linear.fp8_scaling.forward_amax_history[:, 0].tolist()
+    assert this_step == 0.0
+    assert last_step > 0.0
 
 
 class Swallower(Witness):
