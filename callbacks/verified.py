@@ -62,10 +62,12 @@ def load_checkpoint(
 
 def _load_random_state(fabric: Fabric, path: Path) -> None:
     file = path / random_file(fabric.global_rank)
-    states = load_mapped(file, weights_only=True)
     try:
-        set_random_state(states, fabric.device)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        set_random_state(load_mapped(file, weights_only=True), fabric.device)
+    except (OSError, MemoryError):
+        raise
+    # What torch raises for bytes that are no such states is not documented.
+    except Exception as error:
         raise DamagedCheckpointError(
             f"{file} does not hold the states of random generators ({type(error).__name__}: {error}); name another "
             "checkpoint."

@@ -7,6 +7,7 @@ DCP's objects are built from those that are what they should be.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import pickle
@@ -78,7 +79,23 @@ class SafeReader(dcp.FileSystemReader):
             require_stored(
                 self._directory / info.relative_path, offset=info.offset, num_bytes=info.length
             )
-        return super().read_data(plan, planner)
+            self._read(item, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """One by one, so that it is known what cannot be read."""
+        try:
+            super().read_data(dataclasses.replace(plan, items=[item]), planner)
+        except (OSError, MemoryError, torch.OutOfMemoryError, DamagedCheckpointError):
+            raise
+        # What torch raises for bytes that are no tensor, or another one, is not documented.
+        except Exception as error:
+            raise DamagedCheckpointError(
+                f"{item.dest_index.fqn!r} does not hold what the run saved, or more than tensors and plain values; "
+                f"loading it could run code. torch says: {type(error).__name__}: {error}"
+            ) from error
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -30,6 +30,7 @@ from harness.fabric import make_fabric
 from harness.run_checkpoints import make_state, save, sign_again, weight_of
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.callbacks.verified import load_checkpoint
+from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 
 CODE = "open('ran', 'w').close()"
 
@@ -77,13 +78,21 @@ def beside_good_metadata(fabric: Fabric, directory: Path, evil: object) -> Path:
 
 
 def in_a_value(fabric: Fabric, directory: Path, evil: object) -> Path:
-    """Behind DCP's own values in its file."""
+    return behind_the_values(fabric, directory, evil, entry="betas")
+
+
+def in_a_weight(fabric: Fabric, directory: Path, evil: object) -> Path:
+    return behind_the_values(fabric, directory, evil, entry="model.weight")
+
+
+def behind_the_values(fabric: Fabric, directory: Path, evil: object, *, entry: str) -> Path:
+    """In DCP's own file, and named in its table in place of the value."""
     buffer = io.BytesIO()
     torch.save(evil, buffer)
 
     def change(metadata: Any) -> None:
         for index, info in metadata.storage_data.items():
-            if index.fqn.endswith("betas"):
+            if index.fqn.endswith(entry):
                 info.offset, info.length = size, len(buffer.getvalue())
 
     path = save(fabric, directory, step=1)
@@ -104,7 +113,7 @@ def in_random_states(fabric: Fabric, directory: Path, evil: object) -> Path:
     return path
 
 
-PLACES = [in_metadata, beside_good_metadata, in_a_value, in_the_rest, in_random_states]
+PLACES = [in_metadata, beside_good_metadata, in_a_value, in_a_weight, in_the_rest, in_random_states]
 
 
 def with_metadata(fabric: Fabric, directory: Path, change: Callable[[Any], None]) -> Path:
@@ -372,6 +381,27 @@ def test_what_grows_when_it_is_read_is_refused(tmp_path: Path, name: str) -> Non
         change_metadata(path, set_in_storage(offset=0, length=file.stat().st_size))
     sign_again(path)
     assert "holds compressed entries, which torch.save does not write" in refusal(fabric, path)
+
+
+@pytest.mark.parametrize(
+    ("evil", "said"),
+    [
+        (torch.zeros(2, 5), "AssertionError|RuntimeError"),
+        (torch.zeros(()), "IndexError|RuntimeError"),
+        ("text", "AttributeError|TypeError"),
+        (None, "AttributeError|TypeError"),
+    ],
+)
+def test_a_weight_that_is_another_is_refused(tmp_path: Path, evil: object, said: str) -> None:
+    fabric = make_fabric()
+    path = in_a_weight(fabric, tmp_path, evil)
+    sign_again(path)
+    state = make_state(fabric, 0.0, step=0)
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"'model.weight' does not hold what .* torch says: ({said})"
+    ):
+        load_checkpoint(fabric, CheckpointInfo(path=path, world_size=1, values={}), state)
+    assert state["step"] == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"no zip at all" * 99])
