@@ -25,6 +25,7 @@ STATE = "state"
 _CHECKSUM = "manifest.sha256"
 _FORMAT = 1
 _MAX_BYTES = 64 * 2**20  # of the manifest: some 500,000 tensors
+_MAX_NAME = 255  # characters, as file systems have it
 _FILE_NAME = re.compile(rf"(?:{STATE}/)?[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -223,8 +224,9 @@ def _parsed(content: Any) -> Manifest:
 
 
 def _file_record(name: str, *, num_bytes: object, sha256: object) -> FileRecord:
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a file within the checkpoint")
+    # The length first: how long the pattern takes grows with its square.
+    if len(name) > _MAX_NAME or not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name[:_MAX_NAME]!r} is not the name of a file within the checkpoint")
     if type(num_bytes) is not int or num_bytes < 0:
         raise ValueError(f"{name} cannot have {num_bytes!r} bytes")
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):

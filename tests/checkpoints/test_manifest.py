@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,13 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(
 ) -> None:
     rewrite(checkpoint, **changes)
     assert message in damage_of(checkpoint)
+
+
+def test_a_long_name_of_a_file_takes_no_long_time(checkpoint: Path) -> None:
+    rewrite(checkpoint, files={"a" * 2**20 + "/": RECORD})
+    start = time.process_time()
+    assert "a' is not the name of a file within the checkpoint" in damage_of(checkpoint)
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "[" * 100_000])
