@@ -65,6 +65,9 @@ class Capture:
     _guards: Any
     _make_callable: Callable[[Callable[..., Any]], Callable[..., Any]]
     _sharded: tuple[_ShardedSlot, ...] = field(default=(), repr=False)
+    _mode_of: nn.Module | None = field(default=None, repr=False)
+    in_training_mode: bool = True
+    """Of the module whose method was called, then."""
 
     @property
     def training(self) -> bool:
@@ -73,12 +76,18 @@ class Capture:
 
     def matches(self, call: Call) -> bool:
         """Whether the graph is what tracing `call` now would give."""
-        return self._parameters_unchanged() and bool(self._guards.check(call.frame_locals))
+        return (
+            self._parameters_unchanged()
+            and self._mode_unchanged()
+            and bool(self._guards.check(call.frame_locals))
+        )
 
     def why_not(self, call: Call) -> str:
         """The first reason why `matches` is False, in one line."""
         if not self._parameters_unchanged():
             return "requires_grad, dtype, device, sharding or tying of a parameter changed"
+        if not self._mode_unchanged():
+            return "train or eval mode of the module changed"
         result = self._guards.check_verbose(call.frame_locals)
         parts = result.verbose_code_parts
         return parts[0].split("  #")[0].strip() if parts else "a guard failed"
@@ -86,6 +95,14 @@ class Capture:
     def callable(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
         """The method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
         return self._make_callable(run_graph)
+
+    def _mode_unchanged(self) -> bool:
+        """Dynamo guards it only where the code reads it; without gradients it decides nothing else."""
+        return (
+            self._mode_of is None
+            or not self.training
+            or self._mode_of.training is self.in_training_mode
+        )
 
     def _parameters_unchanged(self) -> bool:
         now = [slot.parameters.get(slot.name) for slot in self._sharded]
@@ -140,7 +157,14 @@ class Call:
         return cls(target, args, kwargs, frame.locals)
 
 
-def capture(module: nn.Module, call: Call, *, reason: str, is_guarded: bool = True) -> Capture:
+def capture(
+    module: nn.Module,
+    call: Call,
+    *,
+    reason: str,
+    is_guarded: bool = True,
+    is_of_mode: bool = False,
+) -> Capture:
     """Trace `call` of a method of `module` into one graph.
 
     Sharded parameters are swapped for storage-less tensors of full shape while tracing, so the graph has full shapes
@@ -152,6 +176,7 @@ def capture(module: nn.Module, call: Call, *, reason: str, is_guarded: bool = Tr
         call: With its arguments.
         reason: Why it is captured.
         is_guarded: Whether other calls will be asked whether they match; guards take a third of the time.
+        is_of_mode: Whether `train` and `eval` make a difference besides what the code of the module does by them.
 
     Raises:
         CaptureError: the method cannot be one graph; names the user's file and line.
@@ -176,6 +201,8 @@ def capture(module: nn.Module, call: Call, *, reason: str, is_guarded: bool = Tr
         _guards=guards,
         _make_callable=make_callable,
         _sharded=_sharded_slots(module, used={id(i.tensor) for i in inputs}),
+        _mode_of=module if is_of_mode else None,
+        in_training_mode=module.training,
     )
 
 

@@ -281,7 +281,9 @@ def _dynamo(
     fp8: Fp8Linears | None,
 ) -> _Traced:
     stage("capture")
-    captured = capture(module, call, reason=reason, is_guarded=target is None)
+    captured = capture(
+        module, call, reason=reason, is_guarded=target is None, is_of_mode=fp8 is not None
+    )
     stage("lower")
     opaque = OpaqueExecutor()
     compile_data = CompileData(

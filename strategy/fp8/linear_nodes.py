@@ -30,6 +30,7 @@ class LinearNodes:
     def __init__(self, linears: Fp8Linears, capture: Capture, target: torch.device | None) -> None:
         """`target`: where every tensor is taken to be, for a plan; None: where it is."""
         self._linears, self._capture, self._target = linears, capture, target
+        self._records = capture.training and capture.in_training_mode
         self._linear_of = dict(_found(linears, capture))
         self._parts = {
             linear.name: linear.parts(
@@ -51,7 +52,7 @@ class LinearNodes:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The state as it is now, for one call."""
-        if self._capture.training:
+        if self._records:
             self._linears.note_recorded()
         linears = self._linears.by_name
         return tuple(
@@ -73,7 +74,7 @@ class LinearNodes:
         computation = Computation(
             backend=self._linears.backend,
             recipe=self._linears.recipe,
-            records=self._capture.training,
+            records=self._records,
             is_frozen=linear.is_frozen,
         )
         dtype = dtypes.to_dtype(node.meta["example_value"].dtype)

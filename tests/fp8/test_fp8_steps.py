@@ -190,6 +190,34 @@ def test_evaluation_changes_no_state() -> None:
     assert_equal_state(state_of(linears_of(module)), before)
 
 
+def test_gradients_of_a_module_in_eval_mode_change_no_state() -> None:
+    module = scaled(make())
+    before = state_of(linears_of(module))
+    run(module, 1)  # captured in training mode
+    taken = state_of(linears_of(module))
+    module.eval()
+    run(module, 9).backward()
+    assert_equal_state(state_of(linears_of(module)), taken)
+    assert module.captures[0].capture.reason == "train or eval mode of the module changed"
+    module.train()
+    run(module, 9).backward()
+    assert len(module.captures) == 2
+    later = state_of(linears_of(module))
+    assert later["first.forward_amax_history"][0, 0] == batch(9).abs().max()
+    assert not torch.equal(
+        before["first.forward_amax_history"], later["first.forward_amax_history"]
+    )
+
+
+def test_steps_in_eval_mode_alone_take_no_new_scales() -> None:
+    module = make().eval()
+    before = state_of(linears_of(module))
+    run(module, 3).backward()
+    linears_of(module).update(None)
+    assert_equal_state(state_of(linears_of(module)), before)
+    assert all(bool(g.any()) for g in gradients(module))
+
+
 def test_a_run_may_begin_with_an_evaluation_in_inference_mode() -> None:
     module = make()
     with torch.inference_mode():
