@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from thunder_memsave.fp8.symbols import Computation, StateProxies, fp8_linear  #
 from thunder_memsave.fx_nodes import node_callable, value_needs_grad  # noqa: E402
 from thunder_memsave.location import module_name  # noqa: E402
 
+_log = logging.getLogger(__name__)
+
 
 class LinearNodes:
     """The nodes of one graph that compute in fp8, and the state that its trace reads for them."""
@@ -32,6 +35,8 @@ class LinearNodes:
         self._linears, self._capture, self._target = linears, capture, target
         self._records = capture.training and capture.in_training_mode
         self._linear_of = dict(_found(linears, capture))
+        if capture.training and not self._records:
+            self._warn_of_eval_mode()
         self._parts = {
             linear.name: linear.parts(
                 training=capture.training, transposed=self._has_input_gradient(linear)
@@ -81,6 +86,14 @@ class LinearNodes:
         return fp8_linear(
             computation, ltorch.to(x, dtype), weight, bias, self._proxies[linear.name]
         )
+
+    def _warn_of_eval_mode(self) -> None:
+        if any(linear.state is not None for linear in self._linear_of.values()):
+            _log.warning(
+                "%s computes gradients in eval mode, where fp8 records no amax, so that its scales do not follow these "
+                "steps; call model.train() before training.",
+                self._linears.owner,
+            )
 
     def _has_input_gradient(self, linear: Fp8Linear) -> bool:
         nodes = (n for n, found in self._linear_of.items() if found is linear)

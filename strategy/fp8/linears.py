@@ -182,6 +182,7 @@ class Fp8Linears:
             ConfigError: a linear has something else of the state's name.
         """
         self.choices, self.recipe, self.backend = tuple(choices), recipe, backend
+        self.owner = type(module).__name__
         self.by_name: dict[str, Fp8Linear] = {}
         self._was_recorded = False
         self.on_copy: Callable[[nn.Module, Fp8Linears], None] | None = None

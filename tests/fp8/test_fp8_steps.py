@@ -209,10 +209,13 @@ def test_gradients_of_a_module_in_eval_mode_change_no_state() -> None:
     )
 
 
-def test_steps_in_eval_mode_alone_take_no_new_scales() -> None:
+def test_steps_in_eval_mode_alone_take_no_new_scales_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     module = make().eval()
     before = state_of(linears_of(module))
     run(module, 3).backward()
+    assert "Net computes gradients in eval mode, where fp8 records no amax" in caplog.text
     linears_of(module).update(None)
     assert_equal_state(state_of(linears_of(module)), before)
     assert all(bool(g.any()) for g in gradients(module))
