@@ -22,6 +22,7 @@ MANIFEST = "manifest.json"
 STATE = "state"
 """The one directory within a checkpoint: what `fabric.save` wrote."""
 
+_READ_BY_NAME = (f"{STATE}/.metadata", f"{STATE}/meta.pt")
 _CHECKSUM = "manifest.sha256"
 _FORMAT = 1
 _MAX_BYTES = 64 * 2**20  # of the manifest: some 500,000 tensors
@@ -129,7 +130,7 @@ def share_of_files(names: Iterable[str], *, rank: int, world_size: int) -> list[
 
 
 def require_layout(directory: Path, manifest: Manifest) -> None:
-    """Check that the manifest names a whole checkpoint, and all that lies in `state`; reads no file.
+    """Check that the manifest names a whole checkpoint; reads no file.
 
     Raises:
         DamagedCheckpointError: it does not.
@@ -142,9 +143,11 @@ def require_layout(directory: Path, manifest: Manifest) -> None:
         )
     if (directory / STATE).is_symlink():
         raise DamagedCheckpointError(f"{STATE} is a link, and none is followed")
-    for name in files_in(directory):
-        if name.startswith(STATE) and name not in manifest.files:
-            raise DamagedCheckpointError(f"{name} is there, and {MANIFEST} does not name it")
+    # Others may lie there, such as .nfs0001: nothing reads them.
+    read = _READ_BY_NAME if (directory / STATE).is_dir() else (STATE,)
+    for name in read:
+        if name not in manifest.files:
+            raise DamagedCheckpointError(f"{MANIFEST} does not name {name}, which is read")
 
 
 def require_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:

@@ -33,6 +33,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (path / "state").mkdir(parents=True)
     (path / "random-00000.pt").write_bytes(b"random")
     (path / "state" / "meta.pt").write_bytes(b"meta")
+    (path / "state" / ".metadata").write_bytes(b"table")
     (path / "state" / "__0_0.distcp").write_bytes(b"tensors")
     write_manifest(path, manifest_of(path))
     return path
@@ -103,13 +104,18 @@ def test_a_missing_file_is_named(checkpoint: Path, name: str) -> None:
     assert damage_of(checkpoint) == f"{name} is missing"
 
 
-def test_a_file_in_the_state_that_the_manifest_does_not_name_is_refused(checkpoint: Path) -> None:
-    (checkpoint / "notes.txt").write_text("the user's own, which nothing reads")
-    require_layout(checkpoint, read_manifest(checkpoint))
-    (checkpoint / "state" / "__1_0.distcp").write_text("more")
-    assert damage_of(checkpoint) == (
-        "state/__1_0.distcp is there, and manifest.json does not name it"
-    )
+def test_what_the_manifest_does_not_name_and_nothing_reads_is_no_damage(checkpoint: Path) -> None:
+    (checkpoint / "notes.txt").write_text("the user's own")
+    (checkpoint / "state" / ".nfs0001").write_text("the file system's own")
+    verify(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["state/meta.pt", "state/.metadata"])
+def test_what_is_read_must_be_named(checkpoint: Path, name: str) -> None:
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    del files[name]
+    rewrite(checkpoint, files=files)
+    assert damage_of(checkpoint) == f"manifest.json does not name {name}, which is read"
 
 
 @pytest.mark.parametrize("name", ["random-00000.pt", "state/meta.pt", "manifest.json", "state"])
