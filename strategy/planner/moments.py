@@ -22,6 +22,7 @@ from thunder_memsave.planner.local import alike
 from thunder_memsave.planner.model import Moment, PeakModel
 from thunder_memsave.planner.moment_program import MayPrecede, MomentProgram, backward_moment
 from thunder_memsave.planner.needs import NEVER, Needs
+from thunder_memsave.planner.pace import Pace
 from thunder_memsave.planner.prices import anchors, mix
 
 _MOST_WHOLE = 5000
@@ -31,8 +32,6 @@ _MOST_MOMENTS_OF_ALL = 2
 _MOST_ROUNDS = 10
 _MOST_NEW = 12
 _GAP = 2e-3
-_WALL = 3.0
-"""Of HiGHS's limit, which is of the wall's clock, to the time that is left: a busy machine has others to serve."""
 
 
 def search_moments(
@@ -42,6 +41,7 @@ def search_moments(
     free: Evaluated,
     budget_bytes: float,
     deadline_s: float,
+    pace: Pace,
 ) -> float:
     """Evaluate fast plans that fit; the evaluator remembers them.
 
@@ -51,6 +51,7 @@ def search_moments(
         free: The plan of the free wins, which does not fit.
         budget_bytes: What plans should fit in.
         deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
+        pace: What HiGHS's limits are set by, since they are of the wall's clock.
 
     Returns:
         No plan takes fewer microseconds; 0 where nothing is known.
@@ -60,6 +61,7 @@ def search_moments(
         evaluate=evaluate,
         budget_bytes=budget_bytes,
         deadline_s=deadline_s,
+        pace=pace,
         is_whole=len(model.needs.storages) <= _MOST_WHOLE,
     )
     search.run(free)
@@ -93,6 +95,7 @@ class _Rounds:
     evaluate: Evaluator
     budget_bytes: float
     deadline_s: float
+    pace: Pace
     is_whole: bool
     bound_us: float = 0.0
     _corrections: dict[Moment, float] = field(default_factory=dict)
@@ -130,7 +133,7 @@ class _Rounds:
         for moment, nbytes in self._corrections.items():
             program.count(moment, correction_bytes=nbytes)
         left_s = max(0.5, self.deadline_s - time.thread_time())
-        solution = program.solve(time_limit_s=_WALL * left_s, gap=_GAP)
+        solution = program.solve(time_limit_s=self.pace.wall_s(left_s), gap=_GAP)
         if has_all:
             self.bound_us = max(self.bound_us, solution.bound * SAFE * self.model.unit_us)
         if solution.values is None:

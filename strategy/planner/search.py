@@ -9,14 +9,16 @@ the end instead: there, a plan that does not fit is excluded, nothing is correct
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, inf
+from typing import Protocol
 
 from thunder_memsave.planner.bounds import SAFE, least_bytes, least_us
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.model import Effort, Moment, PeakModel, Solved
+from thunder_memsave.planner.pace import Pace
 
 _FEW_DECISIONS = 16
 _MANY_DECISIONS = 800
@@ -38,10 +40,18 @@ _MOST_BOUNDING_OF_MANY = 1
 """With many decisions each takes a second."""
 _BOUNDING_S, _BOUNDING_OF_MANY_S = 60.0, 3.0
 """For one program that bounds."""
+_SHORTEST_S = 0.5
+"""For a program when the time is over."""
 _PARTS = 12
 """Typical plans get rows in so many parts of backward."""
 _NEAR = 0.9
 """Of the budget; what needs less does not bind."""
+
+
+class _Bound(Protocol):
+    """What no plan is below, by what is live at moments; 0 when the time is over."""
+
+    def __call__(self, moments: Sequence[Moment], /, *, time_limit_s: float) -> float: ...
 
 
 @dataclass(kw_only=True)
@@ -52,12 +62,10 @@ class Search:
     evaluate: Evaluator
     deadline_s: float
     """On the clock of `time.thread_time`: a busy machine does not change the plan."""
+    pace: Pace = field(default_factory=Pace)
     bound_us: float = 0.0
     bound_bytes: float = 0.0
     _seen: set[frozenset[int]] = field(default_factory=set)
-    _start_s: tuple[float, float] = field(
-        default_factory=lambda: (time.perf_counter(), time.thread_time())
-    )
 
     @property
     def is_exhaustive(self) -> bool:
@@ -125,21 +133,21 @@ class Search:
             self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
         return self.evaluate.smallest
 
-    def least_possible(self) -> int:
-        """No plan needs less, as far as the rows say."""
-        found = self._bound(partial(least_bytes, self.model, time_limit_s=self._bounding_s))
+    def least_possible(self, *, deadline_s: float = inf) -> int:
+        """No plan needs less, as far as the rows say and the time reaches."""
+        until_s = min(deadline_s, self.deadline_s)
+        found = self._bound(partial(least_bytes, self.model), until_s)
         if not self.has_many:
-            solved = self.model.smallest(self._to_the_end, relaxed=True)
+            solved = self.model.smallest(self._to_the_end(until_s), relaxed=True)
             found = max(found, _proven(solved, self.model.unit_bytes))
         return _whole(found)
 
     def relaxed_us(self, budget_bytes: float) -> float:
         """No plan within the budget is faster, as far as the rows say."""
-        found = self._bound(
-            partial(least_us, self.model, budget_bytes, time_limit_s=self._bounding_s)
-        )
+        found = self._bound(partial(least_us, self.model, budget_bytes), self.deadline_s)
         if not self.has_many:
-            solved = self.model.fastest(budget_bytes, self._to_the_end, relaxed=True)
+            effort = self._to_the_end(self.deadline_s)
+            solved = self.model.fastest(budget_bytes, effort, relaxed=True)
             found = max(found, _proven(solved, self.model.unit_us))
         return found
 
@@ -214,18 +222,27 @@ class Search:
             self.add_typical([best], budget_bytes)
         self.bound_us = max(self.bound_us, self.relaxed_us(budget_bytes))
 
-    def _bound(self, of: Callable[[Sequence[Moment]], float]) -> float:
-        """Of several moments alone, and of those together that bound the most."""
+    def _bound(self, of: _Bound, until_s: float) -> float:
+        """Of several moments alone, and of those together that bound the most; one at least when the time is over."""
         moments = [m for m in self.model.corrections if m.phase == "backward"]
         forward = [m for m in self.model.corrections if m.phase == "forward"]
         most = _MOST_BOUNDING_OF_MANY if self.has_many else _MOST_BOUNDING
-        alone = {m: of([m]) for m in [*moments[:most], *forward[:1]]}
+        alone: dict[Moment, float] = {}
+        for moment in [*forward[:1], *moments[:most]]:
+            if not alone or time.thread_time() < until_s:
+                alone[moment] = of([moment], time_limit_s=self._bounding_s(until_s))
         hardest = sorted(alone, key=lambda m: (-alone[m], m))[:_MOST_TOGETHER]
-        return max(of(hardest), *alone.values()) if alone else 0.0
+        if len(hardest) > 1 and time.thread_time() < until_s:
+            alone[hardest[0]] = max(
+                alone[hardest[0]], of(hardest, time_limit_s=self._bounding_s(until_s))
+            )
+        return max(alone.values(), default=0.0)
 
-    @property
-    def _bounding_s(self) -> float:
-        return _BOUNDING_OF_MANY_S if self.has_many else _BOUNDING_S
+    def _bounding_s(self, until_s: float) -> float:
+        """For one program that bounds, on the wall's clock."""
+        most_s = _BOUNDING_OF_MANY_S if self.has_many else _BOUNDING_S
+        left_s = max(_SHORTEST_S, until_s - time.thread_time())
+        return self.pace.wall_s(min(most_s, left_s))
 
     def _scale_corrections(self, factor: float) -> None:
         for moment, correction in self.model.corrections.items():
@@ -251,19 +268,12 @@ class Search:
 
     def _effort(self, gap: float) -> Effort:
         most_nodes = None if self.is_exhaustive else _MOST_NODES
-        limit_s = max(0.5, self._left_s) * self._slowdown
+        limit_s = self.pace.wall_s(max(_SHORTEST_S, self._left_s))
         return Effort(gap=gap, most_nodes=most_nodes, time_limit_s=limit_s)
 
-    @property
-    def _slowdown(self) -> float:
-        """Of the wall's clock, which HiGHS looks at, on a busy machine."""
-        wall_s = time.perf_counter() - self._start_s[0]
-        own_s = time.thread_time() - self._start_s[1]
-        return max(1.0, (wall_s + 0.1) / (own_s + 0.1))
-
-    @property
-    def _to_the_end(self) -> Effort:
-        return Effort(gap=_NO_GAP, time_limit_s=max(2.0, self._left_s) * self._slowdown)
+    def _to_the_end(self, deadline_s: float) -> Effort:
+        left_s = max(2.0, deadline_s - time.thread_time())
+        return Effort(gap=_NO_GAP, time_limit_s=self.pace.wall_s(left_s))
 
 
 def _proven(solved: Solved, unit: float) -> float:

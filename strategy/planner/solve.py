@@ -24,6 +24,8 @@ Policy = Literal["plan", "keep_all", "recompute_all"]
 
 _NOTHING_ELSE = StepMemory()
 _ANCHORS = (1, 2, 3)
+_PART = 0.27
+"""Of the time, that each of these has: whether any plan fits, plans of layers, programs of moments."""
 _LONGER = 1.5
 """The smallest plan may take so much more time, since without it there is none."""
 
@@ -140,12 +142,17 @@ def _fastest(
 ) -> tuple[Evaluated | None, float]:
     """The fastest plan that several ways of searching have found, and a bound on plans of layers."""
     model, evaluate = search.model, problem.evaluate
+    start_s, part_s = time.thread_time(), _PART * time_limit_s
     # A known plan that fits is not given up for a bound, which is exact to the solver's precision only.
-    if evaluate.fastest_within(budget_bytes) is None and search.least_possible() > budget_bytes:
-        return None, 0.0
-    start_s = time.thread_time()
+    if evaluate.fastest_within(budget_bytes) is None:
+        least_bytes = search.least_possible(deadline_s=start_s + part_s)
+        if least_bytes > budget_bytes:
+            return None, 0.0
     layered_us = search_layers(
-        model, evaluate, budget_bytes=budget_bytes, deadline_s=start_s + 0.3 * time_limit_s
+        model,
+        evaluate,
+        budget_bytes=budget_bytes,
+        deadline_s=time.thread_time() + part_s,
     )
     if search.has_several:
         search.bound_us = search_moments(
@@ -153,7 +160,8 @@ def _fastest(
             evaluate,
             free=free,
             budget_bytes=budget_bytes,
-            deadline_s=start_s + 0.9 * time_limit_s,
+            deadline_s=max(start_s + 3 * part_s, time.thread_time() + part_s),
+            pace=search.pace,
         )
     if evaluate.fastest_within(budget_bytes) is None:
         search_prices(

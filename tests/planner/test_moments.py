@@ -10,7 +10,10 @@ from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.evaluate import Evaluator
 from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.planner.linear import Solution
+from thunder_memsave.planner.moment_program import MomentProgram
 from thunder_memsave.planner.moments import search_moments
+from thunder_memsave.planner.pace import Pace
 from thunder_memsave.planner.solve import solve
 
 
@@ -33,8 +36,40 @@ def test_no_plan_is_faster_than_what_the_search_of_moments_proves(seed: int) -> 
             free=free,
             budget_bytes=budget,
             deadline_s=time.thread_time() + 5,
+            pace=Pace(),
         )
         assert bound <= min(us for peak, us in plans if peak <= budget)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 4.0])
+def test_programs_get_the_time_that_is_left_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, slowdown: float
+) -> None:
+    graph = random_graph(SEEDS[0])
+    costs = [1.0] * len(graph.ops)
+    model, limits_s = model_of(graph, costs), []
+    solve_program = MomentProgram.solve
+
+    def recorded(self: MomentProgram, *, time_limit_s: float, gap: float = 1e-9) -> Solution:
+        limits_s.append(time_limit_s)
+        return solve_program(self, time_limit_s=time_limit_s, gap=gap)
+
+    monkeypatch.setattr(MomentProgram, "solve", recorded)
+    evaluate = Evaluator(
+        needs=model.needs, costs_us=costs, memory=StepMemory(), generator_state_bytes=STATE_BYTES
+    )
+    search_moments(
+        model,
+        evaluate,
+        free=evaluate(frozenset(model.needs.storages)),
+        budget_bytes=min(peak for peak, _ in all_plans(graph, costs)),
+        deadline_s=time.thread_time() + 5,
+        pace=Pace(
+            start_wall_s=time.perf_counter() - 1000 * slowdown,
+            start_own_s=time.thread_time() - 1000,
+        ),
+    )
+    assert 4.0 * slowdown < limits_s[0] < 5.1 * slowdown
 
 
 def test_a_loss_between_forward_and_backward_leaves_plans_near_the_bound() -> None:

@@ -178,7 +178,7 @@ def test_a_known_plan_that_fits_is_not_given_up_for_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = plans_of_blocks()[1]
-    monkeypatch.setattr(Search, "least_possible", lambda self: known.predicted_peak_bytes + 1)
+    monkeypatch.setattr(Search, "least_possible", lambda self, **_: known.predicted_peak_bytes + 1)
     plan = solve(
         blocks(),
         budget_bytes=known.predicted_peak_bytes,
