@@ -161,7 +161,7 @@ class ModelCheckpoint:
 
     def _prune(self, step: int) -> None:
         found = list_checkpoints(self.directory)
-        until_here = [path for path in found if _step_of(path) <= step]
+        until_here = [path for path in found if step_of(path) <= step]
         # Later ones are of the way that a resumed run left, and `auto` must not go on from them.
         left = found[len(until_here) :] if self._is_resumed else []
         for old in [*until_here[: -self.keep_last], *left]:
@@ -176,10 +176,16 @@ def list_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=step_of)
 
 
-def _step_of(path: Path) -> int:
+def is_checkpoint_name(name: str) -> bool:
+    """Say whether a directory of this name is a complete checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def step_of(path: Path) -> int:
+    """Read the step that the name of a checkpoint says."""
     return int(path.name.removeprefix("step-"))
 
 

@@ -14,9 +14,11 @@ from lightning.fabric import Fabric
 from thunder_memsave.callbacks.all_ranks import on_all_ranks
 from thunder_memsave.callbacks.checkpoint import (
     CheckpointInfo,
+    is_checkpoint_name,
     list_checkpoints,
     random_file,
     read_info,
+    step_of,
 )
 from thunder_memsave.callbacks.random_state import set_random_state
 from thunder_memsave.checkpoints.commit import sync_directory
@@ -56,6 +58,7 @@ def load_checkpoint(
             raise DamagedCheckpointError(
                 f"{info.path} is damaged: {damage}. Name another checkpoint, or restore this one from a copy."
             )
+        on_all_ranks(fabric, lambda: _require_own_name(info.path))
     fabric.load(info.path / STATE, state)
     on_all_ranks(fabric, lambda: _load_random_state(fabric, info.path))
 
@@ -91,6 +94,7 @@ def newest_valid(fabric: Fabric, directory: Path) -> CheckpointInfo | None:
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all are damaged.
+        ValueError: the one chosen has the name of another step; it stays where it is.
     """
     (names, *_) = on_all_ranks(fabric, lambda: [path.name for path in list_checkpoints(directory)])
     reasons: list[str] = []
@@ -98,10 +102,21 @@ def newest_valid(fabric: Fabric, directory: Path) -> CheckpointInfo | None:
         path = directory / name
         damage = find_damage(fabric, path)
         if damage is None:
+            on_all_ranks(fabric, lambda: _require_own_name(path))  # noqa: B023  # called at once
             return read_info(path)
         reasons.append(_set_aside(fabric, path, damage))
     refuse_only_damaged(directory, reasons)
     return None
+
+
+def _require_own_name(path: Path) -> None:
+    """The order of checkpoints is that of their names, so a renamed one would be the wrong one."""
+    step = read_manifest(path).step
+    if is_checkpoint_name(path.name) and step_of(path) != step:
+        raise ValueError(
+            f"{path} is a checkpoint of step {step}, so it was renamed or copied; name it step-{step:08d}, or move it "
+            "elsewhere."
+        )
 
 
 def list_damaged(directory: Path) -> list[Path]:

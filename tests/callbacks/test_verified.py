@@ -101,6 +101,21 @@ def test_a_named_checkpoint_that_is_damaged_stays_where_it_is(tmp_path: Path) ->
     assert list_checkpoints(tmp_path) == [path]
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_refused_and_stays(tmp_path: Path) -> None:
+    fabric = make_fabric()
+    renamed = save(fabric, tmp_path, step=1).rename(tmp_path / "step-00000007")
+    message = r"is a checkpoint of step 1, so it was renamed or copied; name it step-00000001, or"
+    with pytest.raises(ValueError, match=message):
+        newest_valid(fabric, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(fabric, read_info(renamed), make_state(fabric, 0.0, step=0))
+    assert list_checkpoints(tmp_path) == [renamed]
+    other = renamed.rename(tmp_path / "best")
+    state = make_state(fabric, 0.0, step=0)
+    load_checkpoint(fabric, read_info(other), state)
+    assert state["step"] == 1
+
+
 def test_what_may_not_be_read_is_an_error_and_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
