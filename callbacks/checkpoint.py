@@ -36,6 +36,10 @@ _PARTIAL_PREFIX = ".partial-"
 _MAX_FULL = 3
 """So many saves in a row may fail on a full disk, the last of which ends the run."""
 _GOES_ON = "Training goes on; free some space, for it ends after %d such saves in a row."
+_ENDED = (
+    "The training has ended and saves no more; free some space, and go on with --resume=auto, which repeats the steps "
+    "since the last one."
+)
 _GIVEN_UP = (
     f"This was the {_MAX_FULL}rd save in a row that failed, so the run ends; free some space, or lower "
     "checkpoint.keep_last, and go on with --resume=auto."
@@ -128,7 +132,8 @@ class ModelCheckpoint:
             if self._num_full >= _MAX_FULL and not is_last:
                 raise DiskFullError(self._full(step, error) + _GIVEN_UP) from error
             if fabric.is_global_zero:
-                _log.warning("%s" + _GOES_ON, self._full(step, error), _MAX_FULL)
+                goes_on = _ENDED if is_last else _GOES_ON % _MAX_FULL
+                _log.warning("%s%s", self._full(step, error), goes_on)
         else:
             self._num_full = 0
 
