@@ -3,7 +3,7 @@
 #   make setup   .venv with the package and everything that the other targets use
 #   make demo    fine-tune a small language model on two processes
 #   make test    the test suite, two tests at a time (WORKERS=4 for four)
-#   make soak    every combination of what the suite covers in pairs (minutes)
+#   make soak    the long tests, and a table of what they show (hours); a second one goes on
 #   make check   what CI runs: linters, types, wheel, tests
 #   make lock    write constraints.txt from what is installed
 #   make clean   remove everything that these targets created; runs of your own stay
@@ -11,6 +11,7 @@
 # make setup TORCH=2.12.1   another torch than the one in constraints.txt
 # make setup CONSTRAINTS=   the newest versions that pyproject.toml allows
 # Both are remembered until the next `make setup` that names them, or `make clean`.
+# make soak FRESH=1         from the beginning; SAVE=1 writes its table into benchmarks/results
 
 PYTHON ?= python3
 VENV := .venv
@@ -48,7 +49,8 @@ test: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 soak: $(STAMP)
-	$(BIN)/pytest -m soak $(PYTEST_ARGS)
+	PYTHONPATH=tests $(BIN)/pytest -p harness.soak -m 'soak or line' $(if $(FRESH),--soak-fresh) \
+	  $(if $(SAVE),--soak-save=benchmarks/results) $(PYTEST_ARGS)
 
 # One after the other, so that the tests' closing line is the last one, also under `make -j`.
 check:
@@ -85,5 +87,5 @@ lock: $(STAMP)
 
 clean:
 	rm -rf $(VENV) .setup.lock .typing build dist *.egg-info runs/demo
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .soak .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

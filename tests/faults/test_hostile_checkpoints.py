@@ -32,6 +32,8 @@ from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.callbacks.verified import load_checkpoint
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 
+pytestmark = pytest.mark.line("hostile checkpoints")
+
 CODE = "open('ran', 'w').close()"
 
 
