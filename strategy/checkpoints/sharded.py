@@ -7,7 +7,7 @@ The layout is Lightning's: torch.distributed.checkpoint (DCP) files plus `meta.p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from thunder_memsave.agreement import CheckpointError, broadcast, is_rank_zero, once, together
 from thunder_memsave.checkpoints.commit import commit, remove, save_synced, temporary_name
 from thunder_memsave.checkpoints.contents import Contents
-from thunder_memsave.checkpoints.disk_full import DiskFullWriter
+from thunder_memsave.checkpoints.disk_errors import TellingWriter
 from thunder_memsave.checkpoints.module_state import (
     Problem,
     compare,
@@ -58,6 +58,12 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel | None) -> None:
     """Writes beside `path` and renames at the end. A collective."""
+    state = state_for_dcp(contents, data_parallel)
+    write_sharded(path, state, contents.state_of_others, data_parallel=data_parallel)
+
+
+def state_for_dcp(contents: Contents, data_parallel: DataParallel | None) -> dict[str, Any]:
+    """What DCP is to write of modules and optimizers: views of their tensors, nothing is copied."""
     state: dict[str, Any] = {}
     for key, module in contents.modules.items():
         named = named_state(module)
@@ -65,6 +71,17 @@ def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel 
     for key, optimizer in contents.optimizers.items():
         parameters = named_parameters_of(optimizer, contents.modules.values())
         state[key] = _optimizer_for_dcp(optimizer, parameters, data_parallel)
+    return state
+
+
+def write_sharded(
+    path: Path,
+    state: dict[str, Any],
+    others: Callable[[], dict[str, Any]],
+    *,
+    data_parallel: DataParallel | None,
+) -> None:
+    """Writes what `state_for_dcp` and `Contents.state_of_others` gave, or copies of it. A collective of `everyone`."""
     temporary = broadcast(temporary_name(path), data_parallel)
     once(lambda: temporary.mkdir(parents=True), data_parallel)
     try:
@@ -72,9 +89,9 @@ def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel 
         with _dcp_options(data_parallel) as options:
             # Of several replicas the first one writes, so that all rows are of one moment.
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            writer = DiskFullWriter(temporary)
+            writer = TellingWriter(temporary)
             dcp.save(state, storage_writer=writer, planner=planner, **options)
-        meta = together(contents.state_of_others, data_parallel)
+        meta = together(others, data_parallel)
         once(lambda: save_synced(meta, temporary / META_FILE), data_parallel)
         once(lambda: commit(temporary, path), data_parallel)
     finally:

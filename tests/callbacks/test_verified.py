@@ -12,7 +12,7 @@ from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.run_checkpoints import make_state, save, weight_of
 from thunder_memsave.agreement import CheckpointError
 from thunder_memsave.callbacks import ModelCheckpoint
-from thunder_memsave.callbacks.all_ranks import DiskFullError, on_all_ranks
+from thunder_memsave.callbacks.all_ranks import DiskError, DiskFullError, on_all_ranks
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
 from thunder_memsave.callbacks.verified import (
     find_damage,
@@ -127,7 +127,7 @@ def test_what_may_not_be_read_is_an_error_and_no_damage(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
-        with pytest.raises(PermissionError, match="Permission denied"):
+        with pytest.raises(DiskError, match=r"^Permission denied: .*step-00000001/manifest.sha256"):
             newest_valid(fabric, tmp_path)
     assert not list_damaged(tmp_path)
 
@@ -163,16 +163,18 @@ def save_together(fabric: Any, directory: Path, *, step: int) -> Path:
 
 
 def check_failures(fabric: Any) -> None:
-    """An error of one rank stops both; a full disk of one is one for both."""
+    """An error of one rank stops both; one of the disk is one for both."""
 
     def fail(error: Exception) -> str:
         if fabric.global_rank == 1:
             raise error
         return "done"
 
-    expected = OSError if fabric.global_rank == 1 else CheckpointError
-    with pytest.raises(expected, match=r"broken|rank 1 failed, so this rank stops too: OSError"):
-        on_all_ranks(fabric, lambda: fail(OSError(5, "broken")))
+    expected = ValueError if fabric.global_rank == 1 else CheckpointError
+    with pytest.raises(expected, match=r"odd|rank 1 failed, so this rank stops too: ValueError"):
+        on_all_ranks(fabric, lambda: fail(ValueError("odd")))
+    with pytest.raises(DiskError, match="^broken: /a/file$"):
+        on_all_ranks(fabric, lambda: fail(OSError(5, "broken", "/a/file")))
     with pytest.raises(DiskFullError, match="No space left"):
         on_all_ranks(fabric, lambda: fail(OSError(28, "No space left on device")))
     assert on_all_ranks(fabric, lambda: fabric.global_rank) == [0, 1]

@@ -1,0 +1,75 @@
+"""Tells errors of the disk from others, also where torch hides them behind another one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_DISKS = (
+    *_FULL,
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
+    *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EMFILE, errno.ENFILE),
+)
+# For errors of which only the text is left: another rank's, and those that torch has caught.
+_NUMBERED = re.compile(r"\[Errno (\d+)\]")
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """The error of a file or a disk that an error is, or was raised after; None where there is none."""
+    for before in _chain(error):
+        if isinstance(before, OSError) and before.errno in _OF_DISKS:
+            return before
+        for found in _NUMBERED.finditer(str(before)):
+            if int(found[1]) in _OF_DISKS:
+                return OSError(int(found[1]), str(before))
+    return None
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Tell whether an error, or one that led to it, is of a disk without space."""
+    found = disk_error(error)
+    return found is not None and found.errno in _FULL
+
+
+def told(error: OSError) -> str:
+    """An error of a file in the user's words: `Input/output error: /runs/a/state/meta.pt`."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
+    return f"{error.strerror}: {' -> '.join(names)}"
+
+
+class TellingWriter(dcp.FileSystemWriter):
+    """DCP's writer, whose error says on all ranks which one of the disk it was: what led to it is not sent along."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files."""
+        try:
+            written: Future[list[WriteResult]] = super().write_data(plan, planner)
+        except Exception as error:
+            found = disk_error(error)
+            if found is None:
+                raise
+            assert found.errno is not None
+            name = str(self.path) if found.filename is None else os.fsdecode(found.filename)
+            raise OSError(found.errno, os.strerror(found.errno), name) from error
+        return written
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that led to it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        # `__context__` too: torch's writer fails again while it closes, and that error is the one raised.
+        seen = seen.__cause__ or seen.__context__
