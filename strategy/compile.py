@@ -74,8 +74,9 @@ from thunder_memsave.passes.lost_writes import refuse_lost_writes  # noqa: E402
 from thunder_memsave.passes.regather import regather_forward  # noqa: E402
 from thunder_memsave.passes.schedule import schedule, two_largest_blocks  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
+from thunder_memsave.planned_call import Arguments, differentiated  # noqa: E402
 from thunder_memsave.planner.graph import StorageKind  # noqa: E402
-from thunder_memsave.planning import Arguments, MemoryPlanner, differentiated  # noqa: E402
+from thunder_memsave.planning import MemoryPlanner  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 from thunder_memsave.stages import stage  # noqa: E402
 

@@ -5,94 +5,54 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from thunder_memsave import compat
 
 compat.apply()
 
-from thunder.core import dtypes  # noqa: E402
-from thunder.core.prims import PrimIDs  # noqa: E402
-from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
 from thunder_memsave.agreement import OtherRankError, broadcast, is_rank_zero, together  # noqa: E402
 from thunder_memsave.config import MemoryConfig  # noqa: E402
 from thunder_memsave.errors import BudgetError, PlanError  # noqa: E402
-from thunder_memsave.extract import profiles, program, training_graph  # noqa: E402
+from thunder_memsave.extract import profiles, training_graph  # noqa: E402
 from thunder_memsave.missing_ranks import collective  # noqa: E402
-from thunder_memsave.op_profile import Operation, OpProfile, OpProfiles  # noqa: E402
+from thunder_memsave.op_profile import Operation, OpProfile  # noqa: E402
 from thunder_memsave.op_times import MeasuredTimes  # noqa: E402
 from thunder_memsave.passes.checkpoint_regions import checkpointed  # noqa: E402
-from thunder_memsave.passes.recompute import recompute  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.pins import pin_of  # noqa: E402
-from thunder_memsave.plan_cache import (  # noqa: E402
-    cache_plan,
-    cached_plan,
-    plan_key,
-    remember_budget,
-    smaller_budgets,
+from thunder_memsave.plan_question import SMALLEST, Offer, Question  # noqa: E402
+from thunder_memsave.planned_call import (  # noqa: E402
+    Arguments,
+    Attempt,
+    Finish,
+    PlannedCall,
+    with_zeros,
 )
 from thunder_memsave.planner.cost import costs_us  # noqa: E402
 from thunder_memsave.planner.graph import (  # noqa: E402
     Device,
-    Op,
     Plan,
-    Program,
     StepMemory,
-    StorageKind,
     TrainingGraph,
 )
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES  # noqa: E402
-from thunder_memsave.planner.simulate import Profile, simulate  # noqa: E402
-from thunder_memsave.planner.solve import Policy, solve  # noqa: E402
 from thunder_memsave.scratch import MeasuredScratch, bounded_scratch  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 from thunder_memsave.stages import stage  # noqa: E402
 
-Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
-"""A joint trace to the forward and backward that run; an inference trace to itself and None."""
-
 _MOST_ROUNDS = 8
-_MOST_KNOWN = 8  # plans of earlier runs that a search begins with
-_SMALLEST = 1  # bytes, for which no plan is: asks for the smallest
 _CUDA_GENERATOR_BYTES = 16  # seed and offset
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """What is known of the arguments of a trace, by their names in it."""
-
-    kinds: Mapping[str, StorageKind] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters and buffers, and fake tensors in place of a batch."""
-    unread_bytes: int = 0
-    """Of parameters and buffers of the module that the trace does not read."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedCall:
-    """A compiled call's plan, and what will run."""
-
-    trace: TraceCtx
-    """With what is computed again."""
-    graph: TrainingGraph
-    plan: Plan | None
-    """None for a call without backward."""
-    program: Program
-    memory: StepMemory
-    profile: Profile
-    """Of the final traces."""
 
 
 class MemoryPlanner:
@@ -165,7 +125,7 @@ class MemoryPlanner:
         graph = training_graph(
             trace, kinds=arguments.kinds, tensors=arguments.tensors, known=self._known
         )
-        graph = _with_zeros(graph, trace)
+        graph = with_zeros(graph, trace)
         memory = self._step_memory()
         memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
         attempt = Attempt(trace, graph, arguments, finish, self._known, memory)
@@ -215,12 +175,12 @@ class MemoryPlanner:
                 self._refuse(offer, smallest_bytes=budget_bytes + more_bytes)
             num_rounds += 1
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
-            target_bytes = _SMALLEST if is_last else max(target_bytes - more_bytes, _SMALLEST)
+            target_bytes = SMALLEST if is_last else max(target_bytes - more_bytes, SMALLEST)
 
-    def _rank_zeros(self, attempt: Attempt, structure: str, target_bytes: int | None) -> _Offer:
+    def _rank_zeros(self, attempt: Attempt, structure: str, target_bytes: int | None) -> Offer:
         """`target_bytes`: the budget, less what runs has needed beyond what was planned."""
 
-        def make() -> _Offer | None:
+        def make() -> Offer | None:
             if not is_rank_zero(self._data_parallel):
                 return None
             question = self._question(attempt, target_bytes)
@@ -240,7 +200,7 @@ class MemoryPlanner:
         assert offer is not None
         return offer
 
-    def _refuse(self, offer: _Offer, *, smallest_bytes: int) -> NoReturn:
+    def _refuse(self, offer: Offer, *, smallest_bytes: int) -> NoReturn:
         """Name the budget for which the smallest plan runs: whoever asks for that gets this plan."""
         assert self._budget_bytes is not None
         assert offer.bound_bytes is not None
@@ -327,225 +287,6 @@ class MemoryPlanner:
         with collective("agreement on a plan", self._data_parallel.everyone):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._data_parallel.everyone)
         return int(largest)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Offer:
-    """A plan that rank 0 wants all to run."""
-
-    plan: Plan
-    is_smallest: bool = False
-    """Whether no plan was found for what was asked, and this is the smallest of all."""
-    bound_bytes: int | None = None
-    """Of the smallest, where it was searched for: below there is none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """All that a plan depends on but its budget."""
-
-    graph: TrainingGraph
-    policy: Policy
-    costs_us: Sequence[float]
-    memory: StepMemory
-    keep: Set[str]
-    recompute: Set[str]
-    regather: bool
-    generator_state_bytes: int
-    costs: str
-    """Where `costs_us` come from."""
-    narrowed: Question | None = None
-    """With fewer choices, among which the smallest plan is sooner found; asked where no plan is found with all."""
-
-    def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> _Offer:
-        """A plan within `target_bytes`, else the smallest that was found, by earlier runs too."""
-        if target_bytes is None:
-            return _Offer(plan=replace(self.solved(None), costs=self.costs))
-        is_corrected = target_bytes != budget_bytes
-        offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
-        plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
-        return replace(offer, plan=plan)
-
-    def is_tight(self, target_bytes: int | None) -> bool:
-        """Whether more than the free wins is needed, so that costs matter."""
-        if target_bytes is None or self.policy != "plan":
-            return False
-        free = replace(self, policy="keep_all").solved(None)
-        return free.predicted_peak_bytes > target_bytes
-
-    def _known(self, target_bytes: int, is_corrected: bool) -> _Offer | None:
-        """A target that is less than the budget is not searched for below the smallest plan of earlier runs."""
-        if target_bytes == _SMALLEST:
-            return None
-        if (plan := cached_plan(self._key(target_bytes))) is not None:
-            return _Offer(plan=plan)
-        smallest = cached_plan(self._key(_SMALLEST)) if is_corrected else None
-        if smallest is None or target_bytes >= smallest.predicted_peak_bytes:
-            return None
-        return _Offer(plan=smallest, is_smallest=True)
-
-    def _searched(self, target_bytes: int) -> _Offer:
-        try:
-            plan = self.solved(target_bytes, known=self._plans_within(target_bytes))
-        except BudgetError as error:
-            return self._narrowed(target_bytes, self._smallest(error))
-        cache_plan(self._key(target_bytes), plan)
-        remember_budget(self._key(None), target_bytes)
-        return _Offer(plan=plan)
-
-    def _plans_within(self, target_bytes: int) -> list[Plan]:
-        """Plans of earlier runs for no larger budgets, so that time does not rise with the budget."""
-        budgets = smaller_budgets(self._key(None), target_bytes)
-        keys = [self._key(b) for b in budgets[:_MOST_KNOWN]] + [self._key(_SMALLEST)]
-        return [plan for key in keys if (plan := cached_plan(key)) is not None]
-
-    def _narrowed(self, target_bytes: int, smallest: _Offer) -> _Offer:
-        if self.narrowed is None:
-            return smallest
-        offer = self.narrowed._known(target_bytes, is_corrected=False)
-        offer = offer or self.narrowed._searched(target_bytes)
-        if offer.is_smallest:
-            # Below what it calls the bound there may be plans with other choices.
-            offer = replace(offer, bound_bytes=smallest.bound_bytes)
-            return min(offer, smallest, key=lambda o: o.plan.predicted_peak_bytes)
-        return offer
-
-    def _smallest(self, error: BudgetError) -> _Offer:
-        found, bound_bytes = error.smallest_plan, error.bound_bytes
-        if found is None or bound_bytes is None:
-            raise error
-        known = cached_plan(self._key(_SMALLEST))
-        if known is not None and known.predicted_peak_bytes <= found.predicted_peak_bytes:
-            found = known
-        else:
-            cache_plan(self._key(_SMALLEST), found)
-        return _Offer(plan=found, is_smallest=True, bound_bytes=bound_bytes)
-
-    def _key(self, target_bytes: int | None) -> str:
-        return plan_key(
-            self.graph,
-            budget_bytes=target_bytes,
-            costs_us=self.costs_us,
-            memory=self.memory,
-            keep=self.keep,
-            recompute=self.recompute,
-        )
-
-    def solved(
-        self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: float
-    ) -> Plan:
-        """What `solve` says, whatever earlier runs have found; `limits` are its own."""
-        return solve(
-            self.graph,
-            policy=self.policy,
-            budget_bytes=target_bytes,
-            costs_us=self.costs_us,
-            memory=self.memory,
-            keep=self.keep,
-            recompute=self.recompute,
-            regather=self.regather,
-            known=known,
-            generator_state_bytes=self.generator_state_bytes,
-            **limits,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """Everything about one call but its plan."""
-
-    trace: TraceCtx
-    graph: TrainingGraph
-    arguments: Arguments
-    finish: Finish
-    known: OpProfiles
-    memory: StepMemory
-
-    def run(self, plan: Plan | None) -> PlannedCall:
-        """Rewrite the trace as planned, and simulate what runs."""
-        trace = self.trace if plan is None else recompute(self.trace, keep=self._values(plan))
-        forward, backward = self.finish(trace)
-        ran = program(
-            forward,
-            backward,
-            kinds=self.arguments.kinds,
-            tensors=self.arguments.tensors,
-            known=self.known,
-            differentiated=differentiated(flat_outputs(self.trace)),
-            accumulates=self.memory.gradient_bytes > 0,
-        )
-        profile = simulate(ran, self.memory)
-        if plan is not None:
-            plan = replace(plan, predicted_peak_bytes=profile.peak_bytes)
-        return PlannedCall(
-            trace=trace,
-            graph=self.graph,
-            plan=plan,
-            program=ran,
-            memory=self.memory,
-            profile=profile,
-        )
-
-    def _values(self, plan: Plan) -> frozenset[str]:
-        """Names of all values in the storages that a plan keeps."""
-        storages = self.graph.storages
-        storage_of = self.graph.storage_of.items()
-        return frozenset(name for name, s in storage_of if storages[s].name in plan.keep)
-
-
-def flat_outputs(trace: TraceCtx) -> Sequence[Any]:
-    """What forward returns, of a joint trace; nothing of any other."""
-    symbols = trace.bound_symbols
-    return symbols[-1].args[0]["fw_flat_out"] if is_joint(symbols) else ()
-
-
-def differentiated(outputs: Sequence[Any]) -> frozenset[int] | None:
-    """Numbers of the outputs that the caller is taken to pass a gradient for: losses, where there are any; None: all.
-
-    A loss is a single number, as transformers' models return it before their logits.
-    """
-    losses = {
-        number
-        for number, o in enumerate(outputs)
-        if isinstance(o, TensorProxy) and o.ndim == 0 and dtypes.is_inexact_dtype(o.dtype)
-    }
-    return frozenset(losses) or None
-
-
-def _with_zeros(graph: TrainingGraph, trace: TraceCtx) -> TrainingGraph:
-    """Let backward begin with the zeros that autograd.py makes for outputs without a gradient."""
-    outputs = flat_outputs(trace)
-    expected = differentiated(outputs)
-    if expected is None:
-        return graph
-    others = {o.name for n, o in enumerate(outputs) if isinstance(o, Proxy) and n not in expected}
-    names = [
-        b.output.name
-        for b in trace.bound_symbols
-        if b.sym.id is PrimIDs.GET_GRAD and b.args[0].name in others
-    ]
-    zeros = tuple(_zeros(graph, name) for name in names)
-    made = frozenset(s for op in zeros for s in op.makes)
-    forward, backward = graph.ops[: graph.num_forward], graph.ops[graph.num_forward :]
-    return replace(
-        graph, ops=(*forward, *zeros, *backward), cotangents=frozenset(graph.cotangents - made)
-    )
-
-
-def _zeros(graph: TrainingGraph, name: str) -> Op:
-    storage = graph.storage_of[name]
-    nbytes = graph.storages[storage].nbytes
-    return Op(
-        symbol="zeros",
-        index=-1 - storage,  # none of the trace's
-        arguments=(),
-        results=(name,),
-        reads=(),
-        makes=(storage,),
-        peak_bytes=nbytes,
-        repeat="no",
-        moved_bytes=nbytes,
-    )
 
 
 def structure_of(graph: TrainingGraph) -> str:

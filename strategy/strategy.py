@@ -52,8 +52,9 @@ from thunder_memsave.nonfinite import (
 )
 from thunder_memsave.op_times import MeasuredTimes
 from thunder_memsave.pins import check_pins
+from thunder_memsave.planned_call import PlannedCall
 from thunder_memsave.planner.graph import Plan, StepMemory
-from thunder_memsave.planning import MemoryPlanner, PlannedCall
+from thunder_memsave.planning import MemoryPlanner
 from thunder_memsave.precision import fp8_of, share_found_inf, taken_over
 from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
 from thunder_memsave.sharding import DataParallel, shard_module

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness import models
 from harness.parity import Twins
-from thunder_memsave import planning
+from thunder_memsave import plan_question
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError, CaptureError
@@ -40,7 +40,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(autouse=True)
 def _good_enough_plans() -> Iterator[None]:
-    with patch.object(planning, "solve", partial(solve, time_limit_s=1.0)):
+    with patch.object(plan_question, "solve", partial(solve, time_limit_s=1.0)):
         yield
 
 

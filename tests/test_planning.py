@@ -18,14 +18,15 @@ import thunder_memsave.compile as compile_module
 from harness import models
 from harness.fabric import make_fabric
 from harness.memory import measured_peak_bytes
-from thunder_memsave import ThunderMemsaveStrategy, planning
+from thunder_memsave import ThunderMemsaveStrategy, plan_question
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError
+from thunder_memsave.planned_call import PlannedCall
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.solve import solve
-from thunder_memsave.planning import MemoryPlanner, PlannedCall
+from thunder_memsave.planning import MemoryPlanner
 from thunder_memsave.strategy import ForwardModule
 
 # Of what keep_all takes at its peak.
@@ -210,7 +211,7 @@ def predicted_bytes(compiled: CompiledModule) -> int:
 @contextmanager
 def solving_for(seconds: float) -> Iterator[None]:
     """Plans that are good enough to be checked."""
-    with patch.object(planning, "solve", partial(solve, time_limit_s=seconds)):
+    with patch.object(plan_question, "solve", partial(solve, time_limit_s=seconds)):
         yield
 
 
@@ -347,7 +348,7 @@ def test_a_second_run_finds_its_plan_on_disk(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*args: Any, **kwargs: Any) -> Plan:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr(planning, "solve", refuse)
+    monkeypatch.setattr(plan_question, "solve", refuse)
     second, found = run(0.52)
     assert second.equals(first)
     assert found == plan

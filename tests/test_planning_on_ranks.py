@@ -17,7 +17,7 @@ from harness import models
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
 from harness.rank_memory import letting_go
-from thunder_memsave import planning
+from thunder_memsave import plan_question
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.errors import BudgetError, PlanError
 from thunder_memsave.planner.graph import Plan
@@ -78,7 +78,7 @@ def planned(sharding: str, memory: dict[str, Any], num_layers: int = 3) -> Plann
 @on_fabric_rank
 def check_plans() -> None:
     good_enough = partial(solve, time_limit_s=2.0)
-    with patch.object(planning, "solve", good_enough):
+    with patch.object(plan_question, "solve", good_enough):
         check_budgets("zero3", num_layers=3)
         check_budgets("zero2", num_layers=1)
         check_budgets("none", num_layers=1)

@@ -32,16 +32,11 @@ from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_size
 from thunder_memsave.fp8.recipe import refuse_own_scales  # noqa: E402
 from thunder_memsave.gradients import clip_norm  # noqa: E402
 from thunder_memsave.pins import check_pins  # noqa: E402
+from thunder_memsave.plan_question import Question  # noqa: E402
+from thunder_memsave.planned_call import Arguments, Attempt, Finish, PlannedCall  # noqa: E402
 from thunder_memsave.planner.graph import Device, StepMemory  # noqa: E402
 from thunder_memsave.planner.solve import pareto  # noqa: E402
-from thunder_memsave.planning import (  # noqa: E402
-    Arguments,
-    Attempt,
-    Finish,
-    MemoryPlanner,
-    PlannedCall,
-    Question,
-)
+from thunder_memsave.planning import MemoryPlanner  # noqa: E402
 from thunder_memsave.process_group import make_data_parallel  # noqa: E402
 from thunder_memsave.sharding import DataParallel  # noqa: E402
 from thunder_memsave.stages import stage  # noqa: E402

@@ -37,7 +37,7 @@ from harness.language_model import (
     write_jsonl,
     write_run_file,
 )
-from thunder_memsave import planning
+from thunder_memsave import plan_question
 from thunder_memsave.finetune import train as train_module
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
@@ -520,7 +520,7 @@ def test_a_resumed_run_updates_as_it_began_unless_its_run_file_says_how(
 def test_a_budget_that_is_too_small_leaves_no_files_and_names_one_that_trains(
     tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "solve", partial(solve, time_limit_s=1.0))
+    monkeypatch.setattr(plan_question, "solve", partial(solve, time_limit_s=1.0))
     values = run_values(tmp_path, model_directory, train={"max_steps": 1})
     del values["data"]["dataset"]["init_args"]["val_fraction"]  # nothing else is compiled
     path = write_run_file(tmp_path, values)

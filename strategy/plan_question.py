@@ -1,0 +1,142 @@
+"""What a plan is asked for: answered with the plans of earlier runs, else by the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.plan_cache import (
+    cache_plan,
+    cached_plan,
+    plan_key,
+    remember_budget,
+    smaller_budgets,
+)
+from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
+from thunder_memsave.planner.solve import Policy, solve
+
+SMALLEST = 1
+"""Bytes, for which no plan is: asks for the smallest."""
+_MOST_KNOWN = 8  # plans of earlier runs that a search begins with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """A plan that rank 0 wants all to run."""
+
+    plan: Plan
+    is_smallest: bool = False
+    """Whether no plan was found for what was asked, and this is the smallest of all."""
+    bound_bytes: int | None = None
+    """Of the smallest, where it was searched for: below there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """All that a plan depends on but its budget."""
+
+    graph: TrainingGraph
+    policy: Policy
+    costs_us: Sequence[float]
+    memory: StepMemory
+    keep: Set[str]
+    recompute: Set[str]
+    regather: bool
+    generator_state_bytes: int
+    costs: str
+    """Where `costs_us` come from."""
+    narrowed: Question | None = None
+    """With fewer choices, among which the smallest plan is sooner found; asked where no plan is found with all."""
+
+    def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> Offer:
+        """A plan within `target_bytes`, else the smallest that was found, by earlier runs too."""
+        if target_bytes is None:
+            return Offer(plan=replace(self.solved(None), costs=self.costs))
+        is_corrected = target_bytes != budget_bytes
+        offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
+        plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
+        return replace(offer, plan=plan)
+
+    def is_tight(self, target_bytes: int | None) -> bool:
+        """Whether more than the free wins is needed, so that costs matter."""
+        if target_bytes is None or self.policy != "plan":
+            return False
+        free = replace(self, policy="keep_all").solved(None)
+        return free.predicted_peak_bytes > target_bytes
+
+    def _known(self, target_bytes: int, is_corrected: bool) -> Offer | None:
+        """A target that is less than the budget is not searched for below the smallest plan of earlier runs."""
+        if target_bytes == SMALLEST:
+            return None
+        if (plan := cached_plan(self._key(target_bytes))) is not None:
+            return Offer(plan=plan)
+        smallest = cached_plan(self._key(SMALLEST)) if is_corrected else None
+        if smallest is None or target_bytes >= smallest.predicted_peak_bytes:
+            return None
+        return Offer(plan=smallest, is_smallest=True)
+
+    def _searched(self, target_bytes: int) -> Offer:
+        try:
+            plan = self.solved(target_bytes, known=self._plans_within(target_bytes))
+        except BudgetError as error:
+            return self._narrowed(target_bytes, self._smallest(error))
+        cache_plan(self._key(target_bytes), plan)
+        remember_budget(self._key(None), target_bytes)
+        return Offer(plan=plan)
+
+    def _plans_within(self, target_bytes: int) -> list[Plan]:
+        """Plans of earlier runs for no larger budgets, so that time does not rise with the budget."""
+        budgets = smaller_budgets(self._key(None), target_bytes)
+        keys = [self._key(b) for b in budgets[:_MOST_KNOWN]] + [self._key(SMALLEST)]
+        return [plan for key in keys if (plan := cached_plan(key)) is not None]
+
+    def _narrowed(self, target_bytes: int, smallest: Offer) -> Offer:
+        if self.narrowed is None:
+            return smallest
+        offer = self.narrowed._known(target_bytes, is_corrected=False)
+        offer = offer or self.narrowed._searched(target_bytes)
+        if offer.is_smallest:
+            # Below what it calls the bound there may be plans with other choices.
+            offer = replace(offer, bound_bytes=smallest.bound_bytes)
+            return min(offer, smallest, key=lambda o: o.plan.predicted_peak_bytes)
+        return offer
+
+    def _smallest(self, error: BudgetError) -> Offer:
+        found, bound_bytes = error.smallest_plan, error.bound_bytes
+        if found is None or bound_bytes is None:
+            raise error
+        known = cached_plan(self._key(SMALLEST))
+        if known is not None and known.predicted_peak_bytes <= found.predicted_peak_bytes:
+            found = known
+        else:
+            cache_plan(self._key(SMALLEST), found)
+        return Offer(plan=found, is_smallest=True, bound_bytes=bound_bytes)
+
+    def _key(self, target_bytes: int | None) -> str:
+        return plan_key(
+            self.graph,
+            budget_bytes=target_bytes,
+            costs_us=self.costs_us,
+            memory=self.memory,
+            keep=self.keep,
+            recompute=self.recompute,
+        )
+
+    def solved(
+        self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: float
+    ) -> Plan:
+        """What `solve` says, whatever earlier runs have found; `limits` are its own."""
+        return solve(
+            self.graph,
+            policy=self.policy,
+            budget_bytes=target_bytes,
+            costs_us=self.costs_us,
+            memory=self.memory,
+            keep=self.keep,
+            recompute=self.recompute,
+            regather=self.regather,
+            known=known,
+            generator_state_bytes=self.generator_state_bytes,
+            **limits,
+        )

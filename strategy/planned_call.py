@@ -1,0 +1,159 @@
+"""One call to plan: its trace and graph, and what runs once a plan is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from thunder_memsave import compat
+
+compat.apply()
+
+from thunder.core import dtypes  # noqa: E402
+from thunder.core.prims import PrimIDs  # noqa: E402
+from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
+from thunder.core.trace import TraceCtx  # noqa: E402
+
+from thunder_memsave.extract import program  # noqa: E402
+from thunder_memsave.op_profile import OpProfiles  # noqa: E402
+from thunder_memsave.passes.recompute import recompute  # noqa: E402
+from thunder_memsave.passes.symbols import is_joint  # noqa: E402
+from thunder_memsave.planner.graph import (  # noqa: E402
+    Op,
+    Plan,
+    Program,
+    StepMemory,
+    StorageKind,
+    TrainingGraph,
+)
+from thunder_memsave.planner.simulate import Profile, simulate  # noqa: E402
+
+Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
+"""A joint trace to the forward and backward that run; an inference trace to itself and None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """What is known of the arguments of a trace, by their names in it."""
+
+    kinds: Mapping[str, StorageKind] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parameters and buffers, and fake tensors in place of a batch."""
+    unread_bytes: int = 0
+    """Of parameters and buffers of the module that the trace does not read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCall:
+    """A compiled call's plan, and what will run."""
+
+    trace: TraceCtx
+    """With what is computed again."""
+    graph: TrainingGraph
+    plan: Plan | None
+    """None for a call without backward."""
+    program: Program
+    memory: StepMemory
+    profile: Profile
+    """Of the final traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Everything about one call but its plan."""
+
+    trace: TraceCtx
+    graph: TrainingGraph
+    arguments: Arguments
+    finish: Finish
+    known: OpProfiles
+    memory: StepMemory
+
+    def run(self, plan: Plan | None) -> PlannedCall:
+        """Rewrite the trace as planned, and simulate what runs."""
+        trace = self.trace if plan is None else recompute(self.trace, keep=self._values(plan))
+        forward, backward = self.finish(trace)
+        ran = program(
+            forward,
+            backward,
+            kinds=self.arguments.kinds,
+            tensors=self.arguments.tensors,
+            known=self.known,
+            differentiated=differentiated(flat_outputs(self.trace)),
+            accumulates=self.memory.gradient_bytes > 0,
+        )
+        profile = simulate(ran, self.memory)
+        if plan is not None:
+            plan = replace(plan, predicted_peak_bytes=profile.peak_bytes)
+        return PlannedCall(
+            trace=trace,
+            graph=self.graph,
+            plan=plan,
+            program=ran,
+            memory=self.memory,
+            profile=profile,
+        )
+
+    def _values(self, plan: Plan) -> frozenset[str]:
+        """Names of all values in the storages that a plan keeps."""
+        storages = self.graph.storages
+        storage_of = self.graph.storage_of.items()
+        return frozenset(name for name, s in storage_of if storages[s].name in plan.keep)
+
+
+def flat_outputs(trace: TraceCtx) -> Sequence[Any]:
+    """What forward returns, of a joint trace; nothing of any other."""
+    symbols = trace.bound_symbols
+    return symbols[-1].args[0]["fw_flat_out"] if is_joint(symbols) else ()
+
+
+def differentiated(outputs: Sequence[Any]) -> frozenset[int] | None:
+    """Numbers of the outputs that the caller is taken to pass a gradient for: losses, where there are any; None: all.
+
+    A loss is a single number, as transformers' models return it before their logits.
+    """
+    losses = {
+        number
+        for number, o in enumerate(outputs)
+        if isinstance(o, TensorProxy) and o.ndim == 0 and dtypes.is_inexact_dtype(o.dtype)
+    }
+    return frozenset(losses) or None
+
+
+def with_zeros(graph: TrainingGraph, trace: TraceCtx) -> TrainingGraph:
+    """Let backward begin with the zeros that autograd.py makes for outputs without a gradient."""
+    outputs = flat_outputs(trace)
+    expected = differentiated(outputs)
+    if expected is None:
+        return graph
+    others = {o.name for n, o in enumerate(outputs) if isinstance(o, Proxy) and n not in expected}
+    names = [
+        b.output.name
+        for b in trace.bound_symbols
+        if b.sym.id is PrimIDs.GET_GRAD and b.args[0].name in others
+    ]
+    zeros = tuple(_zeros(graph, name) for name in names)
+    made = frozenset(s for op in zeros for s in op.makes)
+    forward, backward = graph.ops[: graph.num_forward], graph.ops[graph.num_forward :]
+    return replace(
+        graph, ops=(*forward, *zeros, *backward), cotangents=frozenset(graph.cotangents - made)
+    )
+
+
+def _zeros(graph: TrainingGraph, name: str) -> Op:
+    storage = graph.storage_of[name]
+    nbytes = graph.storages[storage].nbytes
+    return Op(
+        symbol="zeros",
+        index=-1 - storage,  # none of the trace's
+        arguments=(),
+        results=(name,),
+        reads=(),
+        makes=(storage,),
+        peak_bytes=nbytes,
+        repeat="no",
+        moved_bytes=nbytes,
+    )
