@@ -23,7 +23,7 @@ from thunder_memsave.checkpoints.module_state import (
 from thunder_memsave.checkpoints.optimizer_state import (
     NamedState,
     compare_groups,
-    compare_state_shapes,
+    compare_state,
     gather_optimizer_state,
     local_part,
     named_parameters_of,
@@ -126,13 +126,12 @@ class _FullOptimizer:
 
     def problems(self) -> list[Problem]:
         shapes = {
-            (name, key): value.shape
+            (name, key): value.shape if isinstance(value, Tensor) else None
             for name, values in self.saved.state.items()
             for key, value in values.items()
-            if isinstance(value, Tensor)
         }
         groups = compare_groups(self.optimizer, self.parameters, self.saved.param_groups)
-        return [*groups, *compare_state_shapes(self.parameters, shapes)]
+        return [*groups, *compare_state(self.parameters, shapes)]
 
     def restore(self, data_parallel: DataParallel | None) -> None:
         state = {

@@ -188,18 +188,29 @@ def compare_groups(
     return problems
 
 
-def compare_state_shapes(
-    parameters: Mapping[str, Tensor], shapes: Mapping[tuple[str, str], torch.Size]
+def compare_state(
+    parameters: Mapping[str, Tensor], stored: Mapping[tuple[str, str], torch.Size | None]
 ) -> list[Problem]:
-    """State that fits neither the whole parameter nor a single number cannot be divided."""
+    """State of a parameter that is not there, or that fits no shard.
+
+    Args:
+        parameters: The optimizer's, by name.
+        stored: Shapes in the file by parameter name and the optimizer's own key; None: a plain value.
+    """
     return [
-        Problem(name=f"{name} ({key})", text=f"shape {tuple(shape)} in the file fits no shard")
-        for (name, key), shape in shapes.items()
-        if name in parameters
-        and is_sharded(parameters[name])
-        and shape != whole_shape(parameters[name])
-        and shape.numel() != 1
+        Problem(name=f"{name} ({key})", text=text)
+        for (name, key), shape in stored.items()
+        if (text := _state_problem(parameters.get(name), shape)) is not None
     ]
+
+
+def _state_problem(p: Tensor | None, shape: torch.Size | None) -> str | None:
+    if p is None:
+        return "in the file, and the optimizer does not train this parameter"
+    if shape is None or not is_sharded(p) or shape == whole_shape(p) or shape.numel() == 1:
+        return None
+    # Neither the whole parameter's nor a single number: it cannot be divided.
+    return f"shape {tuple(shape)} in the file fits no shard"
 
 
 def _gather(value: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:

@@ -7,19 +7,20 @@ DCP's objects are built from those that are what they should be.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import pickle
 import stat
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
@@ -76,26 +77,59 @@ class SafeReader(dcp.FileSystemReader):
         """Reads what this rank needs, each part of a file checked before."""
         for item in plan.items:
             info = self.storage_data[item.storage_index]
-            require_stored(
-                self._directory / info.relative_path, offset=info.offset, num_bytes=info.length
-            )
-            self._read(item, plan, planner)
+            path = self._directory / info.relative_path
+            require_stored(path, offset=info.offset, num_bytes=info.length)
+            with _named(item.dest_index.fqn), path.open("rb") as file:
+                self._read(item, _Part(file, info.offset, info.length), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, item: ReadItem, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """One by one, so that it is known what cannot be read."""
-        try:
-            super().read_data(dataclasses.replace(plan, items=[item]), planner)
-        except (OSError, MemoryError, torch.OutOfMemoryError, DamagedCheckpointError):
-            raise
-        # What torch raises for bytes that are no tensor, or another one, is not documented.
-        except Exception as error:
-            raise DamagedCheckpointError(
-                f"{item.dest_index.fqn!r} does not hold what the run saved, or more than tensors and plain values; "
-                f"loading it could run code. torch says: {type(error).__name__}: {error}"
-            ) from error
+    def _read(self, item: ReadItem, part: _Part, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(part.read()))
+            return
+        shard = torch.load(cast(BinaryIO, part), map_location="cpu", weights_only=True)
+        self._require_as_planned(item.storage_index, shard)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(narrow_tensor_by_index(shard, item.storage_offsets, item.lengths))
+        planner.commit_tensor(item, target)
+
+    def _require_as_planned(self, index: MetadataIndex, shard: object) -> None:
+        """DCP takes its part of a larger shard, and converts one of another dtype."""
+        entry = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+        wanted = (chunk.sizes, entry.properties.dtype, torch.strided)
+        found = None
+        if type(shard) is torch.Tensor:
+            found = (shard.shape, shard.dtype, shard.layout)
+        if found != wanted:
+            raise ValueError(
+                f"a shard of shape {tuple(chunk.sizes)} and {entry.properties.dtype} should be there, "
+                f"and {_described(shard)} is"
+            )
+
+
+@contextmanager
+def _named(entry: str) -> Iterator[None]:
+    """Says of which entry it is that something cannot be read."""
+    try:
+        yield
+    except (OSError, MemoryError, torch.OutOfMemoryError, DamagedCheckpointError):
+        raise
+    # What torch raises for bytes that are no tensor, or another one, is not documented.
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"{entry!r} does not hold what the run saved, or more than tensors and plain values; "
+            f"loading it could run code. The reason: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _described(value: object) -> str:
+    if type(value) is not torch.Tensor:
+        return f"a {type(value).__name__}"
+    return f"one of shape {tuple(value.shape)} and {value.dtype}, {value.layout}"
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -242,6 +276,11 @@ class _Part(io.RawIOBase):
         content = self._file.read(size)
         self._at += len(content)
         return content
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        memoryview(buffer).cast("B")[: len(content)] = content
+        return len(content)
 
 
 def _sizes_of_files(directory: Path) -> dict[str, int]:

@@ -28,6 +28,7 @@ from thunder_memsave.agreement import CheckpointError, broadcast, is_rank_zero, 
 from thunder_memsave.checkpoints.commit import commit, remove, save_synced, temporary_name
 from thunder_memsave.checkpoints.contents import Contents
 from thunder_memsave.checkpoints.disk_errors import TellingWriter
+from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 from thunder_memsave.checkpoints.module_state import (
     Problem,
     compare,
@@ -38,7 +39,7 @@ from thunder_memsave.checkpoints.module_state import (
 from thunder_memsave.checkpoints.optimizer_state import (
     NamedState,
     compare_groups,
-    compare_state_shapes,
+    compare_state,
     named_parameters_of,
     named_state_of,
     set_optimizer_state,
@@ -48,6 +49,8 @@ from thunder_memsave.checkpoints.sources import TensorSpec, load_mapped
 from thunder_memsave.sharding import DataParallel, is_sharded, local_rows, whole_shape
 
 META_FILE = "meta.pt"
+# What needs no words around it: of the disk, of the memory, of our own reader.
+_CLEAR = (OSError, MemoryError, torch.OutOfMemoryError, DamagedCheckpointError)
 Keys = tuple[str | int, ...]
 
 
@@ -86,7 +89,7 @@ def write_sharded(
     once(lambda: temporary.mkdir(parents=True), data_parallel)
     try:
         together(lambda: _require_shared(temporary), data_parallel)
-        with _dcp_options(data_parallel) as options:
+        with _dcp_options(data_parallel, failed=_not_written) as options:
             # Of several replicas the first one writes, so that all rows are of one moment.
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
             writer = TellingWriter(temporary)
@@ -174,13 +177,25 @@ class _Stored:
     def flat(self, *path: str | int) -> str:
         return ".".join(map(str, path))
 
-    def under(self, *prefix: str) -> dict[str, Keys]:
-        """Entries below a prefix, by flat name, with the rest of their path."""
+    def under(self, *prefix: str, kinds: tuple[type, ...]) -> dict[str, Keys]:
+        """Entries below a prefix, by flat name, with the rest of their path, which is of such keys.
+
+        Raises:
+            DamagedCheckpointError: it is of others.
+        """
         n = len(prefix)
-        return {flat: p[n:] for flat, p in self.paths.items() if p[:n] == prefix}
+        found = {flat: p[n:] for flat, p in self.paths.items() if p[:n] == prefix}
+        for flat, rest in found.items():
+            if tuple(map(type, rest)) != kinds:
+                names = ", ".join(kind.__name__ for kind in kinds)
+                raise DamagedCheckpointError(
+                    f"{flat!r} lies at {rest} below {'.'.join(prefix)}, where a checkpoint has ({names}); no save "
+                    "writes that. Load another checkpoint."
+                )
+        return found
 
     def specs(self, key: str) -> dict[str, TensorSpec]:
-        entries = self.under(key)
+        entries = self.under(key, kinds=(str,))
         return {
             str(rest[0]): self.spec(flat) for flat, rest in entries.items() if self.is_tensor(flat)
         }
@@ -214,18 +229,19 @@ class _StoredOptimizer:
             optimizer=optimizer,
             parameters=named_parameters_of(optimizer, contents.modules.values()),
             stored=stored,
-            state_entries=stored.under(key, "state"),
-            group_entries=stored.under(key, "param_groups"),
+            state_entries=stored.under(key, "state", kinds=(str, str)),
+            group_entries=stored.under(key, "param_groups", kinds=(int, str)),
         )
 
     def problems(self, loaded: Mapping[str, Any]) -> list[Problem]:
         shapes = {
-            (str(rest[0]), str(rest[1])): self.stored.spec(flat).shape
-            for flat, rest in self.state_entries.items()
+            (str(name), str(key)): self.stored.spec(flat).shape
             if self.stored.is_tensor(flat)
+            else None
+            for flat, (name, key) in self.state_entries.items()
         }
         groups = compare_groups(self.optimizer, self.parameters, self._groups(loaded))
-        return [*groups, *compare_state_shapes(self.parameters, shapes)]
+        return [*groups, *compare_state(self.parameters, shapes)]
 
     def template(self, data_parallel: DataParallel | None) -> dict[str, Any]:
         """Zeros of the stored shapes and dtypes: no step is taken to make them."""
@@ -301,12 +317,14 @@ def _dcp_load(
 ) -> None:
     if state:
         reader, planner = SafeReader(path, metadata), SafePlanner(weights_only=weights_only)
-        with _dcp_options(data_parallel) as options:
+        with _dcp_options(data_parallel, failed=_not_read) as options:
             dcp.load(state, storage_reader=reader, planner=planner, **options)
 
 
 @contextmanager
-def _dcp_options(data_parallel: DataParallel | None) -> Iterator[dict[str, Any]]:
+def _dcp_options(
+    data_parallel: DataParallel | None, *, failed: Callable[[str], Exception]
+) -> Iterator[dict[str, Any]]:
     with warnings.catch_warnings():
         # DCP warns that a process is alone even where it was told so.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
@@ -314,14 +332,34 @@ def _dcp_options(data_parallel: DataParallel | None) -> Iterator[dict[str, Any]]
         try:
             yield {"process_group": group, "no_dist": data_parallel is None}
         except dcp.CheckpointException as e:  # a BaseException, raised on all ranks
-            raise _own_failure(e, data_parallel) from e
+            raise _own_failure(e, data_parallel, failed) from e
 
 
-def _own_failure(error: dcp.CheckpointException, data_parallel: DataParallel | None) -> Exception:
+def _own_failure(
+    error: dcp.CheckpointException,
+    data_parallel: DataParallel | None,
+    failed: Callable[[str], Exception],
+) -> BaseException:
     rank, (reason, _) = next(iter(error.failures.items()))
     own = 0 if data_parallel is None else dist.get_rank(data_parallel.everyone)
     mine = error.failures.get(own, (None, None))[0]
-    if isinstance(mine, Exception):
+    if mine is None:
+        text = f"{type(reason).__name__}: {reason}"
+        return CheckpointError(f"rank {rank} failed, so this rank stops too: {text}")
+    if isinstance(mine, _CLEAR) or not isinstance(mine, Exception):
         return mine
-    text = f"{type(reason).__name__}: {reason}"
-    return CheckpointError(f"rank {rank} failed, so this rank stops too: {text}")
+    return failed(f"{type(mine).__name__}: {mine}")
+
+
+def _not_written(reason: str) -> Exception:
+    return ValueError(
+        f"torch.distributed.checkpoint cannot write this state as shards ({reason}); rename what is in its way, or "
+        "use state_dict_type='full'."
+    )
+
+
+def _not_read(reason: str) -> Exception:
+    return DamagedCheckpointError(
+        f"torch.distributed.checkpoint cannot read these shards into this state ({reason}), so they are not what a "
+        "save wrote; load another checkpoint."
+    )
