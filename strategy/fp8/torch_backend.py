@@ -15,6 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from thunder_memsave.aten_record import once_through_memory
 from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
 from thunder_memsave.settings import ConfigError
 
@@ -22,7 +23,11 @@ BLOCK = 128
 """The side of a block; on Hopper the GEMMs know no other."""
 
 _CHUNK_ELEMENTS = 2**24
-"""So many elements are in float32 at a time: the scratch of a cast is 64 MiB, whatever the tensor's size."""
+"""So many elements of an operand are in float32 at a time: 64 MiB, whatever its size."""
+
+_CAST_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
+"""So many are cast at a time, so that what is between the kernels of a cast stays in the cache: 1 MiB in float32 on
+the CPU, 16 MiB on GPUs, whose second level holds 40 MiB and more from Ada on."""
 
 _MULTIPLE = 16
 """cuBLAS's fp8 GEMMs want rows whose bytes are a multiple of this."""
@@ -50,11 +55,9 @@ def quantize_delayed(
     Returns:
         x in fp8, and the factor that undoes the scale, float32 `[1]`, which shares no memory with the state.
     """
-    if records:
-        newest = amax_history[0, index]
-        newest.copy_(torch.maximum(newest, amax(x)))
     chosen = scale[index : index + 1]
-    return _cast(x, chosen, dtype), chosen.reciprocal()
+    newest = amax_history[0, index] if records else None
+    return cast(x, chosen, dtype, raised=newest), chosen.reciprocal()
 
 
 def quantize_current(
@@ -71,14 +74,23 @@ def quantize_current(
     Returns:
         x in fp8, and the factor that undoes the scale, float32 `[1]`.
     """
-    scale = _scale_of(
-        amax(x).reshape(1),
+    scale = current_scale(
+        amax(x), dtype, amax_epsilon=amax_epsilon, force_pow_2_scales=force_pow_2_scales
+    )
+    return cast(x, scale, dtype), scale.reciprocal()
+
+
+def current_scale(
+    amax: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
+) -> Tensor:
+    """The scale that `quantize_current` takes for a tensor of this amax, float32 `[1]`."""
+    return _scale_of(
+        amax.reshape(1),
         dtype,
         amax_epsilon=amax_epsilon,
         force_pow_2_scales=force_pow_2_scales,
         instead_of_inf=torch.finfo(torch.float32).max,
     )
-    return _cast(x, scale, dtype), scale.reciprocal()
 
 
 def quantize_block(
@@ -106,22 +118,48 @@ def quantize_block(
     scales = x.new_empty(
         block_scales_shape(x.shape[0], x.shape[1], block_rows, block_cols), dtype=torch.float32
     )
-    for first, rows in _chunks(x.shape[0], x.shape[1], multiple=block_rows):
-        part = x[first : first + rows]
-        row_of_blocks = first // block_rows
-        blocks = scales[row_of_blocks : row_of_blocks + -(-rows // block_rows)]
-        blocks.copy_(
-            _scale_of(
-                _block_amax(part, block_rows, block_cols),
-                dtype,
-                amax_epsilon=amax_epsilon,
-                force_pow_2_scales=force_pow_2_scales,
-                instead_of_inf=torch.finfo(x.dtype).max,
+    with once_through_memory(x, quantized, scales):
+        for first, rows in _cached(x, x.shape[0], multiple=block_rows):
+            part = x[first : first + rows]
+            row_of_blocks = first // block_rows
+            blocks = scales[row_of_blocks : row_of_blocks + -(-rows // block_rows)]
+            blocks.copy_(
+                block_scales(
+                    block_amax(part, block_rows, block_cols),
+                    dtype,
+                    of=x.dtype,
+                    amax_epsilon=amax_epsilon,
+                    force_pow_2_scales=force_pow_2_scales,
+                )
             )
-        )
-        each = _of_elements(blocks, rows, x.shape[1], block_rows, block_cols)
-        quantized[first : first + rows].copy_(_saturated(part * each, dtype))
+            quantized[first : first + rows] = cast_blocks(part, blocks, dtype, block_rows, block_cols)
     return quantized, scales.reciprocal_()
+
+
+def block_scales(
+    amax: Tensor,
+    dtype: torch.dtype,
+    *,
+    of: torch.dtype,
+    amax_epsilon: float = 0.0,
+    force_pow_2_scales: bool = True,
+) -> Tensor:
+    """The scales that `quantize_block` takes for blocks of these amaxes, of a tensor whose type is `of`."""
+    return _scale_of(
+        amax,
+        dtype,
+        amax_epsilon=amax_epsilon,
+        force_pow_2_scales=force_pow_2_scales,
+        instead_of_inf=torch.finfo(of).max,
+    )
+
+
+def cast_blocks(
+    x: Tensor, scales: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int = BLOCK
+) -> Tensor:
+    """Cast each block of `[rows, columns]` with its scale."""
+    each = _of_elements(scales, x.shape[0], x.shape[1], block_rows, block_cols)
+    return _saturated(x * each, dtype).to(dtype)
 
 
 def block_scales_shape(
@@ -267,29 +305,53 @@ def amax(x: Tensor) -> Tensor:
     """The largest magnitude among the elements that are numbers, float32 without dimensions; 0 if there is none."""
     largest = x.new_zeros((), dtype=torch.float32)
     flat = x.reshape(-1)
-    for first, length in _chunks(flat.numel(), 1):
-        part = _magnitudes(flat[first : first + length]).amax()
-        largest = torch.maximum(largest, part.float())
+    with once_through_memory(x):
+        for first, length in _cached(flat, flat.numel()):
+            _raise(largest, flat[first : first + length])
     return largest
+
+
+def _raise(amax: Tensor, part: Tensor) -> None:
+    """Let `amax` be the larger of itself and the part's, in place."""
+    amax.copy_(torch.maximum(amax, _magnitudes(part).amax().float()))
 
 
 def _magnitudes(x: Tensor) -> Tensor:
     return x.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
 
 
-def _chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+def _cached(x: Tensor, rows: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield the chunks in which x is cast."""
+    most = _CAST_ELEMENTS["cpu" if x.device.type == "cpu" else "cuda"]
+    return _chunks(rows, x.numel() // max(rows, 1), most, multiple)
+
+
+def _chunks(
+    rows: int, columns: int, num_elements: int, multiple: int = 1
+) -> Iterator[tuple[int, int]]:
     """Yield (first row, number of rows), whole blocks of `multiple` rows at a time."""
-    step = max(_CHUNK_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
+    step = max(num_elements // max(columns, 1) // multiple, 1) * multiple
     for first in range(0, rows, step):
         yield first, min(step, rows - first)
 
 
-def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None = None) -> Tensor:
+    """Cast with one scale, float32 `[1]`; what is too large becomes the largest number.
+
+    Args:
+        x: In any float type and shape.
+        scale: What it is multiplied with.
+        dtype: The fp8 type.
+        raised: An amax that becomes the larger of itself and x's, in the same pass over x.
+    """
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     source, target = x.reshape(-1), quantized.view(-1)
-    for first, length in _chunks(source.numel(), 1):
-        part = slice(first, first + length)
-        target[part].copy_(_saturated(source[part] * scale, dtype))
+    with once_through_memory(x, quantized):
+        for first, length in _cached(source, source.numel()):
+            part = slice(first, first + length)
+            if raised is not None:
+                _raise(raised, source[part])
+            target[part].copy_(_saturated(source[part] * scale, dtype))
     return quantized
 
 
@@ -318,7 +380,7 @@ def _scale_of(
     return torch.where((amax == 0) | amax.isinf(), 1.0, scale)
 
 
-def _block_amax(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
+def block_amax(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
     """The amax of each block, float32."""
     rows, columns = x.shape
     down, across = block_scales_shape(rows, columns, block_rows, block_cols)
@@ -360,7 +422,7 @@ def _dequantized_gemm(
 
 
 def _row_parts(matrix: Tensor) -> Iterator[slice]:
-    for first, rows in _chunks(matrix.shape[0], matrix.shape[1], multiple=BLOCK):
+    for first, rows in _chunks(matrix.shape[0], matrix.shape[1], _CHUNK_ELEMENTS, BLOCK):
         yield slice(first, first + rows)
 
 
