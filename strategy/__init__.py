@@ -8,7 +8,7 @@
                      transport.py their collectives, missing_ranks.py who gave no sign
        capture.py    module + first batch -> torch-level graph (Dynamo, guards kept)
        lowering.py   torch-level graph -> Thunder trace, unshard.py: one gather per parameter
-       compile.py    the one ordered list: autograd, executors, joint-trace passes, split
+       compile.py    captures per call; compile_trace.py: the one ordered list of passes
        planning.py   extract.py: joint trace -> storages and operations, each run once without data
                      planner/: what to keep, pure Python; agreed on by all ranks, cached on disk,
                      simulated on the traces that run

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import thunder_memsave.compile as compile_module
 from harness import models
 from harness.parity import Twins, weighted_sum
+from thunder_memsave import compile_trace
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.devices import device_at
@@ -161,7 +161,7 @@ def test_what_the_planner_simulated_is_what_runs_and_is_not_made_twice() -> None
     )
     module, ids = CompiledModule(models.gpt2(), planner=planner), models.token_batch()
     split = "split_into_forward_and_backward"
-    with patch.object(compile_module, split, wraps=getattr(compile_module, split)) as calls:
+    with patch.object(compile_trace, split, wraps=getattr(compile_trace, split)) as calls:
         module(input_ids=ids, labels=ids)
     assert calls.call_count == 1
     (planned,), (capture,) = planner.calls, module.captures
