@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -20,6 +21,19 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def seed_from(state: dict[str, Any], *, rank: int, world_size: int) -> None:
+    """Seed every generator from a collected state of some rank: another way on each rank, the same way each time.
+
+    It is for ranks of which no state was collected. The seed is the first 8 bytes of the SHA-256 of the state of
+    torch's CPU generator and of `"<rank> of <world_size>"`, as a little-endian number.
+    """
+    origin = state["torch"].numpy().tobytes() + f"{rank} of {world_size}".encode()
+    seed = int.from_bytes(hashlib.sha256(origin).digest()[:8], "little")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # of CUDA too
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:

@@ -20,7 +20,7 @@ from thunder_memsave.callbacks.checkpoint import (
     read_info,
     step_of,
 )
-from thunder_memsave.callbacks.random_state import set_random_state
+from thunder_memsave.callbacks.random_state import seed_from, set_random_state
 from thunder_memsave.checkpoints.commit import sync_directory
 from thunder_memsave.checkpoints.manifest import (
     STATE,
@@ -43,8 +43,10 @@ def load_checkpoint(
 ) -> None:
     """Fill `state` from a checkpoint and put back this rank's random state. A collective.
 
+    Ranks that are more or fewer than wrote it get other random numbers, the same each time, and a warning says so.
+
     Args:
-        fabric: Launched, with as many ranks as wrote the checkpoint.
+        fabric: Launched.
         info: As `read_info` or `newest_valid` returned it.
         state: What to fill; nothing in it changes where the checkpoint is damaged.
         is_verified: Its files were just verified, and need not be read once more for that.
@@ -60,13 +62,24 @@ def load_checkpoint(
             )
         on_all_ranks(fabric, lambda: _require_own_name(info.path))
     fabric.load(info.path / STATE, state)
-    on_all_ranks(fabric, lambda: _load_random_state(fabric, info.path))
+    on_all_ranks(fabric, lambda: _load_random_state(fabric, info))
 
 
-def _load_random_state(fabric: Fabric, path: Path) -> None:
-    file = path / random_file(fabric.global_rank)
+def _load_random_state(fabric: Fabric, info: CheckpointInfo) -> None:
+    is_own = info.world_size == fabric.world_size
+    if not is_own and fabric.is_global_zero:
+        _log.warning(
+            f"{info.path} was written by {info.world_size} ranks, and {fabric.world_size} go on from it: the weights, "
+            "the optimizer and the order of the data are as they were, but dropout and the like get other random "
+            "numbers (the same ones in each such start)."
+        )
+    file = info.path / random_file(fabric.global_rank if is_own else 0)
     try:
-        set_random_state(load_mapped(file, weights_only=True), fabric.device)
+        state = load_mapped(file, weights_only=True)
+        if is_own:
+            set_random_state(state, fabric.device)
+        else:
+            seed_from(state, rank=fabric.global_rank, world_size=fabric.world_size)
     except (OSError, MemoryError):
         raise
     # What torch raises for bytes that are no such states is not documented.

@@ -24,7 +24,12 @@ _DATA = (
     "data.max_seq_length and data.packing"
 )
 # What to look at where the value alone does not say it.
-_CAUSES = {"num_rows": _DATA, "fingerprint_of_rows": _DATA}
+_CAUSES = {
+    "num_rows": _DATA,
+    "fingerprint_of_rows": _DATA,
+    "global_batch_size": "train.global_batch_size, and leave one of train.micro_batch_size and "
+    "train.gradient_accumulation_steps out, for the number of processes is the third",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +133,7 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
 
     Raises:
         ConfigError: the directory holds a run that is not to be continued, the checkpoint is not
-            there or damaged, or another number of processes wrote it.
+            there or damaged.
     """
     directory = RunDirectory(root=Path(config.output_dir))
     if config.resume is False:
@@ -146,7 +151,6 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
         info = _named_checkpoint(Path(str(config.resume)))
         if info.path.resolve().parent != directory.checkpoints.resolve():
             _refuse_existing(directory)
-    check_same_world(info, num_processes=world_size(config))
     return info
 
 
@@ -161,7 +165,7 @@ def how_to_go_on(
 
     Args:
         directory: Of that run.
-        num_processes: Of that run; it goes on with as many.
+        num_processes: Of that run; with as many it goes on bit by bit.
         started_from: The checkpoint that it resumed from, if any.
         change: An override that the command needs in order to end differently.
     """
@@ -177,20 +181,6 @@ def how_to_go_on(
             f"with: {command} --resume={shlex.quote(str(started_from.path))} --output_dir=ANOTHER"
         )
     return f"there is no checkpoint yet; start again with: {command} --resume=auto"
-
-
-def check_same_world(info: CheckpointInfo, *, num_processes: int) -> None:
-    """Check that as many processes go on as wrote the checkpoint.
-
-    Raises:
-        ConfigError: they are more or fewer.
-    """
-    if info.world_size != num_processes:
-        raise ConfigError(
-            f"{info.path} was written by {info.world_size} processes, this launch has "
-            f"{num_processes}; start {info.world_size} to go on exactly.",
-            key="resume",
-        )
 
 
 def check_same_values(info: CheckpointInfo, values: Mapping[str, int | str]) -> None:
@@ -269,7 +259,7 @@ def _refuse_only_damaged(directory: RunDirectory) -> None:
 
 
 def _launcher() -> str:
-    """Write the launch of this very run, because a checkpoint needs as many processes."""
+    """Write the launch of this very run, for with as many processes it goes on bit by bit."""
     if not is_under_torchrun():
         return ""
     num_local, num_processes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])

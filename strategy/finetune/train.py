@@ -36,7 +36,6 @@ from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run_directory import (
     check_same_values,
-    check_same_world,
     how_to_go_on,
 )
 from thunder_memsave.finetune.run_file.class_spec import import_class
@@ -186,7 +185,6 @@ def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
     except (ValueError, OSError, CheckpointError) as error:
         raise ConfigError(str(error), key="resume") from error
     assert valid is not None  # one was there
-    check_same_world(valid, num_processes=fabric.world_size)
     check_same_values(valid, job.identity)
     job = dataclasses.replace(job, resume_from=valid)
     _check_same_base(job, base.identity)

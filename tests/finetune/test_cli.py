@@ -343,18 +343,20 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "values", "message"),
+    ("values", "message"),
     [
-        (2, {}, "was written by 2 processes, this launch has 1; start 2"),
         (
-            1,
             {"optimizer_class": "SGD"},
             "was written with optimizer_class SGD, this run has AdamW, so",
         ),
         (
-            1,
             {"optimizer_class": "AdamW", "seed": 1},
             "was written with seed 1, this run has 42, so",
+        ),
+        (
+            {"optimizer_class": "AdamW", "seed": 42, "global_batch_size": 3},
+            "was written with global_batch_size 3, this run has 4, so it cannot go on from there; restore "
+            "train.global_batch_size, and leave one of train.micro_batch_size and",
         ),
     ],
 )
@@ -362,24 +364,21 @@ def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path,
     model_directory: Path,
     capsys: pytest.CaptureFixture[str],
-    world_size: int,
     values: dict[str, int | str],
     message: str,
 ) -> None:
     path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    write_checkpoint_info(checkpoint, world_size=world_size, values={"step": 1, **values})
+    write_checkpoint_info(checkpoint, values={"step": 1, **values})
     assert main(["train", str(path), "--resume=auto"]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def write_checkpoint_info(
-    directory: Path, *, world_size: int, values: Mapping[str, int | str]
-) -> None:
+def write_checkpoint_info(directory: Path, *, values: Mapping[str, int | str]) -> None:
     directory.mkdir(parents=True)
     manifest = Manifest(
         step=1,
-        world_size=world_size,
+        world_size=2,  # may be another
         sharding="none",
         versions={},
         values=values,
