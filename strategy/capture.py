@@ -26,7 +26,8 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
 from thunder_memsave.errors import CaptureError, user_frame
-from thunder_memsave.sharding import is_sharded
+from thunder_memsave.sharded_parameter import unquantized_dtype
+from thunder_memsave.sharding import is_sharded, whole_shape
 
 _SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
@@ -108,7 +109,7 @@ class Capture:
         now = [slot.parameters.get(slot.name) for slot in self._sharded]
         return all(
             p is not None
-            and is_sharded(p)
+            and is_sharded(p) is slot.is_sharded
             and p is now[slot.same_as]
             and p.requires_grad is slot.requires_grad
             and p.dtype is slot.dtype
@@ -119,7 +120,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class _ShardedSlot:
-    """Where a module keeps a sharded parameter, and what the capture assumes of it."""
+    """Where a module keeps a parameter that is not the whole weight, and what the capture assumes of it."""
 
     parameters: Mapping[str, nn.Parameter | None]
     name: str
@@ -128,6 +129,7 @@ class _ShardedSlot:
     requires_grad: bool
     dtype: torch.dtype
     device: torch.device
+    is_sharded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +169,9 @@ def capture(
 ) -> Capture:
     """Trace `call` of a method of `module` into one graph.
 
-    Sharded parameters are swapped for storage-less tensors of full shape while tracing, so the graph has full shapes
-    and nothing is gathered. Their guards would compare full shapes with shards: they are left out; `Capture.matches`
-    checks what they would have checked.
+    Sharded parameters, and those of which only fp8 numbers are kept, are swapped for storage-less tensors of full shape
+    and of the weight's own dtype while tracing, so the graph has full shapes and nothing is gathered. Their guards
+    would compare those with what is kept: they are left out; `Capture.matches` checks what they would have checked.
 
     Args:
         module: Whose method is called.
@@ -211,9 +213,9 @@ def _sharded_slots(module: nn.Module, *, used: Collection[int]) -> tuple[_Sharde
     slots: list[_ShardedSlot] = []
     for owner in module.modules():
         for name, p in owner._parameters.items():
-            if p is not None and is_sharded(p) and id(p) in used:
+            if p is not None and _has_stand_in(p) and id(p) in used:
                 same_as = first.setdefault(id(p), len(slots))
-                state = (p.requires_grad, p.dtype, p.device)
+                state = (p.requires_grad, p.dtype, p.device, is_sharded(p))
                 slots.append(_ShardedSlot(owner._parameters, name, same_as, *state))
     return tuple(slots)
 
@@ -278,13 +280,13 @@ def _name_inputs(
 
 @contextmanager
 def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Swap sharded parameters for storage-less ones of full shape; yields id(stand-in) -> original."""
+    """Swap shards and fp8 numbers for storage-less weights of full shape; yields id(stand-in) -> original."""
     stand_ins: dict[int, nn.Parameter] = {}
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     originals: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, p in owner._parameters.items():
-            if p is not None and is_sharded(p):
+            if p is not None and _has_stand_in(p):
                 stand_in = stand_ins.setdefault(id(p), _storage_less(p))
                 originals[id(stand_in)] = p
                 swapped.append((owner._parameters, name, p))
@@ -296,8 +298,13 @@ def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
             parameters[name] = p
 
 
+def _has_stand_in(p: nn.Parameter) -> bool:
+    """Whether the graph is to see another tensor than what is kept: the whole weight, in its own dtype."""
+    return is_sharded(p) or unquantized_dtype(p) is not None
+
+
 def _storage_less(p: nn.Parameter) -> nn.Parameter:
-    full = torch.empty(p.unsharded_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+    full = torch.empty(whole_shape(p), dtype=unquantized_dtype(p) or p.dtype, device=p.device)
     full.untyped_storage().resize_(0)
     return nn.Parameter(full, requires_grad=p.requires_grad)
 

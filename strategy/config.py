@@ -233,19 +233,14 @@ class Fp8Config(Section):
     whole name or its end."""
 
     frozen_weights: Literal["compute", "fp8"] = "compute"
-    """What is kept of weights that are not trained: `compute` keeps them as they are, and a copy in
-    fp8 to compute with; `fp8`, the copy alone, is refused in this version."""
+    """What is kept of weights that are not trained, of linear layers that run in fp8: `compute` keeps
+    them as they are, and a copy in fp8 to compute with; `fp8`, their fp8 numbers alone, half the bytes
+    of bfloat16, also where ranks gather them."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         if self.recipe != "delayed":
             _refuse_options_of_delayed(self)
-        if self.frozen_weights == "fp8":
-            raise ConfigError(
-                "fp8.frozen_weights is 'fp8', but weights that are kept in fp8 alone are not in this version; write "
-                "'compute', which computes with an fp8 copy of them.",
-                key="fp8.frozen_weights",
-            )
 
 
 def _refuse_options_of_delayed(fp8: Fp8Config) -> None:

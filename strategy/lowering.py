@@ -64,6 +64,7 @@ from thunder_memsave.higher_order import HIGHER_ORDER, REGION, inline_checkpoint
 from thunder_memsave.location import Location, locate, module_name  # noqa: E402
 from thunder_memsave.opaque import OpaqueExecutor, is_random  # noqa: E402
 from thunder_memsave.passes.checkpoint_regions import Region, mark  # noqa: E402
+from thunder_memsave.sharded_parameter import unquantized_dtype  # noqa: E402
 from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
 from thunder_memsave.unshard import unshard  # noqa: E402
 
@@ -136,6 +137,8 @@ class _Lazy:
     proxy: TensorProxy
     graph_input: GraphInput
     value: TensorProxy | None = field(default=None)
+    weight_itself: TensorProxy | None = field(default=None)
+    """What fp8 numbers stand for, where something else than a linear in fp8 reads it."""
 
 
 class _Lowering:
@@ -224,7 +227,9 @@ class _Lowering:
         target = node.target
         if target in _IGNORED or target is torch._C._set_grad_enabled:
             return None  # which values need a gradient is read off `example_value`
-        args, kwargs = self._read(node.args, values), self._read(node.kwargs, values)
+        in_fp8 = self.fp8 is not None and self.fp8.computes(node)
+        args = self._read(node.args, values, as_kept=in_fp8)
+        kwargs = self._read(node.kwargs, values, as_kept=in_fp8)
         if self.autocast.handles(target):
             return self.autocast.switch(target, args)
         expected = node.meta.get("example_value")
@@ -374,20 +379,31 @@ class _Lowering:
     def _where(self, node: fx.Node) -> str:
         return user_frame_of_text(node.meta.get("stack_trace"))
 
-    def _read(self, argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-        plain = _plain(fx.node.map_arg(argument, lambda node: self._force(values[node])))
+    def _read(self, argument: Any, values: Mapping[fx.Node, Any], *, as_kept: bool = False) -> Any:
+        """`as_kept`: weights of which fp8 numbers are kept are these."""
+
+        def read(node: fx.Node) -> Any:
+            return self._force(values[node], as_kept=as_kept)
+
+        plain = _plain(fx.node.map_arg(argument, read))
         return plain if self.target is None else tree_map(self._on_target, plain)
 
     def _on_target(self, argument: Any) -> Any:
         """The graph names the devices on which its tensors were captured."""
         return self.target if isinstance(argument, torch.device) else argument
 
-    def _force(self, value: Any) -> Any:
+    def _force(self, value: Any, *, as_kept: bool = False) -> Any:
         if not isinstance(value, _Lazy):
             return value
         if value.value is None:
             value.value = self._full_value(value)
-        return value.value
+        if as_kept or unquantized_dtype(value.graph_input.tensor) is None:
+            return value.value
+        if value.weight_itself is None:
+            assert self.fp8 is not None, "only linears in fp8 keep weights so"
+            tensor = value.graph_input.tensor
+            value.weight_itself = self.fp8.weight_itself(tensor, value.value)
+        return value.weight_itself
 
     def _full_value(self, lazy: _Lazy) -> TensorProxy:
         if self.data_parallel is None or lazy.graph_input.kind != "parameter":

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ from thunder_memsave.checkpoints.sources import (
     TensorSpec,
     open_source,
 )
+from thunder_memsave.fp8.frozen import FrozenInFp8
 from thunder_memsave.initialize import initialize
+from thunder_memsave.sharded_parameter import unquantized_dtype
 from thunder_memsave.sharding import (
     DataParallel,
     RowRange,
@@ -94,6 +97,24 @@ def names_in_files(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, value in state.items() if id(value) in filled)
 
 
+def reads_from_files(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """How to read each whole tensor that `load_on_setup` is going to fill, by its name; tied twins too.
+
+    To be called before the module is set up.
+    """
+    reads: dict[str, Callable[[], Tensor]] = {}
+    for prefix, owner in module.named_modules():
+        pending = vars(owner).get(_PENDING)
+        if not isinstance(pending, PendingWeights):
+            continue
+        stored = set(pending.source.names())
+        for name, (stored_name, _) in _wanted(owner, pending.rename).items():
+            if stored_name in stored:
+                full_name = f"{prefix}.{name}" if prefix else name
+                reads.setdefault(full_name, partial(pending.source.read, stored_name))
+    return reads
+
+
 def fingerprint_of_files(module: nn.Module) -> str:
     """Tell apart the files that `load_on_setup` is going to read, without reading them whole.
 
@@ -116,6 +137,7 @@ def materialize(
     data_parallel: DataParallel | None,
     weights: str | Path | None = None,
     rename: Rename = without_adapters,
+    frozen: FrozenInFp8 | None = None,
 ) -> None:
     """Fills everything of `module` that is on meta, in place, and shards the rest as well.
 
@@ -124,12 +146,16 @@ def materialize(
     `reset_parameters` or `_init_weights`, with the same values on all ranks, as are non-persistent
     buffers; a module is whole on the host meanwhile. A collective.
 
+    Weights of which only fp8 numbers are to be kept are cast as soon as they are read, so that no more than one of them
+    is there in its own dtype; those that are initialised are all there until `FrozenInFp8.cast_rest`.
+
     Args:
         module: Wholly or partly on meta.
         device: Where the real tensors go.
         data_parallel: The ranks to shard over.
         weights: As in `load_on_setup`, for the whole module.
         rename: As in `load_on_setup`.
+        frozen: The weights of which only fp8 numbers are to be kept.
 
     Raises:
         StateMismatchError: names or shapes in the files do not fit; nothing was changed.
@@ -139,26 +165,30 @@ def materialize(
     if weights is not None:
         load_on_setup(module, weights, rename=rename)
     seed = broadcast(torch.initial_seed(), data_parallel)
+    on_all_ranks = partial(together, data_parallel=data_parallel, error_elsewhere=OtherRankError)
+    reads = on_all_ranks(lambda: list(_plan_reads(module)))
+    for read in reads:
+        if frozen is not None and frozen.has(read.target) and read.target.is_meta:
+            on_all_ranks(partial(_fill_from_file, read, device, data_parallel))
+            frozen.cast(read.target, device)
 
     def fill() -> None:
-        _fill_from_files(module, device, data_parallel)
+        for read in reads:
+            if unquantized_dtype(read.target) is None:
+                _fill_from_file(read, device, data_parallel)
         for name, target, whole in initialize(module, seed=seed):
             _fill(target, name, _rows_of(whole), device, data_parallel)
         shard_rest(module, data_parallel)
 
-    together(fill, data_parallel, error_elsewhere=OtherRankError)
+    on_all_ranks(fill)
 
 
-def _fill_from_files(
-    module: nn.Module, device: torch.device, data_parallel: DataParallel | None
-) -> None:
-    reads = list(_plan_reads(module))
-    for read in reads:
-        if read.target.is_meta:
-            _fill(read.target, read.name, read.rows_of_source, device, data_parallel)
-        else:
-            with torch.no_grad():
-                copy_rows(read.source, read.stored_name, read.target)
+def _fill_from_file(read: _Read, device: torch.device, data_parallel: DataParallel | None) -> None:
+    if read.target.is_meta:
+        _fill(read.target, read.name, read.rows_of_source, device, data_parallel)
+    else:
+        with torch.no_grad():
+            copy_rows(read.source, read.stored_name, read.target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

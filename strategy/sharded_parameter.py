@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import GetSetDescriptorType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thunder_memsave.compat import foreach_subclasses
+
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 # These read a weight as a whole even where the shapes of a shard happen to fit.
 _REFUSED = frozenset(
@@ -25,6 +27,7 @@ _REFUSED = frozenset(
 )
 _REFUSED_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 _STATE = ("unsharded_shape", "_first_row", "_num_real_rows", "_parameter_name")
+_UNQUANTIZED = "unquantized_dtype"
 
 
 class ShardedParameterError(ValueError):
@@ -62,14 +65,18 @@ class ShardedParameter(nn.Parameter):
         """Copies the rows and what is known about the whole."""
         if id(self) not in memo:
             copied = nn.Parameter(self.data.clone(), self.requires_grad)
-            memo[id(self)] = mark_sharded(copied, **{k.lstrip("_"): vars(self)[k] for k in _STATE})
+            memo[id(self)] = _rebuild(copied, self._state())
         copied_once: ShardedParameter = memo[id(self)]
         return copied_once
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickles as what it is: torch's own way gives a parameter that looks whole."""
         plain = nn.Parameter(self.data, self.requires_grad)
-        return _rebuild, (plain, {k.lstrip("_"): vars(self)[k] for k in _STATE})
+        return _rebuild, (plain, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        state = {k.lstrip("_"): vars(self)[k] for k in _STATE}
+        return {**state, _UNQUANTIZED: unquantized_dtype(self)}
 
 
 def mark_sharded(
@@ -92,7 +99,21 @@ def mark_sharded(
 
 
 def _rebuild(plain: nn.Parameter, state: dict[str, Any]) -> ShardedParameter:
-    return mark_sharded(plain, **state)
+    dtype = state.pop(_UNQUANTIZED)
+    sharded = mark_sharded(plain, **state)
+    if dtype is not None:
+        mark_quantized(sharded, unquantized_dtype=dtype)
+    return sharded
+
+
+def mark_quantized(p: nn.Parameter, *, unquantized_dtype: torch.dtype) -> None:
+    """Notes that `p`, sharded or not, holds fp8 numbers of a weight of this dtype."""
+    setattr(p, _UNQUANTIZED, unquantized_dtype)
+
+
+def unquantized_dtype(p: Tensor) -> torch.dtype | None:
+    """The dtype of a weight of which `p` holds fp8 numbers; None: `p` holds the weight itself."""
+    return vars(p).get(_UNQUANTIZED)
 
 
 def is_sharded(p: Tensor) -> bool:
@@ -100,18 +121,38 @@ def is_sharded(p: Tensor) -> bool:
     return isinstance(p, ShardedParameter)
 
 
-def _refuse_compute(
+def computing_operation(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+) -> str | None:
+    """The name of an operation that computes with weights as a model's forward does; None: another one.
+
+    Args:
+        func: As `__torch_function__` gets it, and so are the others.
+        args: What it is called with.
+        kwargs: Likewise.
+    """
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = _attribute_name(func)
-        if name not in _REFUSED_ATTRIBUTES:
-            return
-    elif name not in _REFUSED and (_is_in_place(name) or not _mixes_shapes([*args, kwargs])):
+        return name if name in _REFUSED_ATTRIBUTES else None
+    if name not in _REFUSED and (_is_in_place(name) or not _mixes_shapes([*args, kwargs])):
+        return None
+    return name
+
+
+def first_of(kind: type[TensorT], args: Sequence[Any]) -> TensorT | None:
+    """The first tensor of this type among arguments, also within lists and mappings."""
+    return next((a for a in _tensors(args) if isinstance(a, kind)), None)
+
+
+def _refuse_compute(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    name = computing_operation(func, args, kwargs)
+    if name is None:
         return
-    shard = next((a for a in _tensors([*args, kwargs]) if is_sharded(a)), None)
-    if isinstance(shard, ShardedParameter):
+    shard = first_of(ShardedParameter, [*args, kwargs])
+    if shard is not None:
         raise ShardedParameterError(_message(name, shard))
 
 

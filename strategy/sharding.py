@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thunder_memsave.fp8_parameter import mark_whole
 from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharded_parameter import (
     ShardedParameter,
     ShardedParameterError,
     is_sharded,
     mark_sharded,
+    unquantized_dtype,
 )
 
 __all__ = [
@@ -301,6 +303,8 @@ class _Summoned:
         whole = gather_full(p, data_parallel)
         p.__class__ = nn.Parameter
         p.data = whole
+        if unquantized_dtype(p) is not None:
+            mark_whole(p, name=self.name)
 
     def restore(self, data_parallel: DataParallel, *, writeback: bool) -> None:
         p, rows = self.parameter, own_rows(self.unsharded_shape, data_parallel)

@@ -38,7 +38,8 @@ from thunder_memsave.devices import device_at, total_bytes
 from thunder_memsave.digest import check_choices_agree, check_ranks_agree
 from thunder_memsave.explain import explain, kinds_table
 from thunder_memsave.forward_methods import take_redirection
-from thunder_memsave.fp8.linears import Fp8Linears, set_up_fp8
+from thunder_memsave.fp8.frozen import FrozenInFp8
+from thunder_memsave.fp8.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.fp8.steps import Fp8Steps
 from thunder_memsave.fp8.te_settings import refuse_contradiction
@@ -242,7 +243,9 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        if not self._shards and not _has_meta(module):
+        fp8 = self.config.fp8
+        is_cast_first = fp8 is not None and fp8.frozen_weights == "fp8"  # to fewer bytes
+        if not self._shards and not _has_meta(module) and not is_cast_first:
             module.to(self.root_device)
 
     @override
@@ -259,12 +262,18 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         self._on_all_ranks(lambda: refuse_unsuitable(module))
         check_pins(self.config.memory, [name for name, _ in module.named_modules()])
         check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
+        frozen = self._frozen_in_fp8(module)
         if _has_meta(module):
-            materialize(module, device=self.root_device, data_parallel=self.data_parallel)
+            materialize(
+                module, device=self.root_device, data_parallel=self.data_parallel, frozen=frozen
+            )
         else:
             self._on_all_ranks(lambda: shard_module(module, self.data_parallel))
-        if self._shards:
+        if frozen is not None:
+            frozen.cast_rest(self.root_device)
+        if self._shards or frozen is not None:
             module.to(self.root_device)
+        if self._shards:
             hide_padding(module)
         forward = ForwardModule(
             module,
@@ -275,6 +284,10 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         )
         self._modules.add(forward)
         return forward
+
+    def _frozen_in_fp8(self, module: nn.Module) -> FrozenInFp8 | None:
+        choose = partial(frozen_in_fp8, module, self.config.fp8, data_parallel=self.data_parallel)
+        return self._on_all_ranks(lambda: choose(frontend=self.config.compile.frontend))
 
     def _fp8_linears(self, module: nn.Module) -> Fp8Linears | None:
         if self.config.fp8 is None:

@@ -46,7 +46,8 @@ def stand_in_fp8(linears: Fp8Linears) -> None:
     recipe = linears.recipe
     for linear in linears.by_name.values():
         shape = linear.linear.weight.shape
-        if linear.is_frozen and not is_sharded(linear.linear.weight):
+        is_copied = linear.is_frozen and not linear.is_kept_in_fp8
+        if is_copied and not is_sharded(linear.linear.weight):
             blocks = [-(-size // BLOCK) for size in shape] if recipe.name == "block" else [1]
             linear.take_frozen(
                 without_memory(shape, recipe.dtype("weight")),

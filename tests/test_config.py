@@ -280,11 +280,6 @@ def test_the_configuration_imports_no_torch() -> None:
         ),
         ({"amax_len": 4}, r"fp8\.amax_len is not a key of 'fp8'"),
         ("delayed", r"fp8 is 'delayed', but must be a mapping of names to values\."),
-        (
-            {"frozen_weights": "fp8"},
-            r"fp8\.frozen_weights is 'fp8', but weights that are kept in fp8 alone are not in this version; write "
-            r"'compute', which computes with an fp8 copy of them\.",
-        ),
     ],
 )
 def test_what_is_wrong_with_fp8_is_named(values: Any, message: str) -> None:

@@ -174,6 +174,16 @@ def _tensor_problems(name: str, t: Tensor, spec: TensorSpec, *, strict: bool) ->
         return [Problem(name=name, text=text)]
     if t.is_meta:
         return [Problem(name=name, text="on the meta device in the model; materialize it first")]
+    # Numbers without their scale are no weights, whichever way they are converted.
+    if t.dtype != spec.dtype and torch.float8_e4m3fn in (t.dtype, spec.dtype):
+        return [Problem(name=name, text=_of_other_numbers(t, spec))]
     if strict and t.dtype != spec.dtype:
         return [Problem(name=name, text=f"dtype {spec.dtype} in the file, {t.dtype} in the model")]
     return []
+
+
+def _of_other_numbers(t: Tensor, spec: TensorSpec) -> str:
+    return (
+        f"dtype {spec.dtype} in the file, {t.dtype} in the model, and fp8 numbers are not converted without their "
+        "scale: use the same fp8.frozen_weights as when it was saved"
+    )

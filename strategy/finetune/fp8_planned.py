@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from thunder_memsave.config import ConfigError, Fp8Config, StrategyConfig
-from thunder_memsave.fp8.linears import Fp8Linears, choose_linears
+from thunder_memsave.fp8.linears import Fp8Linears, choose_linears, frozen_in_fp8
 from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, recipe_of
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.target_device import stand_in_fp8
@@ -31,6 +31,9 @@ def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None
     choices = choose_linears(model, fp8, frontend=strategy.compile.frontend)
     # The tensors of both backends are the same, and nothing is computed here.
     backend = "torch" if fp8.backend == "auto" else fp8.backend
+    frozen = frozen_in_fp8(model, fp8, frontend=strategy.compile.frontend, data_parallel=None)
+    if frozen is not None:
+        frozen.stand_in()
     linears = Fp8Linears(model, choices, recipe=recipe_of(fp8), backend=backend)
     stand_in_fp8(linears)
     return linears

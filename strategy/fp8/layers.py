@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from thunder_memsave.settings import ConfigError, suggestion
+from thunder_memsave.sharded_parameter import unquantized_dtype
 
 FEATURE_MULTIPLE = 16
 """Of a linear's in and out features: fp8 kernels read whole 16 bytes (cuBLASLt, and TransformerEngine's
@@ -68,8 +69,9 @@ def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str]) -> str | Non
         return f"it is a {type(linear).__name__}, which may compute otherwise than nn.Linear"
     if "weight" not in linear._parameters:
         return "its weight is computed (spectral_norm or the like), not a parameter of its own"
-    if linear.weight.dtype not in _DTYPES:
-        dtype = str(linear.weight.dtype).removeprefix("torch.")
+    kept_as = unquantized_dtype(linear.weight) or linear.weight.dtype
+    if kept_as not in _DTYPES:
+        dtype = str(kept_as).removeprefix("torch.")
         return f"its weight is {dtype}, and fp8 is for float32, bfloat16 and float16"
     features = (linear.in_features, linear.out_features)
     if any(n % FEATURE_MULTIPLE for n in features):

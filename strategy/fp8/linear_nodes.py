@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,17 @@ from thunder.core import devices, dtypes  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 
 from thunder_memsave.capture import Capture  # noqa: E402
+from thunder_memsave.fp8.frozen import refuse_trained_again  # noqa: E402
 from thunder_memsave.fp8.linears import Fp8Linear, Fp8Linears, StatePart  # noqa: E402
-from thunder_memsave.fp8.symbols import Computation, StateProxies, fp8_linear  # noqa: E402
+from thunder_memsave.fp8.symbols import (  # noqa: E402
+    Computation,
+    StateProxies,
+    dequantized,
+    fp8_linear,
+)
 from thunder_memsave.fx_nodes import node_callable, value_needs_grad  # noqa: E402
 from thunder_memsave.location import module_name  # noqa: E402
+from thunder_memsave.sharded_parameter import unquantized_dtype  # noqa: E402
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +45,19 @@ class LinearNodes:
         self._linear_of = dict(_found(linears, capture))
         if capture.training and not self._records:
             self._warn_of_eval_mode()
+        read = {id(i.tensor) for i in capture.inputs}
+        self._kept = [f for f in linears.by_name.values() if f.is_kept_in_fp8]
+        for kept in self._kept:
+            refuse_trained_again(kept.name, kept.linear.weight)
         self._parts = {
-            linear.name: linear.parts(
-                training=capture.training, transposed=self._has_input_gradient(linear)
+            found.name: found.parts(
+                training=capture.training, transposed=self._has_input_gradient(found)
             )
-            for linear in self._linear_of.values()
+            for found in self._linear_of.values()
         }
+        for kept in self._kept:  # their weights are read by something else
+            if kept.name not in self._parts and id(kept.linear.weight) in read:
+                self._parts[kept.name] = ("weight_scale_inv",)
         self._proxies: dict[str, StateProxies] = {}
 
     def proxies(self) -> tuple[TensorProxy, ...]:
@@ -76,6 +91,9 @@ class LinearNodes:
         linear = self._linear_of[node]
         x, weight, *rest = (*args, *(kwargs[k] for k in ("input", "weight") if k in kwargs))
         bias = rest[0] if rest else kwargs.get("bias")
+        state = self._proxies[linear.name]
+        if linear.is_kept_in_fp8:
+            state = replace(state, weight=weight)
         computation = Computation(
             backend=self._linears.backend,
             recipe=self._linears.recipe,
@@ -83,9 +101,19 @@ class LinearNodes:
             is_frozen=linear.is_frozen,
         )
         dtype = dtypes.to_dtype(node.meta["example_value"].dtype)
-        return fp8_linear(
-            computation, ltorch.to(x, dtype), weight, bias, self._proxies[linear.name]
-        )
+        return fp8_linear(computation, ltorch.to(x, dtype), weight, bias, state)
+
+    def weight_itself(self, tensor: Tensor, numbers: TensorProxy) -> TensorProxy:
+        """Record the weight that fp8 numbers stand for, for what is no linear in fp8.
+
+        Args:
+            tensor: The parameter, of which only fp8 numbers are kept.
+            numbers: All of them.
+        """
+        linear = next(f for f in self._kept if f.linear.weight is tensor)
+        scale_inv = self._proxies[linear.name].weight_scale_inv
+        assert scale_inv is not None
+        return dequantized(numbers, scale_inv, dtypes.to_dtype(unquantized_dtype(tensor)))
 
     def _warn_of_eval_mode(self) -> None:
         if any(linear.state is not None for linear in self._linear_of.values()):

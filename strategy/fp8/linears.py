@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8.backends import choose_backend
+from thunder_memsave.fp8.frozen import FrozenInFp8, scale_inv_of
 from thunder_memsave.fp8.layers import Choice, choose, report
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
 from thunder_memsave.fp8.symbols import Backend, quantize_frozen, transpose
 from thunder_memsave.missing_ranks import collective
 from thunder_memsave.settings import ConfigError
-from thunder_memsave.sharding import is_sharded
+from thunder_memsave.sharded_parameter import unquantized_dtype
+from thunder_memsave.sharding import DataParallel, is_sharded
 
 STATE_NAME = "fp8_scaling"
 """Of the submodule of each linear that holds its scaling state, so that checkpoints have it."""
@@ -96,6 +98,30 @@ def choose_linears(module: nn.Module, config: Fp8Config, *, frontend: str) -> tu
     return choices
 
 
+def frozen_in_fp8(
+    module: nn.Module,
+    config: Fp8Config | None,
+    *,
+    frontend: str,
+    data_parallel: DataParallel | None,
+) -> FrozenInFp8 | None:
+    """Choose the frozen weights of `module` of which only fp8 numbers are to be kept; None: all stay as they are.
+
+    Args:
+        module: Before it has values, or before it is sharded.
+        config: What is asked for.
+        frontend: That captures the module.
+        data_parallel: The ranks that will share its parameters.
+
+    Raises:
+        ConfigError: it is asked for, and no weight is frozen, or no linear runs in fp8.
+    """
+    if config is None or config.frozen_weights == "compute":
+        return None
+    choices = choose_linears(module, config, frontend=frontend)
+    return FrozenInFp8(module, choices, recipe=recipe_of(config), data_parallel=data_parallel)
+
+
 class Fp8Linear:
     """One linear that computes in fp8."""
 
@@ -116,6 +142,11 @@ class Fp8Linear:
         """Whether its weight is not trained."""
         return not self.linear.weight.requires_grad
 
+    @property
+    def is_kept_in_fp8(self) -> bool:
+        """Whether fp8 numbers are all that there is of its weight."""
+        return unquantized_dtype(self.linear.weight) is not None
+
     def parts(self, *, training: bool, transposed: bool) -> tuple[StatePart, ...]:
         """What a trace reads of it.
 
@@ -128,8 +159,10 @@ class Fp8Linear:
             found += ["forward_scale", "forward_amax_history"]
             if training:
                 found += ["backward_scale", "backward_amax_history"]
+        if self.is_kept_in_fp8:
+            found.append("weight_scale_inv")
         # A shard's weight is gathered by the trace, and quantised there.
-        if self.is_frozen and not is_sharded(self.linear.weight):
+        elif self.is_frozen and not is_sharded(self.linear.weight):
             found += ["weight", "weight_scale_inv"]
             if transposed:
                 found.append("weight_transposed")
@@ -137,7 +170,9 @@ class Fp8Linear:
 
     def read(self, part: StatePart) -> Tensor:
         """The tensor as it is now."""
-        if part.startswith("weight"):
+        if self.is_kept_in_fp8 and part == "weight_scale_inv":
+            tensor = scale_inv_of(self.linear)
+        elif part.startswith("weight"):
             tensor = getattr(self._quantized(transposed=part == "weight_transposed"), part)
         else:
             tensor = getattr(self.state, part)

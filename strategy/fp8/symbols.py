@@ -73,7 +73,7 @@ class StateProxies:
     backward_scale: TensorProxy | None = None
     backward_amax_history: TensorProxy | None = None
     weight: TensorProxy | None = None
-    """A frozen weight in fp8; and so are the next two."""
+    """A frozen weight in fp8, that is kept beside the weight or instead of it; and so are the next two."""
     weight_transposed: TensorProxy | None = None
     weight_scale_inv: TensorProxy | None = None
 
@@ -150,6 +150,23 @@ def fp8_linear(
         state.weight_scale_inv,
     )
     return _symbol(computation)(x, weight, bias, *parts)
+
+
+def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
+    """Record the weight that fp8 numbers stand for.
+
+    Args:
+        numbers: Of shape [out, in].
+        scale_inv: Of shape [1], or one for each block of 128x128.
+        dtype: Of the result.
+    """
+    factors = scale_inv
+    if len(scale_inv.shape) == 2:
+        down, across = scale_inv.shape
+        blocks = ltorch.reshape(scale_inv, (down, 1, across, 1)).expand(down, BLOCK, across, BLOCK)
+        factors = ltorch.reshape(blocks, (down * BLOCK, across * BLOCK))
+        factors = factors[: numbers.shape[0], : numbers.shape[1]]
+    return ltorch.to(ltorch.to(numbers, dtypes.float32) * factors, dtype)
 
 
 @cache

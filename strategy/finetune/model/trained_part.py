@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
+from thunder_memsave.fp8.frozen import weight_of_scale
+
 
 def trained_part(model: nn.Module, *, in_files: Collection[str]) -> nn.Module:
     """Make a module that shares what a checkpoint needs with `model`, under the same names.
@@ -18,7 +20,9 @@ def trained_part(model: nn.Module, *, in_files: Collection[str]) -> nn.Module:
     """
     part = nn.Module()
     for name, value in model.state_dict(keep_vars=True).items():
-        if value.requires_grad or name not in in_files:
+        # The scale of a weight in fp8 is made of the file's weight again, as its numbers are.
+        source = weight_of_scale(name) or name
+        if value.requires_grad or source not in in_files:
             *path, last = name.split(".")
             _register(_submodule(part, path), last, value)
     return part

@@ -1,0 +1,285 @@
+"""Weights that are not trained, kept as fp8 numbers alone: cast once, each rank its own rows, by one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thunder_memsave.agreement import OtherRankError, together
+from thunder_memsave.config import ConfigError
+from thunder_memsave.fp8 import torch_backend
+from thunder_memsave.fp8.layers import Choice
+from thunder_memsave.fp8.recipe import Recipe
+from thunder_memsave.fp8.torch_backend import BLOCK
+from thunder_memsave.fp8_parameter import hold_fp8
+from thunder_memsave.missing_ranks import collective
+from thunder_memsave.sharded_parameter import unquantized_dtype
+from thunder_memsave.sharding import DataParallel, ShardedParameter, local_rows, whole_shape
+
+T = TypeVar("T")
+
+SCALE_NAME = "fp8_weight"
+"""Of the submodule of each linear that holds the scale of its weight, so that a `state_dict` has it."""
+
+
+class FrozenScale(nn.Module):
+    """What undoes the scale of a weight of which a linear keeps fp8 numbers alone: the buffer `scale_inv`, float32.
+
+    `[1]`, or `[rows / 128, columns / 128]` with the recipe `block`; of the whole weight, where that is sharded too.
+    """
+
+    scale_inv: Tensor
+
+    def __init__(self, scale_inv: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale_inv", scale_inv)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FrozenScale:
+        # `model.to(torch.bfloat16)` moves and casts what a module has; scales stay float32.
+        moved = fn(self.scale_inv)
+        is_cast = moved.dtype != torch.float32
+        self.scale_inv = self.scale_inv.to(moved.device) if is_cast else moved
+        return self
+
+
+def scale_inv_of(linear: nn.Module) -> Tensor:
+    """What undoes the scale of the fp8 numbers that a linear keeps as its weight."""
+    return cast("FrozenScale", linear.get_submodule(SCALE_NAME)).scale_inv
+
+
+def weight_of_scale(name: str) -> str | None:
+    """The name of the weight that an entry of a `state_dict` is the scale of; None: it is no such scale."""
+    prefix, dot, last = name.rpartition(f"{SCALE_NAME}.")
+    is_scale = last == "scale_inv" and bool(dot) and (not prefix or prefix.endswith("."))
+    return f"{prefix}weight" if is_scale else None
+
+
+def refuse_trained_again(name: str, weight: Tensor) -> None:
+    """Refuse to train a weight of which only fp8 numbers are kept, and to compute with numbers that were cast.
+
+    Raises:
+        ConfigError: says what can be done instead.
+    """
+    if weight.requires_grad:
+        raise ConfigError(
+            f"the weight of {name!r} requires a gradient, but it did not when the model was set up, so that only fp8 "
+            "numbers are kept of it (fp8.frozen_weights: fp8); unfreeze it before fabric.setup(), or set "
+            "fp8.frozen_weights to 'compute'.",
+            key="fp8.frozen_weights",
+        )
+    if weight.dtype != torch.float8_e4m3fn:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"the weight of {name!r} holds fp8 numbers (fp8.frozen_weights: fp8), and was cast to {dtype} without "
+            "their scale; leave out model.to(dtype) and the like after fabric.setup().",
+            key="fp8.frozen_weights",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """One weight."""
+
+    name: str
+    weight: nn.Parameter
+    linears: list[nn.Linear] = field(default_factory=list)
+    """More than one where they share it."""
+
+
+class FrozenInFp8:
+    """The weights of one module that are to be kept in fp8 alone."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        choices: Sequence[Choice],
+        *,
+        recipe: Recipe,
+        data_parallel: DataParallel | None,
+    ) -> None:
+        """Choose those that are not trained and that nothing but linears in fp8 has.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        self._recipe, self._data_parallel = recipe, data_parallel
+        self._kept = _chosen(module, choices)
+        if not self._kept:
+            raise ConfigError(
+                "fp8.frozen_weights is 'fp8', but the model has no linear in fp8 whose weight is frozen and its own; "
+                "leave frozen_weights out, or train with `lora`.",
+                key="fp8.frozen_weights",
+            )
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether this is one of them, still to be cast."""
+        return id(tensor) in self._kept and unquantized_dtype(tensor) is None
+
+    def cast_rest(self, device: torch.device) -> None:
+        """Cast all that are not cast yet. A collective, as `cast` is."""
+        for kept in self._kept.values():
+            if self.has(kept.weight):
+                self.cast(kept.weight, device)
+
+    @torch.no_grad()
+    def cast(self, weight: Tensor, device: torch.device) -> None:
+        """Let a weight that has values, sharded or not, hold fp8 numbers on `device` instead. A collective.
+
+        The numbers and the scale are those that the whole weight would get: `symbols.quantize_frozen`.
+
+        Raises:
+            OtherRankError: another rank could not.
+        """
+        kept = self._kept[id(weight)]
+        own = self._on_all_ranks(lambda: _Rows.of(weight, device))
+        amax = self._on_all_ranks(lambda: own.amax(self._recipe))
+        if isinstance(weight, ShardedParameter):
+            assert self._data_parallel is not None
+            with collective(f"amax of {kept.name}", self._data_parallel.group):
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._data_parallel.group)
+
+        def hold() -> None:
+            values, scale_inv = own.quantized(amax, self._recipe)
+            hold_fp8(kept.weight, values, name=kept.name)
+            _hold_scale(kept.linears, scale_inv)
+
+        self._on_all_ranks(hold)
+
+    def stand_in(self) -> None:
+        """Let all of them hold fp8 numbers without memory; for a plan, whose weights hold nothing."""
+        for kept in self._kept.values():
+            shape = _shape_of_scales(whole_shape(kept.weight), self._recipe)
+            numbers = torch.empty(kept.weight.shape, dtype=self._recipe.dtype("weight"))
+            numbers.untyped_storage().resize_(0)
+            scale_inv = torch.empty(shape)
+            scale_inv.untyped_storage().resize_(0)
+            hold_fp8(kept.weight, numbers, name=kept.name)
+            _hold_scale(kept.linears, scale_inv)
+
+    def _on_all_ranks(self, act: Callable[[], T]) -> T:
+        return together(act, self._data_parallel, error_elsewhere=OtherRankError)
+
+
+def _chosen(module: nn.Module, choices: Sequence[Choice]) -> dict[int, _Kept]:
+    in_fp8 = {c.name for c in choices if c.reason is None}
+    kept: dict[int, _Kept] = {}
+    for name, linear in module.named_modules():
+        if name not in in_fp8 or linear.weight.requires_grad:
+            continue
+        assert isinstance(linear, nn.Linear)
+        assert isinstance(linear.weight, nn.Parameter)
+        found = _Kept(name=f"{name}.weight", weight=linear.weight)
+        kept.setdefault(id(linear.weight), found).linears.append(linear)
+    for owner, name, parameter in _all_parameters(module):
+        linears = kept[id(parameter)].linears if id(parameter) in kept else []
+        if name != "weight" or all(linear is not owner for linear in linears):
+            kept.pop(
+                id(parameter), None
+            )  # an embedding, or a linear that stays as it is, has it too
+    return kept
+
+
+def _all_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, name, parameter
+
+
+def _hold_scale(linears: Sequence[nn.Linear], scale_inv: Tensor) -> None:
+    scale = FrozenScale(scale_inv)
+    for linear in linears:
+        linear.add_module(SCALE_NAME, scale)
+        linear.register_load_state_dict_pre_hook(_refuse_other_numbers)
+
+
+def _refuse_other_numbers(
+    module: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *_: object,
+) -> None:
+    """What torch would copy into fp8 numbers is not what they stand for."""
+    value = state_dict.get(f"{prefix}weight")
+    weight = module._parameters["weight"]
+    if isinstance(value, Tensor) and weight is not None and value.dtype != weight.dtype:
+        raise ValueError(f"{prefix}weight: {other_numbers(value.dtype, weight)}")
+
+
+def other_numbers(dtype: torch.dtype, weight: Tensor) -> str:
+    """Say why a tensor of this dtype is not copied into a weight of which only fp8 numbers are kept."""
+    return (
+        f"dtype {dtype} was given, and the model keeps only fp8 numbers of it (fp8.frozen_weights: fp8), whose scale "
+        f"is in {SCALE_NAME}.scale_inv; load what such a model saved, or give {unquantized_dtype(weight)} weights to "
+        "load_on_setup() before fabric.setup(), which casts them"
+    )
+
+
+def _shape_of_scales(shape: torch.Size, recipe: Recipe) -> tuple[int, ...]:
+    if recipe.name != "block":
+        return (1,)
+    return torch_backend.block_scales_shape(shape[0], shape[1], BLOCK)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """A rank's rows of a weight, on the device."""
+
+    values: Tensor
+    """`[rows, columns]` without padding; there may be none."""
+    first: int
+    num_rows: int
+    """With padding."""
+    whole: torch.Size
+
+    @classmethod
+    def of(cls, weight: Tensor, device: torch.device) -> _Rows:
+        first = weight._first_row if isinstance(weight, ShardedParameter) else 0
+        values = local_rows(weight, weight).to(device)
+        return cls(values=values, first=first, num_rows=weight.shape[0], whole=whole_shape(weight))
+
+    def amax(self, recipe: Recipe) -> Tensor:
+        """What these rows say of the amax of the whole, or of each of its blocks."""
+        found = self.values.new_zeros(_shape_of_scales(self.whole, recipe), dtype=torch.float32)
+        if self.values.numel() == 0:
+            return found
+        if recipe.name == "block":
+            found[self._blocks].copy_(torch_backend.block_amax(self._from_a_block(), BLOCK, BLOCK))
+        else:
+            found.copy_(torch_backend.amax(self.values))
+        return found
+
+    def quantized(self, amax: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        """These rows in fp8 with zeros for padding, and what undoes the scales of the whole."""
+        dtype = recipe.dtype("weight")
+        if recipe.name == "block":
+            scales = torch_backend.block_scales(amax, dtype, of=self.values.dtype)
+        else:
+            scales = torch_backend.current_scale(amax, dtype)
+        if self.values.shape[0] == self.num_rows:
+            return self._cast(scales, dtype), scales.reciprocal()
+        padded = self.values.new_zeros((self.num_rows, *self.whole[1:]), dtype=dtype)
+        if self.values.numel():
+            padded[: self.values.shape[0]] = self._cast(scales, dtype)
+        return padded, scales.reciprocal()
+
+    def _cast(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        if scales.dim() < 2:
+            return torch_backend.cast(self.values, scales, dtype)
+        own = torch_backend.cast_blocks(self._from_a_block(), scales[self._blocks], dtype, BLOCK)
+        return own[self.first % BLOCK :].contiguous()
+
+    @property
+    def _blocks(self) -> slice:
+        """Rows of blocks that these rows are in, wholly or partly."""
+        return slice(self.first // BLOCK, -(-(self.first + self.values.shape[0]) // BLOCK))
+
+    def _from_a_block(self) -> Tensor:
+        """With zeros before, where the first row is not a block's first."""
+        return nn.functional.pad(self.values, (0, 0, self.first % BLOCK, 0))
