@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import json
 import logging
-import os
-import platform
-import re
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric import Fabric
-from torch import Tensor, nn
 
-from thunder_memsave.callbacks.all_ranks import DiskFullError, on_all_ranks
+from thunder_memsave.callbacks.all_ranks import DiskError, DiskFullError
+from thunder_memsave.callbacks.background_saves import BackgroundSaves, require_snapshots
 from thunder_memsave.callbacks.random_state import random_state
-from thunder_memsave.checkpoints.commit import save_synced, sync_directory
-from thunder_memsave.checkpoints.manifest import (
-    STATE,
-    FileRecord,
-    Manifest,
-    files_in,
-    read_manifest,
-    record_file,
-    share_of_files,
-    write_manifest,
+from thunder_memsave.callbacks.step_directories import (
+    Best,
+    described,
+    is_checkpoint_name,
+    list_checkpoints,
+    prune,
+    remove_partial,
+    step_of,
 )
-from thunder_memsave.sharding import whole_shape
+from thunder_memsave.callbacks.step_to_save import StepToSave, describe, random_file
+from thunder_memsave.checkpoints.manifest import read_manifest
 
-_NAME = re.compile(r"step-(\d{8,})")
-_PARTIAL_PREFIX = ".partial-"
-_MAX_FULL = 3
-"""So many saves in a row may fail on a full disk, the last of which ends the run."""
-_GOES_ON = "Training goes on; free some space, for it ends after %d such saves in a row."
+__all__ = [
+    "CheckpointInfo",
+    "ModelCheckpoint",
+    "is_checkpoint_name",
+    "list_checkpoints",
+    "random_file",
+    "read_info",
+    "step_of",
+]
+
+_MAX_FAILED = 3
+"""So many saves in a row may fail on a disk, the last of which ends the run."""
+_GOES_ON = f"Training goes on; %s, for it ends after {_MAX_FAILED} such saves in a row."
 _ENDED = (
-    "The training has ended and saves no more; free some space, and go on with --resume=auto, which repeats the steps "
+    "The training has ended and saves no more; %s, and go on with --resume=auto, which repeats the steps "
     "since the last one."
 )
 _GIVEN_UP = (
-    f"This was the {_MAX_FULL}rd save in a row that failed, so the run ends; free some space, or lower "
-    "checkpoint.keep_last, and go on with --resume=auto."
+    f"This was the {_MAX_FAILED}rd save in a row that failed, so the run ends; %s, and go on with "
+    "--resume=auto."
 )
-_PACKAGES = ("thunder-memsave", "torch", "lightning-thunder", "lightning")
+_LONGEST_WAIT_SECONDS = 30.0
+"""For a save under way when the run ends with an error, which must not hang."""
 
+Writes = Callable[[Path], None]
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +63,16 @@ class CheckpointInfo:
 
     path: Path
     world_size: int
-    """How many ranks wrote it; each has its own random state, so as many must go on."""
+    """How many ranks wrote it; each has its own random state."""
 
     values: dict[str, Any]
     """The plain entries of the state, such as `step`."""
+
+    config: Mapping[str, Any] | None = None
+    """The run file that it was written under, if there was one."""
+
+    tensors: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    """Key of the module -> name of a weight -> its whole `shape`, `dtype`, and `is_trained`."""
 
 
 class ModelCheckpoint:
@@ -68,130 +81,173 @@ class ModelCheckpoint:
     A directory holds what `fabric.save` writes, every rank's random state, and a manifest with
     the size and SHA-256 of each file. It gets its name by a rename when all of that is on the disk, so
     that a kill at any time leaves the checkpoints before it as they were. All ranks write to the
-    same file system. Where the disk is full it warns and training goes on, until that happens three
-    times in a row.
+    same file system. Where the disk is full, or refuses to write for another reason, it warns and training goes on,
+    until that happens three times in a row.
 
     Args:
         directory: Where to.
         every_n_steps: Steps between two checkpoints; None saves at the end only.
         keep_last: How many stay. A run that went back to an earlier checkpoint replaces the later
             ones with its first.
+        keep_best: How many stay besides because of `best_of`, for as long as none is better.
+        best_of: A metric of evaluations; a checkpoint has the value of the evaluation at its own step.
+        best_mode: Whether smaller or larger values are better.
+        asynchronous: Copy the state to host memory, and write it while training goes on. One save is under way at
+            most, and the next waits for it; its error is raised at the next save, or at the end, which waits too.
+            Where host memory does not suffice for the copies, training waits for the save as without it. It needs
+            `ThunderMemsaveStrategy` and sharded checkpoints.
+        config: The whole run file, for the manifest.
     """
 
     def __init__(
-        self, directory: str | Path, *, every_n_steps: int | None = None, keep_last: int = 2
+        self,
+        directory: str | Path,
+        *,
+        every_n_steps: int | None = None,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        best_of: str = "val_loss",
+        best_mode: Literal["min", "max"] = "min",
+        asynchronous: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.every_n_steps = every_n_steps
         self.keep_last = keep_last
+        self.best = Best(metric=best_of, num_kept=keep_best, mode=best_mode) if keep_best else None
+        self.asynchronous = asynchronous
+        self._config = None if config is None else json.loads(json.dumps(config, default=str))
         self._saved_step: int | None = None
         self._is_resumed = False
-        self._num_full = 0
+        self._num_failed = 0
+        self._evaluated: tuple[int, dict[str, float]] = (0, {})
+        self._background = BackgroundSaves()
 
-    def on_train_start(self, *, step: int) -> None:
-        """Note the step that the run starts from: its checkpoint is there."""
+    def on_train_start(self, *, fabric: Fabric, step: int) -> None:
+        """Note the step that the run starts from: its checkpoint is there.
+
+        Raises:
+            ConfigError: it is to save in the background, and cannot with this strategy.
+        """
+        if self.asynchronous:
+            require_snapshots(fabric)
         self._saved_step = step or None
         self._is_resumed = step > 0
 
+    def on_validation_end(self, *, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics, for a checkpoint of this step.
+
+        Raises:
+            ValueError: `best_of` is none of them.
+        """
+        if self.best is not None and self.best.metric not in metrics:
+            raise ValueError(
+                f"checkpoints are kept by {self.best.metric!r}, but an evaluation gives {sorted(metrics)}; set "
+                "checkpoint.best_of to one of these."
+            )
+        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+        self._evaluated = (step, {k: v for k, v in numbers.items() if math.isfinite(v)})
+
     def on_train_batch_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
         """Save if it is time."""
-        if self.every_n_steps is not None and step % self.every_n_steps == 0:
-            self._save_or_warn(fabric, state, step=step, is_last=False)
+        if self.every_n_steps is None or step % self.every_n_steps != 0:
+            return
+        self._wait_for_background(fabric, is_last=False)
+        with self._warning_of_disks(fabric, step, is_last=False):
+            self._begin(fabric, state, step=step)
 
     def on_train_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
-        """Save the end, unless its step was saved already."""
+        """Wait for the save under way, and save the end, unless its step was saved already."""
+        self._wait_for_background(fabric, is_last=True)
         if self._saved_step != step:
-            self._save_or_warn(fabric, state, step=step, is_last=True)
+            with self._warning_of_disks(fabric, step, is_last=True):
+                self.save(fabric, state, step=step)
+
+    def on_exception(self) -> None:
+        """Let the save under way come to its end; what it raises does not hide why the run ended."""
+        step = self._background.step
+        try:
+            self._background.settle(_LONGEST_WAIT_SECONDS)
+        except Exception as error:
+            _log.warning("the checkpoint of step %s was not completed: %s", step, error)
 
     def save(self, fabric: Fabric, state: Mapping[str, Any], *, step: int) -> Path:
-        """Write one checkpoint. A collective; every rank returns its path."""
-        final = self.directory / f"step-{step:08d}"
-        partial = self.directory / f"{_PARTIAL_PREFIX}{final.name}"
-        self._on_rank_zero(fabric, lambda: self._make_partial(partial))
-        on_all_ranks(fabric, lambda: fabric.save(partial / STATE, dict(state)))
-        on_all_ranks(fabric, lambda: _save_random_state(fabric, partial))
-        files: dict[str, FileRecord] = {}
-        for share in on_all_ranks(fabric, lambda: _record_share(fabric, partial)):
-            files.update(share)
-        manifest = _manifest(fabric, state, step=step, files=files)
-        self._on_rank_zero(fabric, lambda: self._finish(partial, final, manifest))
-        self._saved_step = step
-        fabric.call("on_save_checkpoint", fabric=fabric, step=step, path=final)
-        return final
+        """Write one checkpoint, and wait for it. A collective; every rank returns its path."""
+        self._wait_for_background(fabric, is_last=False)
+        writes: Writes = lambda path: fabric.save(path, dict(state))  # noqa: E731
+        path = self._step(fabric, state, step=step, write_state=writes).commit(fabric)
+        self._note_saved(fabric, step, path)
+        return path
 
-    def _save_or_warn(
-        self, fabric: Fabric, state: Mapping[str, Any], *, step: int, is_last: bool
-    ) -> None:
-        """Save; a disk that is full for now costs checkpoints, and not the training."""
-        try:
+    def _begin(self, fabric: Fabric, state: Mapping[str, Any], *, step: int) -> None:
+        """Save, in the background if that was asked for and is possible."""
+        if not self.asynchronous or not self._background.has_room(fabric, state):
             self.save(fabric, state, step=step)
-        except DiskFullError as error:
-            self._num_full += 1
-            self._on_rank_zero(fabric, self._remove_partial)
-            # After the last step it is the export that counts.
-            if self._num_full >= _MAX_FULL and not is_last:
-                raise DiskFullError(self._full(step, error) + _GIVEN_UP) from error
-            if fabric.is_global_zero:
-                goes_on = _ENDED if is_last else _GOES_ON % _MAX_FULL
-                _log.warning("%s%s", self._full(step, error), goes_on)
-        else:
-            self._num_full = 0
+            return
+        writes = self._background.copy(fabric, state)
+        self._background.begin(fabric, self._step(fabric, state, step=step, write_state=writes))
 
-    def _full(self, step: int, error: DiskFullError) -> str:
-        found = list_checkpoints(self.directory)
-        return (
-            f"no checkpoint of step {step} was written, because the disk of {self.directory} is full ({error}); the "
-            f"last one is {found[-1].name if found else 'none'}. "
+    def _step(
+        self, fabric: Fabric, state: Mapping[str, Any], *, step: int, write_state: Writes
+    ) -> StepToSave:
+        at, metrics = self._evaluated
+        return StepToSave(
+            directory=self.directory,
+            manifest=describe(
+                fabric,
+                state,
+                step=step,
+                metrics=metrics if at == step else {},
+                config=self._config,
+            ),
+            write_state=write_state,
+            random_state=random_state(fabric.device),
+            after_commit=lambda: self._prune(step),
         )
 
-    def _on_rank_zero(self, fabric: Fabric, act: Callable[[], None]) -> None:
-        on_all_ranks(fabric, act if fabric.is_global_zero else lambda: None)
-
-    def _make_partial(self, partial: Path) -> None:
-        self._remove_partial()
-        partial.mkdir(parents=True)
-
-    def _finish(self, partial: Path, final: Path, manifest: Manifest) -> None:
-        """Commit what is written, and only then let older checkpoints go."""
-        write_manifest(partial, manifest)
-        if (partial / STATE).is_dir():
-            sync_directory(partial / STATE)
-        sync_directory(partial)
-        _commit(partial, final)
-        self._prune(manifest.step)
-
-    def _remove_partial(self) -> None:
-        for left_over in self.directory.glob(f"{_PARTIAL_PREFIX}*"):
-            shutil.rmtree(left_over)
-
     def _prune(self, step: int) -> None:
-        found = list_checkpoints(self.directory)
-        until_here = [path for path in found if step_of(path) <= step]
-        # Later ones are of the way that a resumed run left, and `auto` must not go on from them.
-        left = found[len(until_here) :] if self._is_resumed else []
-        for old in [*until_here[: -self.keep_last], *left]:
-            # Renamed first: a kill while files go would leave half a checkpoint under its name.
-            doomed = old.with_name(f"{_PARTIAL_PREFIX}{old.name}")
-            os.replace(old, doomed)
-            shutil.rmtree(doomed)
+        keeps_later = not self._is_resumed
+        last, best = self.keep_last, self.best
+        prune(self.directory, step=step, keep_last=last, best=best, keeps_later=keeps_later)
 
+    def _wait_for_background(self, fabric: Fabric, *, is_last: bool) -> None:
+        """Note how the save under way ended, if there is one. A collective."""
+        step = self._background.step
+        if step is not None:
+            with self._warning_of_disks(fabric, step, is_last=is_last):
+                path = self._background.settle()
+                assert path is not None  # a save was under way
+                self._note_saved(fabric, step, path)
 
-def list_checkpoints(directory: Path) -> list[Path]:
-    """List the complete checkpoints, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    def _note_saved(self, fabric: Fabric, step: int, path: Path) -> None:
+        self._saved_step = step
+        self._num_failed = 0
+        fabric.call("on_save_checkpoint", fabric=fabric, step=step, path=path)
 
+    @contextmanager
+    def _warning_of_disks(self, fabric: Fabric, step: int, *, is_last: bool) -> Iterator[None]:
+        """A disk that is full for now costs checkpoints, and not the training."""
+        try:
+            yield
+        except DiskError as error:
+            self._num_failed += 1
+            if fabric.is_global_zero:
+                self._clear()
+            reason, advice = _reason_and_advice(self.directory, error)
+            found = described(list_checkpoints(self.directory)) if fabric.is_global_zero else "?"
+            message = (
+                f"no checkpoint of step {step} was written, {reason}; the last one is {found}. "
+            )
+            # After the last step it is the export that counts.
+            if self._num_failed >= _MAX_FAILED and not is_last:
+                raise type(error)(message + _GIVEN_UP % advice) from error
+            if fabric.is_global_zero:
+                _log.warning("%s", message + (_ENDED if is_last else _GOES_ON) % advice)
 
-def is_checkpoint_name(name: str) -> bool:
-    """Say whether a directory of this name is a complete checkpoint."""
-    return _NAME.fullmatch(name) is not None
-
-
-def step_of(path: Path) -> int:
-    """Read the step that the name of a checkpoint says."""
-    return int(path.name.removeprefix("step-"))
+    def _clear(self) -> None:
+        """Give back the space of a save that failed, as far as that goes: the next one tries again, and says why."""
+        with suppress(OSError):
+            remove_partial(self.directory)
 
 
 def read_info(path: Path) -> CheckpointInfo:
@@ -201,66 +257,18 @@ def read_info(path: Path) -> CheckpointInfo:
         DamagedCheckpointError: its manifest is not as it was written, or there is none.
     """
     manifest = read_manifest(path)
-    return CheckpointInfo(path=path, world_size=manifest.world_size, values=dict(manifest.values))
-
-
-def random_file(rank: int) -> str:
-    """Name a rank's random state within a checkpoint."""
-    return f"random-{rank:05d}.pt"
-
-
-def _save_random_state(fabric: Fabric, directory: Path) -> None:
-    save_synced(random_state(fabric.device), directory / random_file(fabric.global_rank))
-
-
-def _record_share(fabric: Fabric, directory: Path) -> dict[str, FileRecord]:
-    names = share_of_files(
-        files_in(directory), rank=fabric.global_rank, world_size=fabric.world_size
-    )
-    return {name: record_file(directory, name) for name in names}
-
-
-def _manifest(
-    fabric: Fabric, state: Mapping[str, Any], *, step: int, files: Mapping[str, FileRecord]
-) -> Manifest:
-    modules = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
-    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    return Manifest(
-        step=step,
-        world_size=fabric.world_size,
-        sharding=_sharding_of(fabric),
-        versions={"python": platform.python_version(), **versions},
-        values={k: v for k, v in state.items() if isinstance(v, int | float | str)},
-        tensors={key: _tensors_of(module) for key, module in modules.items()},
-        files=files,
+    return CheckpointInfo(
+        path=path,
+        world_size=manifest.world_size,
+        values=dict(manifest.values),
+        config=manifest.config,
+        tensors=manifest.tensors,
     )
 
 
-def _sharding_of(fabric: Fabric) -> str:
-    data_parallel = getattr(fabric.strategy, "data_parallel", None)
-    return "none" if data_parallel is None else str(data_parallel.mode)
-
-
-def _tensors_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            "shape": list(whole_shape(tensor)),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "is_trained": tensor.requires_grad,
-        }
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
-    }
-
-
-def _commit(partial: Path, final: Path) -> None:
-    """Give a finished directory its name; one that an earlier attempt left is renamed first."""
-    if final.exists():
-        old = final.with_name(f"{_PARTIAL_PREFIX}old-{final.name}")
-        os.replace(final, old)
-        os.replace(partial, final)
-        sync_directory(final.parent)
-        shutil.rmtree(old)
-    else:
-        os.replace(partial, final)
-        sync_directory(final.parent)
+def _reason_and_advice(directory: Path, error: DiskError) -> tuple[str, str]:
+    if isinstance(error, DiskFullError):
+        reason = f"because the disk of {directory} is full ({error})"
+        return reason, "free some space, or lower checkpoint.keep_last"
+    reason = f"because a file cannot be written or read ({error})"
+    return reason, "see that the disk works and may be written to"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,15 @@ from typing import Any
 from lightning.fabric import Fabric
 
 from thunder_memsave.callbacks.all_ranks import on_all_ranks
-from thunder_memsave.callbacks.checkpoint import (
-    CheckpointInfo,
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo, read_info
+from thunder_memsave.callbacks.random_state import seed_from, set_random_state
+from thunder_memsave.callbacks.step_directories import (
     is_checkpoint_name,
     list_checkpoints,
-    random_file,
-    read_info,
+    recover_replaced,
     step_of,
 )
-from thunder_memsave.callbacks.random_state import seed_from, set_random_state
+from thunder_memsave.callbacks.step_to_save import random_file
 from thunder_memsave.checkpoints.commit import sync_directory
 from thunder_memsave.checkpoints.manifest import (
     STATE,
@@ -109,7 +110,7 @@ def newest_valid(fabric: Fabric, directory: Path) -> CheckpointInfo | None:
         DamagedCheckpointError: there are checkpoints, and all are damaged.
         ValueError: the one chosen has the name of another step; it stays where it is.
     """
-    (names, *_) = on_all_ranks(fabric, lambda: [path.name for path in list_checkpoints(directory)])
+    (names, *_) = on_all_ranks(fabric, lambda: _names(directory) if fabric.is_global_zero else [])
     reasons: list[str] = []
     for name in reversed(names):
         path = directory / name
@@ -118,8 +119,14 @@ def newest_valid(fabric: Fabric, directory: Path) -> CheckpointInfo | None:
             on_all_ranks(fabric, lambda: _require_own_name(path))  # noqa: B023  # called at once
             return read_info(path)
         reasons.append(_set_aside(fabric, path, damage))
-    refuse_only_damaged(directory, reasons)
+    on_all_ranks(fabric, lambda: refuse_only_damaged(directory, reasons))
     return None
+
+
+def _names(directory: Path) -> list[str]:
+    """What rank 0 sees is what all go by: on a shared file system another rank's view may be older."""
+    recover_replaced(directory)
+    return [path.name for path in list_checkpoints(directory)]
 
 
 def _require_own_name(path: Path) -> None:
@@ -153,6 +160,14 @@ def refuse_only_damaged(directory: Path, reasons: Sequence[str] = ()) -> None:
 
 
 def _damage_of_share(fabric: Fabric, path: Path) -> str | None:
+    # Damage of a file is one rank's to find; a checkpoint that is not there at all is a rank that looks elsewhere.
+    if not os.path.lexists(path):
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"rank {fabric.global_rank} on {socket.gethostname()} does not see a checkpoint that rank 0 sees; give all "
+            "hosts the same file system",
+            str(path),
+        )
     try:
         if path.is_symlink():
             raise DamagedCheckpointError("it is a link, and none is followed")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.wrappers import _FabricModule
+from lightning.fabric.wrappers import _FabricModule, _unwrap_objects
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,6 +22,7 @@ from thunder_memsave.checkpoints import (
     save_checkpoint,
     unsharded_state_dict,
 )
+from thunder_memsave.checkpoints.snapshot import Snapshot, num_bytes_to_copy
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import ConfigError
 from thunder_memsave.process_hooks import ProcessHooks
@@ -72,6 +73,24 @@ class StateHooks(ProcessHooks):
             data_parallel=self.data_parallel,
             filter=filter,
         )
+
+    def snapshot_bytes(self, state: dict[str, Any]) -> int:
+        """How much host memory `snapshot` takes on this rank. No communication."""
+        originals = _originals(_unwrap_objects(state))
+        return num_bytes_to_copy(originals, data_parallel=self.data_parallel)
+
+    def snapshot(self, state: dict[str, Any]) -> Snapshot:
+        """Copy what `fabric.save` would save now to host memory, from where another thread can write it.
+
+        No communication.
+
+        Args:
+            state: As for `fabric.save`.
+        """
+        if is_rank_zero(self.data_parallel):
+            _warn_of_gradients_left_out(state)
+        originals = _originals(_unwrap_objects(state))
+        return Snapshot.take(originals, data_parallel=self.data_parallel)
 
     @override
     def load_checkpoint(

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ STATE = "state"
 
 _READ_BY_NAME = (f"{STATE}/.metadata", f"{STATE}/meta.pt")
 _CHECKSUM = "manifest.sha256"
-_FORMAT = 1
+_FORMAT = 2
+_READ_FORMATS = (1, 2)
 _MAX_BYTES = 64 * 2**20  # of the manifest: some 500,000 tensors
 _MAX_NAME = 255  # characters, as file systems have it
 _FILE_NAME = re.compile(rf"(?:{STATE}/)?[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
@@ -36,7 +37,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class UnverifiableCheckpointError(ValueError):
-    """A checkpoint was written before there were manifests."""
+    """A checkpoint was written by another version, before there were manifests or with newer ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,14 @@ class Manifest:
     """Key of the module -> name -> whole `shape`, `dtype`, and `is_trained`."""
     files: Mapping[str, FileRecord]
     """By name within the checkpoint, such as `state/meta.pt`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the evaluation at this very step, if there was one."""
+    config: Mapping[str, Any] | None = None
+    """The whole run file, with its defaults; None where there is none. For comparison, and for people."""
+    precision: str | None = None
+    """Fabric's, such as `bf16-true`."""
+    plan_sha256: str | None = None
+    """Of what backward kept and what it computed again; None where nothing was planned."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -79,7 +88,7 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: it is not as it was written, or there is none.
-        UnverifiableCheckpointError: the checkpoint is older than manifests are.
+        UnverifiableCheckpointError: the checkpoint is older than manifests are, or newer than this version.
     """
     if (directory / "checkpoint.json").exists() and not os.path.lexists(directory / MANIFEST):
         raise UnverifiableCheckpointError(
@@ -93,7 +102,11 @@ def read_manifest(directory: Path) -> Manifest:
             f"{MANIFEST} does not have the SHA-256 that {_CHECKSUM} gives: bytes of one of the two changed"
         )
     try:
-        return _parsed(json.loads(content))
+        parsed = json.loads(content)
+        _require_format(directory, parsed["format"])
+        return _parsed(parsed)
+    except UnverifiableCheckpointError:
+        raise
     # RecursionError: thousands of nested brackets.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(
@@ -212,17 +225,30 @@ def _small_file(directory: Path, name: str, *, max_bytes: int) -> bytes:
     return content
 
 
+def _require_format(directory: Path, format: object) -> None:
+    if type(format) is int and format > _FORMAT:
+        raise UnverifiableCheckpointError(
+            f"{directory} has a {MANIFEST} of format {format}, and this version reads up to {_FORMAT}: it was written "
+            "by a newer thunder-memsave; go on with that one."
+        )
+    if format not in _READ_FORMATS:
+        raise ValueError(f"its format is {format!r}, where this version reads {_READ_FORMATS}")
+
+
 def _parsed(content: Any) -> Manifest:
-    if content.pop("format") != _FORMAT:
-        raise ValueError(f"this version reads format {_FORMAT}")
+    content.pop("format")
     files = {name: _file_record(name, **record) for name, record in content.pop("files").items()}
     manifest = Manifest(files=files, **content)
-    for field in ("step", "world_size"):
-        if type(getattr(manifest, field)) is not int or getattr(manifest, field) < 0:
-            raise ValueError(f"{field} is {getattr(manifest, field)!r}")
-    for field in ("versions", "values", "tensors"):
-        if not isinstance(getattr(manifest, field), dict):
-            raise ValueError(f"{field} is not a mapping")
+    for name in ("step", "world_size"):
+        if type(getattr(manifest, name)) is not int or getattr(manifest, name) < 0:
+            raise ValueError(f"{name} is {getattr(manifest, name)!r}")
+    for name in ("versions", "values", "tensors", "metrics"):
+        if not isinstance(getattr(manifest, name), dict):
+            raise ValueError(f"{name} is not a mapping")
+    if not all(isinstance(value, float | int) for value in manifest.metrics.values()):
+        raise ValueError("a metric is not a number")
+    if not isinstance(manifest.config, dict | None):
+        raise ValueError("config is not a mapping")
     return manifest
 
 

@@ -325,14 +325,14 @@ def _dcp_load(
 def _dcp_options(
     data_parallel: DataParallel | None, *, failed: Callable[[str], Exception]
 ) -> Iterator[dict[str, Any]]:
-    with warnings.catch_warnings():
-        # DCP warns that a process is alone even where it was told so.
+    if data_parallel is None:
+        # DCP warns that a process is alone even where it was told so. Not `catch_warnings`: saves run in threads too.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
-        group = None if data_parallel is None else data_parallel.everyone
-        try:
-            yield {"process_group": group, "no_dist": data_parallel is None}
-        except dcp.CheckpointException as e:  # a BaseException, raised on all ranks
-            raise _own_failure(e, data_parallel, failed) from e
+    group = None if data_parallel is None else data_parallel.everyone
+    try:
+        yield {"process_group": group, "no_dist": data_parallel is None}
+    except dcp.CheckpointException as e:  # a BaseException, raised on all ranks
+        raise _own_failure(e, data_parallel, failed) from e
 
 
 def _own_failure(

@@ -173,7 +173,7 @@ def check_failures(fabric: Any) -> None:
     expected = ValueError if fabric.global_rank == 1 else CheckpointError
     with pytest.raises(expected, match=r"odd|rank 1 failed, so this rank stops too: ValueError"):
         on_all_ranks(fabric, lambda: fail(ValueError("odd")))
-    with pytest.raises(DiskError, match="^broken: /a/file$"):
+    with pytest.raises(DiskError, match=r"^broken: /a/file$"):
         on_all_ranks(fabric, lambda: fail(OSError(5, "broken", "/a/file")))
     with pytest.raises(DiskFullError, match="No space left"):
         on_all_ranks(fabric, lambda: fail(OSError(28, "No space left on device")))

@@ -138,7 +138,7 @@ RECORD = {"num_bytes": 1, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "this version reads format 1"),
+        ({"format": 0}, "its format is 0, where this version reads (1, 2)"),
         ({"step": -1}, "step is -1"),
         ({"world_size": True}, "world_size is True"),
         ({"values": []}, "values is not a mapping"),

@@ -103,9 +103,11 @@ def test_a_full_disk_costs_no_checkpoint_and_not_the_run(tmp_path: Path) -> None
     output = run_python(["-c", start, "-W", "ignore", script, disk], PYTHONPATH=harness)
     full_at = next(line for line in output.splitlines() if line.startswith("full at"))
     assert int(full_at.split()[2]) > 5, output
-    assert output.count("Training goes on; free some space, for it ends after 3 such saves") == 4
-    assert "the last one is step-00000005. The training has ended and saves no more; free" in output
-    assert "go on with --resume=auto, which repeats the steps since the last one." in output
+    advice = "free some space, or lower checkpoint.keep_last"
+    goes_on = f"Training goes on; {advice}, for it ends after 3 such saves in a row."
+    assert output.count(goes_on) == 4
+    ended = f"The training has ended and saves no more; {advice}, and go on with --resume=auto,"
+    assert f"the last one is step-00000005. {ended} which repeats the steps since" in output
     assert f"no checkpoint of step 3 was written, because the disk of {disk / 'run'} is" in output
     assert "the last one is step-00000001. Training goes on" in output
     ended = next(line for line in output.splitlines() if line.startswith("ended:"))

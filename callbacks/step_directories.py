@@ -1,0 +1,165 @@
+"""The checkpoints of a run as directories `step-<n>`: how one gets its name, and which of them stay."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from thunder_memsave.checkpoints.commit import sync_directory
+from thunder_memsave.checkpoints.disk_errors import told
+from thunder_memsave.checkpoints.manifest import (
+    DamagedCheckpointError,
+    UnverifiableCheckpointError,
+    read_manifest,
+)
+
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL_PREFIX = ".partial-"
+_REPLACED_PREFIX = f"{_PARTIAL_PREFIX}old-"
+"""A whole checkpoint, for the moment in which another of its step takes its name."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """Which checkpoints stay for how good they are."""
+
+    metric: str
+    """Of the evaluation at a checkpoint's own step; one without it is never among the best."""
+    num_kept: int
+    mode: Literal["min", "max"] = "min"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """List the complete checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Say whether a directory of this name is a complete checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def step_of(path: Path) -> int:
+    """Read the step that the name of a checkpoint says."""
+    return int(path.name.removeprefix("step-"))
+
+
+def best_checkpoints(directory: Path, best: Best) -> list[Path]:
+    """List the checkpoints with the best values, the best first; of equal ones the earlier."""
+    values = {path: _value(path, best.metric) for path in list_checkpoints(directory)}
+    sign = 1 if best.mode == "min" else -1
+    known = [(sign * value, path) for path, value in values.items() if value is not None]
+    return [path for _, path in sorted(known, key=lambda pair: pair[0])][: best.num_kept]
+
+
+def recover_replaced(directory: Path) -> None:
+    """Give back its name to a checkpoint that was to be replaced when a kill came between the two renames.
+
+    Several processes may do so at the same time.
+    """
+    for replaced in directory.glob(f"{_REPLACED_PREFIX}step-*"):
+        final = directory / replaced.name.removeprefix(_REPLACED_PREFIX)
+        if is_checkpoint_name(final.name) and not final.exists():
+            try:
+                os.rename(replaced, final)
+            except FileNotFoundError:
+                continue  # another process was faster
+            sync_directory(directory)
+
+
+def partial_directory(directory: Path, step: int) -> Path:
+    """Name the directory in which the checkpoint of a step is written."""
+    return directory / f"{_PARTIAL_PREFIX}step-{step:08d}"
+
+
+def remove_partial(directory: Path) -> None:
+    """Remove what kills and full disks left, but no checkpoint that was once complete.
+
+    Raises:
+        OSError: some of it cannot be removed.
+    """
+    recover_replaced(directory)
+    for left_over in directory.glob(f"{_PARTIAL_PREFIX}*"):
+        shutil.rmtree(left_over)
+
+
+def commit_step(partial: Path) -> Path:
+    """Give a finished directory its name; a checkpoint that an earlier attempt left under it goes."""
+    final = partial.with_name(partial.name.removeprefix(_PARTIAL_PREFIX))
+    replaced = partial.with_name(f"{_REPLACED_PREFIX}{final.name}")
+    is_replaced = final.exists()
+    if is_replaced:
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    sync_directory(final.parent)
+    if is_replaced:
+        _or_warn(lambda: shutil.rmtree(replaced), replaced)
+    return final
+
+
+def prune(
+    directory: Path, *, step: int, keep_last: int, best: Best | None, keeps_later: bool
+) -> None:
+    """Delete old checkpoints after that of `step` was committed; what cannot be deleted is warned of.
+
+    Args:
+        directory: Of the checkpoints.
+        step: Of the newest one of this run.
+        keep_last: How many stay, that one included.
+        best: Which stay besides.
+        keeps_later: Whether those of later steps stay. They do not where a run went back: they are of the way that it
+            left, and `auto` must not go on from them.
+    """
+    found = list_checkpoints(directory)
+    until_here = [path for path in found if step_of(path) <= step]
+    left = [] if keeps_later else found[len(until_here) :]
+    for old in left:
+        _or_warn(lambda: _delete(old), old)  # noqa: B023  # called at once
+    kept = [] if best is None else best_checkpoints(directory, best)
+    for old in until_here[:-keep_last]:
+        if old not in kept:
+            _or_warn(lambda: _delete(old), old)  # noqa: B023  # called at once
+
+
+def described(paths: Sequence[Path]) -> str:
+    """Name the newest of some checkpoints for a message."""
+    return paths[-1].name if paths else "none"
+
+
+def _delete(old: Path) -> None:
+    # Renamed first: a kill while files go would leave half a checkpoint under its name.
+    doomed = old.with_name(f"{_PARTIAL_PREFIX}{old.name}")
+    os.replace(old, doomed)
+    shutil.rmtree(doomed)
+
+
+def _or_warn(act: Callable[[], None], path: Path) -> None:
+    try:
+        act()
+    except OSError as error:
+        _log.warning(
+            "%s is no longer needed and could not be deleted (%s), so it takes space until it is; training goes on. "
+            "Delete it by hand, or make its directory writable.",
+            path,
+            told(error),
+        )
+
+
+def _value(path: Path, metric: str) -> float | None:
+    try:
+        value = read_manifest(path).metrics.get(metric)
+    except (OSError, DamagedCheckpointError, UnverifiableCheckpointError):
+        return None  # it is judged when a run goes on from it
+    return value if value is not None and math.isfinite(value) else None
