@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -19,6 +21,21 @@ def run_example(name: str, *arguments: str, num_processes: int, directory: Path)
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+# Python 3.12 warns of the fork that makes a data-loader worker.
+@pytest.mark.filterwarnings("ignore:.*use of fork.* may lead to deadlocks:DeprecationWarning")
+def test_a_loop_with_workers_goes_on_in_the_middle_of_an_epoch_bit_by_bit(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "resume_mid_epoch.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    whole = example.main([f"--output-dir={tmp_path}/whole"])
+    for stop in (3, 5, 9):  # in an epoch, at its end, and in a later one
+        torch.manual_seed(stop)
+        assert example.main([f"--output-dir={tmp_path}/parts", f"--stop-after={stop}"]) != whole
+    assert example.main([f"--output-dir={tmp_path}/parts"]) == whole
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
