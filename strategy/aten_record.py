@@ -7,8 +7,9 @@ itself is not (`scratch.py` measures that).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +27,17 @@ _FROM_A_TABLE = {"embedding", "gather", "index", "index_select", "take", "take_a
 """These read as much of their first argument as they return, not all of it."""
 
 _aten = torch.ops.aten
+
+_open: list[AtenRecord] = []
+
+
+@contextmanager
+def once_through_memory(*tensors: Tensor) -> Iterator[None]:
+    """Let records count these tensors as what is moved inside: the rest is computed in parts that stay in the cache."""
+    before = [(record, record.moved_bytes) for record in _open]
+    yield
+    for record, moved_bytes in before:
+        record.moved_bytes = moved_bytes + sum(map(_nbytes, tensors))
 
 
 def allocated_bytes(nbytes: int, device_type: str) -> int:
@@ -57,6 +69,15 @@ class AtenRecord(TorchDispatchMode):
         self.is_random = False
         self.written: set[int] = set()
         """`storage_id` of existing storages that are written to."""
+
+    def __enter__(self) -> Self:
+        _open.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _open.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -131,8 +152,13 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
 
 
 def _moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    name = func._overloadpacket.__name__
     read, made = list(map(_nbytes, inputs)), sum(map(_nbytes, outputs))
-    if read and func._overloadpacket.__name__ in _FROM_A_TABLE:
+    if "empty" in name:  # takes memory, and leaves it as it is
+        return 0
+    if name.startswith("new_") or name.endswith("_like"):  # of the argument, its shape is read
+        return made
+    if read and name in _FROM_A_TABLE:
         read[0] = min(read[0], made)
     return sum(read) + made
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.memory import measured_peak_bytes
-from thunder_memsave.aten_record import AtenRecord, allocated_bytes, storage_id
+from thunder_memsave.aten_record import AtenRecord, allocated_bytes, once_through_memory, storage_id
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:
@@ -56,6 +56,27 @@ def test_views_move_nothing_and_an_embedding_moves_its_rows() -> None:
     with AtenRecord([table, indices]) as record:
         torch.nn.functional.embedding(indices, table)
     assert record.moved_bytes == 2 * 4 * 12 + 8 * 3
+
+
+def test_memory_that_is_taken_is_not_moved() -> None:
+    x = torch.ones(100)
+    with AtenRecord([x]) as record:
+        torch.empty_like(x), x.new_empty(1000)
+        assert record.moved_bytes == 0
+        torch.zeros_like(x), x.new_zeros(10)
+    assert record.moved_bytes == 4 * (100 + 10)
+
+
+def test_what_stays_in_the_cache_is_not_moved_and_is_there() -> None:
+    x = torch.ones(100)
+    with AtenRecord([x]) as outer:
+        y = x + 1
+        with AtenRecord([x, y]) as record, once_through_memory(x):
+            (x * 2).exp_().sum()
+        assert record.moved_bytes == 400
+        assert record.peak_bytes == 400 + 4
+        y.add_(1)
+    assert outer.moved_bytes == 800 + 400 + 800
 
 
 def test_attention_is_random_with_dropout_only() -> None:

@@ -21,6 +21,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from thunder_memsave.aten_record import once_through_memory
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.torch_backend import whole_rows
 
@@ -256,8 +257,10 @@ def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _made(x: Tensor, dtype: torch.dtype, scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Results without data, in layouts of the kernels."""
+    """Results without data, in layouts of the kernels, which are one each."""
     q = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    with once_through_memory(x, q):
+        q.copy_(x)
     if len(scales) == 2 and scales[0] == x.shape[0]:  # of blocks of one row: along the columns
         return q, x.new_empty(scales[::-1], dtype=torch.float32).t()
     return q, x.new_empty(scales, dtype=torch.float32)

@@ -132,7 +132,9 @@ def quantize_block(
                     force_pow_2_scales=force_pow_2_scales,
                 )
             )
-            quantized[first : first + rows] = cast_blocks(part, blocks, dtype, block_rows, block_cols)
+            quantized[first : first + rows] = cast_blocks(
+                part, blocks, dtype, block_rows, block_cols
+            )
     return quantized, scales.reciprocal_()
 
 

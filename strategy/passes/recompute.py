@@ -59,6 +59,7 @@ from thunder_memsave.passes.symbols import (  # noqa: E402
     is_joint,
     is_tensor,
     renamed,
+    without_recording,
     written_in_place,
 )
 from thunder_memsave.random_ops import draws_random_numbers, replay  # noqa: E402
@@ -251,7 +252,7 @@ def _clone(producer: BoundSymbol, inputs: Mapping[str, Proxy]) -> BoundSymbol:
     given = {a.name for a in producer.flat_proxy_args}
     made = {o.name: o for o in _made_inside(producer) if o.name not in given}
     named = {name: o.replace_name(f"{PREFIX}{name}") for name, o in made.items()}
-    clone = renamed(producer, {**inputs, **named})
+    clone = without_recording(renamed(producer, {**inputs, **named}))
     clone.tags.update((BoundSymbolTag.BACKWARD, BoundSymbolTag.RECOMPUTE_IN_BACKWARD))
     return clone
 

@@ -35,6 +35,11 @@ def records_amax(bsym: BoundSymbol) -> bool:
     return str(bsym.sym.name).startswith("fp8_quantize_delayed_")
 
 
+def without_recording(bsym: BoundSymbol) -> BoundSymbol:
+    """The same cast for one that runs after it: the maximum has been taken."""
+    return bsym.from_bsym(args=(*bsym.args[:-1], False)) if records_amax(bsym) else bsym
+
+
 def decisive_args(bsym: BoundSymbol) -> Sequence[Proxy]:
     """The arguments that decide what it makes, without the scaling state that it reads and records in."""
     args: Sequence[Proxy] = bsym.flat_proxy_args

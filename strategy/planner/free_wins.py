@@ -74,8 +74,8 @@ def _cost(op: Op) -> float:
 
 
 def _is_cheap(graph: TrainingGraph, op: Op, *, regather: bool) -> bool:
-    if op.sent_bytes or any(graph.storages[s].kind == "gathered" for s in op.makes):
-        return regather
+    if op.sent_bytes:
+        return regather and any(graph.storages[s].kind == "gathered" for s in op.makes)
     made = sum(graph.storages[s].nbytes for s in op.makes)
     is_reduction = op.moved_bytes - made > _REDUCTION * made
     return op.repeat != "replay" and not op.flops and not is_reduction

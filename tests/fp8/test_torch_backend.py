@@ -333,7 +333,7 @@ def test_no_chunk_of_a_large_tensor_changes_what_is_computed(
         *torch_backend.quantize_block(x, E4M3, height),
         *torch_backend.quantize_current(x, E4M3),
     ]
-    monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setitem(torch_backend._CAST_ELEMENTS, "cpu", 1000)
     parts = [
         *torch_backend.quantize_block(x, E4M3, height),
         *torch_backend.quantize_current(x, E4M3),

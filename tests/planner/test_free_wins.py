@@ -88,6 +88,18 @@ def test_whole_parameters_are_kept_unless_they_are_gathered_again() -> None:
     assert free_keep(graph, regather=True) == set()
 
 
+@pytest.mark.parametrize("regather", [False, True])
+def test_the_cast_of_a_parameter_is_made_again_from_the_parameter(regather: bool) -> None:
+    b = GraphBuilder()
+    b.input("w")
+    b.op("w", {"cast": 100}, kind="gathered", moved_bytes=300)
+    b.op("cast", {"y": 10}, flops=10)
+    b.backward(g=10)
+    b.op("g cast", {"dx": 10}, kind="gradient")
+    graph = b.graph(outputs="y", gradients="dx")
+    assert free_keep(graph, regather=regather) == set()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_nothing_keeps_less_for_what_it_moves(seed: int) -> None:
     graph = random_graph(seed, num_forward=7)
