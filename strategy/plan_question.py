@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 from thunder_memsave.errors import BudgetError
@@ -49,14 +49,33 @@ class Question:
     narrowed: Question | None = None
     """With fewer choices, among which the smallest plan is sooner found; asked where no plan is found with all."""
 
-    def answer(self, target_bytes: int | None, *, budget_bytes: int | None) -> Offer:
-        """A plan within `target_bytes`, else the smallest that was found, by earlier runs too."""
-        if target_bytes is None:
+    def answer(
+        self,
+        target_bytes: int | None,
+        *,
+        budget_bytes: int | None,
+        too_large: Collection[Set[str]] = (),
+    ) -> Offer:
+        """A plan within `target_bytes`, else the smallest that was found, by earlier runs too.
+
+        Args:
+            target_bytes: The budget, less what runs has needed beyond what was planned; None: no limit.
+            budget_bytes: What is asked for.
+            too_large: What plans keep that did not fit, though they had fitted an earlier run.
+        """
+        if target_bytes is None or budget_bytes is None:
             return Offer(plan=replace(self.solved(None), costs=self.costs))
         is_corrected = target_bytes != budget_bytes
         offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
+        if target_bytes != SMALLEST:
+            offer = self._or_one_that_ran(offer, budget_bytes, too_large)
         plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
         return replace(offer, plan=plan)
+
+    def remember_run(self, plan: Plan, *, peak_bytes: int) -> None:
+        """Note what a plan needed when it ran, on the rank that needed the most."""
+        cache_plan(self._run_key(peak_bytes), replace(plan, predicted_peak_bytes=peak_bytes))
+        remember_budget(self._run_key(None), peak_bytes)
 
     def is_tight(self, target_bytes: int | None) -> bool:
         """Whether more than the free wins is needed, so that costs matter."""
@@ -85,6 +104,23 @@ class Question:
         remember_budget(self._key(None), target_bytes)
         return Offer(plan=plan)
 
+    def _or_one_that_ran(
+        self, offer: Offer, budget_bytes: int, too_large: Collection[Set[str]]
+    ) -> Offer:
+        """A plan that is no slower and ran within the budget: a corrected target may be below what it was made for."""
+        peaks = smaller_budgets(self._run_key(None), budget_bytes)[:_MOST_KNOWN]
+        ran = [plan for peak in peaks if (plan := cached_plan(self._run_key(peak))) is not None]
+        ran = [plan for plan in ran if plan.keep not in too_large]
+        if not ran:
+            return offer
+        plan = min(ran, key=lambda p: p.recompute_us)
+        if not offer.is_smallest and offer.plan.recompute_us <= plan.recompute_us:
+            return offer
+        # What was proven for its own budget does not hold for a larger one.
+        bound_us = 0.0 if offer.is_smallest else offer.plan.lower_bound_us
+        layered_us = 0.0 if offer.is_smallest else offer.plan.layered_bound_us
+        return Offer(plan=replace(plan, lower_bound_us=bound_us, layered_bound_us=layered_us))
+
     def _plans_within(self, target_bytes: int) -> list[Plan]:
         """Plans of earlier runs for no larger budgets, so that time does not rise with the budget."""
         budgets = smaller_budgets(self._key(None), target_bytes)
@@ -112,6 +148,9 @@ class Question:
         else:
             cache_plan(self._key(SMALLEST), found)
         return Offer(plan=found, is_smallest=True, bound_bytes=bound_bytes)
+
+    def _run_key(self, peak_bytes: int | None) -> str:
+        return f"{self._key(peak_bytes)}-run"
 
     def _key(self, target_bytes: int | None) -> str:
         return plan_key(

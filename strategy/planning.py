@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from functools import cache, partial
 from typing import NoReturn
@@ -90,6 +90,8 @@ class MemoryPlanner:
         self._times = times
         self._known = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, Plan] = {}
+        self._asked: Question | None = None
+        """What the last plan was asked for, on rank 0."""
         self.calls: list[PlannedCall] = []
         """In the order in which they were planned."""
 
@@ -103,7 +105,7 @@ class MemoryPlanner:
     def for_copy(self) -> MemoryPlanner:
         """A planner like this one that has planned nothing, for a copy of the module."""
         copied = copy.copy(self)
-        copied._agreed, copied.calls = {}, []
+        copied._agreed, copied._asked, copied.calls = {}, None, []
         return copied
 
     def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
@@ -157,9 +159,10 @@ class MemoryPlanner:
         """Plan until what runs fits on every rank: passes that come later move the peak."""
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
+        too_large: list[frozenset[str]] = []
         while True:
             stage("solve")
-            offer = self._rank_zeros(attempt, structure, target_bytes)
+            offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
             stage("simulate")
             call = together(
                 partial(attempt.run, offer.plan),
@@ -170,21 +173,32 @@ class MemoryPlanner:
                 return call
             more_bytes = self._most(call.profile.peak_bytes - budget_bytes)
             if more_bytes <= 0:
+                if self._asked is not None:
+                    self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + more_bytes)
                 return call
+            too_large.append(offer.plan.keep)
             if offer.bound_bytes is not None:
                 self._refuse(offer, smallest_bytes=budget_bytes + more_bytes)
             num_rounds += 1
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = SMALLEST if is_last else max(target_bytes - more_bytes, SMALLEST)
 
-    def _rank_zeros(self, attempt: Attempt, structure: str, target_bytes: int | None) -> Offer:
-        """`target_bytes`: the budget, less what runs has needed beyond what was planned."""
+    def _rank_zeros(
+        self,
+        attempt: Attempt,
+        structure: str,
+        target_bytes: int | None,
+        too_large: Collection[Set[str]],
+    ) -> Offer:
+        """What rank 0 offers; the last two as `Question.answer` has them."""
 
         def make() -> Offer | None:
             if not is_rank_zero(self._data_parallel):
                 return None
-            question = self._question(attempt, target_bytes)
-            return question.answer(target_bytes, budget_bytes=self._budget_bytes)
+            self._asked = self._question(attempt, target_bytes)
+            return self._asked.answer(
+                target_bytes, budget_bytes=self._budget_bytes, too_large=too_large
+            )
 
         own = together(make, self._data_parallel, error_elsewhere=OtherRankError)
         rank_zeros, offer = broadcast((structure, own), self._data_parallel)

@@ -158,18 +158,12 @@ class _Planner(MemoryPlanner):
             device_type="" if device.name == "cpu" else "cuda",
         )
         self.refusal: BudgetError | None = None
-        self._last: Question | None = None
         self._sharding = "none" if data_parallel is None else data_parallel.mode
 
     @property
     @override
     def _mode(self) -> str:
         return self._sharding
-
-    @override
-    def _question(self, attempt: Attempt, target_bytes: int | None) -> Question:
-        self._last = super()._question(attempt, target_bytes)
-        return self._last
 
     @override
     def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
@@ -194,7 +188,7 @@ class _Planner(MemoryPlanner):
         stage("smallest budget")
         if self.refusal is not None:
             return _smallest_bytes(self.refusal)
-        asked = self._asked
+        asked = self._last
         peak_bytes = call.profile.peak_bytes
         try:
             found = replace(asked, policy="plan").solved(1, time_limit_s=_SMALLEST_S)
@@ -207,7 +201,7 @@ class _Planner(MemoryPlanner):
     def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
         """What each budget costs at least, from the smallest on."""
         stage("other budgets")
-        asked = self._asked
+        asked = self._last
         points = pareto(
             asked.graph,
             costs_us=asked.costs_us,
@@ -221,10 +215,10 @@ class _Planner(MemoryPlanner):
         return tuple(point for point in points if point[0] >= smallest_bytes)
 
     @property
-    def _asked(self) -> Question:
+    def _last(self) -> Question:
         """What the plan was solved for, with the fewer choices that find the smallest plan sooner, if there are."""
-        assert self._last is not None, "a call was planned"
-        return self._last.narrowed or self._last
+        assert self._asked is not None, "a call was planned"
+        return self._asked.narrowed or self._asked
 
 
 def _smallest_bytes(refusal: BudgetError) -> int:
