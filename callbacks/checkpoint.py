@@ -116,7 +116,7 @@ class ModelCheckpoint:
         self.keep_last = keep_last
         self.best = Best(metric=best_of, num_kept=keep_best, mode=best_mode) if keep_best else None
         self.asynchronous = asynchronous
-        self._config = None if config is None else json.loads(json.dumps(config, default=str))
+        self.config = None if config is None else json.loads(json.dumps(config, default=str))
         self._saved_step: int | None = None
         self._is_resumed = False
         self._num_failed = 0
@@ -198,7 +198,7 @@ class ModelCheckpoint:
                 state,
                 step=step,
                 metrics=metrics if at == step else {},
-                config=self._config,
+                config=self.config,
             ),
             write_state=write_state,
             random_state=random_state(fabric.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -18,16 +19,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from thunder_memsave.callbacks.metrics_csv import read_metrics
+from thunder_memsave.checkpoints.disk_errors import told
 
 _TRAIN, _VALIDATION, _RATE = "#2a6fbb", "#d1495b", "#6b6b6b"
 _GRID = "#dddddd"
+
+_log = logging.getLogger(__name__)
 
 
 class LossCurve:
     """Rank 0 draws at evaluations and when the training ends, also by an error.
 
     It draws what `MetricsCSV` has written, which must stand before it: so a resumed run has the
-    whole curve. The file is replaced in one go, so a viewer never sees half of it.
+    whole curve. The file is replaced in one go, so a viewer never sees half of it. What a disk refuses is warned of
+    once.
 
     Args:
         path: The PNG.
@@ -50,6 +55,7 @@ class LossCurve:
         self.min_seconds = min_seconds
         self._clock = clock
         self._drawn_at: float | None = None
+        self._has_warned = False
 
     def on_validation_end(self, *, fabric: Fabric) -> None:
         """Draw, unless it was done just now."""
@@ -67,10 +73,17 @@ class LossCurve:
         self._draw(fabric)
 
     def _draw(self, fabric: Fabric) -> None:
-        if fabric.is_global_zero:
+        if not fabric.is_global_zero:
+            return
+        try:
             rows = read_metrics(self.metrics)
             if _Series.of(rows, "loss").steps:
                 draw_loss_curve(rows, self.path)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                message = "%s could not be drawn (%s); training goes on without."
+                _log.warning(message, self.path.name, told(error))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
+
+from thunder_memsave.checkpoints.disk_errors import told
+
+_log = logging.getLogger(__name__)
 
 _COLUMNS = (
     "step",
@@ -24,6 +30,8 @@ _COLUMNS = (
 
 class MetricsCSV:
     """One row per training step and one per evaluation; rank 0 writes.
+
+    What a disk refuses is warned of once, and training goes on.
 
     Args:
         path: The file. Rows of steps after the one that a run starts from are dropped: a killed
@@ -42,14 +50,17 @@ class MetricsCSV:
         self.path = Path(path)
         self.columns = tuple(columns)
         self.monitors = tuple(monitors)
+        self._has_warned = False
+        self._is_torn = False
 
     def on_train_start(self, *, fabric: Fabric, step: int) -> None:
         """Start the file, or cut it back to the step that the run goes on from."""
         added = (name for m in self.monitors for name in getattr(m, "metric_names", ()))
         self.columns = tuple(dict.fromkeys((*self.columns, *added)))
         if fabric.is_global_zero:
-            rows = read_metrics(self.path) if step else []
-            self._rewrite([row for row in rows if int(row["step"]) <= step])
+            with self._warning_of_disks(step):
+                rows = read_metrics(self.path) if step else []
+                self._rewrite([row for row in rows if int(row["step"]) <= step])
 
     def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the row of an evaluation."""
@@ -62,8 +73,30 @@ class MetricsCSV:
     def _append(self, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         if not fabric.is_global_zero:
             return
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            self._writer(file).writerow({**metrics, "step": step})
+        with self._warning_of_disks(step):
+            if not self.path.exists():
+                self._rewrite([])
+            elif self._is_torn:
+                _cut_torn_row(self.path)
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                self._writer(file).writerow({**metrics, "step": step})
+            self._is_torn = False
+
+    @contextmanager
+    def _warning_of_disks(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._is_torn = True
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "%s could not be written (%s), so rows of steps from %d on are missing in it; training goes on. "
+                    "Free some space, or see that it may be written to.",
+                    self.path.name,
+                    told(error),
+                    step,
+                )
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +111,11 @@ class MetricsCSV:
         return csv.DictWriter(
             file, self.columns, restval="", extrasaction="ignore", lineterminator="\n"
         )
+
+
+def _cut_torn_row(path: Path) -> None:
+    """Let the file end where its last whole row does. No space is needed for that."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:

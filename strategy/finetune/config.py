@@ -84,8 +84,8 @@ class TrainConfig:
     """Optimizer steps."""
 
     max_grad_norm: float | None = 1.0
-    """Norm to which the gradients of a step are clipped; null for no clipping. A norm that is not
-    finite ends the run either way."""
+    """Norm to which the gradients of a step are clipped; null for no clipping. What becomes of one
+    that is not finite, `guards.nonfinite` says either way."""
 
     seed: int = 42
     """Decides initial values, the order of the data and dropout."""
@@ -103,6 +103,29 @@ class LRSchedulerConfig:
 
     min_lr_ratio: float | None = None
     """Final learning rate as a fraction of the optimizer's; null is 0.1. Not for `constant`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """What becomes of a step whose loss or gradients are bad. No weight takes it; all ranks decide alike."""
+
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """Where the loss or a gradient is infinite or not a number on any rank: `stop` ends the run, `skip` leaves
+    the step out, `rollback` goes back to the last checkpoint and skips the data since."""
+
+    loss_spike: Literal["stop", "skip", "rollback"] | None = None
+    """The same where the loss is far above those before; null does not look. A spike is above
+    m + `spike_threshold` * d: m is the median of the last `spike_window` losses, d the median of their distances
+    from m, and at least 1 % of m."""
+
+    spike_window: int = 50
+    """Steps; before there were as many, no loss is a spike."""
+
+    spike_threshold: float = 10.0
+    """How many d above m a spike begins."""
+
+    max_skips: int = 5
+    """Steps left out in a row, or rollbacks to the same checkpoint; the next bad step ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +148,18 @@ class CheckpointConfig:
 
     keep_last: int = 2
     """Checkpoints that are kept; older ones are deleted."""
+
+    keep_best: int = 0
+    """Checkpoints that are kept besides, those with the smallest `best_of`. A checkpoint has the value of the
+    evaluation at its own step, so `every_n_steps` is a multiple of `eval.every_n_steps`."""
+
+    best_of: str = "val_loss"
+    """What `keep_best` compares: `val_loss`, or a metric that a callback adds to evaluations. Of one where larger
+    is better, `ModelCheckpoint` under `callbacks` keeps the best with `best_mode: max`."""
+
+    asynchronous: bool = False
+    """Copy the state to host memory, and write it while training goes on; the next save and the end of the run
+    wait for it. A rank's copy is as large as what it adds to a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +194,7 @@ class RunConfig:
     """Linear layers that compute in 8-bit floating point, as `ThunderMemsaveStrategy` reads it; `{}`
     takes the defaults, null computes none so."""
 
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loggers: list[ClassSpec] = field(default_factory=list)

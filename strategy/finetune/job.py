@@ -35,6 +35,7 @@ from thunder_memsave.finetune.run_file.references import check_references
 from thunder_memsave.finetune.watchers import (
     check_early_stopping,
     check_fp8_monitor,
+    check_keep_best,
     check_logger_package,
 )
 from thunder_memsave.settings import ConfigError, ConfigErrors
@@ -177,6 +178,11 @@ def _check_watchers(config: RunConfig, data: PreparedData | None, problems: Prob
         lambda: check_early_stopping(config, has_validation=has_validation),
         reads=("callbacks", "eval.every_n_steps"),
         about="callbacks",
+    )
+    problems.check(
+        lambda: check_keep_best(config, has_validation=has_validation),
+        reads=("callbacks", "checkpoint"),
+        about="checkpoint.keep_best",
     )
     problems.check(lambda: check_fp8_monitor(config), reads=("callbacks", "fp8"), about="callbacks")
 

@@ -82,8 +82,7 @@ def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
         where: import_class(spec, where=where, default_module=module)
         for where, spec in places.items()
     }
-    # Others may add metrics.
-    is_known = all(cls.__module__.startswith(_OWN_PACKAGE) for cls in classes.values())
+    is_known = _has_own_callbacks_only(config)
     for where, cls in classes.items():
         if cls is EarlyStopping:
             _check_watches_something(config, has_validation=has_validation, where=where)
@@ -94,6 +93,39 @@ def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
                     f"monitor {' or '.join(map(repr, EVALUATION_METRICS))}.",
                     key=where,
                 )
+
+
+def check_keep_best(config: RunConfig, *, has_validation: bool) -> None:
+    """Refuse to keep the best of evaluations that do not come, or of a metric that they do not have.
+
+    Raises:
+        ConfigError: there is nothing to compare.
+    """
+    if not config.checkpoint.keep_best:
+        return
+    if not has_validation:
+        raise ConfigError(
+            "checkpoint.keep_best compares evaluations, but the run has no validation data; give "
+            "data.dataset.init_args a val_path or a val_fraction, or leave checkpoint.keep_best out.",
+            key="checkpoint.keep_best",
+        )
+    metric = config.checkpoint.best_of
+    if _has_own_callbacks_only(config) and metric not in EVALUATION_METRICS:
+        raise ConfigError(
+            f"checkpoint.best_of is {metric!r}, which evaluations do not have; write "
+            f"{' or '.join(map(repr, EVALUATION_METRICS))}.",
+            key="checkpoint.best_of",
+        )
+
+
+def _has_own_callbacks_only(config: RunConfig) -> bool:
+    """Others may add metrics."""
+    module = CALLBACK.default_module
+    classes = (
+        import_class(spec, where=f"callbacks[{index}]", default_module=module)
+        for index, spec in enumerate(config.callbacks)
+    )
+    return all(cls.__module__.startswith(_OWN_PACKAGE) for cls in classes)
 
 
 def check_fp8_monitor(config: RunConfig) -> None:
@@ -191,8 +223,8 @@ def _writers(config: RunConfig, directory: RunDirectory) -> list[object]:
 def _checkpoint(config: RunConfig, directory: RunDirectory) -> ModelCheckpoint:
     return ModelCheckpoint(
         directory.checkpoints,
-        every_n_steps=config.checkpoint.every_n_steps,
-        keep_last=config.checkpoint.keep_last,
+        **asdict(config.checkpoint),
+        config=asdict(config),
     )
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import csv
+import errno
+import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,12 @@ from thunder_memsave.callbacks import (
     MemoryMonitor,
     MetricsCSV,
     ModelCheckpoint,
+    step_directories,
 )
-from thunder_memsave.callbacks.checkpoint import list_checkpoints, read_info
+from thunder_memsave.callbacks.checkpoint import read_info
 from thunder_memsave.callbacks.random_state import random_state, set_random_state
-from thunder_memsave.callbacks.verified import load_checkpoint
+from thunder_memsave.callbacks.step_directories import Best, best_checkpoints, list_checkpoints
+from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
 
 CPU = torch.device("cpu")
 
@@ -88,6 +93,46 @@ def test_random_states_go_through_a_file_and_draw_the_same_again(tmp_path: Path)
     assert draw() == expected
 
 
+def test_a_full_disk_costs_rows_and_not_the_run_and_no_row_is_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.csv"
+    fabric = cpu_fabric(MetricsCSV(path, columns=("step", "loss")))
+    fabric.call("on_train_start", fabric=fabric, step=0)
+
+    def step(number: int) -> None:
+        fabric.call("on_train_batch_end", fabric=fabric, step=number, metrics={"loss": 2.5})
+
+    def torn(self: object, row: object) -> None:
+        with path.open("a") as file:
+            file.write("2,2")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    step(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(csv.DictWriter, "writerow", torn)
+        step(2)
+        step(3)
+    step(4)
+    assert rows_of(path) == [{"step": "1", "loss": "2.5"}, {"step": "4", "loss": "2.5"}]
+    assert caplog.text.count("metrics.csv could not be written (No space left on device: ") == 1
+    assert "rows of steps from 2 on are missing in it; training goes on." in caplog.text
+
+
+def test_a_start_that_cannot_write_metrics_warns_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    fabric = cpu_fabric(MetricsCSV(tmp_path / "file" / "metrics.csv"))
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    fabric.call("on_train_batch_end", fabric=fabric, step=1, metrics={"loss": 2.5})
+    assert caplog.text.count("metrics.csv could not be written (") == 1
+    (tmp_path / "file").unlink()
+    fabric.call("on_train_batch_end", fabric=fabric, step=2, metrics={"loss": 2.5})
+    (row,) = rows_of(tmp_path / "file" / "metrics.csv")
+    assert (row["step"], row["loss"]) == ("2", "2.5")
+
+
 def state_of(value: float, step: int) -> dict[str, Any]:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, value)
@@ -128,6 +173,59 @@ def test_a_new_run_beside_later_checkpoints_deletes_neither(tmp_path: Path) -> N
     run_steps(tmp_path, 3, every_n_steps=1, keep_last=1)
     steps = [path.name[-1] for path in list_checkpoints(tmp_path)]
     assert steps == ["3", "8", "9"]
+
+
+def test_the_best_stay_besides_the_last_ones_also_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    losses = {1: 5.0, 2: 3.0, 3: math.nan, 4: 4.0, 5: 3.0}
+
+    def run(steps: Sequence[int], **settings: Any) -> list[str]:
+        callback = ModelCheckpoint(tmp_path, every_n_steps=1, keep_last=1, **settings)
+        fabric = cpu_fabric(callback)
+        fabric.call("on_train_start", fabric=fabric, step=steps[0] - 1)
+        for step in steps:
+            metrics = {"val_loss": losses[step]}
+            fabric.call("on_validation_end", fabric=fabric, step=step, metrics=metrics)
+            state = state_of(1.0, step)
+            fabric.call("on_train_batch_end", fabric=fabric, step=step, state=state)
+        # One without an evaluation of its own step has no value.
+        fabric.call("on_train_batch_end", fabric=fabric, step=9, state=state_of(1.0, 9))
+        return [path.name[-1] for path in list_checkpoints(tmp_path)]
+
+    assert run([1, 2, 3], keep_best=1) == ["2", "9"]
+    assert run([4, 5], keep_best=2) == ["2", "5", "9"]
+    best = Best(metric="val_loss", num_kept=9)
+    assert [path.name[-1] for path in best_checkpoints(tmp_path, best)] == ["2", "5"]
+    assert run([4], keep_best=1, best_mode="max") == ["4", "9"]
+    callback = ModelCheckpoint(tmp_path, keep_best=1, best_of="accuracy")
+    with pytest.raises(ValueError, match=r"kept by 'accuracy', but an evaluation gives \['val_lo"):
+        callback.on_validation_end(step=1, metrics={"val_loss": 1.0})
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_warned_of_and_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(step_directories, "_delete", refuse)
+    run_steps(tmp_path, 2, every_n_steps=1, keep_last=1)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2"]
+    told = f"{tmp_path / 'step-00000001'} is no longer needed and could not be deleted (Permission"
+    assert told in caplog.text
+    assert "no checkpoint of step" not in caplog.text
+
+
+def test_a_checkpoint_that_was_being_replaced_at_a_kill_gets_its_name_back(tmp_path: Path) -> None:
+    run_steps(tmp_path, 1, every_n_steps=1)
+    (path,) = list_checkpoints(tmp_path)
+    replaced = path.rename(tmp_path / ".partial-old-step-00000001")
+    (tmp_path / ".partial-step-00000001").mkdir()
+    valid = newest_valid(cpu_fabric(), tmp_path)
+    assert valid is not None
+    assert valid.path == path
+    path.rename(replaced)
+    run_steps(tmp_path, 2, every_n_steps=2)
+    assert sorted(found.name[-1] for found in tmp_path.iterdir()) == ["1", "2"]
 
 
 def test_the_end_is_not_saved_twice(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 from lightning.fabric import Fabric
 from matplotlib.image import imread
 
-from thunder_memsave.callbacks import LossCurve
+from thunder_memsave.callbacks import LossCurve, loss_curve
 from thunder_memsave.callbacks.loss_curve import _Series, draw_loss_curve
 
 ROWS = "step,loss,val_loss,lr\n0,,3.0,\n1,2.5,,0.1\n2,2.0,,0.05\n2,,2.2,\n"
@@ -70,3 +71,17 @@ def test_a_run_whose_only_loss_is_not_finite_has_nothing_to_draw(tmp_path: Path)
     fabric, path = curve(tmp_path, "step,loss,val_loss,lr\n1,nan,,0.1\n")
     fabric.call("on_exception", fabric=fabric)
     assert not path.exists()
+
+
+def test_a_curve_that_cannot_be_written_is_warned_of_once_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(rows: object, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    fabric, path = curve(tmp_path)
+    monkeypatch.setattr(loss_curve, "draw_loss_curve", refuse)
+    for hook in ("on_validation_end", "on_exception"):
+        fabric.call(hook, fabric=fabric)
+    told = f"loss.png could not be drawn (No space left on device: {path}); training goes on"
+    assert caplog.text.count(told) == 1

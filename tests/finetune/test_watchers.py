@@ -13,12 +13,13 @@ from thunder_memsave.callbacks import (
     ThroughputMonitor,
 )
 from thunder_memsave.finetune import watchers
-from thunder_memsave.finetune.config import ClassSpec, EvalConfig, RunConfig
+from thunder_memsave.finetune.config import CheckpointConfig, ClassSpec, EvalConfig, RunConfig
 from thunder_memsave.finetune.run_directory import RunDirectory
 from thunder_memsave.finetune.watchers import (
     build_callbacks,
     build_loggers,
     check_early_stopping,
+    check_keep_best,
     check_logger_package,
 )
 from thunder_memsave.settings import ConfigError
@@ -118,6 +119,33 @@ def test_early_stopping_may_watch_what_another_callback_adds() -> None:
     watching: ClassSpec = {"class_path": "EarlyStopping", "init_args": {"monitor": "accuracy"}}
     adding: ClassSpec = {"class_path": f"{__name__}.AddsMetrics"}
     check_early_stopping(RunConfig(callbacks=[adding, watching]), has_validation=True)
+
+
+@pytest.mark.parametrize(
+    ("best_of", "has_validation", "message"),
+    [
+        ("val_loss", False, "no validation data; give data.dataset.init_args a val_path or a val_"),
+        ("accuracy", True, "best_of is 'accuracy', which evaluations do not have; write 'val_loss"),
+    ],
+)
+def test_the_best_of_what_there_is_not_is_refused(
+    best_of: str, has_validation: bool, message: str
+) -> None:
+    kept = CheckpointConfig(keep_best=1, best_of=best_of)
+    with pytest.raises(ConfigError, match=message):
+        check_keep_best(RunConfig(checkpoint=kept), has_validation=has_validation)
+    adding: ClassSpec = {"class_path": f"{__name__}.AddsMetrics"}
+    check_keep_best(RunConfig(checkpoint=kept, callbacks=[adding]), has_validation=True)
+
+
+def test_the_checkpoint_callback_is_as_the_section_says_and_knows_the_run_file(
+    tmp_path: Path,
+) -> None:
+    section = CheckpointConfig(every_n_steps=4, keep_last=3, keep_best=2, asynchronous=True)
+    saves = callbacks_of(tmp_path, checkpoint=section, eval=EvalConfig(every_n_steps=2))[-1]
+    assert (saves.every_n_steps, saves.keep_last, saves.asynchronous) == (4, 3, True)
+    assert (saves.best.metric, saves.best.num_kept, saves.best.mode) == ("val_loss", 2, "min")
+    assert saves.config["eval"]["every_n_steps"] == 2
 
 
 def test_the_package_of_a_logger_is_looked_for_without_making_one(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune.config import CheckpointConfig, RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, num_local_processes
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.settings import ConfigError
@@ -72,6 +72,7 @@ def _out_of_range(config: RunConfig) -> Iterator[ConfigError]:
         "eval.max_batches": config.eval.max_batches,
         "checkpoint.every_n_steps": checkpoint.every_n_steps,
         "checkpoint.keep_last": checkpoint.keep_last,
+        "guards.spike_window": config.guards.spike_window,
         "devices": None if config.devices == "auto" else config.devices,
     }
     for key, value in at_least_one.items():
@@ -86,6 +87,12 @@ def _out_of_range(config: RunConfig) -> Iterator[ConfigError]:
         yield _wrong("train.max_grad_norm", train.max_grad_norm, what)
     if not 0 <= train.seed < 2**32:
         yield _wrong("train.seed", train.seed, "must be from 0 to 4294967295")
+    if config.guards.max_skips < 0:
+        what = "must not be negative; 0 ends the run at the first bad step"
+        yield _wrong("guards.max_skips", config.guards.max_skips, what)
+    if not 0 < config.guards.spike_threshold < float("inf"):
+        what = "must be above 0 and finite; for no limit, guards.loss_spike: null"
+        yield _wrong("guards.spike_threshold", config.guards.spike_threshold, what)
     yield from _warmup(scheduler.warmup_steps)
     ratio = scheduler.min_lr_ratio
     if ratio is not None and not 0 <= ratio <= 1:
@@ -111,6 +118,16 @@ def _lora_and_adapter(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "lora and adapter are both given, but a run trains one of them; remove one.",
             key="adapter",
+        )
+
+
+def _guards(config: RunConfig) -> Iterator[ConfigError]:
+    strategy, guards = config.strategy.get("nonfinite_gradients", "ignore"), config.guards.nonfinite
+    if strategy != "ignore" and guards not in ("stop", strategy):
+        yield ConfigError(
+            f"guards.nonfinite is {guards!r} and strategy.nonfinite_gradients {strategy!r}; leave the second out, "
+            "which is for scripts.",
+            key="guards.nonfinite",
         )
 
 
@@ -153,6 +170,42 @@ def _scheduler(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+def _keep_best(config: RunConfig) -> Iterator[ConfigError]:
+    checkpoint, evaluated = config.checkpoint, config.eval.every_n_steps
+    if checkpoint.keep_best < 0:
+        yield _wrong("checkpoint.keep_best", checkpoint.keep_best, "must not be negative")
+    if not checkpoint.keep_best:
+        if checkpoint.best_of != CheckpointConfig().best_of:
+            yield ConfigError(
+                f"checkpoint.best_of is {checkpoint.best_of!r}, but no checkpoint is kept for it; set "
+                "checkpoint.keep_best to 1.",
+                key="checkpoint.best_of",
+            )
+        return
+    if checkpoint.every_n_steps is None:
+        yield ConfigError(
+            f"checkpoint.keep_best is {checkpoint.keep_best}, but checkpoint.every_n_steps is null, so that there is "
+            "one checkpoint alone; set checkpoint.every_n_steps, or leave checkpoint.keep_best out.",
+            key="checkpoint.keep_best",
+        )
+    elif evaluated is None or checkpoint.every_n_steps % evaluated:
+        yield ConfigError(
+            f"checkpoint.keep_best compares evaluations at the steps of checkpoints, but those come every "
+            f"{checkpoint.every_n_steps} steps and eval.every_n_steps is {evaluated or 'null'}; set "
+            f"eval.every_n_steps to {checkpoint.every_n_steps}, or to a divisor of it.",
+            key="eval.every_n_steps",
+        )
+
+
+def _asynchronous(config: RunConfig) -> Iterator[ConfigError]:
+    if config.checkpoint.asynchronous and config.checkpoint.every_n_steps is None:
+        yield ConfigError(
+            "checkpoint.asynchronous is true, but checkpoint.every_n_steps is null, and the end of a run waits for "
+            "its checkpoint; set checkpoint.every_n_steps, or leave checkpoint.asynchronous out.",
+            key="checkpoint.asynchronous",
+        )
+
+
 def _resume(config: RunConfig) -> Iterator[ConfigError]:
     if config.resume is True or config.resume == "":
         yield ConfigError(
@@ -173,11 +226,14 @@ def _devices(config: RunConfig) -> Iterator[ConfigError]:
 
 # Settings that depend on each other, by the keys that they read.
 _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
+    ("strategy", "guards.nonfinite"): _guards,
     ("lora", "adapter"): _lora_and_adapter,
     ("model.name_or_path", "model.revision"): _revision,
     ("model.dtype", "model.trainable_dtype"): _dtypes,
     ("model.config", "model.architecture"): _architecture,
     ("lr_scheduler.name", "lr_scheduler.min_lr_ratio"): _scheduler,
+    ("checkpoint.keep_best", "checkpoint.every_n_steps", "eval.every_n_steps"): _keep_best,
+    ("checkpoint.asynchronous", "checkpoint.every_n_steps"): _asynchronous,
     ("resume",): _resume,
     ("devices",): _devices,
 }

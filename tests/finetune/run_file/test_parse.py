@@ -177,6 +177,23 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
         ("model.attn_implementation=x", "must be 'sdpa' or 'eager'."),
         ("devices=-1", "devices is -1, but must be at least 1; write 'auto' for all GPUs."),
         ("checkpoint.keep_last=-1", "checkpoint.keep_last is -1, but must be at least 1."),
+        ("checkpoint.keep_best=-1", "checkpoint.keep_best is -1, but must not be negative."),
+        (
+            "checkpoint={keep_best: 1, every_n_steps: 500}",
+            "those come every 500 steps and eval.every_n_steps is 200; set eval.every_n_steps to 500, or",
+        ),
+        (
+            "checkpoint={keep_best: 1, every_n_steps: null}",
+            "keep_best is 1, but checkpoint.every_n_steps is null, so that there is one checkpoint",
+        ),
+        (
+            "checkpoint.best_of=val_perplexity",
+            "best_of is 'val_perplexity', but no checkpoint is kept for it; set checkpoint.keep_best",
+        ),
+        (
+            "checkpoint={asynchronous: true, every_n_steps: null}",
+            "asynchronous is true, but checkpoint.every_n_steps is null, and the end of a run waits",
+        ),
         ("eval.max_batches=-1", "must be at least 1; write null for the whole validation set."),
         ("lr_scheduler.warmup_steps=-1", "must not be negative"),
         ("lr_scheduler.warmup_steps=2.5", "a whole number of steps or a fraction"),
