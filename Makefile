@@ -46,7 +46,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py
 
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --durations=20 $(PYTEST_ARGS)
 
 soak: $(STAMP)
 	PYTHONPATH=tests $(BIN)/pytest -p harness.soak -m 'soak or line' $(if $(FRESH),--soak-fresh) \
