@@ -30,6 +30,10 @@ class PlanError(RuntimeError):
     """A plan asks for what a trace cannot do."""
 
 
+class ExportError(RuntimeError):
+    """What was written is not what was trained."""
+
+
 class BudgetError(ValueError):
     """No plan for the memory of a step was found that stays within the budget."""
 

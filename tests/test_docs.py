@@ -25,6 +25,7 @@ from thunder_memsave.config import (
 )
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.model.adapters import _METHODS
+from thunder_memsave.finetune.export_command import parse_export_options
 from thunder_memsave.finetune.plan_command import parse_options
 from thunder_memsave.finetune.run_file.foreign_names import FOREIGN_NAMES
 from thunder_memsave.finetune.run_file.parse import load_run_config
@@ -119,6 +120,9 @@ def test_a_command_line_is_one_that_the_program_takes(command: str, tmp_path: Pa
     if verb == "configs":
         assert arguments[0] in ("list", "show", "copy")
         assert set(arguments[1:2]) <= SHIPPED.keys()
+        return
+    if verb == "export":
+        parse_export_options([a for a in arguments if not a.startswith("[")])
         return
     assert verb in ("train", "validate", "plan")
     if verb == "plan":

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from thunder_memsave import __version__
-from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
+from thunder_memsave.errors import BudgetError, CaptureError, CompileError, ExportError, PlanError
+from thunder_memsave.finetune.export_command import parse_export_options, run_export
 from thunder_memsave.finetune.launch import is_first_local, is_under_torchrun
 from thunder_memsave.finetune.plan_command import DOES_NOT_FIT, parse_options, run_plan
 from thunder_memsave.finetune.run_file.parse import RunFile, read_run_file
@@ -31,6 +32,7 @@ usage: thunder-memsave train CONFIG [--key=value ...]
        thunder-memsave validate CONFIG [--key=value ...]
        thunder-memsave plan CONFIG [--world-size N] [--device h200] [--budget 60GiB]
                             [--json FILE] [--html FILE] [--key=value ...]
+       thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16]
        thunder-memsave configs list
        thunder-memsave configs show NAME
        thunder-memsave configs copy NAME [DESTINATION]
@@ -39,6 +41,7 @@ usage: thunder-memsave train CONFIG [--key=value ...]
   train      fine-tunes or pre-trains a language model as the YAML file CONFIG says
   validate   checks everything that train would use, and says what would run; writes nothing
   plan       says what train would hold on each device, and whether that fits; needs no GPU
+  export     writes a run's adapter, or its whole model, from a checkpoint of any number of processes
   configs    the run files that come with the package
 
 CONFIG is a path, or the name of a shipped run file. --key=value (also `key=value` and
@@ -80,6 +83,22 @@ _WHAT = {
         "  --html FILE       a report: memory over the step, other budgets, what is computed again\n"
     ),
 }
+
+_EXPORT_HELP = """\
+usage: thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16] [--max-file-size 5GB]
+
+Writes what a run trained, from its newest checkpoint: the adapter in PEFT's format, or, of a run without
+one, the whole model as transformers loads it. Needs no GPU, and the memory of one layer at a time; the
+logits are compared with those of the run's own model before DIR has its name.
+
+  RUN               an output_dir, or one of its checkpoints (runs/first/checkpoints/step-00000100)
+  --out DIR         where to; must not hold anything yet
+  --merge           the whole model, with the adapter merged into it
+  --dtype FORMAT    of a whole model's weights; else model.dtype with --merge, model.trainable_dtype without
+  --max-file-size   of each of its files
+  --model.name_or_path=PATH, --model.revision=NAME
+                    where the base model is now
+"""
 
 _CONFIGS_HELP = """\
 usage: thunder-memsave configs list                      names, and what each is for
@@ -172,6 +191,13 @@ def _plan(arguments: list[str]) -> int:
     return _with_run_file("plan", rest, action)
 
 
+def _export(arguments: list[str]) -> int:
+    if _wants_help(arguments):
+        print(_EXPORT_HELP, end="")
+        return 0
+    return run_export(parse_export_options(arguments))
+
+
 def _configs(arguments: list[str]) -> int:
     if _wants_help(arguments) or not arguments:
         print(_CONFIGS_HELP, end="")
@@ -197,6 +223,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "validate": _validate,
     "plan": _plan,
+    "export": _export,
     "configs": _configs,
 }
 
@@ -322,6 +349,7 @@ def _message_for_user(error: Exception) -> str | None:
         BudgetError,
         CaptureError,
         CompileError,
+        ExportError,
         OtherRankError,
         PlanError,
         StepMemoryError,

@@ -36,7 +36,7 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
     model: Any = getattr(module, "module", module)
     data_parallel = fabric.strategy.data_parallel
     is_adapter = is_adapted(model)
-    wanted = _saved_by_peft(model) if is_adapter else None
+    wanted = saved_by_peft(model) if is_adapter else None
     weights = unsharded_state_dict(
         model,
         data_parallel,
@@ -57,8 +57,8 @@ def is_adapted(model: nn.Module) -> bool:
     return isinstance(model, peft.PeftModel)
 
 
-def _saved_by_peft(model: Any) -> Callable[[str], bool]:
-    """Asks peft itself, with placeholders, for it knows what else an adapter consists of."""
+def saved_by_peft(model: Any) -> Callable[[str], bool]:
+    """Tell which of a model's names peft saves; it is asked itself, for it knows what else an adapter consists of."""
     placeholders = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft says the same again when it saves

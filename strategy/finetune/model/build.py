@@ -64,6 +64,15 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
     return _with_adapter(_model(architecture, config, with_weights=True), config)
 
 
+def build_base(config: RunConfig) -> nn.Module:
+    """Describe the model as transformers loads it, without what the run puts on it.
+
+    Raises:
+        ConfigError: the model cannot be made.
+    """
+    return _model(_architecture(config.model), config, with_weights=True)  # type: ignore[no-any-return]
+
+
 def describe_model(config: RunConfig) -> nn.Module:
     """Make the model as `build_model` does, but without its files: what a plan needs.
 

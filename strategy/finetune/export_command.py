@@ -1,0 +1,201 @@
+"""The command `thunder-memsave export`: a run in, an adapter or a whole model out, verified before it has its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from thunder_memsave.settings import ConfigError, parse_bytes, suggestion
+
+if TYPE_CHECKING:
+    from thunder_memsave.finetune.trained_model import TrainedModel
+    from thunder_memsave.finetune.verified_export import Verified
+
+_OPTIONS = ("--out", "--merge", "--dtype", "--max-file-size")
+_DTYPES = ("float32", "bfloat16")
+_OVERRIDES = ("--model.name_or_path=", "--model.revision=")
+_USAGE = "thunder-memsave export RUN --out DIR [--merge]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What the command line says."""
+
+    run: Path
+    """An output_dir, or one of its checkpoints."""
+    out: Path
+    merge: bool = False
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of a whole model's weights; None is the run file's."""
+    max_file_bytes: int = 5 * 10**9
+    overrides: tuple[str, ...] = ()
+
+
+def parse_export_options(arguments: Sequence[str]) -> ExportOptions:
+    """Read the command's arguments.
+
+    Raises:
+        ConfigError: one is missing, unknown or has a value that cannot be.
+    """
+    given: dict[str, str] = {}
+    runs: list[str] = []
+    overrides: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.partition("=")
+        if argument.startswith(_OVERRIDES):
+            overrides.append(argument)
+        elif not argument.startswith("--"):
+            runs.append(argument)
+        elif name not in _OPTIONS:
+            raise ConfigError(
+                f"export has no option {name!r}{suggestion(name, _OPTIONS)} Write {_USAGE}."
+            )
+        elif name == "--merge":
+            given[name] = ""
+        elif equals:
+            given[name] = value
+        elif remaining and not remaining[0].startswith("--"):
+            given[name] = remaining.pop(0)
+        else:
+            raise ConfigError(f"{name} needs a value; write {_USAGE}.")
+    if len(runs) != 1 or "--out" not in given:
+        raise ConfigError(f"export needs one run and where to write: {_USAGE}.")
+    return ExportOptions(
+        run=Path(runs[0]),
+        out=Path(given["--out"]),
+        merge="--merge" in given,
+        dtype=_dtype(given.get("--dtype")),
+        max_file_bytes=_max_file_bytes(given.get("--max-file-size", "5GB")),
+        overrides=tuple(overrides),
+    )
+
+
+def run_export(options: ExportOptions) -> int:
+    """Export; what is written has its name only when it was found to be what was trained.
+
+    Raises:
+        ConfigError: the run, its base, or where to write cannot be used.
+        ExportError: what was written is not what was trained; nothing stays of it.
+    """
+    _check_out(options.out)
+    # These imports take seconds; mistakes in the arguments are known before.
+    from transformers.utils import logging
+
+    from thunder_memsave.finetune.export import is_adapted
+    from thunder_memsave.finetune.trained_model import find_trained_model
+
+    logging.disable_progress_bar()
+    trained = find_trained_model(options.run, options.overrides)
+    print(f"exporting {trained.checkpoint}, whose files are as they were written", flush=True)
+    has_adapter = is_adapted(trained.model)
+    if options.merge and not has_adapter:
+        raise ConfigError(
+            f"--merge is given, but {options.run} trained no adapter; leave it out, the whole model is exported."
+        )
+    whole = options.merge or not has_adapter
+    with _directory(options.out) as temporary:
+        verified = (
+            _whole(trained, options, temporary) if whole else _adapter(trained, options, temporary)
+        )
+    print(_told(verified, what="model" if whole else "adapter", options=options), flush=True)
+    return 0
+
+
+def _adapter(trained: TrainedModel, options: ExportOptions, directory: Path) -> Verified:
+    from thunder_memsave.finetune.exported_files import write_adapter
+    from thunder_memsave.finetune.verified_export import verify_adapter
+
+    if options.dtype is not None:
+        raise ConfigError("--dtype is of whole models; leave it out, or add --merge.")
+    if trained.config.model.config is not None:
+        raise ConfigError(
+            f"{options.run} trained an adapter of weights that it made itself (model.config), and no file has those; "
+            "add --merge, which exports the whole model."
+        )
+    write_adapter(trained, directory)
+    return verify_adapter(trained, directory)
+
+
+def _whole(trained: TrainedModel, options: ExportOptions, directory: Path) -> Verified:
+    import torch
+
+    from thunder_memsave.finetune.exported_files import whole_model, write_whole_model
+    from thunder_memsave.finetune.verified_export import verify_whole_model
+
+    settings = trained.config.model
+    name = options.dtype or (settings.dtype if options.merge else settings.trainable_dtype)
+    dtype: torch.dtype = getattr(torch, name)
+    plain = whole_model(trained, dtype=dtype)
+    _check_space(options.out, sum(weight.num_bytes for weight in plain.weights))
+    write_whole_model(
+        plain, trained.tokenizer, directory, dtype=dtype, max_file_bytes=options.max_file_bytes
+    )
+    print("verifying", flush=True)  # minutes for a large one
+    return verify_whole_model(trained, plain, directory)
+
+
+def _told(verified: Verified, *, what: str, options: ExportOptions) -> str:
+    same = (
+        f"verified: on 16 tokens its logits, computed in float64, differ from those of the run's own model by "
+        f"{verified.difference:.1e} of their norm"
+    )
+    if verified.from_rounding:
+        same += f"; rounding its weights to their format changes them by {verified.from_rounding:.1e} more"
+    return f"{same}\n{what}: {options.out}"
+
+
+def _dtype(text: str | None) -> Literal["float32", "bfloat16"] | None:
+    if text is not None and text not in _DTYPES:
+        raise ConfigError(f"--dtype is {text!r}, but must be {' or '.join(_DTYPES)}.")
+    return text  # type: ignore[return-value]
+
+
+def _max_file_bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-file-size is {text!r}: {error}") from error
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out is {out}, which is a file; name a directory.")
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out is {out}, which is not empty; name another directory.")
+
+
+def _check_space(out: Path, num_bytes: int) -> None:
+    """Before the minutes that writing takes."""
+    free = shutil.disk_usage(out.absolute().parent).free
+    if free < num_bytes:
+        raise ConfigError(
+            f"the weights take {num_bytes:,} bytes, and the disk of {out} has {free:,} left; free some space, or name "
+            "a directory elsewhere by --out."
+        )
+
+
+@contextmanager
+def _directory(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that becomes it at the end, and goes where that is not reached."""
+    from thunder_memsave.checkpoints.commit import remove, sync_directory, temporary_name
+
+    temporary = temporary_name(out.absolute())
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_directory(temporary)
+        os.rename(temporary, out)  # onto an empty directory too
+        sync_directory(temporary.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot export to {out}: {error}; nothing was written. Correct that, or name another directory by --out."
+        ) from error
+    finally:
+        remove(temporary)

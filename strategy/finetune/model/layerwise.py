@@ -1,0 +1,108 @@
+"""Runs a model that is on the meta device, on the CPU, with the weights of one of its layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Read = Callable[[str], Tensor]
+_REPORT = "such a model cannot be run layer by layer, so its export cannot be verified."
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, input_ids: Tensor, read: Read) -> Tensor:
+    """Compute logits in float64, so that two models differ by their weights and not by rounding.
+
+    Beside one layer, what is in no list of layers is in memory meanwhile: embeddings, the last norm, the head.
+
+    Args:
+        model: A transformers model, adapted or not; what of it is not on meta is used as it is.
+        input_ids: (batch, length), on the CPU.
+        read: Gives a parameter or persistent buffer by its name in `model`.
+
+    Returns:
+        (batch, length, vocabulary) in float64.
+    """
+    layers = dict(_layers(model, ""))
+    model.eval()
+    hooks = [
+        hook for name, layer in layers.items() for hook in _fill_when_called(layer, name, read)
+    ]
+    try:
+        with _filled(model, "", read, skip=set(map(id, layers.values()))):
+            output: Any = model(input_ids=input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return output.logits.double()  # type: ignore[no-any-return]
+
+
+def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The members of outermost lists of modules."""
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if isinstance(module, nn.ModuleList):
+            yield path, child
+        else:
+            yield from _layers(child, path)
+
+
+def _fill_when_called(layer: nn.Module, name: str, read: Read) -> Iterator[Any]:
+    filled: list[Any] = []
+
+    def fill(*_: object) -> None:
+        filled.append(_filled(layer, name, read, skip=set()))
+        filled[-1].__enter__()
+
+    def empty(*_: object) -> None:
+        filled.pop().__exit__(None, None, None)
+
+    yield layer.register_forward_pre_hook(fill)
+    yield layer.register_forward_hook(empty)
+
+
+@contextmanager
+def _filled(module: nn.Module, name: str, read: Read, *, skip: set[int]) -> Iterator[None]:
+    """Puts float64 values in the place of a module's tensors; its own are back afterwards."""
+    owners = list(_owners(module, name, skip))
+    kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for _, owner in owners]
+    values: dict[int, Tensor] = {}  # tied twins stay one
+    try:
+        for path, owner in owners:
+            both: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+            for tensors in both:
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[key] = _value(
+                            key, tensor, path=path, owner=owner, read=read, values=values
+                        )
+        yield
+    finally:
+        for owner, parameters, buffers in kept:
+            owner._parameters.update(parameters)
+            owner._buffers.update(buffers)
+
+
+def _owners(module: nn.Module, name: str, skip: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in skip:
+        return
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _owners(child, f"{name}.{child_name}" if name else child_name, skip)
+
+
+def _value(
+    name: str, tensor: Tensor, *, path: str, owner: nn.Module, read: Read, values: dict[int, Tensor]
+) -> Tensor:
+    if id(tensor) not in values:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if tensor.is_meta and name in owner._non_persistent_buffers_set:
+            raise ValueError(f"nothing says what the buffer {path}.{name} starts as; {_REPORT}")
+        value = read(f"{path}.{name}") if tensor.is_meta else tensor.detach()
+        value = value.double() if value.is_floating_point() else value
+        values[id(tensor)] = nn.Parameter(value, False) if is_parameter else value
+    return values[id(tensor)]
