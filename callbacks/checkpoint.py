@@ -163,6 +163,10 @@ class ModelCheckpoint:
             with self._warning_of_disks(fabric, step, is_last=True):
                 self.save(fabric, state, step=step)
 
+    def on_rollback_start(self, *, fabric: Fabric) -> None:
+        """Wait for the save under way, so that it can be gone back to, and nothing is written meanwhile."""
+        self._wait_for_background(fabric, is_last=False)
+
     def on_exception(self) -> None:
         """Let the save under way come to its end; what it raises does not hide why the run ended."""
         step = self._background.step

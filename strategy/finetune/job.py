@@ -22,16 +22,13 @@ from thunder_memsave.finetune.fp8_shown import fp8_shown
 from thunder_memsave.finetune.launch import world_size
 from thunder_memsave.finetune.model.build import build_model, load_tokenizer
 from thunder_memsave.finetune.model.hub import is_hub_name
-from thunder_memsave.finetune.run_directory import (
-    RunDirectory,
-    check_same_values,
-    checkpoint_to_resume,
-)
+from thunder_memsave.finetune.run_directory import RunDirectory, checkpoint_to_resume
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.class_kinds import DATASET
 from thunder_memsave.finetune.run_file.class_spec import build
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.finetune.run_file.references import check_references
+from thunder_memsave.finetune.same_run import check_same_run
 from thunder_memsave.finetune.watchers import (
     check_early_stopping,
     check_fp8_monitor,
@@ -134,7 +131,9 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     if resume_from is not None and identity is not None:
         checkpoint, values = resume_from, identity
         problems.check(
-            lambda: check_same_values(checkpoint, values), reads=("train.seed",), about="resume"
+            lambda: check_same_run(checkpoint, values, config),
+            reads=("train.seed", "model", "lora", "adapter", "fp8"),
+            about="resume",
         )
     _check_watchers(config, data, problems)
     model = _model(config, tokenizer, problems)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +18,6 @@ from thunder_memsave.finetune.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.parse import dump_run_config
 from thunder_memsave.settings import ConfigError
-
-_DATA = (
-    "the data files, the tokenizer with its chat template (some write today's date), "
-    "data.max_seq_length and data.packing"
-)
-# What to look at where the value alone does not say it.
-_CAUSES = {
-    "num_rows": _DATA,
-    "fingerprint_of_rows": _DATA,
-    "global_batch_size": "train.global_batch_size, and leave one of train.micro_batch_size and "
-    "train.gradient_accumulation_steps out, for the number of processes is the third",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,22 +169,6 @@ def how_to_go_on(
             f"with: {command} --resume={shlex.quote(str(started_from.path))} --output_dir=ANOTHER"
         )
     return f"there is no checkpoint yet; start again with: {command} --resume=auto"
-
-
-def check_same_values(info: CheckpointInfo, values: Mapping[str, int | str]) -> None:
-    """Check that a step of the checkpoint, and its optimizer's state, mean the same now.
-
-    Raises:
-        ConfigError: a value differs from the one that the checkpoint was written with.
-    """
-    for name, value in values.items():
-        written = info.values.get(name)
-        if written != value:
-            raise ConfigError(
-                f"{info.path} was written with {name} {written}, this run has {value}, so it cannot go on from "
-                f"there; restore {_CAUSES.get(name, 'the setting')}, or start a new run in another output_dir.",
-                key="resume",
-            )
 
 
 def _refuse_existing(directory: RunDirectory) -> None:

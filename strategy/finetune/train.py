@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,9 @@ from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, place_steps, says_how
 from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
-from thunder_memsave.finetune.run_directory import (
-    check_same_values,
-    how_to_go_on,
-)
+from thunder_memsave.finetune.run_directory import how_to_go_on
 from thunder_memsave.finetune.run_file.class_spec import import_class
+from thunder_memsave.finetune.same_run import check_same_run
 from thunder_memsave.finetune.stop import (
     NotFiniteError,
     ProcessDiedError,
@@ -51,6 +50,8 @@ from thunder_memsave.materialize import fingerprint_of_files, names_in_files
 from thunder_memsave.settings import ConfigError
 from thunder_memsave.step_memory import StepMemoryError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+_log = logging.getLogger(__name__)
 
 # What a model's first call ends with where it cannot be compiled or planned; the last tells of another rank's.
 # These types alone: a subclass of the last is of checkpoints.
@@ -105,7 +106,7 @@ def _begin(
 ) -> _Begun:
     """Join the processes, fill the model, and put into `state` what checkpoints hold."""
     fabric.launch()
-    job = _on_newest_valid(fabric, job, base)
+    job = _on_newest_valid(fabric, _as_rank_zero_sees_it(fabric, job), base)
     if fabric.is_global_zero:  # which alone tells of it
         _describe_model(callbacks, job, fabric)
     _say(fabric, job.data.summary)
@@ -172,6 +173,13 @@ def _check_same_base(job: Job, identity: Mapping[str, str]) -> None:
         )
 
 
+def _as_rank_zero_sees_it(fabric: Fabric, job: Job) -> Job:
+    """On a shared file system one rank may see a checkpoint that another does not see yet."""
+    if job.config.resume is False:
+        return job
+    return dataclasses.replace(job, resume_from=fabric.broadcast(job.resume_from))
+
+
 def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
     """With `resume=auto`, verify the newest checkpoint; where it is damaged, take the one before.
 
@@ -185,7 +193,7 @@ def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
     except (ValueError, OSError, CheckpointError) as error:
         raise ConfigError(str(error), key="resume") from error
     assert valid is not None  # one was there
-    check_same_values(valid, job.identity)
+    check_same_run(valid, job.identity, job.config)
     job = dataclasses.replace(job, resume_from=valid)
     _check_same_base(job, base.identity)
     return job
@@ -307,7 +315,7 @@ def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
     places = [line.strip() for line in str(error).splitlines() if line.startswith("  ")]
     return (
         f"{checkpoint.path} holds another model or optimizer than this run file describes "
-        f"({places[0] if places else error}); restore 'model', 'lora', 'adapter' and 'optimizer' as "
+        f"({'; '.join(places) or error}); restore 'model', 'lora', 'adapter' and 'optimizer' as "
         "in the config.yaml beside its checkpoints, or start a new run in another output_dir."
     )
 
@@ -359,10 +367,18 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
             _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {reason}")
         return _export(fabric, job, begun.module)
     except BaseException as error:
-        fabric.call("on_exception", fabric=fabric)
+        _tell_callbacks_of_the_end(fabric)
         if type(error) in _BEFORE_ANY_STEP and state["step"] == begun.step:
             _leave_nothing(fabric, job, begun)
         raise
+
+
+def _tell_callbacks_of_the_end(fabric: Fabric) -> None:
+    """What a callback raises then is not why the run ended."""
+    try:
+        fabric.call("on_exception", fabric=fabric)
+    except Exception as error:
+        _log.warning("a callback failed while the run ended: %s: %s", type(error).__name__, error)
 
 
 def _leave_nothing(fabric: Fabric, job: Job, begun: _Begun) -> None:

@@ -184,13 +184,14 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
     checkpoint = run_file.parent / "run" / "checkpoints" / "step-00000003"
     job = prepare(load_run_config(run_file))
     values = {"step": 3, **job.identity}
-    write_checkpoint_info(checkpoint, world_size=1, values=values)
+    write_checkpoint_info(checkpoint, values=values)
     assert main(["validate", str(run_file), "--resume=auto"]) == 0
     assert f"\nstart:     {checkpoint}\n" in capsys.readouterr().out
     assert main(["validate", str(run_file), "--resume=auto", "--data.max_seq_length=30"]) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert f"was written with fingerprint_of_rows {values['fingerprint_of_rows']}, this" in message
-    assert "restore the data files, the tokenizer with its chat template" in message
+    assert "was written with other settings than this run has, so it cannot go on from" in message
+    assert f"fingerprint_of_rows {values['fingerprint_of_rows']} -> " in message
+    assert "Restore the data files, the tokenizer with its chat template" in message
 
 
 @pytest.mark.parametrize(
@@ -347,16 +348,15 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     [
         (
             {"optimizer_class": "SGD"},
-            "was written with optimizer_class SGD, this run has AdamW, so",
+            "from there: optimizer_class SGD -> AdamW, seed null -> 42, global_batch_size null -> 4, num",
         ),
         (
             {"optimizer_class": "AdamW", "seed": 1},
-            "was written with seed 1, this run has 42, so",
+            "so it cannot go on from there: seed 1 -> 42, global_batch_size null -> 4, num_rows null",
         ),
         (
             {"optimizer_class": "AdamW", "seed": 42, "global_batch_size": 3},
-            "was written with global_batch_size 3, this run has 4, so it cannot go on from there; restore "
-            "train.global_batch_size, and leave one of train.micro_batch_size and",
+            "there: global_batch_size 3 -> 4, num_rows null ->",
         ),
     ],
 )

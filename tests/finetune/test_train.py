@@ -38,6 +38,8 @@ from harness.language_model import (
     write_run_file,
 )
 from thunder_memsave import plan_question
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo
+from thunder_memsave.checkpoints import StateMismatchError
 from thunder_memsave.finetune import train as train_module
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
@@ -45,7 +47,7 @@ from thunder_memsave.finetune.data.formats import PromptJSONL
 from thunder_memsave.finetune.loop import fit
 from thunder_memsave.finetune.model.build import build_model
 from thunder_memsave.finetune.run_file.parse import load_run_config
-from thunder_memsave.finetune.train import _flops_per_token
+from thunder_memsave.finetune.train import _does_not_fit, _flops_per_token
 from thunder_memsave.materialize import materialize
 from thunder_memsave.planner.solve import solve
 
@@ -540,12 +542,20 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(one_rank: Path)
     before = path.read_text()
     output = run_here(path, "--resume=auto", "--lora.r=8", exit_code=2)
     words = " ".join(output.split())
-    assert (
-        words.count("step-00000006 holds another model or optimizer than this run file describes")
-        == 1
-    )
-    assert "shape (4, 32) in the file, (8, 32) in the model" in words
+    assert words.count("step-00000006 was written with other settings than this run has") == 1
+    assert "so it cannot go on from there: lora.r 4 -> 8. Restore lora.r, or start" in words
     assert path.read_text() == before
+
+
+def test_a_checkpoint_of_another_model_is_told_with_all_places_that_differ() -> None:
+    checkpoint = CheckpointInfo(path=Path("step-00000006"), world_size=1, values={})
+    error = StateMismatchError("does not fit\n  a: missing\n  b: shape (4,) in the file\nBuild the")
+    told = _does_not_fit(checkpoint, error)
+    assert (
+        "another model or optimizer than this run file describes (a: missing; b: shape (4,) in"
+        in told
+    )
+    assert "in the file); restore 'model', 'lora', 'adapter' and 'optimizer' as in the" in told
 
 
 def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(one_rank: Path) -> None:
