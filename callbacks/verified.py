@@ -44,7 +44,8 @@ def load_checkpoint(
 ) -> None:
     """Fill `state` from a checkpoint and put back this rank's random state. A collective.
 
-    Ranks that are more or fewer than wrote it get other random numbers, the same each time, and a warning says so.
+    Ranks that are more or fewer than wrote it, or on another kind of device, get other random numbers, the same each
+    time, and a warning says so.
 
     Args:
         fabric: Launched.
@@ -67,20 +68,15 @@ def load_checkpoint(
 
 
 def _load_random_state(fabric: Fabric, info: CheckpointInfo) -> None:
-    is_own = info.world_size == fabric.world_size
-    if not is_own and fabric.is_global_zero:
-        _log.warning(
-            f"{info.path} was written by {info.world_size} ranks, and {fabric.world_size} go on from it: the weights, "
-            "the optimizer and the order of the data are as they were, but dropout and the like get other random "
-            "numbers (the same ones in each such start)."
-        )
-    file = info.path / random_file(fabric.global_rank if is_own else 0)
+    is_same_world = info.world_size == fabric.world_size
+    file = info.path / random_file(fabric.global_rank if is_same_world else 0)
     try:
         state = load_mapped(file, weights_only=True)
-        if is_own:
+        if is_same_world and ("cuda" in state) == (fabric.device.type == "cuda"):
             set_random_state(state, fabric.device)
         else:
             seed_from(state, rank=fabric.global_rank, world_size=fabric.world_size)
+            _warn_of_other_numbers(fabric, info, "cuda" if "cuda" in state else "cpu")
     except (OSError, MemoryError):
         raise
     # What torch raises for bytes that are no such states is not documented.
@@ -89,6 +85,20 @@ def _load_random_state(fabric: Fabric, info: CheckpointInfo) -> None:
             f"{file} does not hold the states of random generators ({type(error).__name__}: {error}); name another "
             "checkpoint."
         ) from error
+
+
+def _warn_of_other_numbers(fabric: Fabric, info: CheckpointInfo, device_type: str) -> None:
+    if fabric.is_global_zero:
+        _log.warning(
+            f"{info.path} was written by {_ranks(info.world_size)} on {device_type}, and "
+            f"{_ranks(fabric.world_size)} on {fabric.device.type} go on from it: the weights, the optimizer and the "
+            "order of the data are as they were, but dropout and the like get other random numbers (the same ones in "
+            "each such start)."
+        )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def find_damage(fabric: Fabric, path: Path) -> str | None:
