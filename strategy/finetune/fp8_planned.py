@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from thunder_memsave.config import ConfigError, Fp8Config, StrategyConfig
 from thunder_memsave.fp8.linears import Fp8Linears, choose_linears, frozen_in_fp8
-from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, recipe_of
+from thunder_memsave.fp8.recipe import RecipeName, recipe_of
+from thunder_memsave.fp8.torch_support import Chip, why_not, why_not_on
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.target_device import stand_in_fp8
-
-_FP8 = "float8_e4m3fn"
-_MULTIPLIES_BLOCKS = ("h100", "h200", "cpu")
-"""By either backend; what TransformerEngine does of it on Blackwell is another format."""
 
 
 def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None:
@@ -45,19 +43,16 @@ def refuse_without_fp8(fp8: Fp8Config | None, device: Device) -> None:
     Raises:
         ConfigError: says what the device lacks.
     """
-    if fp8 is None:
-        return
-    if device.name != "cpu" and _FP8 not in device.flops_per_s:
+    if fp8 is not None and (reason := _why_not(device, fp8.recipe)) is not None:
         raise ConfigError(
-            f"fp8 is set, but the device {device.name} does not multiply fp8 numbers; plan for another --device, such "
-            "as h100, or leave fp8 out.",
-            key="fp8",
-        )
-    if fp8.recipe in NEEDS_BLACKWELL or (
-        fp8.recipe == "block" and device.name not in _MULTIPLIES_BLOCKS
-    ):
-        raise ConfigError(
-            f"fp8.recipe is {fp8.recipe!r}, which this version does not compute on the device {device.name}; set "
-            "fp8.recipe to 'current', or plan for another --device.",
+            f"fp8.recipe is {fp8.recipe}, but {reason}; or plan for another --device.",
             key="fp8.recipe",
         )
+
+
+def _why_not(device: Device, recipe: RecipeName) -> str | None:
+    """By PyTorch's kernels; TransformerEngine's compute no more that this version asks them for."""
+    if device.compute_capability is None:
+        return why_not(recipe, torch.device(device.name))
+    chip = Chip(name=f"the device {device.name}", capability=device.compute_capability)
+    return why_not_on(chip, recipe)

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thunder_memsave.aten_record import once_through_memory
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.torch_backend import whole_rows
+from thunder_memsave.fp8.torch_support import chip_of
 
 BLOCK = 128
 """The side of a block; TransformerEngine knows no other."""
@@ -144,23 +145,6 @@ def gemm(
     return product if added_later is None else product.add_(added_later)
 
 
-def require(recipe: str, device: torch.device) -> None:
-    """Refuse to begin where TransformerEngine cannot compute.
-
-    Args:
-        recipe: As `fp8.recipe` names it.
-        device: That the model is on.
-
-    Raises:
-        ConfigError: with what is missing, and what can be done.
-    """
-    reason = why_not(recipe, device)
-    if reason is not None:
-        raise ConfigError(
-            f"fp8.backend is transformer_engine and fp8.recipe is {recipe}, but {reason}; or set `fp8.backend: torch`."
-        )
-
-
 def why_not(recipe: str, device: torch.device) -> str | None:
     """What keeps TransformerEngine from computing in `recipe` on `device`; None: nothing does."""
     try:
@@ -176,7 +160,7 @@ def why_not(recipe: str, device: torch.device) -> str | None:
     return (
         None
         if is_there
-        else f"{_chip(device)} cannot compute it: TransformerEngine says {reason!r}"
+        else f"{chip_of(device)} cannot compute it: TransformerEngine says {reason!r}"
     )
 
 
@@ -242,12 +226,6 @@ def _installed_version() -> Version:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
-
-
-def _chip(device: torch.device) -> str:
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    name = torch.cuda.get_device_name(device)
-    return f"{name} (compute capability {capability}, with CUDA {torch.version.cuda})"
 
 
 def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

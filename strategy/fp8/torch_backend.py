@@ -12,12 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from thunder_memsave.aten_record import once_through_memory
-from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
-from thunder_memsave.settings import ConfigError
 
 BLOCK = 128
 """The side of a block; on Hopper the GEMMs know no other."""
@@ -31,11 +28,6 @@ the CPU, 16 MiB on GPUs, whose second level holds 40 MiB and more from Ada on.""
 
 _MULTIPLE = 16
 """cuBLAS's fp8 GEMMs want rows whose bytes are a multiple of this."""
-
-_ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
-
-_CUDA_OF_BLOCKS = "12.9"
-"""The first whose cuBLAS multiplies blocks that have scales."""
 
 
 def quantize_delayed(
@@ -241,66 +233,6 @@ def whole_rows(matrix: Tensor) -> Tensor:
     # Padding is not written for fp8 types; zero is zero in bytes as well.
     padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
     return padded.view(matrix.dtype)
-
-
-def require(recipe: RecipeName, device: torch.device) -> None:
-    """Refuse to begin where PyTorch's kernels cannot compute.
-
-    Args:
-        recipe: As `fp8.recipe` names it.
-        device: That the model is on.
-
-    Raises:
-        ConfigError: with what is missing, and what can be done.
-    """
-    reason = why_not(recipe, device)
-    if reason is not None:
-        raise ConfigError(
-            f"fp8.backend is torch and fp8.recipe is {recipe}, but {reason}.", key="fp8.recipe"
-        )
-
-
-def why_not(recipe: RecipeName, device: torch.device) -> str | None:
-    """What keeps PyTorch's kernels from computing in `recipe` on `device`, and what to do; None: nothing does."""
-    if recipe in NEEDS_BLACKWELL:
-        return _why_not_blackwell(recipe, device)
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return f"it computes on CUDA devices and on the CPU, and the model is on {device.type}: leave out `fp8`"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _ADA:
-        return (
-            f"torch._scaled_mm needs compute capability {_dotted(_ADA)} (Ada, Hopper or later), and there is "
-            f"{_chip(device)}: leave out `fp8`"
-        )
-    cuda = Version(torch.version.cuda or "0")
-    if recipe == "block" and (capability[0] != _HOPPER[0] or cuda < Version(_CUDA_OF_BLOCKS)):
-        return (
-            f"torch._scaled_mm multiplies such blocks on compute capability {_dotted(_HOPPER)} (Hopper), from CUDA "
-            f"{_CUDA_OF_BLOCKS} on, and there is {_chip(device)}: set `fp8.recipe: current`"
-        )
-    return None
-
-
-def _why_not_blackwell(recipe: RecipeName, device: torch.device) -> str:
-    there = _chip(device) if device.type == "cuda" else f"the device {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _BLACKWELL:
-        return f"this version does not compute {recipe}, although there is {there}: set `fp8.recipe: current`"
-    return (
-        f"{recipe} needs compute capability {_dotted(_BLACKWELL)} (Blackwell), and there is {there}: set "
-        "`fp8.recipe` to delayed, current or block"
-    )
-
-
-def _chip(device: torch.device) -> str:
-    capability = _dotted(torch.cuda.get_device_capability(device))
-    name = torch.cuda.get_device_name(device)
-    return f"{name} (compute capability {capability}, with CUDA {torch.version.cuda})"
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def amax(x: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 network_bytes_per_s=0.4 * _T,
                 launch_us=2.0,
                 memory_bytes=79 * _GIB,
+                compute_capability=(9, 0),
             ),
             Device(
                 name="h200",
@@ -45,6 +46,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 network_bytes_per_s=0.4 * _T,
                 launch_us=2.0,
                 memory_bytes=139 * _GIB,
+                compute_capability=(9, 0),
             ),
             Device(
                 name="b200",
@@ -53,6 +55,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 network_bytes_per_s=0.4 * _T,
                 launch_us=2.0,
                 memory_bytes=178 * _GIB,
+                compute_capability=(10, 0),
             ),
             Device(
                 name="a100",
@@ -61,6 +64,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 network_bytes_per_s=0.2 * _T,
                 launch_us=2.0,
                 memory_bytes=79 * _GIB,
+                compute_capability=(8, 0),
             ),
             Device(
                 name="l40s",
@@ -69,6 +73,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 network_bytes_per_s=0.032 * _T,
                 launch_us=2.0,
                 memory_bytes=44 * _GIB,
+                compute_capability=(8, 9),
             ),
             # A few cores of a server; what it has of memory is other programs' too.
             Device(

@@ -161,6 +161,8 @@ class Device:
     """Least time of one operation."""
     memory_bytes: int | None = None
     """What the device has; None: not a limit that is planned for."""
+    compute_capability: tuple[int, int] | None = None
+    """CUDA's, which says what is computed in fp8; None: no CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

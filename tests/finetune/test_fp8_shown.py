@@ -114,7 +114,8 @@ def test_a_plan_counts_frozen_weights_in_fp8_twice_and_their_state(config_of: Re
 
 def test_a_plan_for_a_device_without_fp8_is_refused() -> None:
     message = (
-        "fp8 is set, but the device a100 does not multiply fp8 numbers; plan for another --dev"
+        r"^fp8\.recipe is delayed, but torch\._scaled_mm needs compute capability 8\.9 \(Ada, Hopper or later\), and "
+        r"there is the device a100 \(compute capability 8\.0\): leave out `fp8`; or plan for another --device\.$"
     )
     with pytest.raises(ConfigError, match=message):
         refuse_without_fp8(Fp8Config(), DEVICES["a100"])
@@ -122,12 +123,16 @@ def test_a_plan_for_a_device_without_fp8_is_refused() -> None:
     refuse_without_fp8(Fp8Config(), DEVICES["l40s"])
 
 
-@pytest.mark.parametrize(("recipe", "device"), [("block", "l40s"), ("mxfp8", "b200")])
+@pytest.mark.parametrize(
+    ("recipe", "device", "reason"),
+    [
+        ("block", "l40s", r"multiplies such blocks on compute capability 9\.0 \(Hopper\)"),
+        ("mxfp8", "b200", "this version does not compute mxfp8, although there is the device b200"),
+        ("nvfp4", "cpu", r"nvfp4 needs compute capability 10\.0 .*, and there is the device cpu"),
+    ],
+)
 def test_a_plan_with_a_recipe_that_the_device_does_not_compute_is_refused(
-    recipe: Any, device: str
+    recipe: Any, device: str, reason: str
 ) -> None:
-    message = (
-        f"fp8.recipe is '{recipe}', which this version does not compute on the device {device}"
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"{reason}.*; or plan for another --device\.$"):
         refuse_without_fp8(Fp8Config(recipe=recipe), DEVICES[device])

@@ -17,7 +17,8 @@ from packaging.version import Version
 from harness import te_on_cpu
 from thunder_memsave.config import ConfigError, Fp8Config
 from thunder_memsave.fp8 import te_backend
-from thunder_memsave.fp8.backends import _best
+from thunder_memsave.fp8.backends import _best, require
+from thunder_memsave.fp8.recipe import RecipeName
 from thunder_memsave.run_alone import environment
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +31,9 @@ def _asked_anew() -> None:
     te_backend._library.cache_clear()
 
 
-def refusal(recipe: str = "delayed", device: torch.device = CPU) -> str:
+def refusal(recipe: RecipeName = "delayed", device: torch.device = CPU) -> str:
     with pytest.raises(ConfigError) as caught:
-        te_backend.require(recipe, device)
+        require("transformer_engine", recipe, device)
     return str(caught.value)
 
 
@@ -77,7 +78,7 @@ def test_on_the_cpu_it_computes_nothing() -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.usefixtures("transformer_engine")
-def test_a_recipe_without_an_implementation_is_refused(recipe: str) -> None:
+def test_a_recipe_without_an_implementation_is_refused(recipe: RecipeName) -> None:
     assert refusal(recipe).startswith(
         f"fp8.backend is transformer_engine and fp8.recipe is {recipe}, but thunder_memsave computes delayed, "
         "current, block with TransformerEngine: choose one of these recipes"
@@ -93,7 +94,7 @@ def test_a_recipe_without_an_implementation_is_refused(recipe: str) -> None:
     ],
 )
 def test_a_chip_or_cuda_that_cannot_is_named_with_its_reason(
-    transformer_engine: ModuleType, monkeypatch: pytest.MonkeyPatch, recipe: str, asked: str
+    transformer_engine: ModuleType, monkeypatch: pytest.MonkeyPatch, recipe: RecipeName, asked: str
 ) -> None:
     monkeypatch.setattr(
         transformer_engine, asked, lambda return_reason: (False, "8.9 or higher required")
@@ -109,8 +110,8 @@ def test_a_chip_or_cuda_that_cannot_is_named_with_its_reason(
 
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_what_can_compute_is_not_refused_with_emulated_kernels(recipe: str) -> None:
-    te_backend.require(recipe, CPU)
+def test_what_can_compute_is_not_refused_with_emulated_kernels(recipe: RecipeName) -> None:
+    require("transformer_engine", recipe, CPU)
 
 
 @pytest.mark.skipif(not ABSENT, reason="TransformerEngine is installed")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8 import torch_backend
+from thunder_memsave.fp8.backends import require
 from thunder_memsave.fp8.recipe import Recipe, RecipeName, Role, recipe_of
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT, ScalingState
 from thunder_memsave.settings import ConfigError
@@ -466,7 +467,7 @@ def test_a_chip_that_cannot_compute_a_recipe_is_named(
 ) -> None:
     Chip(monkeypatch, name, capability, cuda)
     with pytest.raises(ConfigError, match=message):
-        torch_backend.require(recipe, CUDA)
+        require("torch", recipe, CUDA)
 
 
 @pytest.mark.parametrize(
@@ -477,14 +478,14 @@ def test_a_chip_that_can_is_taken(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], recipe: RecipeName
 ) -> None:
     Chip(monkeypatch, "a chip", capability, "12.9")
-    torch_backend.require(recipe, CUDA)
+    require("torch", recipe, CUDA)
 
 
 def test_the_cpu_computes_what_hopper_does_and_nothing_else() -> None:
     for recipe in ("delayed", "current", "block"):
-        torch_backend.require(recipe, CPU)
+        require("torch", recipe, CPU)
     for recipe in ("mxfp8", "nvfp4"):
         with pytest.raises(ConfigError, match=rf"{recipe} needs .*, and there is the device cpu: "):
-            torch_backend.require(recipe, CPU)  # type: ignore[arg-type]
+            require("torch", recipe, CPU)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="CUDA devices and on the CPU, and the model is on mps"):
-        torch_backend.require("current", torch.device("mps"))
+        require("torch", "current", torch.device("mps"))

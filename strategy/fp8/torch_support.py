@@ -1,0 +1,81 @@
+"""Which recipes PyTorch's kernels compute on which chips; where they do not, what is missing and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from packaging.version import Version
+
+from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
+
+_ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
+
+_CUDA_OF_BLOCKS = "12.9"
+"""The first whose cuBLAS multiplies blocks that have scales."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chip:
+    """A GPU with CUDA, here or planned for."""
+
+    name: str
+    capability: tuple[int, int]
+    """CUDA's compute capability."""
+    cuda: str | None = None
+    """The version of CUDA; None: any."""
+
+    def __str__(self) -> str:
+        with_cuda = "" if self.cuda is None else f", with CUDA {self.cuda}"
+        return f"{self.name} (compute capability {_dotted(self.capability)}{with_cuda})"
+
+
+def chip_of(device: torch.device) -> Chip:
+    """The GPU behind a CUDA device."""
+    return Chip(
+        name=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+        cuda=torch.version.cuda or "0",
+    )
+
+
+def why_not(recipe: RecipeName, device: torch.device) -> str | None:
+    """What keeps PyTorch's kernels from computing in `recipe` on `device`, and what to do; None: nothing does."""
+    if device.type == "cuda":
+        return why_not_on(chip_of(device), recipe)
+    if recipe in NEEDS_BLACKWELL:
+        return _needs_blackwell(recipe, f"the device {device.type}")
+    if device.type == "cpu":
+        return None
+    return f"it computes on CUDA devices and on the CPU, and the model is on {device.type}: leave out `fp8`"
+
+
+def why_not_on(chip: Chip, recipe: RecipeName) -> str | None:
+    """The same for a chip that need not be here."""
+    if recipe in NEEDS_BLACKWELL:
+        if chip.capability < _BLACKWELL:
+            return _needs_blackwell(recipe, str(chip))
+        return f"this version does not compute {recipe}, although there is {chip}: set `fp8.recipe: current`"
+    if chip.capability < _ADA:
+        return (
+            f"torch._scaled_mm needs compute capability {_dotted(_ADA)} (Ada, Hopper or later), and there is {chip}: "
+            "leave out `fp8`"
+        )
+    is_old = chip.cuda is not None and Version(chip.cuda) < Version(_CUDA_OF_BLOCKS)
+    if recipe == "block" and (chip.capability[0] != _HOPPER[0] or is_old):
+        return (
+            f"torch._scaled_mm multiplies such blocks on compute capability {_dotted(_HOPPER)} (Hopper), from CUDA "
+            f"{_CUDA_OF_BLOCKS} on, and there is {chip}: set `fp8.recipe: current`"
+        )
+    return None
+
+
+def _needs_blackwell(recipe: RecipeName, there: str) -> str:
+    return (
+        f"{recipe} needs compute capability {_dotted(_BLACKWELL)} (Blackwell), and there is {there}: set `fp8.recipe` "
+        "to delayed, current or block"
+    )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
