@@ -24,8 +24,8 @@ from thunder_memsave.config import (
     StrategyConfig,
 )
 from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.model.adapters import _METHODS
 from thunder_memsave.finetune.export_command import parse_export_options
+from thunder_memsave.finetune.model.adapters import _METHODS
 from thunder_memsave.finetune.plan_command import parse_options
 from thunder_memsave.finetune.run_file.foreign_names import FOREIGN_NAMES
 from thunder_memsave.finetune.run_file.parse import load_run_config
