@@ -32,8 +32,9 @@ def unshard(
     if training and proxy.requires_grad:
         return _trained(proxy, kind, *_reduction(proxy, data_parallel))
     if training:
-        # Unlike a bare gather, Thunder's gradient transform takes it where nothing needs a gradient.
-        return dist_prims.synchronize(proxy, data_parallel.group, kind)
+        # Unlike a bare gather, Thunder's gradient transform takes it where nothing needs a gradient. Unlike its own
+        # `synchronize`, which wants to average a gradient, it takes weights in fp8 too.
+        return _frozen(proxy, kind, data_parallel.group)
     if kind is DistParallelType.REPLICATED:
         return proxy
     return _gathered(proxy, data_parallel.group)
@@ -90,6 +91,18 @@ def _grad_transform(
 
 
 register_grad(_trained.id, _grad_transform)
+
+# Of a symbol that needs no gradient Thunder takes the rule only where it has this name.
+_frozen = Symbol("synchronize", meta=_meta, id="thunder_memsave.unshard_frozen", is_prim=True)
+
+
+def _without_gradient(
+    proxy: TensorProxy, kind: DistParallelType, group: ProcessGroup
+) -> TensorProxy:
+    return proxy if kind is DistParallelType.REPLICATED else _gathered(proxy, group)
+
+
+register_grad(_frozen.id, _without_gradient)
 
 
 def _gathered(proxy: TensorProxy, group: ProcessGroup) -> TensorProxy:

@@ -22,7 +22,7 @@ from thunder_memsave.compile import Compiled, CompiledModule
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8 import torch_backend
 from thunder_memsave.fp8.layers import choose
-from thunder_memsave.fp8.linears import Fp8Linear, Fp8Linears
+from thunder_memsave.fp8.linears import Fp8Linear, Fp8Linears, frozen_in_fp8
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.symbols import Backend, quantize_frozen
 from thunder_memsave.planning import MemoryPlanner
@@ -40,6 +40,9 @@ def fp8_module(
     """`model` with its linears in fp8; `options` are those of the section `fp8`."""
     config = Fp8Config(**{**_defaults(options), **options})
     choices = choose(model, skip_modules=config.skip_modules)
+    frozen = frozen_in_fp8(model, config, frontend="dynamo", data_parallel=None)
+    if frozen is not None:
+        frozen.cast_rest(torch.device("cpu"))
     linears = Fp8Linears(model, choices, recipe=recipe_of(config), backend=backend)
     return CompiledModule(model, fp8=linears, planner=planner)
 
