@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -31,6 +31,12 @@ from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.loop import Plan, fit
 
 NUM_STEPS, NUM_TOKENS = 20, 32
+Optimizer = Literal["AdamW", "SGD"]
+Precision = Literal["fp32", "bf16", "fp8"]
+Trained = Literal["full", "LoRA"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+TRAINED: tuple[Trained, ...] = get_args(Trained)
 FP8 = {"backend": "torch", "recipe": "delayed", "amax_history_len": 4}
 
 
@@ -38,9 +44,9 @@ FP8 = {"backend": "torch", "recipe": "delayed", "amax_history_len": 4}
 class Setting:
     """What is trained, and how."""
 
-    optimizer: Literal["AdamW", "SGD"]
-    precision: Literal["fp32", "bf16", "fp8"]
-    trained: Literal["full", "LoRA"]
+    optimizer: Optimizer
+    precision: Precision
+    trained: Trained
 
     def __str__(self) -> str:
         return f"{self.optimizer}-{self.precision}-{self.trained}"
@@ -52,9 +58,7 @@ SHORT = (
 )
 ALL = [
     Setting(optimizer=optimizer, precision=precision, trained=trained)
-    for optimizer, precision, trained in product(
-        ("AdamW", "SGD"), ("fp32", "bf16", "fp8"), ("full", "LoRA")
-    )
+    for optimizer, precision, trained in product(OPTIMIZERS, PRECISIONS, TRAINED)
 ]
 
 

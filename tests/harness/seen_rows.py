@@ -35,7 +35,7 @@ class SeenRows:
                     self._seen.append(sha256(content).hexdigest()[:16])
             return batch
 
-        Rows.lay_out = lay_out  # type: ignore[method-assign]
+        Rows.lay_out = lay_out  # type: ignore[method-assign,assignment]
 
     def on_train_batch_end(self, *, fabric: Fabric, step: int) -> None:
         """The step is taken, so its rows have been seen."""
