@@ -26,7 +26,7 @@ OptimizerName = Literal["AdamW", "SGD"]
 
 
 class Net(nn.Module):
-    """Odd dims, tied, frozen, bf16, one row, 0-dim, both kinds of buffers, and the scales of an fp8 linear."""
+    """Odd dims, tied, frozen, bf16, one row, 0-dim, fp8, both kinds of buffers, and the scales of an fp8 linear."""
 
     def __init__(self, width: int = 3) -> None:
         super().__init__()
@@ -39,6 +39,7 @@ class Net(nn.Module):
         scaling = ScalingState(recipe_of(Fp8Config(recipe="delayed", amax_history_len=4)))
         self.down.add_module(STATE_NAME, scaling)
         self.mixed = nn.Parameter(torch.randn(5, 2, dtype=torch.bfloat16))
+        self.kept = nn.Parameter(torch.randn(9, 3).to(torch.float8_e4m3fn), requires_grad=False)
         self.single = nn.Parameter(torch.randn(1, 4))
         self.scale = nn.Parameter(torch.randn(()))
         self.count: Tensor
