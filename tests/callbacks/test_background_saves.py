@@ -18,7 +18,7 @@ from thunder_memsave.callbacks import ModelCheckpoint, background_saves
 from thunder_memsave.callbacks.all_ranks import DiskFullError
 from thunder_memsave.callbacks.step_directories import list_checkpoints
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
-from thunder_memsave.checkpoints import sharded
+from thunder_memsave.checkpoints.disk_errors import TellingWriter
 from thunder_memsave.checkpoints.manifest import read_manifest
 from thunder_memsave.config import ConfigError
 
@@ -30,7 +30,7 @@ class Gate:
         self.reached, self.opened = threading.Event(), threading.Event()
         self.threads: list[str] = []
         self.error: OSError | None = None
-        writes = sharded.TellingWriter.write_data
+        writes = TellingWriter.write_data
 
         def write_data(*args: Any, **kwargs: Any) -> Any:
             self.threads.append(threading.current_thread().name)
@@ -40,7 +40,7 @@ class Gate:
                 raise self.error
             return writes(*args, **kwargs)
 
-        monkeypatch.setattr(sharded.TellingWriter, "write_data", write_data)
+        monkeypatch.setattr(TellingWriter, "write_data", write_data)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import pytest
 
 from harness.fabric import run_python
 
+pytestmark = pytest.mark.line("full disks")
+
 SCRIPT = """
 import logging
 import shutil
@@ -82,22 +84,127 @@ assert sorted(path.name for path in run.iterdir()) == ["step-00000001", "step-00
 """
 
 
-def can_mount() -> bool:
-    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        return False
+AT_EVERY_OPERATION = """
+import errno
+import io
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from harness.fabric import make_fabric
+from harness.run_checkpoints import make_state, weight_of
+from thunder_memsave.callbacks import ModelCheckpoint
+from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
+
+run = Path(sys.argv[1]) / "run"
+left = None  # operations that the disk still takes
+names = set()
 
 
-@pytest.mark.skipif(not can_mount(), reason="this user cannot mount a small disk")
+def use(name):
+    global left
+    if left is not None:
+        left -= 1
+        if left < 0:
+            names.add(Path(os.fsdecode(name)).name)
+            raise OSError(errno.ENOSPC, "No space left on device", os.fsdecode(name))
+
+
+class Full(io.FileIO):
+    def write(self, content):
+        try:
+            use(self.name)
+        except OSError:
+            super().write(memoryview(content)[: len(content) // 2])
+            raise
+        return super().write(content)
+
+
+def open_on_disk(file, mode="r", *args, opened=io.open, **kwargs):
+    if mode in ("wb", "xb") and str(file).startswith(str(run)):
+        return io.BufferedWriter(Full(file, mode), buffer_size=4096)
+    return opened(file, mode, *args, **kwargs)
+
+
+def watch(event, arguments):
+    if event == "open" and arguments[0] is not None and not isinstance(arguments[0], int):
+        if arguments[2] & os.O_ACCMODE != os.O_RDONLY and str(arguments[0]).startswith(str(run)):
+            use(arguments[0])
+    elif event in ("os.mkdir", "os.rename") and str(arguments[0]).startswith(str(run)):
+        use(arguments[0])
+
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+fabric = make_fabric()
+two = make_state(fabric, 2.0, step=2)
+io.open = open_on_disk
+sys.addaudithook(watch)
+for asynchronous in (False, True):
+    saves = ModelCheckpoint(run, every_n_steps=1, keep_last=1, asynchronous=asynchronous)
+    saves.save(fabric, make_state(fabric, 1.0, step=1), step=1)
+    number = 0
+    while True:
+        left, saves._num_failed = number, 0
+        saves.on_train_batch_end(fabric=fabric, step=2, state=two)
+        saves.on_rollback_start(fabric=fabric)  # it waits
+        is_saved, was_full, left = not saves._num_failed, left < 0, None
+        assert is_saved or was_full
+        valid = newest_valid(fabric, run)
+        assert valid.values["step"] == (2 if is_saved else 1)
+        # An old one that is not needed may still be there; nothing else is.
+        assert (run / "step-00000001").exists() == was_full
+        assert {path.name[:5] for path in run.iterdir()} == {"step-"}
+        if not was_full:
+            break
+        shutil.rmtree(run / "step-00000002", ignore_errors=True)
+        number += 1
+    state = make_state(fabric, 0.0, step=0)
+    load_checkpoint(fabric, valid, state)
+    assert weight_of(state) == state["step"] == 2
+    print("full at", number, "operations", asynchronous)
+    shutil.rmtree(run)
+print("at", sorted(names))
+"""
+
+
+def test_a_disk_that_is_full_at_any_operation_costs_no_checkpoint(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AT_EVERY_OPERATION)
+    harness = str(Path(__file__).parents[1])
+    output = run_python(["-W", "ignore", script, tmp_path], PYTHONPATH=harness)
+    counts = [line.split() for line in output.splitlines() if line.startswith("full at")]
+    assert [int(count[2]) > 20 for count in counts] == [True, True], output
+    num_failed = sum(int(count[2]) for count in counts) - 2  # those of deletions
+    assert output.count("step-00000001 is no longer needed and could not be deleted (No space") == 2
+    assert output.count("no checkpoint of step 2 was written, because the disk of") == num_failed
+    failed_at = output.splitlines()[-1]
+    for name in (".metadata.tmp", "__0_0.distcp", "meta.pt", "random-00000.pt", "manifest.json"):
+        assert f"'{name}'" in failed_at
+    assert "'.partial-step-00000002'" in failed_at
+
+
+def way_to_mount() -> list[str] | None:
+    """A command before which a small disk can be mounted, for itself alone; root is not needed everywhere."""
+    for way in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        try:
+            command = [*way, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                return way
+        except OSError:
+            return None
+    return None
+
+
+@pytest.mark.skipif(way_to_mount() is None, reason="this user cannot mount a small disk")
 def test_a_full_disk_costs_no_checkpoint_and_not_the_run(tmp_path: Path) -> None:
     disk, script = tmp_path / "disk", tmp_path / "script.py"
     disk.mkdir()
     script.write_text(SCRIPT)
     start = (
         "import subprocess, sys; "
-        "sys.exit(subprocess.run(['unshare', '--mount', sys.executable, *sys.argv[1:]]).returncode)"
+        f"sys.exit(subprocess.run([*{way_to_mount()}, sys.executable, *sys.argv[1:]]).returncode)"
     )
     harness = str(Path(__file__).parents[1])
     output = run_python(["-c", start, "-W", "ignore", script, disk], PYTHONPATH=harness)

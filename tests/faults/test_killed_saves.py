@@ -1,10 +1,17 @@
-"""A process that is killed before any one of the file operations of a save has lost no checkpoint."""
+"""A process that is killed before any one of the file operations of a save has lost no checkpoint.
+
+So it is where one of two ranks is killed, in saves that wait and in those in the background.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from harness.fabric import run_python
+from harness.killed_ranks import Case, all_cases
 
 SCRIPT = """
 import os
@@ -80,6 +87,7 @@ print("kills", number, "of which after the commit", steps.count(2) - 1)
 """
 
 
+@pytest.mark.line("kill points")
 def test_a_kill_before_any_file_operation_loses_no_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -93,3 +101,33 @@ def test_a_kill_before_any_file_operation_loses_no_checkpoint(tmp_path: Path) ->
         assert any(line.startswith(point) for line in lines), (point, output)
     for point in ("os.rename .partial-step-00000002", "fsync run", "shutil.rmtree .partial-step"):
         assert any(line.startswith(point) for line in lines), (point, output)
+
+
+@pytest.mark.line("kill points")
+def test_a_kill_of_one_of_two_ranks_loses_no_checkpoint(tmp_path: Path) -> None:
+    chosen = [
+        "data:1:async",
+        "fsync of data:0:sync",
+        "hash:1:async",
+        "manifest:1:sync",
+        "rename:0:async",
+        "purge:0:sync",
+    ]
+    killed(tmp_path, [Case.parse(text) for text in chosen], patience_seconds=0.3)
+
+
+@pytest.mark.soak
+@pytest.mark.line("kill points")
+def test_a_kill_of_either_rank_at_every_point_of_every_kind_of_save_loses_no_checkpoint(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    output = killed(tmp_path, all_cases(), patience_seconds=10.0)
+    record_property("measured", f"{output.count(' left step ')} kills, 0 checkpoints lost")
+
+
+def killed(directory: Path, cases: Sequence[Case], *, patience_seconds: float) -> str:
+    arguments = ["-W", "ignore", "-m", "harness.killed_ranks", directory, patience_seconds]
+    output = run_python([*arguments, *cases], timeout=60 + 30 * len(cases))
+    for case in cases:
+        assert f"{case} left step " in output, output
+    return output
