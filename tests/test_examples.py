@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,35 @@ def run_example(name: str, *arguments: str, num_processes: int, directory: Path)
     return result.stdout
 
 
-# Python 3.12 warns of the fork that makes a data-loader worker.
-@pytest.mark.filterwarnings("ignore:.*use of fork.* may lead to deadlocks:DeprecationWarning")
-def test_a_loop_with_workers_goes_on_in_the_middle_of_an_epoch_bit_by_bit(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "resume_mid_epoch.py")
+def load_example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
+
+
+def test_another_number_of_ranks_gets_the_rest_of_the_epoch_each_row_once() -> None:
+    example = load_example("resume_mid_epoch.py")
+    before, seen = example.ResumableBatches(rank=0, world_size=1), []
+    for batch, _ in zip(before, range(2), strict=False):
+        seen += batch
+        before.advance()
+    ranks = [example.ResumableBatches(rank=rank, world_size=4) for rank in range(4)]
+    for after in ranks:
+        after.load_state_dict(before.state_dict())
+        for batch in after:
+            seen += batch
+            after.advance()
+    assert sorted(seen) == [(0, row) for row in range(example.NUM_ROWS)]
+    assert {(after.epoch, after.batch) for after in ranks} == {(1, 0)}
+
+
+# Python 3.12 warns of the fork that makes a data-loader worker.
+@pytest.mark.filterwarnings("ignore:.*use of fork.* may lead to deadlocks:DeprecationWarning")
+def test_a_loop_with_workers_goes_on_in_the_middle_of_an_epoch_bit_by_bit(tmp_path: Path) -> None:
+    example = load_example("resume_mid_epoch.py")
     whole = example.main([f"--output-dir={tmp_path}/whole"])
     for stop in (3, 5, 9):  # in an epoch, at its end, and in a later one
         torch.manual_seed(stop)
