@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
 
 # scipy has no types of its own.
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp  # type: ignore[import-untyped]
+from scipy.optimize import (  # type: ignore[import-untyped]
+    Bounds,
+    LinearConstraint,
+    OptimizeResult,
+    linprog,
+    milp,
+)
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from thunder_memsave.planner.quiet import without_noise_of_highs
 
 _OPTIMAL = 0
 _INFEASIBLE = 2
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,23 +127,58 @@ class LinearProgram:
             bound=-inf if bound is None or not np.isfinite(bound) else float(bound),
         )
 
+    def solve_near(self, part: float, *, time_limit_s: float, gap: float) -> Solution:
+        """Minimise among what is near the solution with fractions: in far less time than among all.
+
+        Args:
+            part: Whole-numbered variables stay as they are with fractions, where another value alone costs more than
+                this part of the cost (reduced cost fixing).
+            time_limit_s: HiGHS stops each of the two programs after that.
+            gap: As for `solve`.
+
+        Returns:
+            Its bound is of all solutions, not only of those.
+        """
+        relaxed = self._relaxed(max(time_limit_s, 0.05))
+        if relaxed.status != _OPTIMAL:
+            is_infeasible = relaxed.status == _INFEASIBLE
+            return Solution(values=None, is_infeasible=is_infeasible, bound=-inf)
+        low, high = np.array(self.low), np.array(self.high)
+        most, whole = part * abs(relaxed.fun), np.array(self.whole)
+        fixed_low = whole & (relaxed.lower.marginals > most) & (relaxed.x < low + _TOLERANCE)
+        fixed_high = whole & (relaxed.upper.marginals < -most) & (relaxed.x > high - _TOLERANCE)
+        near = replace(
+            self,
+            low=np.where(fixed_high, high, low).tolist(),
+            high=np.where(fixed_low, low, high).tolist(),
+        )
+        found = near.solve(time_limit_s=time_limit_s, gap=gap)
+        bound = relaxed.fun + most if found.is_infeasible else min(found.bound, relaxed.fun + most)
+        return Solution(
+            values=found.values, is_infeasible=False, bound=max(bound, float(relaxed.fun))
+        )
+
     def prices(self) -> Prices | None:
         """Minimise with fractions; None where no solution was found. Rows have one bound each."""
-        least, most = np.array(self._least), np.array(self._most)
-        signs = np.where(np.isfinite(most), 1.0, -1.0)
-        result = linprog(
-            np.array(self.cost),
-            A_ub=self._matrix() * signs[:, None],
-            b_ub=np.where(np.isfinite(most), most, -least),
-            bounds=np.stack([self.low, self.high], axis=1),
-            method="highs",
-        )
+        result = self._relaxed()
         if result.status != _OPTIMAL:
             return None
         return Prices(
             values=result.x,
             cost=float(result.fun),
             prices=np.maximum(0.0, -result.ineqlin.marginals),
+        )
+
+    def _relaxed(self, time_limit_s: float = inf) -> OptimizeResult:
+        least, most = np.array(self._least), np.array(self._most)
+        signs = np.where(np.isfinite(most), 1.0, -1.0)
+        return linprog(
+            np.array(self.cost),
+            A_ub=self._matrix() * signs[:, None],
+            b_ub=np.where(np.isfinite(most), most, -least),
+            bounds=np.stack([self.low, self.high], axis=1),
+            method="highs",
+            options={"time_limit": time_limit_s},
         )
 
     def _matrix(self) -> csr_array:

@@ -20,7 +20,8 @@ from thunder_memsave.planner.needs import NEVER
 MayPrecede = Callable[[int, int], bool]
 """Whether an operation of forward may run again before backward is past a position."""
 
-_NEARLY = 1e-6
+_NEAR = 1e-3
+"""Of the cost: what is farther from a solution with fractions is not looked at for one without."""
 _Terms = list[tuple[int, float]]
 
 
@@ -79,18 +80,14 @@ class MomentProgram:
 
     def solve(self, *, time_limit_s: float, gap: float = 1e-9) -> Solution:
         """Costs are of the time, or of the peak, in the model's units."""
-        return self._program.solve(relaxed=not self._whole, time_limit_s=time_limit_s, gap=gap)
+        if self._whole:
+            return self._program.solve_near(_NEAR, time_limit_s=time_limit_s, gap=gap)
+        return self._program.solve(relaxed=True, time_limit_s=time_limit_s, gap=gap)
 
     def keep(self, solution: Solution) -> frozenset[int]:
         """Storages that a solution keeps."""
         assert solution.values is not None
         return frozenset(s for s, v in self._kept.items() if solution.values[v] > 0.5)
-
-    def part(self, solution: Solution, storage: int) -> float:
-        """How far a solution keeps a storage, from 0 to 1; what is nearly whole is whole."""
-        assert solution.values is not None
-        part = float(solution.values[self._kept[storage]])
-        return float(round(part)) if abs(part - round(part)) < _NEARLY else part
 
     def _keep_variable(self, storage: int) -> int:
         pin = self._model.pinned.get(storage)

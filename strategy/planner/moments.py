@@ -10,25 +10,19 @@ go on doing in the next programs, which makes them small.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from thunder_memsave.planner.blocks import find_blocks
-from thunder_memsave.planner.bounds import SAFE
+from thunder_memsave.planner.blocks import Block, find_blocks
+from thunder_memsave.planner.early import EarlyBytes
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
-from thunder_memsave.planner.linear import Solution
-from thunder_memsave.planner.local import alike
 from thunder_memsave.planner.model import Moment, PeakModel
 from thunder_memsave.planner.moment_program import MayPrecede, MomentProgram, backward_moment
 from thunder_memsave.planner.needs import NEVER, Needs
 from thunder_memsave.planner.pace import Pace
 from thunder_memsave.planner.prices import anchors, mix
 
-_MOST_WHOLE = 5000
-"""Storages up to which programs have whole numbers."""
-_MOST_MOMENTS_OF_ALL = 2
-"""Up to which all plans are in such a program."""
 _MOST_ROUNDS = 10
 _MOST_NEW = 12
 _GAP = 2e-3
@@ -42,7 +36,7 @@ def search_moments(
     budget_bytes: float,
     deadline_s: float,
     pace: Pace,
-) -> float:
+) -> None:
     """Evaluate fast plans that fit; the evaluator remembers them.
 
     Args:
@@ -52,9 +46,6 @@ def search_moments(
         budget_bytes: What plans should fit in.
         deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
         pace: What HiGHS's limits are set by, since they are of the wall's clock.
-
-    Returns:
-        No plan takes fewer microseconds; 0 where nothing is known.
     """
     search = _Rounds(
         model=model,
@@ -62,10 +53,8 @@ def search_moments(
         budget_bytes=budget_bytes,
         deadline_s=deadline_s,
         pace=pace,
-        is_whole=len(model.needs.storages) <= _MOST_WHOLE,
     )
     search.run(free)
-    return search.bound_us
 
 
 def nearly_in_turn(model: PeakModel) -> MayPrecede:
@@ -96,11 +85,11 @@ class _Rounds:
     budget_bytes: float
     deadline_s: float
     pace: Pace
-    is_whole: bool
-    bound_us: float = 0.0
     _corrections: dict[Moment, float] = field(default_factory=dict)
-    _alike: dict[int, float] = field(default_factory=dict)
-    """Storages that all equal layers keep (1), or not (0)."""
+    _is_whole: bool = False
+    """Whether programs have no fractions any more."""
+    _closed: dict[int, float] = field(default_factory=dict)
+    """Storages between layers that are kept (1), so that what is computed again before backward needs it ends there."""
     _over: Evaluated | None = None
 
     def run(self, free: Evaluated) -> None:
@@ -112,45 +101,39 @@ class _Rounds:
             if time.thread_time() > self.deadline_s:
                 break
             found = self._next()
-            if found is None or found.peak_bytes <= self.budget_bytes:
+            is_last = self._is_whole
+            if found is None or (found.peak_bytes <= self.budget_bytes and is_last):
                 break
-            self._over = found
-            self._correct(found, self._add(found, _MOST_NEW))
+            self._learn(found)
         self._mix()
+
+    def _learn(self, found: Evaluated) -> None:
+        """Why a plan needs too much; or, where that is known, that the next one has no fractions."""
+        if found.peak_bytes <= self.budget_bytes:
+            self._is_whole = True
+            return
+        self._over = found
+        if self._close(found):
+            return
+        new = self._add(found, _MOST_NEW)
+        if new or self._is_whole:
+            self._correct(found, new)
+        self._is_whole |= not new
 
     def _next(self) -> Evaluated | None:
         """The plan of the next program."""
-        is_corrected = any(self._corrections.values())
-        is_first = len(self._corrections) <= _MOST_MOMENTS_OF_ALL and not is_corrected
-        has_all = self.is_whole and is_first
         program = MomentProgram(
             self.model,
             self.budget_bytes,
-            may_precede=None if has_all else self._in_turn,
-            whole=self.is_whole,
-            decided=self._alike,
+            may_precede=self._in_turn,
+            whole=self._is_whole,
+            decided=self._closed,
         )
         for moment, nbytes in self._corrections.items():
             program.count(moment, correction_bytes=nbytes)
         left_s = max(0.5, self.deadline_s - time.thread_time())
         solution = program.solve(time_limit_s=self.pace.wall_s(left_s), gap=_GAP)
-        if has_all:
-            self.bound_us = max(self.bound_us, solution.bound * SAFE * self.model.unit_us)
-        if solution.values is None:
-            return None
-        if not self.is_whole:
-            self._decide(program, solution)
-        return self.evaluate(program.keep(solution))
-
-    def _decide(self, program: MomentProgram, solution: Solution) -> None:
-        """What all equal layers do in a solution, and in the fastest plan that fits, is not asked again."""
-        if self._alike or (fits := self.evaluate.fastest_within(self.budget_bytes)) is None:
-            return
-        for group in alike(self.model):
-            parts = {program.part(solution, storage) for storage in group}
-            parts |= {float(storage in fits.keep) for storage in group}
-            if len(group) > 1 and parts in ({0.0}, {1.0}):
-                self._alike.update(dict.fromkeys(group, parts.pop()))
+        return None if solution.values is None else self.evaluate(program.keep(solution))
 
     def _add(self, found: Evaluated, most: int) -> set[Moment]:
         """Give rows to the moments at which a plan needs the most, one of each layer."""
@@ -175,6 +158,27 @@ class _Rounds:
                 missed[at] = max(missed.get(at, 0.0), nbytes - self.budget_bytes)
         for at, more_bytes in missed.items():
             self._corrections[at] += more_bytes + self.model.unit_bytes
+
+    def _close(self, found: Evaluated) -> bool:
+        """Keep what passes between layers where too many run again early. Whether that is something new."""
+        if not self._blocks:
+            return False
+        self._early.observe(found)
+        if self._early.most_bytes <= self.budget_bytes:
+            return False
+        firsts = self._early.first_layers(self.budget_bytes)
+        before, pinned = self._closed, self.model.pinned
+        inputs = [s for n in firsts for s in self._blocks[n].inputs]
+        self._closed = {s: 1.0 for s in inputs if pinned.get(s) is not False}
+        return self._closed != before
+
+    @cached_property
+    def _early(self) -> EarlyBytes:
+        return EarlyBytes(blocks=self._blocks)
+
+    @cached_property
+    def _blocks(self) -> Sequence[Block]:
+        return find_blocks(self.model.needs, self.model.costs_us)
 
     @cached_property
     def _in_turn(self) -> MayPrecede:

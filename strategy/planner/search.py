@@ -29,6 +29,8 @@ _MOST_VAIN_ROUNDS = 3
 _MOST_ROUNDS_OF_FEW = 1 << _FEW_DECISIONS
 _MOST_NEW_ROWS = 160
 _GAP = 2e-3
+_GOOD_GAP = 8e-3
+"""With many decisions, a plan so near its bound is good enough."""
 _NO_GAP = 1e-9
 _GAPS_OF_SMALLEST = (3e-2, 1e-2)
 """Of the first program for the smallest plan, and of the next ones. What a coarse one finds teaches as much, and
@@ -103,6 +105,14 @@ class Search:
                 break
         return self.evaluate.fastest_within(budget_bytes)
 
+    def is_proven(self, budget_bytes: float) -> bool:
+        """Whether the fastest plan that is known is near what any can do."""
+        best = self.evaluate.fastest_within(budget_bytes)
+        if best is None:
+            return False
+        self._bound_time(budget_bytes, best)
+        return best.recompute_us * SAFE <= self.bound_us * (1 + _GOOD_GAP)
+
     def smallest(self, *, enough_bytes: float = 0.0) -> Evaluated:
         """The plan with the smallest peak, or one that needs no more than `enough_bytes`."""
         if not self.is_exhaustive:
@@ -142,10 +152,11 @@ class Search:
             found = max(found, _proven(solved, self.model.unit_bytes))
         return _whole(found)
 
-    def relaxed_us(self, budget_bytes: float) -> float:
-        """No plan within the budget is faster, as far as the rows say."""
-        found = self._bound(partial(least_us, self.model, budget_bytes), self.deadline_s)
-        if not self.has_many:
+    def relaxed_us(self, budget_bytes: float, *, enough_us: float = inf) -> float:
+        """No plan within the budget is faster, as far as the rows say, or as is enough."""
+        of = partial(least_us, self.model, budget_bytes)
+        found = self._bound(of, self.deadline_s, enough=enough_us)
+        if not self.has_several or (found < enough_us and not self.has_many):
             effort = self._to_the_end(self.deadline_s)
             solved = self.model.fastest(budget_bytes, effort, relaxed=True)
             found = max(found, _proven(solved, self.model.unit_us))
@@ -220,23 +231,26 @@ class Search:
     def _bound_time(self, budget_bytes: float, best: Evaluated | None) -> None:
         if best is not None:
             self.add_typical([best], budget_bytes)
-        self.bound_us = max(self.bound_us, self.relaxed_us(budget_bytes))
+        enough_us = inf if best is None else best.recompute_us / (1 + _GOOD_GAP)
+        if self.bound_us < enough_us:
+            found_us = self.relaxed_us(budget_bytes, enough_us=enough_us)
+            self.bound_us = max(self.bound_us, found_us)
 
-    def _bound(self, of: _Bound, until_s: float) -> float:
-        """Of several moments alone, and of those together that bound the most; one at least when the time is over."""
-        moments = [m for m in self.model.corrections if m.phase == "backward"]
-        forward = [m for m in self.model.corrections if m.phase == "forward"]
+    def _bound(self, of: _Bound, until_s: float, *, enough: float = inf) -> float:
+        """Of the moment between forward and backward, and of it and others together, until that is enough."""
+        between = Moment("forward", self.model.needs.graph.num_forward)
+        moments = [m for m in self.model.corrections if m != between]
         most = _MOST_BOUNDING_OF_MANY if self.has_many else _MOST_BOUNDING
-        alone: dict[Moment, float] = {}
-        for moment in [*forward[:1], *moments[:most]]:
-            if not alone or time.thread_time() < until_s:
-                alone[moment] = of([moment], time_limit_s=self._bounding_s(until_s))
-        hardest = sorted(alone, key=lambda m: (-alone[m], m))[:_MOST_TOGETHER]
-        if len(hardest) > 1 and time.thread_time() < until_s:
-            alone[hardest[0]] = max(
-                alone[hardest[0]], of(hardest, time_limit_s=self._bounding_s(until_s))
-            )
-        return max(alone.values(), default=0.0)
+        bounds = {between: of([between], time_limit_s=self._bounding_s(until_s))}
+        for moment in moments[:most]:
+            if max(bounds.values()) < enough and time.thread_time() < until_s:
+                together = [between, moment]
+                bounds[moment] = of(together, time_limit_s=self._bounding_s(until_s))
+        hardest = sorted(bounds, key=lambda m: (-bounds[m], m))[:_MOST_TOGETHER]
+        found = max(bounds.values())
+        if len(hardest) > 2 and found < enough and time.thread_time() < until_s:
+            found = max(found, of(hardest, time_limit_s=self._bounding_s(until_s)))
+        return found
 
     def _bounding_s(self, until_s: float) -> float:
         """For one program that bounds, on the wall's clock."""

@@ -140,12 +140,26 @@ def pareto(
 def _fastest(
     problem: _Problem, search: Search, free: Evaluated, budget_bytes: int, time_limit_s: float
 ) -> tuple[Evaluated | None, float]:
-    """The fastest plan that several ways of searching have found, and a bound on plans of layers."""
+    """The fastest plan that several ways of searching have found, and a bound on plans of layers.
+
+    The first way is the best for many layers, and the others take their time only where it leaves something to find.
+    """
     model, evaluate = search.model, problem.evaluate
-    start_s, part_s = time.thread_time(), _PART * time_limit_s
+    start_s, part_s, layered_us = time.thread_time(), _PART * time_limit_s, 0.0
+    if search.has_several:
+        search_moments(
+            model,
+            evaluate,
+            free=free,
+            budget_bytes=budget_bytes,
+            deadline_s=start_s + 2 * part_s,
+            pace=search.pace,
+        )
+        if search.is_proven(budget_bytes):
+            return evaluate.fastest_within(budget_bytes), layered_us
     # A known plan that fits is not given up for a bound, which is exact to the solver's precision only.
     if evaluate.fastest_within(budget_bytes) is None:
-        least_bytes = search.least_possible(deadline_s=start_s + part_s)
+        least_bytes = search.least_possible(deadline_s=time.thread_time() + part_s)
         if least_bytes > budget_bytes:
             return None, 0.0
     layered_us = search_layers(
@@ -154,15 +168,6 @@ def _fastest(
         budget_bytes=budget_bytes,
         deadline_s=time.thread_time() + part_s,
     )
-    if search.has_several:
-        search.bound_us = search_moments(
-            model,
-            evaluate,
-            free=free,
-            budget_bytes=budget_bytes,
-            deadline_s=max(start_s + 3 * part_s, time.thread_time() + part_s),
-            pace=search.pace,
-        )
     if evaluate.fastest_within(budget_bytes) is None:
         search_prices(
             model,

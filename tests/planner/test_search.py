@@ -62,7 +62,7 @@ def test_when_the_time_is_over_a_bound_asks_for_one_moment_only(
     assert asked[0][1] < 5.0  # a tenth of what is left of the search, and more on a busy machine
     asked.clear()
     assert 0 < search.least_possible() <= smallest
-    assert [number for number, _ in asked] == [1, 1, 1, 3]
+    assert [number for number, _ in asked] == [1, 2, 2, 3]
 
 
 def test_a_bound_of_memory_is_of_whole_bytes() -> None:
