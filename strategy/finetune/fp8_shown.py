@@ -12,8 +12,8 @@ from thunder_memsave.config import parse_fp8, parse_strategy
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import world_size
 from thunder_memsave.fp8.backends import choose_backend
-from thunder_memsave.fp8.layers import Choice
-from thunder_memsave.fp8.linears import choose_linears
+from thunder_memsave.fp8.layers import Choice, by_reason, shown
+from thunder_memsave.fp8.linears import choose_linears, frozen_in_fp8
 from thunder_memsave.fp8.recipe import refuse_own_scales
 
 _NUM_CHOSEN, _NUM_OTHERS = 8, 2
@@ -26,7 +26,8 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
     """One line on those that compute in fp8, and one for each reason why others do not; None: the run has no fp8.
 
     Raises:
-        ConfigError: no linear would compute in fp8, this machine cannot, or its ranks would scale differently.
+        ConfigError: no linear would compute in fp8, this machine cannot, its ranks would scale differently, or there
+            are no frozen weights to be kept in fp8.
     """
     fp8 = parse_fp8(config.fp8)
     if fp8 is None:
@@ -35,30 +36,27 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
     frontend = parse_strategy(config.strategy).compile.frontend
     choices = choose_linears(model, fp8, frontend=frontend)
     backend = choose_backend(fp8, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return describe_choices(choices, recipe=fp8.recipe, backend=backend)
+    lines = describe_choices(choices, recipe=fp8.recipe, backend=backend)
+    frozen = frozen_in_fp8(model, fp8, frontend=frontend, data_parallel=None)
+    return lines if frozen is None else f"{lines}\n{len(frozen)} frozen weights kept in fp8 alone"
 
 
 def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:
     """Write the lines: linears that differ by the number of their layer alone are named once."""
-    groups: dict[str | None, list[str]] = {None: []}
-    for choice in choices:
-        groups.setdefault(choice.reason, []).append(_kind(choice.name))
-    chosen = groups.pop(None)
+    chosen, others = by_reason(choices)
     first = f"{len(chosen)} of {len(choices)} linears, {recipe} scaling by {backend}"
-    lines = [f"{first} ({_shown(chosen, _NUM_CHOSEN)})"]
-    for reason, kinds in groups.items():
-        lines.append(f"not {len(kinds)} ({_shown(kinds, _NUM_OTHERS)}): {reason}")
+    lines = [f"{first} ({shown(_kinds(chosen), _NUM_CHOSEN)})"]
+    for reason, names in others.items():
+        lines.append(f"not {len(names)} ({shown(_kinds(names), _NUM_OTHERS)}): {reason}")
     return "\n".join(lines)
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(map(_kind, names)))
 
 
 def _kind(name: str) -> str:
     """What comes after the last number of a layer, as far as it tells linears apart."""
     *_, last = re.split(r"\.\d+\.", name.removeprefix(_OF_PEFT[0]))
     return last.removesuffix(_OF_PEFT[1])
-
-
-def _shown(kinds: Sequence[str], num_shown: int) -> str:
-    names = list(dict.fromkeys(kinds))
-    more = len(names) - num_shown
-    shown = ", ".join(names[:num_shown])
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -116,6 +116,10 @@ class FrozenInFp8:
                 key="fp8.frozen_weights",
             )
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._kept)
+
     def has(self, tensor: Tensor) -> bool:
         """Whether this is one of them, still to be cast."""
         return id(tensor) in self._kept and unquantized_dtype(tensor) is None

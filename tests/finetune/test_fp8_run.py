@@ -19,9 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.fabric import run_python
 from harness.language_model import run_values, write_run_file
+from thunder_memsave.checkpoints.manifest import read_manifest
 from thunder_memsave.finetune.data.formats import PromptJSONL
 
-FP8 = {"backend": "torch", "amax_history_len": 4, "skip_modules": ["lm_head", "lora_A", "lora_B"]}
+FP8 = {
+    "backend": "torch",
+    "amax_history_len": 4,
+    "skip_modules": ["lm_head", "lora_A", "lora_B"],
+    "frozen_weights": "fp8",
+}
 NUM_STEPS = 8
 
 
@@ -77,6 +83,17 @@ def test_the_first_lines_say_what_computes_in_fp8(finished: Path) -> None:
     printed = (finished / "printed.txt").read_text()
     assert "fp8: 14 of 43 linears, delayed scaling by torch (self_attn.q_proj, self_att" in printed
     assert "\nnot 1 (lm_head): skip_modules has 'lm_head'" in printed
+    assert "\n14 frozen weights kept in fp8 alone\n" in printed
+
+
+def test_checkpoints_hold_neither_frozen_weights_nor_their_numbers_and_scales(
+    finished: Path,
+) -> None:
+    (checkpoint,) = (finished / "run" / "checkpoints").glob(f"step-{NUM_STEPS:08d}")
+    names = read_manifest(checkpoint).tensors["model"]
+    assert any(name.endswith("lora_A.default.weight") for name in names)
+    assert any("fp8_scaling" in name for name in names)
+    assert not any("fp8_weight" in name or "base_layer.weight" in name for name in names)
 
 
 def test_a_killed_run_resumes_to_the_bits_of_one_that_was_not(finished: Path) -> None:

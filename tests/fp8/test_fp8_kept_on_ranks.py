@@ -23,6 +23,7 @@ from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.collectives import gathers
 from thunder_memsave.fp8_parameter import Fp8ParameterError
 from thunder_memsave.sharded_parameter import ShardedParameterError
+from thunder_memsave.sharding import take_rows
 
 RECIPES = ("delayed", "current", "block")
 FP8 = torch.float8_e4m3fn
@@ -206,7 +207,7 @@ def check_a_rank_that_cannot_read(fabric: Fabric, path: Path) -> None:
     load_on_setup(model, path)
     broken = OSError("the disk is gone") if fabric.global_rank == 1 else None
     with (
-        patch.object(materialize, "take_rows", side_effect=broken, wraps=materialize.take_rows),
+        patch.object(materialize, "take_rows", side_effect=broken, wraps=take_rows),
         pytest.raises((OSError, OtherRankError), match="the disk is gone"),
     ):
         fabric.setup(model)
