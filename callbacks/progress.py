@@ -59,6 +59,7 @@ class ProgressBar:
         """Put up the bar, where there is a terminal."""
         if not fabric.is_global_zero:
             return
+        self._stop()  # that of before a rollback
         self._first_step, self._num_steps, self._start = step, num_steps, self._clock()
         if self.every_n_steps is None:
             self.every_n_steps = max(num_steps // 20, 1)

@@ -24,7 +24,8 @@ from thunder_memsave.finetune.run_file.shipped import (
     shipped_configs,
     shown_name,
 )
-from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError, watch_interrupts
+from thunder_memsave.finetune.signals import end_as, received, stop_watching, watch_signals
+from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError
 from thunder_memsave.settings import ConfigError, ConfigErrors, suggestion
 
 _USAGE = """\
@@ -53,8 +54,10 @@ Several processes: --devices=N on one machine, or on each of several
        torchrun ... --no-python thunder-memsave train CONFIG [--key=value ...]
 
 Exit codes: 0 the run is finished; 1 a loss or gradient was not finite, or something failed; 2 the
-arguments, the run file or what it names cannot be used; 3 it does not fit the memory budget;
-130 Ctrl-C.
+arguments, the run file or what it names cannot be used; 3 it does not fit the memory budget; 4 the device
+ran out of memory all the same;
+75 SIGTERM or SIGUSR1 came, the step is finished and all is saved: start again with --resume=auto;
+130 Ctrl-C; 143 or 138 SIGTERM or SIGUSR1 ended it at once. A second signal always does.
 """
 
 _TRAIN_HELP = """\
@@ -126,9 +129,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 for what the user can correct before training, 3 for a run that does not fit its memory
         budget, 1 for a loss or gradients that are not finite and for what cannot be compiled or saved,
-        130 for Ctrl-C.
+        75 for SIGTERM and SIGUSR1 where all is saved, and else 128 and the number of the signal.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(arguments)
+    finally:
+        if argv is not None:  # the process goes on
+            stop_watching()
+
+
+def _main(arguments: list[str]) -> int:
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -136,14 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _reader_left()
     except ConfigError as error:
         return _refused(report(error, Source()))
-    except RunInterruptedError as stop:
-        return _stopped(stop, str(stop))
     except RunStoppedError as stop:
-        return _stopped(stop, f"error: {stop}")
+        return _stopped(stop)
     except KeyboardInterrupt:
-        is_run = arguments[:1] == ["train"]
-        when = " before training began; start it again." if is_run else "."
-        return _stopped(RunInterruptedError(), f"interrupted{when}")
+        return _stopped(_ended_at_once(is_run=arguments[:1] == ["train"]))
     except Exception as error:
         message = _message_for_user(error)
         if message is None:
@@ -256,7 +263,7 @@ def _with_run_file(
 
 
 def _run(run_file: RunFile) -> None:
-    watch_interrupts()
+    watch_signals()
     # These imports take seconds; mistakes in the arguments are known before.
     from thunder_memsave.finetune.job import prepare
     from thunder_memsave.finetune.run_file.problems import Problems
@@ -313,12 +320,23 @@ def _let_failed_rank_end(error: Exception) -> None:
         time.sleep(_SECONDS_TO_REPORT)
 
 
-def _stopped(stop: RunStoppedError, message: str) -> int:
-    # A second Ctrl-C, while the interpreter cleans up, ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Ctrl-C reaches all ranks, and torchrun waits for them.
-    _print_on("RANK", message, waits=not isinstance(stop, RunInterruptedError))
+def _stopped(stop: RunStoppedError) -> int:
+    end_as(stop.exit_code)
+    if not stop.is_of_all_ranks:
+        return _failed(str(stop), stop.exit_code)
+    if isinstance(stop, RunInterruptedError):
+        # Where all ranks got the signal, torchrun waits for them.
+        _print_on("RANK", str(stop), waits=not stop.is_own)
+    else:
+        _print_on("RANK", f"error: {stop}")
     return stop.exit_code
+
+
+def _ended_at_once(*, is_run: bool) -> RunInterruptedError:
+    number = received() or signal.SIGINT
+    what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    when = " before training began; start it again." if is_run else "."
+    return RunInterruptedError(f"{what}{when}", exit_code=128 + number)
 
 
 def _reader_left() -> int:

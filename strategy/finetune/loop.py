@@ -3,7 +3,7 @@
 One optimizer step is one "batch" of Lightning's hook names. Hooks, all with keyword arguments of
 which a callback takes those it names:
 
-    on_train_start(fabric, step, num_steps, state, control)
+    on_train_start(fabric, step, num_steps, state, control)    again after a rollback
     on_train_batch_start(fabric, step)
     on_before_optimizer_step(fabric, step, model, optimizer)    the step's gradients are there
     on_validation_start(fabric, step), on_validation_end(fabric, step, metrics, control)
@@ -17,16 +17,21 @@ that measure add to it, so they stand before the ones that write in `Fabric(call
 A step has `loss`, `grad_norm`, `epoch`, `num_tokens` (target tokens of all ranks) and
 `num_input_tokens` (with prompts and padding), an evaluation `val_loss` and `val_perplexity`.
 
+A step that the guards leave out has a `loss` or `grad_norm` that is not finite, or a spike.
+
 `control.stop(reason)` ends the training after the step, on all ranks, whichever rank asked; the end
-is evaluated and saved as any other. A callback with `state_dict` and `load_state_dict` is part of
-checkpoints: those methods belong to rank 0's callback, and every rank loads what it saved.
+is evaluated and saved as any other; after a signal (see `signals`) it is saved only. A callback with
+`state_dict` and `load_state_dict` is part of checkpoints: those methods belong to rank 0's callback, and
+every rank loads what it saved.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,7 +40,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_memsave.callbacks.control import TrainingControl
-from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune import signals
+from thunder_memsave.finetune.config import EvalConfig, GuardsConfig, LRSchedulerConfig
 from thunder_memsave.finetune.data.batches import (
     Sharding,
     make_batch,
@@ -44,9 +50,11 @@ from thunder_memsave.finetune.data.batches import (
 )
 from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.evaluate import evaluate, perplexity
+from thunder_memsave.finetune.guards import BadStep, count_rollbacks, finite_mark, judge
+from thunder_memsave.finetune.loop_state import LoopState
 from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
 from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
-from thunder_memsave.finetune.stop import NotFiniteError, was_interrupted
+from thunder_memsave.finetune.stop import BadStepError, NotFiniteError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 EVALUATION_METRICS = ("val_loss", "val_perplexity")
@@ -65,8 +73,18 @@ class Plan:
     max_grad_norm: float | None
     lr_scheduler: LRSchedulerConfig
     eval: EvalConfig
-    skips_nonfinite: bool = False
-    """Whether a step whose loss or gradients are not finite is left out, instead of ending the run."""
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How the training came to its end; the same on all ranks."""
+
+    reason: str | None = None
+    """That a callback gave for an end before the plan's."""
+
+    signal: signal.Signals | None = None
+    """That some rank got; all is saved, as far as a callback saves."""
 
 
 def fit(
@@ -78,8 +96,10 @@ def fit(
     validation_rows: Rows | None,
     plan: Plan,
     state: dict[str, Any],
-) -> str | None:
-    """Train from `state["step"]` to the end of the plan, or until a callback asks for the end.
+    loop_state: LoopState | None = None,
+    roll_back: Callable[[], None] | None = None,
+) -> Ending:
+    """Train from `state["step"]` to the end of the plan, or until a callback or a signal asks for the end.
 
     Args:
         fabric: Launched, with the callbacks.
@@ -89,55 +109,237 @@ def fit(
         validation_rows: What is evaluated on at the start, every n steps and at the end, if any.
         plan: Everything else.
         state: What checkpoints hold; `step` in it is kept up to date.
-
-    Returns:
-        The reason that a callback gave for an end before the plan's.
+        loop_state: A part of it; None is the start of a run.
+        roll_back: Puts `state`, with all that it refers to, back to the last checkpoint. A collective.
 
     Raises:
-        NotFiniteError: the loss or the norm of gradients of a step that the plan does not skip, or the validation
-            loss, is not finite; on all ranks, and before those gradients change a weight.
+        BadStepError: the guards end the run at a step; on all ranks, and before it changes a weight.
+        NotFiniteError: so is the validation loss.
+        KeyboardInterrupt: a signal came while there was no step to finish.
     """
-    start, num_steps = state["step"], plan.num_steps
-    control = TrainingControl()
-    about = {"fabric": fabric, "control": control}
-    fabric.call("on_train_start", **about, step=start, num_steps=num_steps, state=state)
-    if start == 0:
-        _validate(fabric, model, validation_rows, plan=plan, step=0, control=control)
-    model.train()
-    reason = None
-    for step in range(start, num_steps):
-        if was_interrupted():  # and something swallowed the exception
-            raise KeyboardInterrupt
-        work = _next_step(fabric, train_rows, plan=plan, step=step, control=control)
-        if work.is_stopped:
-            reason = control.agreed_reason(fabric)
-            break
-        fabric.call("on_train_batch_start", fabric=fabric, step=step)
-        metrics = _train_step(fabric, model, optimizer, work, plan=plan, step=step)
-        metrics["epoch"] = _epoch(train_rows, plan, step)
-        state["step"] = step + 1
-        if _evaluates_after(step + 1, plan):
+    loop = _Loop(
+        fabric=fabric,
+        model=model,
+        optimizer=optimizer,
+        train_rows=train_rows,
+        validation_rows=validation_rows,
+        plan=plan,
+        state=state,
+        memory=LoopState() if loop_state is None else loop_state,
+        roll_back=roll_back,
+    )
+    try:
+        ending = loop.run()
+    finally:
+        signals.finish_steps(False)
+    if ending.signal is None and signals.received() is not None:
+        raise KeyboardInterrupt  # after the ranks had agreed on the end
+    return ending
+
+
+@dataclass(kw_only=True, slots=True)
+class _Loop:
+    """One call of `fit`."""
+
+    fabric: Fabric
+    model: nn.Module
+    optimizer: Optimizer
+    train_rows: Rows
+    validation_rows: Rows | None
+    plan: Plan
+    state: dict[str, Any]
+    memory: LoopState
+    roll_back: Callable[[], None] | None
+    control: TrainingControl = field(default_factory=TrainingControl)
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return int(self.state["step"])
+
+    def run(self) -> Ending:
+        """Take all steps."""
+        start, reason = self.step, None
+        self._start()
+        if start == 0 or self.memory.validation_is_due:
+            self._validate()
+        self.model.train()
+        while self.step < self.plan.num_steps:
+            work = self._next_step()
+            if work.is_signalled:
+                if self.step == start:  # and something swallowed the exception
+                    raise KeyboardInterrupt
+                return self._end()
+            if work.is_stopped:
+                reason = self.control.agreed_reason(self.fabric)
+                break
+            self._train(work)
+            signals.finish_steps(True)
+        if start < self.step and not _evaluates_after(self.step, self.plan):
+            self._validate()
+        return self._end(reason)
+
+    def _start(self) -> None:
+        self._call("on_train_start", num_steps=self.plan.num_steps, state=self.state, control=True)
+
+    def _end(self, reason: str | None = None) -> Ending:
+        """Save, and only then see whether a signal came: during the last evaluation, or the save itself."""
+        self._call("on_train_end", num_steps=self.plan.num_steps, state=self.state)
+        return Ending(reason=reason, signal=_agreed_signal(self.fabric))
+
+    def _train(self, work: _Work) -> None:
+        """Take a step, evaluate if it is time, and let it end; or leave it out."""
+        step = self.step
+        self._call("on_train_batch_start")
+        metrics, bad = self._train_step(work)
+        if bad is not None and bad.action == "rollback":
+            self._go_back(bad, step=step)
+            return
+        metrics["epoch"] = (work.position + 1) / self._steps_per_epoch
+        self.state["step"] = step + 1
+        if _evaluates_after(step + 1, self.plan):
             # Before the end of the step, so that a checkpoint of this step lies behind it.
-            _validate(fabric, model, validation_rows, plan=plan, step=step + 1, control=control)
-        fabric.call(
+            self._validate()
+        self._call(
             "on_train_batch_end",
-            **about,
-            step=step + 1,
-            num_steps=num_steps,
+            num_steps=self.plan.num_steps,
             metrics=metrics,
-            state=state,
-            optimizer=optimizer,
+            state=self.state,
+            optimizer=self.optimizer,
+            control=True,
         )
-    end = state["step"]
-    if start < end and not _evaluates_after(end, plan):
-        _validate(fabric, model, validation_rows, plan=plan, step=end, control=control)
-    fabric.call("on_train_end", fabric=fabric, step=end, num_steps=num_steps, state=state)
-    return reason
+
+    def _train_step(self, work: _Work) -> tuple[dict[str, float], BadStep | None]:
+        """Take one optimizer step and return its metrics; a bad one changes no weight."""
+        fabric, optimizer, plan, step = self.fabric, self.optimizer, self.plan, self.step
+        factor = lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps)
+        set_learning_rate(optimizer, factor)
+        total = _accumulate(fabric, self.model, work, mask=plan.mask)
+        self._call("on_before_optimizer_step", model=self.model, optimizer=optimizer)
+        norm = _clip(fabric, self.model, optimizer, max_norm=plan.max_grad_norm)
+        # In one collective: a rank may be alone with gradients that are not finite.
+        marked = torch.stack([total, total.new_tensor(finite_mark(norm))])
+        total, num_not_finite = _sum_over_ranks(fabric, marked)
+        loss = float(total / work.num_tokens)
+        bad = self._judged(loss, norm, is_finite=math.isfinite(loss) and not num_not_finite)
+        if bad is None:
+            optimizer.step()
+            self.memory.note_taken(loss, window=plan.guards.spike_window)
+        else:
+            self._leave_out(bad)
+        optimizer.zero_grad()
+        num_inputs = sum(batch.input_ids.numel() for batch in work.batches) * fabric.world_size
+        metrics = {
+            "grad_norm": norm,
+            "loss": loss,
+            "num_input_tokens": float(num_inputs),
+            "num_tokens": float(work.num_tokens),
+        }
+        return metrics, bad
+
+    def _judged(self, loss: float, norm: float, *, is_finite: bool) -> BadStep | None:
+        try:
+            return judge(self.plan.guards, self.memory, loss=loss, norm=norm, is_finite=is_finite)
+        except BadStepError as error:
+            raise type(error)(self._refusal(str(error))) from None
+
+    def _refusal(self, reason: str) -> str:
+        lr = self.optimizer.param_groups[0]["lr"]
+        return (
+            f"step {self.step + 1} was not taken: {reason}; lower the learning rate (optimizer.init_args.lr; it was "
+            f"{lr:.3g} in this step), or check the data."
+        )
+
+    def _leave_out(self, bad: BadStep) -> None:
+        self.memory.num_skips += 1
+        if self.fabric.is_global_zero:
+            _log.warning(self._refusal(bad.reason))
+        if isinstance(self.fabric.strategy, ThunderMemsaveStrategy):
+            self.fabric.strategy.leave_out_step(self.optimizer)
+
+    def _go_back(self, bad: BadStep, *, step: int) -> None:
+        """Be at the last checkpoint again, without the data since."""
+        if self.roll_back is None:
+            raise BadStepError(
+                self._refusal(f"{bad.reason}, and there is no checkpoint to go back to")
+            )
+        before, position = self.memory.state_dict(), self.memory.data_position(step)
+        self.roll_back()
+        counted = LoopState()
+        counted.load_state_dict(before)
+        try:
+            count = count_rollbacks(self.plan.guards, counted, bad, to_step=self.step)
+        except BadStepError as error:
+            raise BadStepError(f"step {step + 1} was not taken: {error}.") from None
+        self.memory.note_rollback(step=self.step, bad_position=position, num_rollbacks=count)
+        if self.fabric.is_global_zero:
+            first, last = self.memory.skipped[-1]
+            _log.warning(
+                "went back from step %d to step %d, and skip the data of %d steps (%d to %d)",
+                *(step + 1, self.step, last - first + 1, first + 1, last + 1),
+            )
+        self._start()
+
+    def _next_step(self) -> _Work:
+        """Lay out the step, and agree with the other ranks on its tokens and on whether to take it."""
+        rows, plan, device = self.train_rows, self.plan, self.fabric.device
+        position = self.memory.data_position(self.step)
+        chosen = step_rows(len(rows), plan.sharding, seed=plan.seed, step=position)
+        batches = [make_batch(rows, numbers).to(device) for numbers in chosen]
+        num_tokens = num_targets(batches)
+        flags = (self.control.is_asked, signals.received() is not None)
+        num_flags = [torch.full_like(num_tokens, int(flag)) for flag in flags]
+        tokens, asked, signalled = _sum_over_ranks(
+            self.fabric, torch.stack([num_tokens, *num_flags])
+        )
+        return _Work(
+            position=position,
+            batches=batches,
+            num_tokens=tokens,
+            is_stopped=bool(asked),
+            is_signalled=bool(signalled),
+        )
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return num_steps_per_epoch(len(self.train_rows), self.plan.sharding)
+
+    def _validate(self) -> None:
+        if self.validation_rows is None:
+            return
+        self._call("on_validation_start")
+        loss = evaluate(
+            self.fabric,
+            self.model,
+            self.validation_rows,
+            sharding=self.plan.sharding,
+            mask=self.plan.mask,
+            max_batches=self.plan.eval.max_batches,
+            is_cut_short=lambda: _agreed_signal(self.fabric) is not None,
+        )
+        self.memory.validation_is_due = loss is None
+        if loss is None:
+            return  # the run ends, and takes it when it goes on
+        metrics = dict(zip(EVALUATION_METRICS, (loss, perplexity(loss)), strict=True))
+        self._call("on_validation_end", metrics=metrics, control=True)
+        if not math.isfinite(loss):
+            raise NotFiniteError(
+                f"the validation loss after step {self.step} is {loss:g}; lower the learning rate "
+                "(optimizer.init_args.lr), or check the model and the data."
+            )
+
+    def _call(self, hook: str, *, control: bool = False, **arguments: Any) -> None:
+        if control:
+            arguments["control"] = self.control
+        self.fabric.call(hook, fabric=self.fabric, step=self.step, **arguments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
     """What one optimizer step trains on."""
+
+    position: int
+    """Its number among the global batches of the data."""
 
     batches: list[Batch]
     """This rank's micro-batches."""
@@ -148,59 +350,15 @@ class _Work:
     is_stopped: bool
     """A callback of some rank has asked for the end: the step is not to be taken."""
 
-
-def _next_step(
-    fabric: Fabric, rows: Rows, *, plan: Plan, step: int, control: TrainingControl
-) -> _Work:
-    """Lay out the step, and agree with the other ranks on its tokens and on whether to take it."""
-    chosen = step_rows(len(rows), plan.sharding, seed=plan.seed, step=step)
-    batches = [make_batch(rows, numbers).to(fabric.device) for numbers in chosen]
-    num_tokens = num_targets(batches)
-    num_asked = torch.full_like(num_tokens, int(control.is_asked))
-    tokens, asked = _sum_over_ranks(fabric, torch.stack([num_tokens, num_asked]))
-    return _Work(batches=batches, num_tokens=tokens, is_stopped=bool(asked))
+    is_signalled: bool
+    """So has a signal."""
 
 
-def _train_step(
-    fabric: Fabric, model: nn.Module, optimizer: Optimizer, work: _Work, *, plan: Plan, step: int
-) -> dict[str, float]:
-    """Take one optimizer step and return its metrics, or refuse gradients that are not finite."""
-    set_learning_rate(optimizer, lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps))
-    loss = float(_accumulate(fabric, model, work, mask=plan.mask))
-    fabric.call(
-        "on_before_optimizer_step", fabric=fabric, step=step, model=model, optimizer=optimizer
-    )
-    norm = _clip(fabric, model, optimizer, max_norm=plan.max_grad_norm)
-    if math.isfinite(loss) and math.isfinite(norm):
-        optimizer.step()
-    else:
-        _refuse_step(fabric, optimizer, plan=plan, step=step, loss=loss, norm=norm)
-    optimizer.zero_grad()
-    num_inputs = sum(batch.input_ids.numel() for batch in work.batches) * fabric.world_size
-    return {
-        "grad_norm": norm,
-        "loss": loss,
-        "num_input_tokens": float(num_inputs),
-        "num_tokens": float(work.num_tokens),
-    }
-
-
-def _refuse_step(
-    fabric: Fabric, optimizer: Optimizer, *, plan: Plan, step: int, loss: float, norm: float
-) -> None:
-    """Leave the step out, or end the run; loss and norm are the same on all ranks."""
-    lr = optimizer.param_groups[0]["lr"]
-    message = (
-        f"step {step + 1} was not taken: its loss is {loss:g} and the norm of its gradients "
-        f"{norm:g}; lower the learning rate (optimizer.init_args.lr; it was {lr:.3g} in this "
-        "step), or check the data."
-    )
-    if not plan.skips_nonfinite:
-        raise NotFiniteError(message)
-    if fabric.is_global_zero:
-        _log.warning(message)
-    if isinstance(fabric.strategy, ThunderMemsaveStrategy):
-        fabric.strategy.leave_out_step(optimizer)
+def _agreed_signal(fabric: Fabric) -> signal.Signals | None:
+    """The signal that some rank got. A collective."""
+    own = torch.tensor(signals.received() or 0, device=fabric.device)
+    number = int(cast(Tensor, fabric.all_reduce(own, reduce_op="max")))
+    return signal.Signals(number) if number else None
 
 
 def _clip(
@@ -219,7 +377,7 @@ def _clip(
 
 
 def _accumulate(fabric: Fabric, model: nn.Module, work: _Work, *, mask: MaskKind) -> Tensor:
-    """Add up the gradients of the global batch's mean loss per token, and return that loss."""
+    """Add up the gradients of the global batch's mean loss per token, and return this rank's loss, summed."""
     # The strategy averages gradients over the ranks, where a mean over all tokens needs their sum.
     scale = fabric.world_size / work.num_tokens
     total = torch.zeros((), device=fabric.device)
@@ -229,46 +387,13 @@ def _accumulate(fabric: Fabric, model: nn.Module, work: _Work, *, mask: MaskKind
             loss = loss_sum(model, batch, mask=mask)
             fabric.backward(loss * scale)
         total += loss.detach()
-    return _sum_over_ranks(fabric, total) / work.num_tokens
+    return total
 
 
 def _sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
     return cast(Tensor, fabric.all_reduce(tensor, reduce_op="sum"))
 
 
-def _epoch(rows: Rows, plan: Plan, step: int) -> float:
-    return (step + 1) / num_steps_per_epoch(len(rows), plan.sharding)
-
-
 def _evaluates_after(step: int, plan: Plan) -> bool:
     every = plan.eval.every_n_steps
     return step == plan.num_steps or (every is not None and step % every == 0)
-
-
-def _validate(
-    fabric: Fabric,
-    model: nn.Module,
-    rows: Rows | None,
-    *,
-    plan: Plan,
-    step: int,
-    control: TrainingControl,
-) -> None:
-    if rows is None:
-        return
-    fabric.call("on_validation_start", fabric=fabric, step=step)
-    loss = evaluate(
-        fabric,
-        model,
-        rows,
-        sharding=plan.sharding,
-        mask=plan.mask,
-        max_batches=plan.eval.max_batches,
-    )
-    metrics = dict(zip(EVALUATION_METRICS, (loss, perplexity(loss)), strict=True))
-    fabric.call("on_validation_end", fabric=fabric, step=step, metrics=metrics, control=control)
-    if not math.isfinite(loss):
-        raise NotFiniteError(
-            f"the validation loss after step {step} is {loss:g}; lower the learning rate "
-            "(optimizer.init_args.lr), or check the model and the data."
-        )

@@ -19,9 +19,12 @@ import torch
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, num_local_processes
 from thunder_memsave.finetune.run_file.parse import dump_run_config
+from thunder_memsave.finetune.stop import OUT_OF_MEMORY
 
 _STARTED_BY = "THUNDER_MEMSAVE_STARTED_BY"
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 1.0
+"""To end by themselves, and to say why."""
 
 
 class LocalProcesses:
@@ -47,6 +50,12 @@ class LocalProcesses:
                 return None
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def exit_code(self) -> int:
+        """What this process ends with because of one that died: its own code if that says why."""
+        codes = {child.poll() for child in self._children}
+        return OUT_OF_MEMORY if OUT_OF_MEMORY in codes else 1
+
     def watch(self, explain: Callable[[str], str], *, grace_seconds: float = 15.0) -> None:
         """End this process too if another one died and this one waits for it in vain.
 
@@ -64,8 +73,9 @@ class LocalProcesses:
                 return
         if not self._is_over.wait(grace_seconds):
             print(f"error: {explain(self.died() or '')}", file=sys.stderr, flush=True)
+            code = self.exit_code
             self.end()
-            os._exit(1)  # the main thread may hang in a collective, which nothing interrupts
+            os._exit(code)  # the main thread may hang in a collective, which nothing interrupts
 
     def join(self) -> None:
         """Wait for the others, which have nothing left to do."""
@@ -74,11 +84,9 @@ class LocalProcesses:
         self._is_over.set()
 
     def end(self) -> None:
-        """End the others, by force if need be."""
+        """End the others, by force if need be: SIGTERM lets a run finish its step, which needs this process."""
         self._is_over.set()
-        for child in self._children:
-            child.terminate()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + _GRACE_SECONDS
         for child in self._children:
             try:
                 child.wait(max(deadline - time.monotonic(), 0))

@@ -2,71 +2,63 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import ClassVar
 
-_interrupted = False
+OUT_OF_MEMORY = 4
+"""The exit code; 3 is a budget that no plan fits."""
 
 
 class RunStoppedError(Exception):
     """A run ended before its last step; the message says at which one, and what to do."""
 
-    exit_code: ClassVar[int]
+    exit_code: int = 1
+    is_of_all_ranks: ClassVar[bool] = True
+    """Whether every rank ends for this reason, so that one message is enough."""
 
 
 class RunInterruptedError(RunStoppedError):
-    """The user pressed Ctrl-C."""
+    """Ctrl-C, SIGTERM or SIGUSR1.
 
-    exit_code = 130  # 128 + SIGINT, as shells report it
+    Args:
+        message: For the user.
+        exit_code: 130 for Ctrl-C, `signals.EXIT_SAVED` for the others where all is saved, else 128 and the signal.
+        is_own: This process got the signal, rather than hearing of it from another rank.
+    """
+
+    def __init__(self, message: str = "", *, exit_code: int = 130, is_own: bool = True) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.is_own = is_own
 
 
-class NotFiniteError(RunStoppedError):
+class BadStepError(RunStoppedError):
+    """A step was not taken, on any rank, because of its loss or its gradients."""
+
+
+class NotFiniteError(BadStepError):
     """A loss or a norm of gradients is infinite or not a number, on every rank."""
 
-    exit_code = 1
+
+class LossSpikeError(BadStepError):
+    """A loss is far above those before."""
 
 
 class ProcessDiedError(RunStoppedError):
     """Another process of this machine ended, so that the run cannot go on."""
 
-    exit_code = 1
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
-def watch_interrupts() -> None:
-    """Remember Ctrl-C from now on, besides the `KeyboardInterrupt` that it raises.
+class RankLostError(RunStoppedError):
+    """Another rank did not come to a collective; each rank says what it waited for."""
 
-    That exception alone is not enough: libraries turn it into errors of their own, and Python drops
-    it when it comes up in a finalizer or a callback of the garbage collector.
-    """
-    global _interrupted
-    _interrupted = False
-    # Not where the signal is ignored, as in a shell's background job.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-        if not isinstance(sys.unraisablehook, _WithoutInterrupts):
-            sys.unraisablehook = _WithoutInterrupts(sys.unraisablehook)
+    is_of_all_ranks = False
 
 
-class _WithoutInterrupts:
-    """Leaves out the report of a Ctrl-C that Python dropped; others go on to `report`."""
+class DeviceMemoryError(RunStoppedError):
+    """The device had less memory left than the plan expected, on this rank at least."""
 
-    def __init__(self, report: Callable[[sys.UnraisableHookArgs], object]) -> None:
-        self._report = report
-
-    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            self._report(unraisable)
-
-
-def was_interrupted() -> bool:
-    """Tell whether Ctrl-C was pressed since `watch_interrupts`."""
-    return _interrupted
-
-
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    global _interrupted
-    _interrupted = True
-    raise KeyboardInterrupt
+    exit_code = OUT_OF_MEMORY
+    is_of_all_ranks = False

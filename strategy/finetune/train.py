@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import signal
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,35 +20,40 @@ from torch.optim import Optimizer
 
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
-from thunder_memsave.callbacks.checkpoint import CheckpointInfo
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, step_of
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
 from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
-from thunder_memsave.finetune.config import RunConfig
+from thunder_memsave.finetune import signals
+from thunder_memsave.finetune.config import GuardsConfig, RunConfig
 from thunder_memsave.finetune.environment import add_start
 from thunder_memsave.finetune.export import export, is_adapted
 from thunder_memsave.finetune.fabric import build_fabric
 from thunder_memsave.finetune.job import Job, prepare
 from thunder_memsave.finetune.loop import Plan, fit
+from thunder_memsave.finetune.loop_state import LoopState
 from thunder_memsave.finetune.loss import mask_kind
 from thunder_memsave.finetune.loss_memory import caller_memory
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, place_steps, says_how
+from thunder_memsave.finetune.out_of_memory import changes, what_happened, write_snapshot
 from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run_directory import how_to_go_on
 from thunder_memsave.finetune.run_file.class_spec import import_class
 from thunder_memsave.finetune.same_run import check_same_run
 from thunder_memsave.finetune.stop import (
-    NotFiniteError,
+    BadStepError,
+    DeviceMemoryError,
     ProcessDiedError,
+    RankLostError,
     RunInterruptedError,
     RunStoppedError,
-    was_interrupted,
 )
 from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
+from thunder_memsave.missing_ranks import CollectiveError
 from thunder_memsave.settings import ConfigError
 from thunder_memsave.step_memory import StepMemoryError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -64,6 +71,10 @@ _BEFORE_ANY_STEP = (
     OtherRankError,
 )
 
+_LESS_MEMORY = (
+    "use a smaller data.max_seq_length, more processes with strategy.sharding zero3, or lora"
+)
+
 
 def train(config: RunConfig) -> Path:
     """Run the whole training and return the directory of the trained model or adapter.
@@ -73,7 +84,7 @@ def train(config: RunConfig) -> Path:
 
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
-        RunStoppedError: Ctrl-C, a loss or gradients that are not finite, or a process that died.
+        RunStoppedError: a signal, a loss or gradients that the guards do not take, or a process that died.
     """
     with local_processes(config) as processes:
         return _train(config, processes)
@@ -113,10 +124,11 @@ def _begin(
     if job.fp8 is not None:
         _say(fabric, f"fp8: {job.fp8}")
     module, optimizer = _set_up(fabric, job)
+    loop_state = LoopState()
     state.update(
         model=trained_part(job.model, in_files=base.names),
         optimizer=optimizer,
-        callbacks=CallbackStates(callbacks),
+        callbacks=CallbackStates([*callbacks, loop_state]),
         **job.identity,
         **base.identity,
     )
@@ -124,7 +136,13 @@ def _begin(
         _load(fabric, job.resume_from, job.config, state)
     # After the checkpoint: one that does not fit this run file must not replace its own.
     before = _create_directory(fabric, job, step=state["step"])
-    return _Begun(job=job, module=module, step=state["step"], run_file_before=before)
+    return _Begun(
+        job=job,
+        module=module,
+        loop_state=loop_state,
+        step=state["step"],
+        run_file_before=before,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +152,7 @@ class _Begun:
     job: Job
     """It goes on from a checkpoint whose files were verified, with `resume=auto`."""
     module: nn.Module
+    loop_state: LoopState
     step: int
     run_file_before: str | None
     """Of a run that is resumed; None of a new one."""
@@ -233,23 +252,66 @@ def _as_told(
     error: BaseException, fabric: Fabric, job: Job, state: Any, processes: LocalProcesses
 ) -> RunStoppedError | None:
     """Turn what ends runs now and then into one message; None for other errors."""
-    if isinstance(error, KeyboardInterrupt) or was_interrupted():
-        return RunInterruptedError(_interrupted(fabric, job, state))
-    if isinstance(error, NotFiniteError):
+    if isinstance(error, RunInterruptedError):
+        return None
+    if isinstance(error, KeyboardInterrupt) or signals.received() is not None:
+        return _interrupted(fabric, job, state, signals.received() or signal.SIGINT)
+    if isinstance(error, BadStepError):
         how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
-        return NotFiniteError(f"{error} After that, {how}")
+        return type(error)(f"{error} After that, {how}")
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceMemoryError(_out_of_memory(error, fabric, job, state))
     # As collectives raise when another process is gone, rather than when it told its reason.
     if isinstance(error, RuntimeError) and not isinstance(error, OtherRankError):
-        died = processes.died(wait_seconds=3)
+        died = processes.died(wait_seconds=0 if _is_timeout(error) else 3)
         if died is not None:
-            return ProcessDiedError(_explained(died, fabric, job, state))
+            message = _explained(died, fabric, job, state)
+            return ProcessDiedError(message, exit_code=processes.exit_code)
+    if isinstance(error, CollectiveError):
+        return RankLostError(_lost_rank(error, fabric, job, state))
     return None
 
 
-def _interrupted(fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
+def _is_timeout(error: RuntimeError) -> bool:
+    """A process that is waited for until the timeout has not ended: that is noticed at once."""
+    return "timed out" in str(error).lower()
+
+
+def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
     if not job.directory.config.exists():
-        return "interrupted before training began; start it again."
-    return f"interrupted at step {state['step']}: {_how_to_go_on(fabric, job)}"
+        return f"{error} That was before training began; start it again."
+    return f"{error} That was at step {state['step']}; {_how_to_go_on(fabric, job)}"
+
+
+def _out_of_memory(
+    error: torch.OutOfMemoryError, fabric: Fabric, job: Job, state: Mapping[str, Any]
+) -> str:
+    strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
+    size = job.batch_sizes.micro_batch_size
+    found = changes(error, strategy, micro_batch_size=size)
+    snapshot = write_snapshot(job.directory.root, rank=fabric.global_rank)
+    advice = f"change one key: {' or '.join(found)}" if found else _LESS_MEMORY
+    where = f" What was held is in {snapshot}." if snapshot else ""
+    if not job.directory.config.exists():
+        return f"{what_happened(error, strategy)}. Start again, and {advice}.{where}"
+    how = _how_to_go_on(fabric, job, change=f" {found[0]}" if found else "")
+    return f"at step {state['step']}, {what_happened(error, strategy)}. To go on, {advice}.{where} Now {how}"
+
+
+def _interrupted(
+    fabric: Fabric, job: Job, state: Mapping[str, Any], number: signal.Signals
+) -> RunInterruptedError:
+    """Say where the run is, and by the exit code whether all of it is saved."""
+    what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    code = 128 + number
+    own = list_checkpoints(job.directory.checkpoints)
+    if not job.directory.config.exists():
+        message = f"{what} before training began; start it again."
+    else:
+        if number != signal.SIGINT and own and step_of(own[-1]) == state["step"]:
+            code = signals.EXIT_SAVED
+        message = f"{what} at step {state['step']}: {_how_to_go_on(fabric, job)}"
+    return RunInterruptedError(message, exit_code=code, is_own=signals.received() is not None)
 
 
 def _explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
@@ -354,7 +416,7 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
     plan = _plan(job, fabric)
     _announce(fabric, job, num_left=plan.num_steps - state["step"])
     try:
-        reason = fit(
+        ending = fit(
             fabric,
             begun.module,
             state["optimizer"],
@@ -362,15 +424,35 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
             validation_rows=job.data.validation,
             plan=plan,
             state=state,
+            loop_state=begun.loop_state,
+            roll_back=lambda: _roll_back(fabric, job, state),
         )
-        if reason is not None:
-            _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {reason}")
-        return _export(fabric, job, begun.module)
+        if ending.reason is not None:
+            _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {ending.reason}")
+        if ending.signal is None:
+            return _export(fabric, job, begun.module)
     except BaseException as error:
         _tell_callbacks_of_the_end(fabric)
         if type(error) in _BEFORE_ANY_STEP and state["step"] == begun.step:
             _leave_nothing(fabric, job, begun)
         raise
+    raise _interrupted(fabric, job, state, ending.signal)
+
+
+def _roll_back(fabric: Fabric, job: Job, state: dict[str, Any]) -> None:
+    """Put everything back to the newest checkpoint without damage, or to the one that the run began with.
+
+    Raises:
+        BadStepError: there is none yet.
+    """
+    fabric.call("on_rollback_start", fabric=fabric)  # a save may be under way
+    checkpoint = newest_valid(fabric, job.directory.checkpoints) or job.resume_from
+    if checkpoint is None:
+        raise BadStepError(
+            f"step {state['step'] + 1} was not taken: its loss or gradients are bad, and guards has 'rollback', but "
+            "there is no checkpoint yet; lower checkpoint.every_n_steps or the learning rate, or check the data."
+        )
+    _load(fabric, checkpoint, job.config, state)
 
 
 def _tell_callbacks_of_the_end(fabric: Fabric) -> None:
@@ -408,5 +490,12 @@ def _plan(job: Job, fabric: Fabric) -> Plan:
         max_grad_norm=config.train.max_grad_norm,
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,
-        skips_nonfinite=config.strategy.get("nonfinite_gradients") == "skip",
+        guards=_guards(config),
     )
+
+
+def _guards(config: RunConfig) -> GuardsConfig:
+    """The strategy's own word for it, which scripts use, means steps without end."""
+    if config.strategy.get("nonfinite_gradients") != "skip":
+        return config.guards
+    return dataclasses.replace(config.guards, nonfinite="skip", max_skips=sys.maxsize)

@@ -248,7 +248,7 @@ def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
     monkeypatch.setattr("thunder_memsave.finetune.train.train", train)
     # It would watch for Ctrl-C, and the tests' own handling is to stay.
-    monkeypatch.setattr("thunder_memsave.finetune.cli.watch_interrupts", lambda: None)
+    monkeypatch.setattr("thunder_memsave.finetune.cli.watch_signals", lambda: None)
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +19,15 @@ from typing_extensions import override
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import sample_of
 from thunder_memsave.callbacks import TrainingControl
-from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune import signals
+from thunder_memsave.finetune.config import EvalConfig, GuardsConfig, LRSchedulerConfig
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
 from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.evaluate import evaluate, perplexity
 from thunder_memsave.finetune.loop import Plan, fit
-from thunder_memsave.finetune.stop import NotFiniteError, watch_interrupts
+from thunder_memsave.finetune.loop_state import LoopState
+from thunder_memsave.finetune.stop import NotFiniteError
 
 NUM_TOKENS = 11
 
@@ -49,6 +51,7 @@ class Witness:
         self.metrics: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.reason: str | None = None
+        self.signal: signal.Signals | None = None
         self.end = 0
 
     def on_train_start(self, *, step: int, num_steps: int) -> None:
@@ -98,6 +101,7 @@ def train(
     *,
     start: int = 0,
     witness: Witness | None = None,
+    loop_state: LoopState | None = None,
 ) -> Witness:
     witness = Witness() if witness is None else witness
     torch.manual_seed(0)
@@ -105,7 +109,7 @@ def train(
     model = TinyModel()
     module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
     state = {"model": module, "optimizer": optimizer, "step": start}
-    witness.reason = fit(
+    ending = fit(
         fabric,
         module,
         optimizer,
@@ -113,7 +117,9 @@ def train(
         validation_rows=validation,
         plan=plan,
         state=state,
+        loop_state=loop_state,
     )
+    witness.reason, witness.signal = ending.reason, ending.signal
     witness.end = int(state["step"])
     return witness
 
@@ -223,7 +229,7 @@ def check_that_all_ranks_end() -> None:
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.5))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     sharding = Sharding(global_batch_size=4, micro_batch_size=2, rank=rank, world_size=2)
-    reason = fit(
+    ending = fit(
         fabric,
         model,
         optimizer,  # type: ignore[arg-type]
@@ -232,7 +238,7 @@ def check_that_all_ranks_end() -> None:
         plan=plan(num_steps=9, sharding=sharding),
         state=state,
     )
-    assert (reason, state["step"]) == ("enough", 2)
+    assert (ending.reason, state["step"]) == ("enough", 2)
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
@@ -346,7 +352,7 @@ def test_a_step_that_is_not_finite_can_be_left_out(
     in_loss: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = PoisonedRun(in_loss=in_loss)
-    run.fit(num_steps=3, skips_nonfinite=True)
+    run.fit(num_steps=3, guards=GuardsConfig(nonfinite="skip"))
     assert torch.equal(run.model.table.weight, run.model.before)
     assert run.state["step"] == 3
     assert "step 3 was not taken: its loss is " in caplog.text
@@ -385,7 +391,7 @@ def test_a_step_that_is_left_out_ends_the_step_of_fp8_scales_too() -> None:
         optimizer,
         train_rows=rows_of(3, 4, 5, 6),
         validation_rows=None,
-        plan=plan(num_steps=1, skips_nonfinite=True),
+        plan=plan(num_steps=1, guards=GuardsConfig(nonfinite="skip")),
         state={"model": module, "optimizer": optimizer, "step": 0},
     )
     assert torch.equal(model.table.weight, before)
@@ -394,28 +400,95 @@ def test_a_step_that_is_left_out_ends_the_step_of_fp8_scales_too() -> None:
     assert last_step > 0.0
 
 
-class Swallower(Witness):
-    """Does what a library may do with Ctrl-C in the second step."""
+class Signalled(Witness):
+    """Gets a signal in one hook of one step."""
+
+    def __init__(self, hook: str, step: int, number: signal.Signals) -> None:
+        super().__init__()
+        self.at = (hook, step)
+        self.number = number
+
+    def _signal(self, hook: str, step: int) -> None:
+        if (hook, step) == self.at:
+            signal.raise_signal(self.number)
+
+    def on_validation_start(self, *, step: int) -> None:
+        self._signal("validation", step)
+
+    def on_before_optimizer_step(self, *, step: int) -> None:
+        if self.at == ("first", step):
+            with suppress(KeyboardInterrupt):  # as libraries do
+                signal.raise_signal(self.number)
 
     @override
     def on_train_batch_end(self, *, step: int, metrics: dict[str, float]) -> None:
         super().on_train_batch_end(step=step, metrics=metrics)
-        if step == 2:
-            with suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
+        self._signal("step", step)
+
+    @override
+    def on_train_end(self, *, step: int) -> None:
+        super().on_train_end(step=step)
+        self._signal("end", step)
 
 
-def test_an_interrupt_that_a_library_swallows_ends_the_run_with_its_step() -> None:
-    rows, witness = rows_of(3, 4, 5, 6), Swallower()
+@contextmanager
+def watched() -> Iterator[None]:
+    """As in a process of its own: pytest-xdist's workers ignore Ctrl-C."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signals.watch_signals()
     try:
-        watch_interrupts()
-        with pytest.raises(KeyboardInterrupt):
-            train(rows, None, plan(num_steps=4), witness=witness)
+        yield
     finally:
-        watch_interrupts()
+        signals.stop_watching()
         signal.signal(signal.SIGINT, handler)
-    assert witness.calls[-1] == "done 2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_with_its_step_and_without_an_evaluation(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows, witness = rows_of(3, 4, 5, 6), Signalled("step", 3, number)
+    with watched():
+        train(rows, rows, plan(num_steps=9), witness=witness)
+    assert witness.calls[-2:] == ["done 3", "end 3"]
+    assert (witness.end, witness.signal, witness.reason) == (3, number, None)
+
+
+def test_a_signal_whose_exception_a_library_swallowed_in_the_first_step_ends_the_run_after_it() -> (
+    None
+):
+    rows, witness = rows_of(3, 4, 5, 6), Signalled("first", 0, signal.SIGTERM)
+    with watched():
+        train(rows, None, plan(num_steps=9), witness=witness)
+    assert witness.calls[-2:] == ["done 1", "end 1"]
+    assert witness.signal == signal.SIGTERM
+
+
+def test_a_signal_before_the_first_step_ends_the_run_at_once() -> None:
+    rows, witness = rows_of(3, 4, 5, 6), Signalled("validation", 0, signal.SIGTERM)
+    with watched(), pytest.raises(KeyboardInterrupt):
+        train(rows, rows, plan(), witness=witness)
+    assert witness.calls == ["start 0/3"]
+
+
+def test_a_signal_cuts_an_evaluation_short_which_the_resumed_run_takes() -> None:
+    rows, few = rows_of(*[3] * 24), rows_of(*[3] * 4)
+    for step, end in ((2, ["done 2", "end 2"]), (4, ["done 4", "end 4"])):
+        witness, memory = Signalled("validation", step, signal.SIGTERM), LoopState()
+        with watched():
+            train(few, rows, plan(num_steps=4), witness=witness, loop_state=memory)
+        assert witness.calls[-2:] == end
+        assert witness.signal == signal.SIGTERM
+        resumed = train(few, rows, plan(num_steps=4), start=step, loop_state=memory)
+        assert resumed.calls[:2] == [f"start {step}/4", f"validated {step}"]
+        assert not memory.validation_is_due
+
+
+def test_a_signal_while_the_end_is_saved_is_the_runs_ending() -> None:
+    witness = Signalled("end", 3, signal.SIGUSR1)
+    with watched():
+        train(rows_of(3, 4), None, plan(), witness=witness)
+    assert witness.signal == signal.SIGUSR1
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run() -> None:

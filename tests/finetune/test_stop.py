@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,26 +17,35 @@ import pytest
 from lightning.fabric import Fabric
 
 from harness.language_model import run_values, write_run_file
-from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, step_of
+from thunder_memsave.callbacks.metrics_csv import read_metrics
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.job import Job
 from thunder_memsave.finetune.processes import LocalProcesses
 from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
-from thunder_memsave.finetune.stop import RunInterruptedError, _WithoutInterrupts
+from thunder_memsave.finetune.signals import EXIT_SAVED
+from thunder_memsave.finetune.stop import RunInterruptedError
 from thunder_memsave.finetune.train import _as_told, _explained
 
 
-def write_long_run(directory: Path, model_directory: Path) -> Path:
-    train, checkpoint = {"max_steps": 5000}, {"every_n_steps": 2, "keep_last": 2}
-    values = run_values(directory, model_directory, train=train, checkpoint=checkpoint)
+def write_long_run(directory: Path, model_directory: Path, **checkpoint: Any) -> Path:
+    values = run_values(
+        directory,
+        model_directory,
+        train={"max_steps": 5000},
+        checkpoint={"every_n_steps": 2, "keep_last": 2, **checkpoint},
+        # A run of another length is the same up to its end.
+        lr_scheduler={"name": "constant", "warmup_steps": 0},
+    )
     del values["data"]["dataset"]["init_args"]["val_fraction"]  # one capture less to wait for
     return write_run_file(directory, values)
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 LAUNCHES = {
     "alone": [],
     "devices": [],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "torchrun": [*TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"],
 }
 
 
@@ -56,12 +65,12 @@ def start(path: Path, *overrides: str, launch: str) -> subprocess.Popen[str]:
     )
 
 
-def end_at_first_checkpoint(
-    process: subprocess.Popen[str], directory: Path, end: Callable[[], None]
+def end_when(
+    is_time: Callable[[], bool], process: subprocess.Popen[str], end: Callable[[], None]
 ) -> str:
     """Returns standard error."""
     try:
-        while not list_checkpoints(directory / "checkpoints"):
+        while not is_time():
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
         end()
@@ -72,35 +81,150 @@ def end_at_first_checkpoint(
             process.wait()
 
 
+def end_at_first_checkpoint(
+    process: subprocess.Popen[str], directory: Path, end: Callable[[], None]
+) -> str:
+    return end_when(lambda: bool(list_checkpoints(directory / "checkpoints")), process, end)
+
+
+def num_steps_done(directory: Path) -> int:
+    return max((int(row["step"]) for row in read_metrics(directory / "metrics.csv")), default=0)
+
+
 SAYS_LAUNCH = {"alone": ("", ""), "devices": ("", " --devices=2")}
 SAYS_LAUNCH["torchrun"] = ("torchrun --nproc-per-node 2 --no-python ", "")
 
+# Which signal, and the exit code where all is saved; torchrun has one of its own.
+SIGNALS = {
+    "alone": (signal.SIGINT, 130, "interrupted"),
+    "devices": (signal.SIGTERM, EXIT_SAVED, "ended by SIGTERM"),
+    "torchrun": (signal.SIGUSR1, 1, "ended by SIGUSR1"),
+}
+
 
 @pytest.mark.parametrize("launch", list(LAUNCHES))
-def test_ctrl_c_says_once_where_the_run_is_and_how_it_goes_on(
+def test_a_signal_finishes_the_step_saves_it_and_says_how_the_run_goes_on(
     launch: str, tmp_path: Path, model_directory: Path
 ) -> None:
     directory = tmp_path / "run"
-    process = start(write_long_run(tmp_path, model_directory), launch=launch)
-    # A terminal sends it to the whole foreground group.
-    press = partial(os.killpg, process.pid, signal.SIGINT)
-    error = end_at_first_checkpoint(process, directory, press)
-    (line,) = [line for line in error.splitlines() if line.startswith("interrupted at step ")]
-    last = list_checkpoints(directory / "checkpoints")[-1]
+    path = write_long_run(tmp_path, model_directory, every_n_steps=None)
+    number, exit_code, what = SIGNALS[launch]
+    process = start(path, launch=launch)
+    error = end_when(
+        lambda: num_steps_done(directory) >= 3, process, lambda: process.send_signal(number)
+    )
+    assert process.returncode == exit_code
+    (saved,) = list_checkpoints(directory / "checkpoints")
+    assert step_of(saved) == num_steps_done(directory)
+    (told,) = [line for line in error.splitlines() if line.startswith(number.name)]
+    assert told.endswith(
+        "the step is finished and saved, then the run ends; a second one ends it at once."
+    )
+    (line,) = [line for line in error.splitlines() if line.startswith(what)]
     before, after = SAYS_LAUNCH[launch]
     resume = f"{before}thunder-memsave train {directory / 'config.yaml'}{after} --resume=auto"
-    assert line.endswith(f": the last checkpoint is {last}; go on with: {resume}")
-    # torchrun ends with a traceback and an exit code of its own.
-    assert "thunder_memsave" not in error.partition("Traceback")[2].replace(str(last), "")
-    if launch != "torchrun":
-        assert process.returncode == 130
-        assert error == f"{line}\n"
+    start_of_line = f"{what} at step {step_of(saved)}: the last checkpoint is {saved}"
+    assert line == f"{start_of_line}; go on with: {resume}"
+    # torchrun ends with a traceback of its own.
+    assert "thunder_memsave" not in error.partition("Traceback")[2].replace(str(saved), "")
+    assert launch == "torchrun" or error == f"{told}\n{line}\n"
     assert (directory / "loss.png").exists()
-    arguments = [*resume.split()[1:], f"--train.max_steps={int(last.name[5:]) + 1}"]
-    if launch == "alone":
-        assert main(arguments) == 0
-    elif launch == "devices":
+    if launch == "devices":
+        arguments = [*resume.split()[1:], f"--train.max_steps={step_of(saved) + 1}"]
         assert started_by_name(arguments).returncode == 0
+
+
+class Lives:
+    """A run that is ended by signals again and again, and goes on."""
+
+    def __init__(self, directory: Path, model_directory: Path, *, seed: int) -> None:
+        self.directory, self.random = directory / "run", Random(seed)
+        self.path = write_long_run(directory, model_directory)
+
+    def live(self, *, num_steps: int, launch: str = "alone") -> str:
+        """Train until a signal at some moment after a few steps: in a step, a save or between."""
+        number = self.random.choice([signal.SIGTERM, signal.SIGUSR1])
+        delay_s = self.random.uniform(0.0, 0.3)
+        first = num_steps_done(self.directory) + num_steps
+        process = start(self.path, "--resume=auto", launch=launch)
+        signalled_at = 0.0
+
+        def send() -> None:
+            nonlocal signalled_at
+            time.sleep(delay_s)
+            signalled_at = time.monotonic()
+            process.send_signal(number)
+
+        error = end_when(lambda: num_steps_done(self.directory) >= first, process, send)
+        seconds = time.monotonic() - signalled_at
+        assert process.returncode == EXIT_SAVED, (number, delay_s, error)
+        last = step_of(list_checkpoints(self.directory / "checkpoints")[-1])
+        assert last == num_steps_done(self.directory) >= first
+        assert f"ended by {number.name} at step {last}: " in error
+        return f"{number.name} after {delay_s:.3f} s, at step {last}: left in {seconds:.2f} s"
+
+    def check_bits(self, *, launch: str = "alone") -> None:
+        """To the end, and once more without an interruption."""
+        num_steps = num_steps_done(self.directory) + 1
+        other = self.directory.with_name("uninterrupted")
+        for arguments in (["--resume=auto"], [f"--output_dir={other}"]):
+            process = start(self.path, *arguments, f"--train.max_steps={num_steps}", launch=launch)
+            error = process.communicate(timeout=600)[1]
+            assert process.returncode == 0, error
+        weights = [d / "adapter" / "adapter_model.safetensors" for d in (self.directory, other)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_run_that_is_ended_by_signals_has_the_weights_of_one_that_is_not(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    lives = Lives(tmp_path, model_directory, seed=0)
+    print(lives.live(num_steps=2))
+    lives.check_bits()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("launch", "num_lives"), [("alone", 15), ("devices", 5)])
+def test_twenty_signals_at_random_moments_lose_nothing(
+    launch: str, num_lives: int, tmp_path: Path, model_directory: Path
+) -> None:
+    lives = Lives(tmp_path, model_directory, seed=1)
+    for number in range(num_lives):
+        print(number, lives.live(num_steps=1 + number % 5, launch=launch), flush=True)
+    lives.check_bits(launch=launch)
+
+
+def test_a_rank_that_stops_is_noticed_in_time_and_named(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    """The timeout is longer than what one process may compile while the other waits."""
+    timeout_s, directory = 20, tmp_path / "run"
+    path = write_long_run(tmp_path, model_directory)
+    process = start(path, f"--strategy.timeout={timeout_s}s", launch="devices")
+    stopped_at = 0.0
+
+    def stop() -> None:
+        nonlocal stopped_at
+        stopped_at = time.monotonic()
+        os.kill(child_of(process), signal.SIGSTOP)
+
+    error = end_at_first_checkpoint(process, directory, stop)
+    # Besides, the interpreter ends, and the stopped process is.
+    assert time.monotonic() - stopped_at < timeout_s + 2 + 8
+    assert process.returncode == 1
+    (line,) = error.splitlines()
+    assert line.startswith("error: rank 0 waited for the ")
+    assert (
+        "rank 1 did not give up with the others: stopped, busy with something else" in line.lower()
+    )
+    assert " That was at step " in line
+    assert line.endswith("config.yaml --devices=2 --resume=auto")
+
+
+def child_of(process: subprocess.Popen[str]) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(children[0])
 
 
 def started_by_name(arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
@@ -117,8 +241,7 @@ def test_a_process_that_dies_ends_the_run_with_one_message(
     process = start(write_long_run(tmp_path, model_directory), launch="devices")
 
     def kill() -> None:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        os.kill(child_of(process), signal.SIGKILL)
 
     error = end_at_first_checkpoint(process, directory, kill)
     assert process.returncode == 1
@@ -157,10 +280,8 @@ def test_ctrl_c_before_the_training_is_one_line(
     monkeypatch.setattr("thunder_memsave.finetune.train.prepare", interrupted)
     path = write_long_run(tmp_path, model_directory)
     handler = signal.getsignal(signal.SIGINT)
-    try:
-        assert main(["train", str(path)]) == 130
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    assert main(["train", str(path)]) == 130
+    assert signal.getsignal(signal.SIGINT) is handler
     assert capsys.readouterr().err == "interrupted before training began; start it again.\n"
     assert not (tmp_path / "run").exists()
 
@@ -189,17 +310,6 @@ def test_a_run_on_nodes_is_resumed_on_as_many(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     text = how_to_go_on(RunDirectory(root=tmp_path), num_processes=8, started_from=None)
     assert "torchrun --nnodes 2 ... --nproc-per-node 4 --no-python thunder-memsave" in text
-
-
-def test_python_does_not_report_a_ctrl_c_that_it_drops() -> None:
-    reported: list[object] = []
-    report = _WithoutInterrupts(reported.append)
-    dropped, other = (
-        cast(Any, SimpleNamespace(exc_value=each)) for each in (KeyboardInterrupt(), ValueError())
-    )
-    report(dropped)
-    report(other)
-    assert reported == [other]
 
 
 def test_before_the_training_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""What Ctrl-C, SIGTERM and SIGUSR1 do to a process, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+from thunder_memsave.finetune.signals import _WithoutInterrupts
+
+BEGIN = """
+import ctypes, os, signal, sys, threading, time
+from thunder_memsave.finetune import signals
+
+def send(*numbers, wait_s=0.0):
+    def act():
+        for number in numbers:
+            time.sleep(wait_s)
+            os.kill(os.getpid(), number)
+    threading.Thread(target=act, daemon=True).start()
+
+def hang():
+    # As a collective does: in C, where Python runs no handler.
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
+signals.watch_signals()
+"""
+
+FINISHES = "the step is finished and saved, then the run ends; a second one ends it at once.\n"
+AT_ONCE = "--resume=auto goes on from the last checkpoint, if there is one.\n"
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["env", *(f"{k}={v}" for k, v in variables.items()), sys.executable, "-c", BEGIN + code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_where_there_is_no_step_to_finish_a_signal_raises() -> None:
+    code = """
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signals.watch_signals()
+    try:
+        signal.raise_signal(number)
+    except KeyboardInterrupt:
+        print(signals.received().name)
+signals.stop_watching()
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+    result = run(code)
+    assert result.stdout == "SIGTERM\nSIGUSR1\nSIGINT\nTrue\n"
+    assert result.stderr == ""
+
+
+def test_where_there_is_one_it_is_noted_and_told() -> None:
+    code = "signals.finish_steps(True); signal.raise_signal(signal.SIGUSR1); time.sleep(1); print(signals.received())"
+    result = run(code)
+    assert result.stderr == f"SIGUSR1: {FINISHES}"
+    assert result.stdout == "10\n"
+    assert run(code, LOCAL_RANK="1").stderr == ""
+
+
+def test_a_second_signal_ends_a_process_that_hangs_in_a_collective() -> None:
+    result = run(
+        "signals.finish_steps(True); send(signal.SIGTERM, signal.SIGUSR1, wait_s=1); hang()"
+    )
+    assert result.returncode == 128 + signal.SIGUSR1
+    assert result.stderr == f"SIGTERM: {FINISHES}ended at once by SIGUSR1; {AT_ONCE}"
+
+
+def test_the_same_signal_again_at_once_is_no_second_one() -> None:
+    code = "signals.finish_steps(True); send(signal.SIGTERM, signal.SIGTERM, wait_s={}); time.sleep(3); print('lives')"
+    assert run(code.format(0.1)).stdout == "lives\n"
+    assert run(code.format(1)).returncode == 128 + signal.SIGTERM
+    # torchrun hands on what its processes got too.
+    assert run(code.format(1), LOCAL_WORLD_SIZE="2").stdout == "lives\n"
+
+
+def test_work_before_the_first_step_ends_at_once_even_where_it_does_not_listen() -> None:
+    result = run("send(signal.SIGTERM); hang()")
+    assert result.returncode == 128 + signal.SIGTERM
+    assert result.stderr == f"ended at once by SIGTERM; {AT_ONCE}"
+
+
+def test_a_signal_after_all_is_saved_ends_with_that_exit_code() -> None:
+    code = """
+signals.finish_steps(True)
+send(signal.SIGTERM, signal.SIGTERM, wait_s=1)
+time.sleep(1.5)
+signals.finish_steps(False)
+signals.end_as(signals.EXIT_SAVED)
+hang()
+"""
+    result = run(code)
+    assert result.returncode == 75
+    assert result.stderr == f"SIGTERM: {FINISHES}"
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    code = """
+signals.stop_watching()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signals.watch_signals()
+signal.raise_signal(signal.SIGINT)
+print(signals.received())
+"""
+    assert run(code).stdout == "None\n"
+
+
+def test_a_forked_process_does_not_answer_for_its_parent() -> None:
+    code = """
+ready, is_ready = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(is_ready, b" ")
+    time.sleep(60)
+    os._exit(0)
+os.read(ready, 1)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+time.sleep(0.5)
+print(signals.received())
+"""
+    assert run(code).stdout == f"{-signal.SIGTERM}\nNone\n"
+
+
+def test_python_does_not_report_a_ctrl_c_that_it_drops() -> None:
+    reported: list[object] = []
+    report = _WithoutInterrupts(reported.append)
+    dropped, other = (
+        cast(Any, SimpleNamespace(exc_value=each)) for each in (KeyboardInterrupt(), ValueError())
+    )
+    report(dropped)
+    report(other)
+    assert reported == [other]
