@@ -20,8 +20,8 @@ _OF_DISKS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EMFILE, errno.ENFILE),
 )
-# For errors of which only the text is left: another rank's, and those that torch has caught.
-_NUMBERED = re.compile(r"\[Errno (\d+)\]")
+# For errors of which only the text is left: another rank's, those that torch has caught, and safetensors'.
+_NUMBERED = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
 def disk_error(error: BaseException) -> OSError | None:
@@ -30,8 +30,9 @@ def disk_error(error: BaseException) -> OSError | None:
         if isinstance(before, OSError) and before.errno in _OF_DISKS:
             return before
         for found in _NUMBERED.finditer(str(before)):
-            if int(found[1]) in _OF_DISKS:
-                return OSError(int(found[1]), str(before))
+            number = int(found[1] or found[2])
+            if number in _OF_DISKS:
+                return OSError(number, str(before))
     return None
 
 

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from thunder_memsave.agreement import once
+from thunder_memsave.callbacks.all_ranks import DiskError, on_all_ranks
 from thunder_memsave.checkpoints import unsharded_state_dict
 from thunder_memsave.fp8.linears import is_scaling_state
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -30,7 +30,8 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
         directory: Where to; overwritten.
 
     Raises:
-        CheckpointError: rank 0 could not write; rank 0 itself raises the reason.
+        DiskError: the disk did not take it; on all ranks.
+        CheckpointError: rank 0 could not write for another reason, which rank 0 itself raises.
     """
     assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
     model: Any = getattr(module, "module", module)
@@ -49,7 +50,13 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
         if not is_adapter:
             tokenizer.save_pretrained(directory)
 
-    once(write, data_parallel)
+    try:
+        on_all_ranks(fabric, write if fabric.is_global_zero else lambda: None)
+    except DiskError as error:
+        raise type(error)(
+            f"what was trained could not be written to {directory} ({error}). See that the disk has space and may be "
+            "written to, and start the run again with --resume=auto, which writes it from the last checkpoint."
+        ) from error
 
 
 def is_adapted(model: nn.Module) -> bool:

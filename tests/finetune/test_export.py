@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from thunder_memsave.callbacks.all_ranks import DiskError
 from thunder_memsave.checkpoints import CheckpointError, module_state
 from thunder_memsave.finetune.export import export
 from thunder_memsave.sharding import DataParallel, gather_full
@@ -56,6 +57,16 @@ def test_an_adapter_is_what_peft_itself_would_save(
     )
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in ours)
+
+
+def test_a_disk_that_refuses_what_was_trained_is_told_with_a_way_out(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    fabric = make_fabric()
+    model = fabric.setup(adapted(model_directory, ADAPTERS[0]))
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match=r"be written to .*/ours \(Not a directory: .*resume=auto"):
+        export(fabric, model, None, tmp_path / "file" / "ours")
 
 
 def test_exporting_an_adapter_gathers_nothing_of_the_base_model(

@@ -187,9 +187,9 @@ def _arm(case: Case, rank: int, victim: int) -> None:
         if kind == point.kind and Path(os.fsdecode(path)).name == name:  # type: ignore[arg-type]
             os.kill(victim, signal.SIGKILL)
 
-    def fsync(descriptor: Any) -> None:
-        reach("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
-        synced(descriptor)
+    def fsync(fd: Any) -> None:
+        reach("fsync", os.readlink(f"/proc/self/fd/{fd}"))
+        synced(fd)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
