@@ -52,14 +52,27 @@ def choose(module: nn.Module, *, skip_modules: Sequence[str]) -> tuple[Choice, .
 
 def report(choices: Sequence[Choice]) -> str:
     """What was chosen, in one paragraph: how many run in fp8, and which do not for which reason."""
+    chosen, others = by_reason(choices)
+    lines = [f"{len(chosen)} of {len(choices)} linears run in fp8"]
+    lines += [f"not {shown(names, _NUM_SHOWN)}: {reason}" for reason, names in others.items()]
+    return "; ".join(lines) + "."
+
+
+def by_reason(choices: Sequence[Choice]) -> tuple[list[str], dict[str, list[str]]]:
+    """The names of those that run in fp8, and those of the others by the reason why they do not."""
+    chosen = [c.name for c in choices if c.reason is None]
     others: dict[str, list[str]] = {}
     for choice in choices:
         if choice.reason is not None:
             others.setdefault(choice.reason, []).append(choice.name)
-    num_chosen = sum(c.reason is None for c in choices)
-    lines = [f"{num_chosen} of {len(choices)} linears run in fp8"]
-    lines += [f"not {_shown(names)}: {reason}" for reason, names in others.items()]
-    return "; ".join(lines) + "."
+    return chosen, others
+
+
+def shown(names: Sequence[str], num_shown: int) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - num_shown
+    first = ", ".join(names[:num_shown])
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str]) -> str | None:
@@ -108,9 +121,3 @@ def _ends(names: Sequence[str], pattern: str) -> list[str]:
     """The ends of names that have as many parts as the pattern."""
     num_parts = pattern.count(".") + 1
     return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))
-
-
-def _shown(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NUM_SHOWN])
-    more = len(names) - _NUM_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown

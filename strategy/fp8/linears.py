@@ -252,7 +252,7 @@ class Fp8Linears:
         if not self._was_recorded or not states:
             return
         self._was_recorded = False
-        if group is not None and self.recipe.reduce_amax:
+        if group is not None:
             reduce_amax(states, partial(_all_reduce_max, group=group))
         update_scales(states)
 

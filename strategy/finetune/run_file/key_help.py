@@ -12,14 +12,9 @@ from typing import Any, Literal, get_type_hints
 import yaml
 from docstring_parser import parse_from_object
 
-from thunder_memsave.config import (
-    CompileConfig,
-    Fp8Config,
-    MemoryConfig,
-    ShardingConfig,
-    StrategyConfig,
-)
+from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.own_sections import OWN_SECTIONS
 from thunder_memsave.finetune.run_file.value_kinds import wanted
 from thunder_memsave.settings import Bytes, BytesOrFraction, Whole
 
@@ -66,11 +61,8 @@ def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
         if key == "strategy":
             yield from _strategy_helps()
             continue
-        if key == "memory":
-            yield from key_helps(MemoryConfig, where="memory.")
-            continue
-        if key == "fp8":
-            yield from key_helps(Fp8Config, where="fp8.")
+        if (own := OWN_SECTIONS.get(key)) is not None:
+            yield from key_helps(own.config, where=f"{key}.")
             continue
         yield KeyHelp(
             key=key,
@@ -93,7 +85,7 @@ def _strategy_helps() -> Iterator[KeyHelp]:
     hints, meanings = get_type_hints(StrategyConfig), _meanings(StrategyConfig)
     for field in dataclasses.fields(StrategyConfig):
         name, default = field.name, getattr(StrategyConfig(), field.name)
-        if dataclasses.is_dataclass(hints[name]) or name == "fp8":  # which stand beside it
+        if dataclasses.is_dataclass(hints[name]) or name in OWN_SECTIONS:  # which stand beside it
             continue
         yield KeyHelp(
             key=f"strategy.{name}",

@@ -13,15 +13,7 @@ from typing import Any, get_type_hints
 import jsonargparse
 import yaml
 
-from thunder_memsave.config import (
-    CompileConfig,
-    Fp8Config,
-    MemoryConfig,
-    StrategyConfig,
-    parse_fp8,
-    parse_memory,
-    parse_strategy,
-)
+from thunder_memsave.config import CompileConfig, StrategyConfig, parse_strategy
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.checks import check_config
 from thunder_memsave.finetune.run_file.overrides import (
@@ -29,6 +21,7 @@ from thunder_memsave.finetune.run_file.overrides import (
     apply_override,
     parse_overrides,
 )
+from thunder_memsave.finetune.run_file.own_sections import OWN_SECTIONS, OwnSection
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.finetune.run_file.unknown_keys import unknown_key
 from thunder_memsave.finetune.run_file.value_kinds import as_yaml, meant_choice, misfit
@@ -134,8 +127,8 @@ def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
     _complete_optimizer(sound)
     config = _instantiate(sound, problems)
     _check_strategy(config.strategy, problems)
-    _check_memory(config.memory, problems)
-    _check_fp8(config.fp8, problems)
+    for name, own in OWN_SECTIONS.items():
+        _check_own(getattr(config, name), own, problems, where=name)
     check_config(config, problems)
     return config
 
@@ -144,17 +137,15 @@ def _check_strategy(values: Mapping[str, Any], problems: Problems) -> None:
     """Let the strategy check its keys; what other tools call them is known here only."""
     sections = (StrategyConfig, CompileConfig)
     own = [name for cls in sections for name in field_names(cls)]
-    known = [name for name in own if name not in ("compile", "memory", "fp8")]
+    known = [name for name in own if name not in ("compile", *OWN_SECTIONS)]
     _check_by(parse_strategy, values, problems, where="strategy", known=known)
 
 
-def _check_memory(values: Mapping[str, Any], problems: Problems) -> None:
-    _check_by(parse_memory, values, problems, where="memory", known=field_names(MemoryConfig))
-
-
-def _check_fp8(values: Mapping[str, Any] | None, problems: Problems) -> None:
+def _check_own(
+    values: Mapping[str, Any] | None, own: OwnSection, problems: Problems, *, where: str
+) -> None:
     if values is not None:
-        _check_by(parse_fp8, values, problems, where="fp8", known=field_names(Fp8Config))
+        _check_by(own.parse, values, problems, where=where, known=field_names(own.config))
 
 
 def _check_by(

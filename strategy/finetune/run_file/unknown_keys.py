@@ -7,9 +7,9 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, get_type_hints
 
-from thunder_memsave.config import Fp8Config, MemoryConfig
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.run_file.foreign_names import foreign_name
+from thunder_memsave.finetune.run_file.own_sections import OWN_SECTIONS
 from thunder_memsave.settings import ConfigError, suggestion_or_all
 
 _NEAR = 0.75
@@ -71,10 +71,8 @@ def schema_keys(cls: Any = RunConfig, *, where: str = "") -> Iterator[str]:
     for name, hint in get_type_hints(cls).items():
         key = f"{where}{name}"
         yield key
-        if key == "memory":  # a mapping here, which the strategy reads
-            yield from schema_keys(MemoryConfig, where="memory.")
-        elif key == "fp8":
-            yield from schema_keys(Fp8Config, where="fp8.")
+        if (own := OWN_SECTIONS.get(key)) is not None:
+            yield from schema_keys(own.config, where=f"{key}.")
         elif dataclasses.is_dataclass(hint):
             yield from schema_keys(hint, where=f"{key}.")
 
