@@ -204,6 +204,12 @@ def _asynchronous(config: RunConfig) -> Iterator[ConfigError]:
             "its checkpoint; set checkpoint.every_n_steps, or leave checkpoint.asynchronous out.",
             key="checkpoint.asynchronous",
         )
+    if config.checkpoint.asynchronous and config.strategy.get("state_dict_type") == "full":
+        yield ConfigError(
+            "checkpoint.asynchronous is true, but strategy.state_dict_type is 'full', which gathers whole tensors "
+            "while it writes; leave one of the two out.",
+            key="checkpoint.asynchronous",
+        )
 
 
 def _resume(config: RunConfig) -> Iterator[ConfigError]:
@@ -233,7 +239,7 @@ _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("model.config", "model.architecture"): _architecture,
     ("lr_scheduler.name", "lr_scheduler.min_lr_ratio"): _scheduler,
     ("checkpoint.keep_best", "checkpoint.every_n_steps", "eval.every_n_steps"): _keep_best,
-    ("checkpoint.asynchronous", "checkpoint.every_n_steps"): _asynchronous,
+    ("checkpoint.asynchronous", "checkpoint.every_n_steps", "strategy"): _asynchronous,
     ("resume",): _resume,
     ("devices",): _devices,
 }
