@@ -112,6 +112,37 @@ def test_a_plan_counts_frozen_weights_in_fp8_twice_and_their_state(config_of: Re
     assert found == of_model + 2 * elements - unused + scales + states
 
 
+def test_a_plan_counts_frozen_weights_that_are_kept_in_fp8_alone_once(config_of: Read) -> None:
+    found = {}
+    for kept in ("compute", "fp8"):
+        config = config_of(
+            f"fp8={NOT_ADAPTERS}",
+            f"fp8.frozen_weights={kept}",
+            "model.dtype=bfloat16",
+            "strategy.sharding=zero3",
+        )
+        plan = plan_run(config, device=DEVICES["cpu"], num_ranks=2, has_curve=False)
+        found[kept] = plan.call.profile.peak_bytes_by_kind
+    elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
+    # Half of them on each rank, a byte less for each; 14 scales.
+    assert found["compute"]["parameter"] - found["fp8"]["parameter"] == elements // 2
+    assert found["fp8"]["buffer"] - found["compute"]["buffer"] == 14 * 4
+    alone = plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
+    # Neither copies by rows nor by columns.
+    assert alone.call.profile.peak_bytes_by_kind["buffer"] == found["fp8"]["buffer"]
+
+
+def test_frozen_weights_in_fp8_alone_of_a_run_that_freezes_none_are_refused(
+    config_of: Read,
+) -> None:
+    config = config_of("fp8={backend: torch, frozen_weights: fp8}", "lora=null")
+    message = "the model has no linear in fp8 whose weight is frozen and its own; leave frozen_wei"
+    with pytest.raises(ConfigError, match=message):
+        prepare(config)
+    with pytest.raises(ConfigError, match=message):
+        plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
+
+
 def test_a_plan_for_a_device_without_fp8_is_refused() -> None:
     message = (
         r"^fp8\.recipe is delayed, but torch\._scaled_mm needs compute capability 8\.9 \(Ada, Hopper or later\), and "
