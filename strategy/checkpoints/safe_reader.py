@@ -248,7 +248,7 @@ class _RecordUnpickler(pickle._Unpickler):
 class _Part(io.RawIOBase):
     """Some bytes of a file as if they were a file."""
 
-    def __init__(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
+    def __init__(self, file: io.BufferedReader, offset: int, num_bytes: int) -> None:
         super().__init__()
         self._file, self._offset, self._num_bytes = file, offset, num_bytes
         self._at = 0
@@ -278,9 +278,12 @@ class _Part(io.RawIOBase):
         return content
 
     def readinto(self, buffer: Any) -> int:
-        content = self.read(len(buffer))
-        memoryview(buffer).cast("B")[: len(content)] = content
-        return len(content)
+        """What torch reads a tensor's bytes with: into their place, without a copy in between."""
+        place = memoryview(buffer).cast("B")
+        self._file.seek(self._offset + self._at)
+        num_read = self._file.readinto(place[: max(0, self._num_bytes - self._at)])
+        self._at += num_read
+        return num_read
 
 
 def _sizes_of_files(directory: Path) -> dict[str, int]:
