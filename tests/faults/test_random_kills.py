@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from harness.language_model import run_values, write_model
 from harness.random_kills import MOST_STEPS, Lives, train_with_kills
 
-SECONDS_FOR_A_LIFE = 120  # on a machine that does other work
+SECONDS_FOR_A_LIFE = 300  # on a machine that does other work
 NUM_LAUNCHES, KILLS_OF_A_LAUNCH = 10, 10
 LEAST_MID_SAVE = 3  # of a launch
 
@@ -55,7 +56,8 @@ def assert_same_bits(first: Path, second: Path) -> None:
 
 def check_kills(tmp_path: Path, alone: Path, *, seed: int, num_kills: int) -> Lives:
     num_steps = MOST_STEPS * (num_kills + 1)
-    if not alone.exists():
+    if not (alone / "run" / "adapter").exists():
+        shutil.rmtree(alone, ignore_errors=True)  # of an earlier test that failed there
         assert trained(alone, num_kills=0, num_steps=num_steps).kills == []
     lives = trained(tmp_path / "killed", num_kills=num_kills, num_steps=num_steps, seed=seed)
     assert [kill.attempt for kill in lives.kills] == list(range(num_kills)), f"seed {seed}"
