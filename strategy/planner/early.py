@@ -7,8 +7,9 @@ of layers that are computed again together is made as long as fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -34,27 +35,37 @@ class EarlyBytes:
 
     def observe(self, found: Evaluated) -> None:
         """Follow a plan through backward."""
-        blocks, program = self.blocks, found.program
-        layer_of = {o: n for n, block in enumerate(blocks) for o in block.forward}
-        layer_at = {p: n for n, block in enumerate(blocks) for p in block.backward}
-        number = {s.op.index: n for n, s in enumerate(program.steps[: program.num_forward])}
-        self.others = np.zeros(len(blocks))
-        early, where, position = np.zeros(len(blocks)), dict[int, int](), 0
-        self.most_bytes = max(found.profile.step_peak_bytes[program.num_forward :])
-        begin, during = program.num_forward, found.profile.step_peak_bytes
-        for step, nbytes in zip(program.steps[begin:], during[begin:], strict=True):
-            here = layer_at[position]
+        backward = found.evaluator.backward(found.keep)
+        graph, position = found.evaluator.needs.graph, 0
+        self.most_bytes = max(backward.during)
+        self.others = np.zeros(len(self.blocks))
+        early, dies = np.zeros(len(self.blocks)), dict[int, list[tuple[int, int]]]()
+        for index, ((op, is_again), nbytes) in enumerate(
+            zip(backward.steps, backward.during, strict=True)
+        ):
+            here = self._layer_at[position]
             self.others[here] = max(self.others[here], nbytes - early[:here].sum())
-            layer = layer_of[number[step.op.index]] if step.is_repeated else here
-            if layer < here:
-                where.update(dict.fromkeys(step.makes, layer))
-                early[layer] += sum(program.storages[s].nbytes for s in step.makes)
-            for storage in step.frees:
-                if storage in where:
-                    early[where.pop(storage)] -= program.storages[storage].nbytes
+            layer = self._layer_of[op] if is_again else here
+            for storage in graph.ops[op].makes if layer < here else ():
+                last = backward.last.get(storage, -1)
+                if last > index and storage not in found.keep:
+                    early[layer] += graph.storages[storage].nbytes
+                    dies.setdefault(last, []).append((layer, graph.storages[storage].nbytes))
+            for where, bytes_ in dies.pop(index, ()):
+                early[where] -= bytes_
             if layer < here:
                 self.made[layer] = max(self.made[layer], early[layer])
-            position += not step.is_repeated
+            position += not is_again
+
+    @cached_property
+    def _layer_of(self) -> Mapping[int, int]:
+        """By operation of forward."""
+        return {o: n for n, block in enumerate(self.blocks) for o in block.forward}
+
+    @cached_property
+    def _layer_at(self) -> Mapping[int, int]:
+        """By position of backward."""
+        return {p: n for n, block in enumerate(self.blocks) for p in block.backward}
 
     def first_layers(self, budget_bytes: float) -> list[int]:
         """Of each run of layers the first, the last run first."""

@@ -10,7 +10,7 @@ from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.model import Moment
 from thunder_memsave.planner.needs import Needs
 from thunder_memsave.planner.order import order
-from thunder_memsave.planner.quick import QuickSimulation
+from thunder_memsave.planner.quick import QuickBackward, QuickSimulation
 from thunder_memsave.planner.simulate import Profile, simulate
 
 
@@ -84,6 +84,18 @@ class Evaluator:
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
         """What a plan needs beyond so much, summed over all moments."""
         return self._simulation.excess_bytes(keep, over_bytes=over_bytes)
+
+    def again(self, keep: Set[int]) -> frozenset[int]:
+        """Operations that a plan computes again."""
+        return frozenset(self._simulation(keep).again)
+
+    def backward(self, keep: Set[int]) -> QuickBackward:
+        """What runs in backward under a plan."""
+        return self._simulation.backward(keep)
+
+    def forget(self) -> None:
+        """Evaluate all plans anew."""
+        self._known.clear()
 
     @property
     def smallest(self) -> Evaluated:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +21,18 @@ class QuickResult:
     """Operations that run a second time."""
     read: frozenset[int]
     """Storages of forward that backward reads, kept or computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickBackward:
+    """What runs in backward, and what that needs."""
+
+    steps: Sequence[tuple[int, bool]]
+    """Operations, and whether forward has run them before."""
+    during: Sequence[int]
+    """Bytes, by step."""
+    last: Mapping[int, int]
+    """By storage, the step that reads it last."""
 
 
 class QuickSimulation:
@@ -85,18 +97,23 @@ class QuickSimulation:
 
         Positions of backward, and the operations that run again before these; -1 for those of backward themselves.
         """
+        backward = self.backward(keep)
+        found, position = [], 0
+        for (op, is_again), nbytes in zip(backward.steps, backward.during, strict=True):
+            if nbytes > over_bytes:
+                found.append((nbytes, position, op if is_again else -1))
+            position += not is_again
+        return [(position, op) for _, position, op in sorted(found, reverse=True)]
+
+    def backward(self, keep: Set[int]) -> QuickBackward:
+        """Follow a plan through backward."""
         steps, again = self._steps(keep)
         last, read = self._last_reads(steps)
         kept = [s for s in self._needs.storages if s in keep and s in read]
         num_states = sum(self._graph.ops[o].repeat == "replay" for o in again)
         during: list[int] = []
         self._backward_peak(steps, last, keep, kept, num_states, during)
-        found, position = [], 0
-        for (op, is_again), nbytes in zip(steps, during, strict=True):
-            if nbytes > over_bytes:
-                found.append((nbytes, position, op if is_again else -1))
-            position += not is_again
-        return [(position, op) for _, position, op in sorted(found, reverse=True)]
+        return QuickBackward(steps=steps, during=during, last=last)
 
     def _start(self, memory: StepMemory) -> None:
         """Live bytes of forward and at the start of backward when nothing is kept."""

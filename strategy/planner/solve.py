@@ -24,8 +24,9 @@ Policy = Literal["plan", "keep_all", "recompute_all"]
 
 _NOTHING_ELSE = StepMemory()
 _ANCHORS = (1, 2, 3)
+_PART_OF_MOMENTS = 0.6
 _PART = 0.27
-"""Of the time, that each of these has: whether any plan fits, plans of layers, programs of moments."""
+"""Of the time, that programs of moments have, and whether any plan fits and plans of layers have each."""
 _LONGER = 1.5
 """The smallest plan may take so much more time, since without it there is none."""
 
@@ -152,7 +153,7 @@ def _fastest(
             evaluate,
             free=free,
             budget_bytes=budget_bytes,
-            deadline_s=start_s + 2 * part_s,
+            deadline_s=start_s + _PART_OF_MOMENTS * time_limit_s,
             pace=search.pace,
         )
         if search.is_proven(budget_bytes):
@@ -189,7 +190,7 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
     What was learned for a budget is left behind, so that the plan for the smallest budget that an error names is found
     in the same way again.
     """
-    problem = replace(problem, evaluate=replace(problem.evaluate, _known={}))
+    problem.evaluate.forget()
     search = problem.search(time.thread_time() + _LONGER * time_limit_s)
     search.add_moments(problem.evaluate(problem.free), 1)
     if not search.is_exhaustive:
@@ -352,15 +353,14 @@ def _problem(
     evaluate = Evaluator(
         needs=found, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
     )
-    not_counted = {step.op.index for step in evaluate(kept).program.steps if step.is_repeated}
-    counted = tuple(
-        0.0 if op.index in not_counted else us for op, us in zip(graph.ops, costs_us, strict=True)
-    )
+    # What the free wins compute again is not counted.
+    free_again = evaluate.again(kept)
+    evaluate.costs_us = tuple(0.0 if o in free_again else us for o, us in enumerate(costs_us))
     return _Problem(
         needs=found,
         free=kept,
         least=frozenset(found.must_keep) | _named(found, keep),
-        evaluate=replace(evaluate, costs_us=counted, _known={}),
+        evaluate=evaluate,
         pinned=_pinned(found, keep, recompute),
         costs_us=costs_us,
     )
