@@ -43,7 +43,11 @@ class ShardsSource:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._metadata: Metadata = read_metadata(directory)
+        try:
+            self._metadata: Metadata = read_metadata(directory)
+        # What unpickling raises for bytes that are no pickle is not documented.
+        except Exception as error:
+            raise DamagedCheckpointError(f"its .metadata cannot be read: {error}") from error
         places = self._metadata.planner_data.items()
         self._flat = {str(path[1]): flat for flat, path in places if path[0] == MODEL}
 
@@ -64,14 +68,21 @@ class ShardsSource:
         with warnings.catch_warnings():
             # DCP warns that a process is alone even where it was told so.
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
-            dcp.load(
-                state,
-                storage_reader=SafeReader(self._directory, self._metadata),
-                planner=SafePlanner(weights_only=True),
-                no_dist=True,
-            )
+            self._load(state)
         whole: Tensor = state[self._flat[name]]
         return whole if rows is None else whole[rows]
+
+    def _load(self, state: dict[str, Any]) -> None:
+        reader, planner = (
+            SafeReader(self._directory, self._metadata),
+            SafePlanner(weights_only=True),
+        )
+        try:
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        except dcp.CheckpointException as error:  # a BaseException
+            raise DamagedCheckpointError(
+                f"{next(iter(state))!r} cannot be read: {next(iter(error.failures.values()))[0]}"
+            ) from error
 
 
 def verified_manifest(checkpoint: Path) -> Manifest:

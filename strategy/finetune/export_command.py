@@ -100,7 +100,7 @@ def run_export(options: ExportOptions) -> int:
             f"--merge is given, but {options.run} trained no adapter; leave it out, the whole model is exported."
         )
     whole = options.merge or not has_adapter
-    with _directory(options.out) as temporary:
+    with _directory(options.out) as temporary, _refused(trained.checkpoint):
         verified = (
             _whole(trained, options, temporary) if whole else _adapter(trained, options, temporary)
         )
@@ -179,6 +179,17 @@ def _check_space(out: Path, num_bytes: int) -> None:
             f"the weights take {num_bytes:,} bytes, and the disk of {out} has {free:,} left; free some space, or name "
             "a directory elsewhere by --out."
         )
+
+
+@contextmanager
+def _refused(checkpoint: Path) -> Iterator[None]:
+    """A checkpoint whose manifest fits its files may be none all the same."""
+    from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
+
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise ConfigError(f"{checkpoint} is damaged: {error}; name another checkpoint.") from error
 
 
 @contextmanager

@@ -98,11 +98,12 @@ def _owners(module: nn.Module, name: str, skip: set[int]) -> Iterator[tuple[str,
 def _value(
     name: str, tensor: Tensor, *, path: str, owner: nn.Module, read: Read, values: dict[int, Tensor]
 ) -> Tensor:
+    full_name = f"{path}.{name}" if path else name
     if id(tensor) not in values:
         is_parameter = isinstance(tensor, nn.Parameter)
         if tensor.is_meta and name in owner._non_persistent_buffers_set:
-            raise ValueError(f"nothing says what the buffer {path}.{name} starts as; {_REPORT}")
-        value = read(f"{path}.{name}") if tensor.is_meta else tensor.detach()
+            raise ValueError(f"nothing says what the buffer {full_name} starts as; {_REPORT}")
+        value = read(full_name) if tensor.is_meta else tensor.detach()
         value = value.double() if value.is_floating_point() else value
         values[id(tensor)] = nn.Parameter(value, False) if is_parameter else value
     return values[id(tensor)]
