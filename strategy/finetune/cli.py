@@ -25,7 +25,7 @@ from thunder_memsave.finetune.run_file.shipped import (
     shown_name,
 )
 from thunder_memsave.finetune.signals import end_as, received, stop_watching, watch_signals
-from thunder_memsave.finetune.stop import RunInterruptedError, RunStoppedError
+from thunder_memsave.finetune.stop import OUT_OF_MEMORY, RunInterruptedError, RunStoppedError
 from thunder_memsave.settings import ConfigError, ConfigErrors, suggestion
 
 _USAGE = """\
@@ -155,7 +155,7 @@ def _main(arguments: list[str]) -> int:
         message = _message_for_user(error)
         if message is None:
             raise
-        code = _failed(message, DOES_NOT_FIT if isinstance(error, BudgetError) else _FAILURE)
+        code = _failed(message, _exit_code(error))
         _let_failed_rank_end(error)
     return code
 
@@ -300,6 +300,14 @@ def _refused(message: str) -> int:
     # Every rank finds the same mistake; one message per machine is enough.
     _print_on("LOCAL_RANK", message)
     return _USER_ERROR
+
+
+def _exit_code(error: Exception) -> int:
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return DOES_NOT_FIT if isinstance(error, BudgetError) else _FAILURE
 
 
 def _failed(message: str, code: int) -> int:

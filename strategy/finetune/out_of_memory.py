@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from thunder_memsave.devices import total_bytes
 from thunder_memsave.explain import in_units
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -34,7 +35,7 @@ def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str
     predicted = "there was no plan yet"
     if plan is not None:
         predicted = f"the plan predicts a peak of {in_units(plan.predicted_peak_bytes)}"
-    return f"out of memory: {str(error).partition('. ')[0].rstrip('.')}; {predicted}, {_measured()}"
+    return f"{str(error).partition('. ')[0].rstrip('.')}; {predicted}, {_measured()}"
 
 
 def changes(
@@ -70,8 +71,10 @@ def _smaller_budget(error: BaseException, strategy: ThunderMemsaveStrategy) -> i
     """In MiB; None without a plan that a smaller budget could change."""
     missing = missing_bytes(str(error))
     plan = strategy.plan
+    if missing is None or plan is None:
+        return None
     budget = strategy.config.memory.budget_bytes(total_bytes(strategy.root_device))
-    if missing is None or plan is None or budget is None:
+    if budget is None:
         return None
     # A plan below its budget must shrink from where it is.
     smaller = (min(budget, plan.predicted_peak_bytes) - missing) // _MIB
