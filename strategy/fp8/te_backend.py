@@ -29,8 +29,11 @@ from thunder_memsave.fp8.torch_support import chip_of
 BLOCK = 128
 """The side of a block; TransformerEngine knows no other."""
 
-MIN_VERSION = Version("2.12")
-"""Before, block-scaled tensors had a choice of layouts."""
+MIN_VERSION = Version("2.10")
+"""Before, its GEMM wants a workspace from its caller."""
+
+_MIN_VERSION_OF_BLOCKS = Version("2.12")
+"""Before, tensors whose blocks have scales want to be told in which of two formats they are."""
 
 DEVICE_TYPES = frozenset({"cuda"})
 """Where its kernels run."""
@@ -156,6 +159,12 @@ def why_not(recipe: str, device: torch.device) -> str | None:
     asked = _SUPPORT.get(recipe)
     if asked is None:
         return f"thunder_memsave computes {', '.join(_SUPPORT)} with TransformerEngine: choose one of these recipes"
+    version = _installed_version()
+    if recipe == "block" and version < _MIN_VERSION_OF_BLOCKS:
+        return (
+            f"TransformerEngine {version} is installed, whose tensors with scales of blocks are of another format: "
+            f"`pip install 'transformer-engine[pytorch]>={_MIN_VERSION_OF_BLOCKS}'`, or set `fp8.recipe: current`"
+        )
     is_there, reason = getattr(library.pytorch, asked)(return_reason=True)
     return (
         None
@@ -218,8 +227,8 @@ def _installed_version() -> Version:
         ) from None
     if version < MIN_VERSION:
         raise ConfigError(
-            f"TransformerEngine {version} is installed, and {MIN_VERSION} or newer is needed: "
-            "`pip install --upgrade 'thunder-memsave[te]'`"
+            f"TransformerEngine {version} is installed, and {MIN_VERSION} or newer is needed, whose GEMM has a "
+            "workspace of its own: `pip install --upgrade 'thunder-memsave[te]'`"
         )
     return version
 

@@ -66,7 +66,29 @@ def test_the_version_that_is_emulated_is_one_that_the_extra_installs() -> None:
 
 def test_an_old_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.9.0")
-    assert "TransformerEngine 2.9.0 is installed, and 2.12 or newer is needed" in refusal()
+    message = refusal()
+    assert (
+        "TransformerEngine 2.9.0 is installed, and 2.10 or newer is needed, whose GEMM has a workspace of"
+        in message
+    )
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_a_version_whose_blocks_are_of_another_format_computes_the_other_recipes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(te_backend, "_installed_version", lambda: Version("2.11"))
+    require("transformer_engine", "delayed", CPU)
+    require("transformer_engine", "current", CPU)
+    message = refusal("block")
+    assert (
+        "TransformerEngine 2.11 is installed, whose tensors with scales of blocks are of another for"
+        in message
+    )
+    assert (
+        "`pip install 'transformer-engine[pytorch]>=2.12'`, or set `fp8.recipe: current`; or set `fp8.ba"
+        in message
+    )
 
 
 def test_on_the_cpu_it_computes_nothing() -> None:
