@@ -155,6 +155,18 @@ def check_ranks(directory: Path) -> None:
     assert state["step"] == 1
     assert [path.name for path in list_damaged(directory)] == ["damaged-step-00000002"]
     check_failures(fabric)
+    check_other_view(fabric, directory)
+
+
+def check_other_view(fabric: Any, directory: Path) -> None:
+    """A rank that does not see what rank 0 sees ends the run; nothing is set aside for that."""
+    other = directory if fabric.global_rank == 0 else directory / "elsewhere"
+    damaged = list_damaged(directory)
+    with pytest.raises(
+        DiskError, match=r"^rank 1 on .* does not see a checkpoint that rank 0 sees"
+    ):
+        newest_valid(fabric, other)
+    assert list_damaged(directory) == damaged
 
 
 def save_together(fabric: Any, directory: Path, *, step: int) -> Path:

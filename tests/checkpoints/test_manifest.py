@@ -160,6 +160,31 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(
     assert message in damage_of(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": []}, "metrics is not a mapping"),
+        ({"metrics": {"val_loss": "low"}}, "a metric is not a number"),
+        ({"config": []}, "config is not a mapping"),
+    ],
+)
+def test_what_a_manifest_says_of_the_run_must_be_plain(
+    checkpoint: Path, changes: dict[str, Any], message: str
+) -> None:
+    rewrite(checkpoint, **changes)
+    assert message in damage_of(checkpoint)
+
+
+def test_a_manifest_of_the_format_before_is_read_and_a_newer_one_is_no_damage(
+    checkpoint: Path,
+) -> None:
+    rewrite(checkpoint, format=1)
+    assert read_manifest(checkpoint).step == 1
+    rewrite(checkpoint, format=3)
+    with pytest.raises(UnverifiableCheckpointError, match=r"of format 3, and .* reads up to 2: it"):
+        read_manifest(checkpoint)
+
+
 def test_a_long_name_of_a_file_takes_no_long_time(checkpoint: Path) -> None:
     rewrite(checkpoint, files={"a" * 2**20 + "/": RECORD})
     start = time.process_time()
