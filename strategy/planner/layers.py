@@ -34,12 +34,16 @@ _MASTER_LIMIT_S = 1.0
 _FIRST_PRICES = 10
 _MOST_CORRECTIONS = 4
 _MERGED = (1, 2, 4, 8)
-_MOST_BUDGETS = 8
-_NEAR = 2e-3
 
 
 def search_layers(
-    model: PeakModel, evaluate: Evaluator, *, budget_bytes: float, deadline_s: float
+    model: PeakModel,
+    evaluate: Evaluator,
+    *,
+    budget_bytes: float,
+    deadline_s: float,
+    merged: Sequence[int] = _MERGED,
+    found: dict[int, Layers | None] | None = None,
 ) -> float:
     """Evaluate plans in which no layer computes again for the one after it; the evaluator remembers them.
 
@@ -50,13 +54,17 @@ def search_layers(
         evaluate: Of the same graph.
         budget_bytes: What plans should fit in.
         deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
+        merged: How many layers are taken for one.
+        found: The layers, by how many are taken for one, and their plans, from one search for the next.
 
     Returns:
         A bound on the microseconds of any such plan; 0 where nothing is known.
     """
-    bound_us = 0.0
-    for merged in _MERGED:
-        layers = find_layers(model, merged=merged)
+    bound_us, known = 0.0, {} if found is None else found
+    for number in merged:
+        if number not in known:
+            known[number] = find_layers(model, merged=number)
+        layers = known[number]
         if layers is None or time.thread_time() > deadline_s:
             break
         layers.price(budget_bytes, deadline_s=deadline_s)
@@ -64,28 +72,6 @@ def search_layers(
         if _evaluate(layers, evaluate, budget_bytes):
             break
     return bound_us
-
-
-def search_smallest(
-    model: PeakModel, evaluate: Evaluator, *, bound_bytes: float, deadline_s: float
-) -> None:
-    """Evaluate plans for ever smaller budgets, as far down as some are found.
-
-    Args:
-        model: For its needs, costs and pins.
-        evaluate: Of the same graph.
-        bound_bytes: No plan needs less.
-        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
-    """
-    low = bound_bytes
-    for _ in range(_MOST_BUDGETS):
-        high = evaluate.smallest.peak_bytes
-        budget_bytes = (low + high) / 2
-        if high <= low * (1 + _NEAR) or time.thread_time() > deadline_s:
-            return
-        search_layers(model, evaluate, budget_bytes=budget_bytes, deadline_s=deadline_s)
-        if evaluate.smallest.peak_bytes > budget_bytes:
-            low = budget_bytes
 
 
 def _evaluate(layers: Layers, evaluate: Evaluator, budget_bytes: float) -> bool:
@@ -131,6 +117,7 @@ class Layers:
             deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
         """
         self._start()
+        self.bound_us = 0.0
         most_us = sum(self.model.costs_us[o] for o in self.model.needs.ops)
         for _ in range(_MOST_ROUNDS):
             master = _Master(self, budget_bytes, relaxed=True)
@@ -159,6 +146,8 @@ class Layers:
     def _start(self) -> None:
         """Plans at a few prices of memory."""
         for plans in self._classes():
+            if plans.known:
+                continue
             plans.known.update({plans.evaluate(frozenset(plans.cut.needs.storages)): None})
             for number in range(_FIRST_PRICES):
                 us_per_byte = self._middle_us_per_byte() * 4.0 ** (number - _FIRST_PRICES / 2)

@@ -115,8 +115,8 @@ class Search:
 
     def smallest(self, *, enough_bytes: float = 0.0) -> Evaluated:
         """The plan with the smallest peak, or one that needs no more than `enough_bytes`."""
-        if not self.is_exhaustive:
-            self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
+        if not self.is_exhaustive and not self.bound_bytes:
+            self.bound_bytes = float(self.least_possible())
         gaps = [_NO_GAP] if self.is_exhaustive else list(_GAPS_OF_SMALLEST)
         for _ in range(0 if self.has_several else self._most_rounds):
             before = self.evaluate.smallest
@@ -138,7 +138,7 @@ class Search:
                 gaps = gaps[1:] or gaps
             live_bytes = max(solved.live_bytes.values(), default=0)
             self._learn(solved, found, min(smallest.peak_bytes, live_bytes))
-        if not self.is_exhaustive:
+        if not self.is_exhaustive and not self.has_many:
             self.add_moments(self.evaluate.smallest, _NEAR * self.evaluate.smallest.peak_bytes)
             self.bound_bytes = max(self.bound_bytes, float(self.least_possible()))
         return self.evaluate.smallest

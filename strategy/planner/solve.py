@@ -11,7 +11,7 @@ from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.free_wins import choose_free
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
-from thunder_memsave.planner.layers import search_layers, search_smallest
+from thunder_memsave.planner.layers import search_layers
 from thunder_memsave.planner.local import improve, shrink
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.moments import search_moments
@@ -19,6 +19,7 @@ from thunder_memsave.planner.needs import Needs, needs
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
 from thunder_memsave.planner.prices import anchors, search_prices
 from thunder_memsave.planner.search import Search
+from thunder_memsave.planner.smallest import search_smallest
 
 Policy = Literal["plan", "keep_all", "recompute_all"]
 
@@ -192,10 +193,12 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
     """
     problem.evaluate.forget()
     search = problem.search(time.thread_time() + _LONGER * time_limit_s)
-    search.add_moments(problem.evaluate(problem.free), 1)
+    free = problem.evaluate(problem.free)
+    search.add_moments(free, 1)
     if not search.is_exhaustive:
-        search.add_typical(problem.typical(), search.least_possible())
-        _shrink(search, budget_bytes, time_limit_s)
+        search.bound_bytes = float(search.least_possible())
+        search.add_typical(problem.typical(), search.bound_bytes)
+        _shrink(search, free, budget_bytes, time_limit_s)
     smallest = search.smallest(enough_bytes=budget_bytes)
     if smallest.peak_bytes <= budget_bytes:
         deadline_s = time.thread_time() + 0.3 * time_limit_s
@@ -210,23 +213,21 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
     )
 
 
-def _shrink(search: Search, budget_bytes: int, time_limit_s: float) -> None:
+def _shrink(search: Search, free: Evaluated, budget_bytes: int, time_limit_s: float) -> None:
     """Look for a smaller plan in ways that take little time for each plan."""
     model, evaluate, start_s = search.model, search.evaluate, time.thread_time()
-
-    def shrink_until(part: float) -> None:
-        deadline_s = start_s + part * time_limit_s
-        shrink(model, evaluate, enough_bytes=budget_bytes, deadline_s=deadline_s)
-
-    shrink_until(0.4)
-    if search.has_several and evaluate.smallest.peak_bytes > budget_bytes:
+    if search.has_several:
         search_smallest(
             model,
             evaluate,
-            bound_bytes=max(budget_bytes, search.least_possible()),
-            deadline_s=start_s + 0.7 * time_limit_s,
+            free=free,
+            bound_bytes=search.bound_bytes,
+            enough_bytes=budget_bytes,
+            deadline_s=start_s + time_limit_s,
+            pace=search.pace,
         )
-        shrink_until(1.0)
+    deadline_s = max(start_s + time_limit_s, time.thread_time() + 0.2 * time_limit_s)
+    shrink(model, evaluate, enough_bytes=budget_bytes, deadline_s=deadline_s)
 
 
 @dataclass(frozen=True, kw_only=True)
