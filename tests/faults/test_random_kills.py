@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness.language_model import run_values, write_model
-from harness.random_kills import MOST_STEPS, Lives, train_with_kills
+from harness.random_kills import MOST_STEPS, Kill, Lives, Start, train_with_kills
 
 SECONDS_FOR_A_LIFE = 300  # on a machine that does other work
 NUM_LAUNCHES, KILLS_OF_A_LAUNCH = 10, 10
@@ -70,6 +70,14 @@ def check_kills(tmp_path: Path, alone: Path, *, seed: int, num_kills: int) -> Li
 def test_a_run_whose_ranks_are_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     lives = check_kills(tmp_path, tmp_path / "alone", seed=0, num_kills=2)
     assert any(kill.is_mid_save for kill in lives.kills)
+
+
+def test_a_step_that_is_lost_is_counted_though_others_are_gained() -> None:
+    kills = [Kill(attempt=n, rank=0, committed=5, is_mid_save=False) for n in range(3)]
+    starts = [Start(attempt=n, rank=0, step=step) for n, step in enumerate((0, 6, 3))]
+    assert Lives(starts=starts, kills=kills[:1]).num_lost_steps() == 0
+    assert Lives(starts=starts, kills=kills[:2]).num_lost_steps() == 2
+    assert Lives(starts=starts, kills=kills).num_lost_steps() == 2 + 5  # and it never began again
 
 
 @pytest.fixture(scope="module")

@@ -62,8 +62,9 @@ class Lives:
         """Committed steps that the next attempt did not go on from."""
         lost = 0
         for kill in self.kills:
-            starts = [start.step for start in self.starts if start.attempt == kill.attempt + 1]
-            lost += max(kill.committed - step for step in starts) if starts else kill.committed
+            steps = [start.step for start in self.starts if start.attempt == kill.attempt + 1]
+            # It may be none and less than that: the other rank commits while this one ends.
+            lost += max(0, kill.committed - min(steps, default=0))
         return lost
 
 
