@@ -32,9 +32,11 @@ def unshard(
     if training and proxy.requires_grad:
         return _trained(proxy, kind, *_reduction(proxy, data_parallel))
     if training:
-        # Unlike a bare gather, Thunder's gradient transform takes it where nothing needs a gradient. Unlike its own
-        # `synchronize`, which wants to average a gradient, it takes weights in fp8 too.
-        return _frozen(proxy, kind, data_parallel.group)
+        # Unlike a bare gather, Thunder's gradient transform takes these where nothing needs a gradient.
+        if proxy.dtype == dtypes.float8_e4m3fn:
+            assert kind is DistParallelType.FULLY_SHARDED, "what is replicated is read as it is"
+            return _in_fp8(proxy, kind, data_parallel.group)
+        return dist_prims.synchronize(proxy, data_parallel.group, kind)
     if kind is DistParallelType.REPLICATED:
         return proxy
     return _gathered(proxy, data_parallel.group)
@@ -92,17 +94,16 @@ def _grad_transform(
 
 register_grad(_trained.id, _grad_transform)
 
-# Of a symbol that needs no gradient Thunder takes the rule only where it has this name.
-_frozen = Symbol("synchronize", meta=_meta, id="thunder_memsave.unshard_frozen", is_prim=True)
+# Thunder's own wants to average a gradient, which fp8 numbers do not have. Of a symbol that needs no gradient its
+# transform takes the rule only where the symbol has this name.
+_in_fp8 = Symbol("synchronize", meta=_meta, id="thunder_memsave.unshard_fp8", is_prim=True)
 
 
-def _without_gradient(
-    proxy: TensorProxy, kind: DistParallelType, group: ProcessGroup
-) -> TensorProxy:
-    return proxy if kind is DistParallelType.REPLICATED else _gathered(proxy, group)
+def _without_gradient(proxy: TensorProxy, _: DistParallelType, group: ProcessGroup) -> TensorProxy:
+    return _gathered(proxy, group)
 
 
-register_grad(_frozen.id, _without_gradient)
+register_grad(_in_fp8.id, _without_gradient)
 
 
 def _gathered(proxy: TensorProxy, group: ProcessGroup) -> TensorProxy:
