@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.fp8_linears import EagerTwin, fp8_module, linears_of, state_of
-from thunder_memsave import ConfigError
+from thunder_memsave import ConfigError, checkpoint
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.digest import RankMismatchError
@@ -176,6 +177,58 @@ def test_a_second_backward_gives_the_same_bits_and_changes_no_state(recipe: str)
         for ours, theirs in zip(gradients(module), first, strict=True):
             assert torch.equal(ours, theirs)
         assert_equal_state(state_of(linears_of(module)), state)
+
+
+def test_in_a_region_that_is_computed_again_bits_and_state_are_the_same() -> None:
+    plain, again = scaled(make()), scaled(make())
+    run(plain, 1).backward()
+    loss = checkpoint(run, again, 1)
+    for retain_graph in (True, False):
+        again.zero_grad()
+        loss.backward(retain_graph=retain_graph)
+        for ours, theirs in zip(gradients(again), gradients(plain), strict=True):
+            assert torch.equal(ours, theirs)
+    for module in (plain, again):
+        linears_of(module).update(None)
+    assert_equal_state(state_of(linears_of(again)), state_of(linears_of(plain)))
+
+
+def raises(*_: Any) -> None:
+    raise KeyError("mine")
+
+
+def test_an_exception_in_backward_frees_what_was_saved_and_leaves_scales_as_they_were() -> None:
+    whole, failed = scaled(make()), scaled(make())
+    before = {n: t for n, t in state_of(linears_of(failed)).items() if n.endswith("scale")}
+    of_linears = (
+        linear.read(part)
+        for linear in linears_of(failed).by_name.values()
+        for part in linear.parts(training=True, transposed=True)
+    )
+    there = {t.data_ptr() for t in (*failed.parameters(), *failed.buffers(), *of_linears)}
+    saved: list[weakref.ref[Tensor]] = []
+
+    def watched(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in there:
+            saved.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(watched, lambda tensor: tensor):
+        loss = run(failed, 1)
+    assert sum(r() is not None for r in saved) > 3
+    with patch.object(torch_backend, "gemm", raises), suppress(KeyError):
+        loss.backward()
+    assert not any(r() is not None for r in saved)
+    after = state_of(linears_of(failed))
+    assert all(torch.equal(after[name], scale) for name, scale in before.items())
+    # The same step, as if nothing had been: an amax that was recorded counts once.
+    for module in (whole, failed):
+        module.zero_grad()
+        run(module, 1).backward()
+        linears_of(module).update(None)
+    for ours, theirs in zip(gradients(failed), gradients(whole), strict=True):
+        assert torch.equal(ours, theirs)
+    assert_equal_state(state_of(linears_of(failed)), state_of(linears_of(whole)))
 
 
 def test_evaluation_changes_no_state() -> None:

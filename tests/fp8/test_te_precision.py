@@ -141,13 +141,24 @@ def test_the_plugin_and_fp8_may_not_contradict_each_other(fp8: dict[str, Any], s
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "recipe", "theirs"),
+    [
+        ("autocast", "recipe", "current", "Float8CurrentScaling"),
+        ("autocast", "recipe", "delayed", "DelayedScaling"),
+        # Its older name.
+        ("fp8_autocast", "fp8_recipe", "delayed", "DelayedScaling"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:fp8_autocast:DeprecationWarning")
 def test_the_same_context_around_a_model_changes_nothing_with_emulated_kernels(
-    transformer_engine: ModuleType,
+    transformer_engine: ModuleType, name: str, argument: str, recipe: str, theirs: str
 ) -> None:
-    recipe = te_recipe("Float8CurrentScaling")
-    context = transformer_engine.autocast(enabled=True, recipe=recipe)
-    result = train(context, precision="bf16-true", fp8=OURS)
-    assert_same(result, train(precision="bf16-true", fp8=OURS))
+    make_context = getattr(transformer_engine, name)
+    context = make_context(enabled=True, **{argument: te_recipe(theirs)})
+    ours = {**OURS, "recipe": recipe}
+    result = train(context, precision="bf16-true", fp8=ours)
+    assert_same(result, train(precision="bf16-true", fp8=ours))
 
 
 def test_another_context_around_a_model_is_refused(transformer_engine: ModuleType) -> None:
