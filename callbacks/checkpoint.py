@@ -45,10 +45,13 @@ _ENDED = (
     "The training has ended and saves no more; %s, and go on with --resume=auto, which repeats the steps "
     "since the last one."
 )
+_END_FOLLOWS = "The end of the training is saved next; %s."
 _GIVEN_UP = (
     f"This was the {_MAX_FAILED}rd save in a row that failed, so the run ends; %s, and go on with "
     "--resume=auto."
 )
+_When = Literal["in training", "before the end", "at the end"]
+_THEN = {"in training": _GOES_ON, "before the end": _END_FOLLOWS, "at the end": _ENDED}
 _LONGEST_WAIT_SECONDS = 30.0
 """For a save under way when the run ends with an error, which must not hang."""
 
@@ -152,20 +155,20 @@ class ModelCheckpoint:
         """Save if it is time."""
         if self.every_n_steps is None or step % self.every_n_steps != 0:
             return
-        self._wait_for_background(fabric, is_last=False)
-        with self._warning_of_disks(fabric, step, is_last=False):
+        self._wait_for_background(fabric, when="in training")
+        with self._warning_of_disks(fabric, step, when="in training"):
             self._begin(fabric, state, step=step)
 
     def on_train_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
         """Wait for the save under way, and save the end, unless its step was saved already."""
-        self._wait_for_background(fabric, is_last=True)
+        self._wait_for_background(fabric, when="before the end")
         if self._saved_step != step:
-            with self._warning_of_disks(fabric, step, is_last=True):
+            with self._warning_of_disks(fabric, step, when="at the end"):
                 self.save(fabric, state, step=step)
 
     def on_rollback_start(self, *, fabric: Fabric) -> None:
         """Wait for the save under way, so that it can be gone back to, and nothing is written meanwhile."""
-        self._wait_for_background(fabric, is_last=False)
+        self._wait_for_background(fabric, when="in training")
 
     def on_exception(self) -> None:
         """Let the save under way come to its end; what it raises does not hide why the run ended."""
@@ -177,7 +180,7 @@ class ModelCheckpoint:
 
     def save(self, fabric: Fabric, state: Mapping[str, Any], *, step: int) -> Path:
         """Write one checkpoint, and wait for it. A collective; every rank returns its path."""
-        self._wait_for_background(fabric, is_last=False)
+        self._wait_for_background(fabric, when="in training")
         writes: Writes = lambda path: fabric.save(path, dict(state))  # noqa: E731
         path = self._step(fabric, state, step=step, write_state=writes).commit(fabric)
         self._note_saved(fabric, step, path)
@@ -214,11 +217,11 @@ class ModelCheckpoint:
         last, best = self.keep_last, self.best
         prune(self.directory, step=step, keep_last=last, best=best, keeps_later=keeps_later)
 
-    def _wait_for_background(self, fabric: Fabric, *, is_last: bool) -> None:
+    def _wait_for_background(self, fabric: Fabric, *, when: _When) -> None:
         """Note how the save under way ended, if there is one. A collective."""
         step = self._background.step
         if step is not None:
-            with self._warning_of_disks(fabric, step, is_last=is_last):
+            with self._warning_of_disks(fabric, step, when=when):
                 path = self._background.settle()
                 assert path is not None  # a save was under way
                 self._note_saved(fabric, step, path)
@@ -229,7 +232,7 @@ class ModelCheckpoint:
         fabric.call("on_save_checkpoint", fabric=fabric, step=step, path=path)
 
     @contextmanager
-    def _warning_of_disks(self, fabric: Fabric, step: int, *, is_last: bool) -> Iterator[None]:
+    def _warning_of_disks(self, fabric: Fabric, step: int, *, when: _When) -> Iterator[None]:
         """A disk that is full for now costs checkpoints, and not the training."""
         try:
             yield
@@ -243,10 +246,10 @@ class ModelCheckpoint:
                 f"no checkpoint of step {step} was written, {reason}; the last one is {found}. "
             )
             # After the last step it is the export that counts.
-            if self._num_failed >= _MAX_FAILED and not is_last:
+            if self._num_failed >= _MAX_FAILED and when == "in training":
                 raise type(error)(message + _GIVEN_UP % advice) from error
             if fabric.is_global_zero:
-                _log.warning("%s", message + (_ENDED if is_last else _GOES_ON) % advice)
+                _log.warning("%s", message + _THEN[when] % advice)
 
     def _clear(self) -> None:
         """Give back the space of a save that failed, as far as that goes: the next one tries again, and says why."""

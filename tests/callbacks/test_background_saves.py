@@ -121,6 +121,11 @@ def test_an_error_in_the_background_is_told_at_the_next_save(
     with pytest.raises(DiskFullError, match=r"of step 3 was .*the 3rd save in a row that failed"):
         saves.on_train_batch_end(fabric=fabric, step=4, state=state)
     assert list(tmp_path.iterdir()) == []
+    fabric, saves = started(tmp_path)
+    saves.on_train_batch_end(fabric=fabric, step=1, state=state)
+    saves.on_train_end(fabric=fabric, step=1, state=state)
+    for end in ("The end of the training is saved next", "The training has ended and saves no mor"):
+        assert caplog.text.count(f"the last one is none. {end}") == 1
 
 
 def test_a_run_that_ends_with_an_error_still_gets_the_save_under_way(
