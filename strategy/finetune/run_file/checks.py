@@ -16,6 +16,9 @@ from thunder_memsave.settings import ConfigError
 _FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
 
 
+_MOST = 2**31 - 1
+"""What is counted: more is a mistake, and lists of so many rows would take the machine's memory."""
+
 # What -1 means in other tools.
 _NO_LIMIT = "; leave it out, or write null, for no limit"
 _UNLIMITED = {
@@ -79,6 +82,8 @@ def _out_of_range(config: RunConfig) -> Iterator[ConfigError]:
         if value is not None and value < 1:
             unlimited = _UNLIMITED.get(key, "") if value == -1 else ""
             yield _wrong(key, value, f"must be at least 1{unlimited}")
+        elif value is not None and value > _MOST:
+            yield _wrong(key, value, f"must be at most {_MOST}")
     if config.data.max_seq_length < 2:
         what = "must be at least 2: a token and the one that it predicts"
         yield _wrong("data.max_seq_length", config.data.max_seq_length, what)
