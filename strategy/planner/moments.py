@@ -1,10 +1,10 @@
 """Searches plans by programs of the few moments that bind: between forward and backward, and the worst of each layer.
 
 A program's plan is simulated; where it needs more than the budget the moment gets a row, and where a moment with a row
-needs more, because kernels and what runs again take memory inside, its row gets a correction. Programs for many layers
-have no whole numbers, and leave out plans in which an operation that takes time runs again long before backward needs
-it: those differ little from what is best, and most variables with them. What equal layers do alike in a solution they
-go on doing in the next programs, which makes them small.
+needs more, because kernels and what runs again take memory inside, its row gets a correction; where layers run again
+together and too many do, what passes between two of them is kept. Programs have fractions until nothing is learned any
+more, and leave out plans in which an operation that takes time runs again long before backward needs it: those differ
+little from what is best, and most variables with them.
 """
 
 from __future__ import annotations
