@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.fabric import run_python
-from harness.language_model import run_values, write_run_file
+from harness.language_model import run_values, write_model, write_run_file
 from thunder_memsave.checkpoints.manifest import read_manifest
 from thunder_memsave.finetune.data.formats import PromptJSONL
 
@@ -28,7 +28,9 @@ FP8 = {
     "skip_modules": ["lm_head", "lora_A", "lora_B"],
     "frozen_weights": "fp8",
 }
-NUM_STEPS = 8
+NUM_STEPS, KILLED_AFTER = 5, 2
+NUM_LINEARS = 7
+"""Of the only layer, without its adapters."""
 
 
 def arguments(directory: Path, *overrides: str) -> list[str]:
@@ -36,13 +38,18 @@ def arguments(directory: Path, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("one_layer"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, one_layer: Path) -> Path:
     """A directory with the run file, a run that went through, and one that was killed and resumed."""
     directory = tmp_path_factory.mktemp("fp8")
     monitor = {"class_path": "Fp8Monitor", "init_args": {"every_n_steps": 1}}
     values = run_values(
         directory,
-        model_directory,
+        one_layer,
         train={"max_steps": NUM_STEPS, "micro_batch_size": 2},
         eval={"every_n_steps": None},
         fp8=FP8,
@@ -66,7 +73,7 @@ def start_and_kill(directory: Path, output: Path) -> None:
         start_new_session=True,
     )
     try:
-        while not (output / "checkpoints" / "step-00000003").exists():
+        while not (output / "checkpoints" / f"step-{KILLED_AFTER:08}").exists():
             assert process.poll() is None, "the run ended before it was killed"
             time.sleep(0.01)
     finally:
@@ -81,9 +88,12 @@ def rows(path: Path, *, without: tuple[str, ...] = ()) -> list[dict[str, str]]:
 
 def test_the_first_lines_say_what_computes_in_fp8(finished: Path) -> None:
     printed = (finished / "printed.txt").read_text()
-    assert "fp8: 14 of 43 linears, delayed scaling by torch (self_attn.q_proj, self_att" in printed
+    assert (
+        f"fp8: {NUM_LINEARS} of {3 * NUM_LINEARS + 1} linears, delayed scaling by torch (self_attn.q_proj, self_att"
+        in printed
+    )
     assert "\nnot 1 (lm_head): skip_modules has 'lm_head'" in printed
-    assert "\n14 frozen weights kept in fp8 alone\n" in printed
+    assert f"\n{NUM_LINEARS} frozen weights kept in fp8 alone\n" in printed
 
 
 def test_checkpoints_hold_neither_frozen_weights_nor_their_numbers_and_scales(
@@ -110,8 +120,8 @@ def test_scales_and_amax_of_every_step_are_those_of_a_run_that_was_not_killed(
 ) -> None:
     whole, killed = (rows(finished / name / "fp8.csv") for name in ("run", "killed"))
     assert whole == killed
-    assert len(whole) == NUM_STEPS * 14 * 2
-    assert len({row["scale"] for row in whole}) > 14
+    assert len(whole) == NUM_STEPS * NUM_LINEARS * 2
+    assert len({row["scale"] for row in whole}) > NUM_LINEARS
 
 
 def test_the_loss_falls(finished: Path) -> None:
@@ -122,11 +132,9 @@ def test_the_loss_falls(finished: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_adapter_loads_in_plain_transformers_and_peft(
-    finished: Path, model_directory: Path
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    base = AutoModelForCausalLM.from_pretrained(model_directory)
+def test_the_adapter_loads_in_plain_transformers_and_peft(finished: Path, one_layer: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(one_layer)
+    base = AutoModelForCausalLM.from_pretrained(one_layer)
     model: Any = PeftModel.from_pretrained(base, finished / "run" / "adapter").eval()
     logged = [r["val_loss"] for r in rows(finished / "run/metrics.csv") if r["val_loss"]][-1]
     # e4m3 has 3 bits of mantissa, which the plain model's weights and inputs are not rounded to.
