@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -267,6 +268,11 @@ def _as_told(
         if died is not None:
             message = _explained(died, fabric, job, state)
             return ProcessDiedError(message, exit_code=processes.exit_code)
+    if isinstance(error, dist.DistStoreError):
+        return RankLostError(
+            f"not all processes came to the start within strategy.timeout: {str(error).splitlines()[0]} Look at the "
+            "output of the others; then start again."
+        )
     if isinstance(error, CollectiveError):
         return RankLostError(_lost_rank(error, fabric, job, state))
     return None

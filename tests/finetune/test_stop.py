@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from harness.language_model import run_values, write_run_file
@@ -24,7 +25,7 @@ from thunder_memsave.finetune.job import Job
 from thunder_memsave.finetune.processes import LocalProcesses
 from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
 from thunder_memsave.finetune.signals import EXIT_SAVED
-from thunder_memsave.finetune.stop import RunInterruptedError
+from thunder_memsave.finetune.stop import RankLostError, RunInterruptedError
 from thunder_memsave.finetune.train import _as_told, _explained
 
 
@@ -74,7 +75,7 @@ def end_when(
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
         end()
-        return process.communicate(timeout=60)[1]
+        return process.communicate(timeout=120)[1]
     finally:
         if process.poll() is None:
             process.kill()
@@ -195,11 +196,12 @@ def test_twenty_signals_at_random_moments_lose_nothing(
     lives.check_bits(launch=launch)
 
 
+@pytest.mark.soak
 def test_a_rank_that_stops_is_noticed_in_time_and_named(
     tmp_path: Path, model_directory: Path
 ) -> None:
-    """The timeout is longer than what one process may compile while the other waits."""
-    timeout_s, directory = 20, tmp_path / "run"
+    """The timeout is longer than what one process may take to start or compile while the other waits."""
+    timeout_s, directory = 60, tmp_path / "run"
     path = write_long_run(tmp_path, model_directory)
     process = start(path, f"--strategy.timeout={timeout_s}s", launch="devices")
     stopped_at = 0.0
@@ -321,3 +323,16 @@ def test_before_the_training_there_is_nothing_to_go_on_from(tmp_path: Path) -> N
     died = "process 1 of 2 was ended by SIGKILL"
     expected = f"{died} before training began, so the run ends too; start it again."
     assert _explained(died, fabric, job, {"step": 0}) == expected
+
+
+def test_a_process_that_never_came_is_one_message(tmp_path: Path) -> None:
+    job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
+    error = dist.DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 joined.")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    told = _as_told(error, fabric, job, {"step": 0}, LocalProcesses())
+    assert isinstance(told, RankLostError)
+    assert not told.is_of_all_ranks
+    expected = (
+        "not all processes came to the start within strategy.timeout: Timed out after 21 seconds"
+    )
+    assert str(told).startswith(expected)
