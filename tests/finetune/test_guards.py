@@ -254,7 +254,7 @@ def check_two_ranks(directory: Path) -> None:
                 directory / name,
                 poisoner,
                 num_steps=2,
-                sharding=sharding,  # type: ignore[arg-type]
+                sharding=sharding,
                 devices=2,
                 nonfinite="skip",
             )
