@@ -84,9 +84,7 @@ def test_a_run_out_of_memory_ends_with_one_message_that_says_what_to_change(
     assert main(["train", str(write_run_file(tmp_path, values))]) == 4
     error = capsys.readouterr().err
     (line,) = error.splitlines()
-    assert line.startswith(
-        "error: at step 2, CUDA out of memory; the plan predicts a peak of "
-    )
+    assert line.startswith("error: at step 2, CUDA out of memory; the plan predicts a peak of ")
     advice = line.partition("To go on, change one key: ")[2]
     assert advice.startswith("--train.micro_batch_size=1. "), "the plan needs less than is missing"
     assert line.endswith("config.yaml --train.micro_batch_size=1 --resume=auto")
