@@ -9,6 +9,7 @@ which a callback takes those it names:
     on_validation_start(fabric, step), on_validation_end(fabric, step, metrics, control)
     on_train_batch_end(fabric, step, num_steps, metrics, state, optimizer, control)
     on_train_end(fabric, step, num_steps, state)
+    on_rollback_start(fabric)                 before the run goes back to a checkpoint
     on_save_checkpoint(fabric, step, path)    from the callback that saves
     on_exception(fabric)                      instead of on_train_end
 

@@ -265,5 +265,6 @@ def check_two_ranks(directory: Path) -> None:
             assert not any(w.isnan().any() for w in run.weights())
 
 
+@pytest.mark.line("nan")
 def test_what_is_not_finite_on_one_rank_is_applied_on_none(tmp_path: Path) -> None:
     run_on_fabric_ranks(check_two_ranks, 2, tmp_path)

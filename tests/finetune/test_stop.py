@@ -28,6 +28,12 @@ from thunder_memsave.finetune.signals import EXIT_SAVED
 from thunder_memsave.finetune.stop import RankLostError, RunInterruptedError
 from thunder_memsave.finetune.train import _as_told, _explained
 
+LEAVING_SECONDS = 5.0
+"""In which a run that got a signal is to be gone once its step is done."""
+
+STEP_SECONDS = 1.0
+"""What a step of these runs takes at most, on a machine that does nothing else."""
+
 
 def write_long_run(directory: Path, model_directory: Path, **checkpoint: Any) -> Path:
     values = run_values(
@@ -142,8 +148,12 @@ class Lives:
         self.directory, self.random = directory / "run", Random(seed)
         self.path = write_long_run(directory, model_directory)
 
-    def live(self, *, num_steps: int, launch: str = "alone") -> str:
-        """Train until a signal at some moment after a few steps: in a step, a save or between."""
+    def live(self, *, num_steps: int, launch: str = "alone") -> float:
+        """Train until a signal at some moment after a few steps: in a step, a save or between.
+
+        Returns:
+            Seconds from the signal to the end of the process.
+        """
         number = self.random.choice([signal.SIGTERM, signal.SIGUSR1])
         delay_s = self.random.uniform(0.0, 0.3)
         first = num_steps_done(self.directory) + num_steps
@@ -162,7 +172,8 @@ class Lives:
         last = step_of(list_checkpoints(self.directory / "checkpoints")[-1])
         assert last == num_steps_done(self.directory) >= first
         assert f"ended by {number.name} at step {last}: " in error
-        return f"{number.name} after {delay_s:.3f} s, at step {last}: left in {seconds:.2f} s"
+        print(f"{number.name} after {delay_s:.3f} s, at step {last}: left in {seconds:.2f} s")
+        return seconds
 
     def check_bits(self, *, launch: str = "alone") -> None:
         """To the end, and once more without an interruption."""
@@ -176,23 +187,30 @@ class Lives:
         assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.line("stop")
 def test_a_run_that_is_ended_by_signals_has_the_weights_of_one_that_is_not(
     tmp_path: Path, model_directory: Path
 ) -> None:
     lives = Lives(tmp_path, model_directory, seed=0)
-    print(lives.live(num_steps=2))
+    lives.live(num_steps=2)
     lives.check_bits()
 
 
 @pytest.mark.soak
+@pytest.mark.line("stop")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("launch", "num_lives"), [("alone", 15), ("devices", 5)])
 def test_twenty_signals_at_random_moments_lose_nothing(
-    launch: str, num_lives: int, tmp_path: Path, model_directory: Path
+    launch: str,
+    num_lives: int,
+    tmp_path: Path,
+    model_directory: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     lives = Lives(tmp_path, model_directory, seed=1)
-    for number in range(num_lives):
-        print(number, lives.live(num_steps=1 + number % 5, launch=launch), flush=True)
+    seconds = [lives.live(num_steps=1 + n % 5, launch=launch) for n in range(num_lives)]
+    record_property("measured", f"{num_lives} saved, left in {max(seconds):.1f} s at most")
+    assert max(seconds) < LEAVING_SECONDS + STEP_SECONDS
     lives.check_bits(launch=launch)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -216,6 +216,7 @@ def check_all_are_refused(configs: list[tuple[str, str]], path: Path) -> None:
     assert not accepted, "\n".join(accepted)
 
 
+@pytest.mark.line("bad configs")
 def test_no_bad_config_is_accepted_or_ends_in_a_traceback(
     tmp_path: Path, model_directory: Path
 ) -> None:
@@ -228,10 +229,13 @@ def test_no_bad_config_is_accepted_or_ends_in_a_traceback(
 
 
 @pytest.mark.soak
+@pytest.mark.line("bad configs")
 def test_none_of_hundreds_of_bad_configs_is_accepted_or_ends_in_a_traceback(
-    tmp_path: Path, model_directory: Path
+    tmp_path: Path,
+    model_directory: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     configs = list(bad_configs(run_values(tmp_path, model_directory)))
     assert len(configs) >= 200
-    print(len(configs), "bad configs")
     check_all_are_refused(configs, tmp_path / "run.yaml")
+    record_property("measured", f"{len(configs)} refused")
