@@ -44,7 +44,7 @@ from thunder_memsave.finetune import train as train_module
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
 from thunder_memsave.finetune.data.formats import PromptJSONL
-from thunder_memsave.finetune.loop import fit
+from thunder_memsave.finetune.loop import Ending, fit
 from thunder_memsave.finetune.model.build import build_model
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.train import _does_not_fit, _flops_per_token
@@ -495,7 +495,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every run here: whether its optimizer updates in one kernel."""
     seen: list[bool] = []
 
-    def recorded(*args: Any, **kwargs: Any) -> str | None:
+    def recorded(*args: Any, **kwargs: Any) -> Ending:
         seen.append(bool(kwargs["state"]["optimizer"].param_groups[0]["fused"]))
         return fit(*args, **kwargs)
 
