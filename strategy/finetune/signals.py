@@ -72,10 +72,17 @@ class _Watch:
                 raise KeyboardInterrupt
 
     def _attend(self) -> None:
-        first = os.read(self._pipe[0], 1)
-        if first:
-            self._attend_to(signal.Signals(first[0]))
+        first = self._read()
+        while first is not None and first not in self._before:
+            first = self._read()
+        if first is not None:
+            self._attend_to(signal.Signals(first))
         os.close(self._pipe[0])
+
+    def _read(self) -> int | None:
+        """A signal that has any handler in Python, such as the SIGCHLD of data loaders; None at the end."""
+        read = os.read(self._pipe[0], 1)
+        return read[0] if read else None
 
     def _attend_to(self, first: signal.Signals) -> None:
         start, is_told = time.monotonic(), False
@@ -87,11 +94,11 @@ class _Watch:
                 )
             waited = time.monotonic() - start
             if select.select([self._pipe[0]], [], [], _POLL_SECONDS)[0]:
-                again = os.read(self._pipe[0], 1)
-                if not again:
+                again = self._read()
+                if again is None:
                     return
-                if waited > _same_signal_seconds():
-                    self._end(signal.Signals(again[0]))
+                if again in self._before and waited > _same_signal_seconds():
+                    self._end(signal.Signals(again))
             # What has no step to finish should have ended by the exception.
             if not is_told and waited > _AT_ONCE_SECONDS:
                 self._end(first)

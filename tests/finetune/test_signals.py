@@ -116,6 +116,26 @@ print(signals.received())
     assert run(code).stdout == "None\n"
 
 
+def test_other_signals_with_a_handler_neither_end_the_run_nor_count_as_second_ones() -> None:
+    """torch's data loaders have one for SIGCHLD."""
+    code = """
+signal.signal(signal.SIGCHLD, lambda number, frame: None)
+signals._same_signal_seconds = lambda: 0.0
+signals.finish_steps(True)
+os.kill(os.getpid(), signal.SIGCHLD)
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGCHLD)
+time.sleep(0.3)
+print(signals.received().name)
+"""
+    result = run(code)
+    assert result.stdout == "SIGTERM\n"
+    assert result.stderr == f"SIGTERM: {FINISHES}"
+    assert result.returncode == 0
+
+
 def test_a_forked_process_does_not_answer_for_its_parent() -> None:
     code = """
 ready, is_ready = os.pipe()
