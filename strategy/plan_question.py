@@ -116,10 +116,8 @@ class Question:
         plan = min(ran, key=lambda p: p.recompute_us)
         if not offer.is_smallest and offer.plan.recompute_us <= plan.recompute_us:
             return offer
-        # What was proven for its own budget does not hold for a larger one.
-        bound_us = 0.0 if offer.is_smallest else offer.plan.lower_bound_us
-        layered_us = 0.0 if offer.is_smallest else offer.plan.layered_bound_us
-        return Offer(plan=replace(plan, lower_bound_us=bound_us, layered_bound_us=layered_us))
+        # What was proven was proven for smaller budgets.
+        return Offer(plan=replace(plan, lower_bound_us=0.0, layered_bound_us=0.0))
 
     def _plans_within(self, target_bytes: int) -> list[Plan]:
         """Plans of earlier runs for no larger budgets, so that time does not rise with the budget."""

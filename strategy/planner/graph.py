@@ -194,7 +194,8 @@ class Plan:
     """Of kept storages that are neither arguments nor outputs."""
     recompute_us: float
     lower_bound_us: float
-    """No plan with this order of operations that computes each operation again at most once is faster."""
+    """No plan with this order of operations that computes each operation again at most once is faster, and leaves as
+    much room as passes after the plan were seen to need; 0 where that is not known."""
     decisions: Sequence[Decision] = field(default=())
     layered_bound_us: float = 0.0
     """No plan is faster in which no layer computes again what the layer after it reads; 0 where that is not known.
