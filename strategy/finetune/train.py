@@ -364,8 +364,7 @@ def _load(
     given = set(inspect.signature(cls).parameters)
     if not says_how(config.optimizer):
         given -= set(IMPLEMENTATION)  # as the run began, which gives the same bits
-    groups = state["optimizer"].param_groups
-    arguments = [{key: group[key] for key in group if key in given} for group in groups]
+    arguments = [_arguments(group, given) for group in state["optimizer"].param_groups]
     try:
         load_checkpoint(fabric, checkpoint, state, is_verified=config.resume == "auto")
     except StateMismatchError as error:
@@ -377,6 +376,12 @@ def _load(
         group.update(values)
         group.pop("initial_lr", None)  # what the schedule scales, of the run that saved
     place_steps(state["optimizer"])
+
+
+def _arguments(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """What a parameter group was made with; its learning rate may be a step's by now."""
+    values = {key: group[key] for key in group if key in names}
+    return {**values, "lr": group.get("initial_lr", group["lr"])}
 
 
 def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
