@@ -42,7 +42,7 @@ class _Watch:
         self.received: signal.Signals | None = None
         self.is_deferring = False
         self.exit_code: int | None = None
-        self._is_deferred = False
+        self.is_deferred = False
         self._pipe = os.pipe()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -67,7 +67,7 @@ class _Watch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
-            self._is_deferred = self.is_deferring
+            self.is_deferred = self.is_deferring
             if not self.is_deferring:
                 raise KeyboardInterrupt
 
@@ -87,7 +87,7 @@ class _Watch:
     def _attend_to(self, first: signal.Signals) -> None:
         start, is_told = time.monotonic(), False
         while True:
-            if not is_told and (self._is_deferred or self.is_deferring):
+            if not is_told and (self.is_deferred or self.is_deferring):
                 is_told = True
                 _say(
                     f"{first.name}: the step is finished and saved, then the run ends; a second one ends it at once."
@@ -139,6 +139,11 @@ def stop_watching() -> None:
 def received() -> signal.Signals | None:
     """Tell the first signal since `watch_signals`, if one came."""
     return None if _watch is None else _watch.received
+
+
+def raised() -> bool:
+    """Tell whether that signal raised `KeyboardInterrupt`, which others may have turned into another error."""
+    return _watch is not None and _watch.received is not None and not _watch.is_deferred
 
 
 def finish_steps(is_deferring: bool) -> None:

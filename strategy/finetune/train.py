@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
-from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, step_of
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
 from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
-from thunder_memsave.finetune import signals
 from thunder_memsave.finetune.config import GuardsConfig, RunConfig
+from thunder_memsave.finetune.early_end import as_told, explained, interrupted
 from thunder_memsave.finetune.environment import add_start
 from thunder_memsave.finetune.export import export, is_adapted
 from thunder_memsave.finetune.fabric import build_fabric
@@ -38,23 +36,13 @@ from thunder_memsave.finetune.loss import mask_kind
 from thunder_memsave.finetune.loss_memory import caller_memory
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, place_steps, says_how
-from thunder_memsave.finetune.out_of_memory import changes, what_happened, write_snapshot
 from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
-from thunder_memsave.finetune.run_directory import how_to_go_on
 from thunder_memsave.finetune.run_file.class_spec import import_class
 from thunder_memsave.finetune.same_run import check_same_run
-from thunder_memsave.finetune.stop import (
-    BadStepError,
-    DeviceMemoryError,
-    ProcessDiedError,
-    RankLostError,
-    RunInterruptedError,
-    RunStoppedError,
-)
+from thunder_memsave.finetune.stop import BadStepError
 from thunder_memsave.finetune.watchers import build_callbacks, build_loggers
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files
-from thunder_memsave.missing_ranks import CollectiveError
 from thunder_memsave.settings import ConfigError
 from thunder_memsave.step_memory import StepMemoryError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -70,10 +58,6 @@ _BEFORE_ANY_STEP = (
     PlanError,
     StepMemoryError,
     OtherRankError,
-)
-
-_LESS_MEMORY = (
-    "use a smaller data.max_seq_length, more processes with strategy.sharding zero3, or lora"
 )
 
 
@@ -98,12 +82,12 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
     state: dict[str, Any] = {"step": 0}
-    processes.watch(lambda died: _explained(died, fabric, job, state))
+    processes.watch(lambda died: explained(died, fabric, job, state))
     try:
         begun = _begin(fabric, job, base, callbacks, state)
         return _run(fabric, begun.job, begun, state)
     except BaseException as error:
-        told = _as_told(error, fabric, job, state, processes)
+        told = as_told(error, fabric, job, state, processes)
         if told is None:
             raise
         raise told from error
@@ -249,92 +233,6 @@ def _flops_per_token(job: Job) -> float | None:
         return None
 
 
-def _as_told(
-    error: BaseException, fabric: Fabric, job: Job, state: Any, processes: LocalProcesses
-) -> RunStoppedError | None:
-    """Turn what ends runs now and then into one message; None for other errors."""
-    if isinstance(error, RunInterruptedError):
-        return None
-    if isinstance(error, KeyboardInterrupt) or signals.received() is not None:
-        return _interrupted(fabric, job, state, signals.received() or signal.SIGINT)
-    if isinstance(error, BadStepError):
-        how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
-        return type(error)(f"{error} After that, {how}")
-    if isinstance(error, torch.OutOfMemoryError):
-        return DeviceMemoryError(_out_of_memory(error, fabric, job, state))
-    # As collectives raise when another process is gone, rather than when it told its reason.
-    if isinstance(error, RuntimeError) and not isinstance(error, OtherRankError):
-        died = processes.died(wait_seconds=0 if _is_timeout(error) else 3)
-        if died is not None:
-            message = _explained(died, fabric, job, state)
-            return ProcessDiedError(message, exit_code=processes.exit_code)
-    if isinstance(error, dist.DistStoreError):
-        return RankLostError(
-            f"not all processes came to the start within strategy.timeout: {str(error).splitlines()[0]} Look at the "
-            "output of the others; then start again."
-        )
-    if isinstance(error, CollectiveError):
-        return RankLostError(_lost_rank(error, fabric, job, state))
-    return None
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    """A process that is waited for until the timeout has not ended: that is noticed at once."""
-    return "timed out" in str(error).lower()
-
-
-def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
-    if not job.directory.config.exists():
-        return f"{error} That was before training began; start it again."
-    return f"{error} That was at step {state['step']}; {_how_to_go_on(fabric, job)}"
-
-
-def _out_of_memory(
-    error: torch.OutOfMemoryError, fabric: Fabric, job: Job, state: Mapping[str, Any]
-) -> str:
-    strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
-    size = job.batch_sizes.micro_batch_size
-    found = changes(error, strategy, micro_batch_size=size)
-    snapshot = write_snapshot(job.directory.root, rank=fabric.global_rank)
-    advice = f"change one key: {' or '.join(found)}" if found else _LESS_MEMORY
-    where = f" What was held is in {snapshot}." if snapshot else ""
-    if not job.directory.config.exists():
-        return f"{what_happened(error, strategy)}. Start again, and {advice}.{where}"
-    how = _how_to_go_on(fabric, job, change=f" {found[0]}" if found else "")
-    return f"at step {state['step']}, {what_happened(error, strategy)}. To go on, {advice}.{where} Now {how}"
-
-
-def _interrupted(
-    fabric: Fabric, job: Job, state: Mapping[str, Any], number: signal.Signals
-) -> RunInterruptedError:
-    """Say where the run is, and by the exit code whether all of it is saved."""
-    what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    code = 128 + number
-    own = list_checkpoints(job.directory.checkpoints)
-    if not job.directory.config.exists():
-        message = f"{what} before training began; start it again."
-    else:
-        if number != signal.SIGINT and own and step_of(own[-1]) == state["step"]:
-            code = signals.EXIT_SAVED
-        message = f"{what} at step {state['step']}: {_how_to_go_on(fabric, job)}"
-    return RunInterruptedError(message, exit_code=code, is_own=signals.received() is not None)
-
-
-def _explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
-    if not job.directory.config.exists():
-        return f"{died} before training began, so the run ends too; start it again."
-    return f"{died} at step {state['step']}, so the run ends too; {_how_to_go_on(fabric, job)}"
-
-
-def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:
-    return how_to_go_on(
-        job.directory,
-        num_processes=fabric.world_size,
-        started_from=job.resume_from,
-        change=change,
-    )
-
-
 def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     if job.config.model.config is None:
         _say(fabric, f"loading {job.config.model.name_or_path}")  # minutes for a large one
@@ -447,7 +345,7 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
         if type(error) in _BEFORE_ANY_STEP and state["step"] == begun.step:
             _leave_nothing(fabric, job, begun)
         raise
-    raise _interrupted(fabric, job, state, ending.signal)
+    raise interrupted(fabric, job, state, ending.signal)
 
 
 def _roll_back(fabric: Fabric, job: Job, state: dict[str, Any]) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from harness.language_model import run_values, write_run_file
-from thunder_memsave.callbacks import TrainingControl
-from thunder_memsave.callbacks.checkpoint import list_checkpoints
 from thunder_memsave.callbacks.metrics_csv import read_metrics
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.config import LRSchedulerConfig

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,13 +20,15 @@ from lightning.fabric import Fabric
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, step_of
 from thunder_memsave.callbacks.metrics_csv import read_metrics
+from thunder_memsave.finetune import signals
 from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.early_end import as_told, explained
 from thunder_memsave.finetune.job import Job
 from thunder_memsave.finetune.processes import LocalProcesses
 from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
 from thunder_memsave.finetune.signals import EXIT_SAVED
 from thunder_memsave.finetune.stop import RankLostError, RunInterruptedError
-from thunder_memsave.finetune.train import _as_told, _explained
+from thunder_memsave.missing_ranks import CollectiveError
 
 LEAVING_SECONDS = 5.0
 """In which a run that got a signal is to be gone once its step is done."""
@@ -335,19 +337,52 @@ def test_a_run_on_nodes_is_resumed_on_as_many(
 def test_before_the_training_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
     fabric = Fabric(accelerator="cpu", devices=1)
-    told = _as_told(KeyboardInterrupt(), fabric, job, {"step": 0}, LocalProcesses())
+    told = as_told(KeyboardInterrupt(), fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RunInterruptedError)
     assert str(told) == "interrupted before training began; start it again."
     died = "process 1 of 2 was ended by SIGKILL"
     expected = f"{died} before training began, so the run ends too; start it again."
-    assert _explained(died, fabric, job, {"step": 0}) == expected
+    assert explained(died, fabric, job, {"step": 0}) == expected
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    signals.watch_signals()
+    yield
+    signals.stop_watching()
+
+
+def test_an_error_after_a_signal_that_waits_for_the_step_is_told_as_what_it_is(
+    tmp_path: Path, watched: None
+) -> None:
+    job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    signals.finish_steps(True)
+    signal.raise_signal(signal.SIGTERM)
+    lost = CollectiveError("rank 0 waited for rank 1 in vain.")
+    told = as_told(lost, fabric, job, {"step": 0}, LocalProcesses())
+    assert isinstance(told, RankLostError)
+    assert str(told) == f"{lost} That was before training began; start it again."
+    assert as_told(ZeroDivisionError(), fabric, job, {"step": 0}, LocalProcesses()) is None
+
+
+def test_an_error_that_a_library_made_of_a_signal_is_told_as_the_signal(
+    tmp_path: Path, watched: None
+) -> None:
+    job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    told = as_told(RuntimeError("sorry"), fabric, job, {"step": 0}, LocalProcesses())
+    assert isinstance(told, RunInterruptedError)
+    assert (told.exit_code, told.is_own) == (143, True)
 
 
 def test_a_process_that_never_came_is_one_message(tmp_path: Path) -> None:
     job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
     error = dist.DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 joined.")
     fabric = Fabric(accelerator="cpu", devices=1)
-    told = _as_told(error, fabric, job, {"step": 0}, LocalProcesses())
+    told = as_told(error, fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RankLostError)
     assert not told.is_of_all_ranks
     expected = (

@@ -1,0 +1,128 @@
+"""Turns what ends a run early into one message: what it was, at which step, and how the run goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+
+from thunder_memsave.agreement import OtherRankError
+from thunder_memsave.callbacks.checkpoint import list_checkpoints, step_of
+from thunder_memsave.finetune import signals
+from thunder_memsave.finetune.job import Job
+from thunder_memsave.finetune.out_of_memory import changes, what_happened, write_snapshot
+from thunder_memsave.finetune.processes import LocalProcesses
+from thunder_memsave.finetune.run_directory import how_to_go_on
+from thunder_memsave.finetune.stop import (
+    BadStepError,
+    DeviceMemoryError,
+    ProcessDiedError,
+    RankLostError,
+    RunInterruptedError,
+    RunStoppedError,
+)
+from thunder_memsave.missing_ranks import CollectiveError
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+_LESS_MEMORY = (
+    "use a smaller data.max_seq_length, more processes with strategy.sharding zero3, or lora"
+)
+
+
+def as_told(
+    error: BaseException, fabric: Fabric, job: Job, state: Any, processes: LocalProcesses
+) -> RunStoppedError | None:
+    """Turn what ends runs now and then into one message; None for other errors."""
+    if isinstance(error, RunInterruptedError):
+        return None
+    # A signal that was deferred raised nothing, so that what ends the run is something else.
+    if isinstance(error, KeyboardInterrupt) or signals.raised():
+        return interrupted(fabric, job, state, signals.received() or signal.SIGINT)
+    if isinstance(error, BadStepError):
+        how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
+        return type(error)(f"{error} After that, {how}")
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceMemoryError(_out_of_memory(error, fabric, job, state))
+    # As collectives raise when another process is gone, rather than when it told its reason.
+    if isinstance(error, RuntimeError) and not isinstance(error, OtherRankError):
+        died = processes.died(wait_seconds=0 if _is_timeout(error) else 3)
+        if died is not None:
+            message = explained(died, fabric, job, state)
+            return ProcessDiedError(message, exit_code=processes.exit_code)
+    if isinstance(error, dist.DistStoreError):
+        return RankLostError(
+            f"not all processes came to the start within strategy.timeout: {str(error).splitlines()[0]} Look at the "
+            "output of the others; then start again."
+        )
+    if isinstance(error, CollectiveError):
+        return RankLostError(_lost_rank(error, fabric, job, state))
+    return None
+
+
+def interrupted(
+    fabric: Fabric, job: Job, state: Mapping[str, Any], number: signal.Signals
+) -> RunInterruptedError:
+    """Say where the run is, and by the exit code whether all of it is saved."""
+    what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    code = 128 + number
+    own = list_checkpoints(job.directory.checkpoints)
+    if not job.directory.config.exists():
+        message = f"{what} before training began; start it again."
+    else:
+        if number != signal.SIGINT and own and step_of(own[-1]) == state["step"]:
+            code = signals.EXIT_SAVED
+        message = f"{what} at step {state['step']}: {_how_to_go_on(fabric, job)}"
+    return RunInterruptedError(message, exit_code=code, is_own=signals.received() is not None)
+
+
+def explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
+    """Say what the end of another process means for this one.
+
+    Args:
+        died: Which one, and how.
+        fabric: Launched or not.
+        job: The run.
+        state: What checkpoints hold.
+    """
+    if not job.directory.config.exists():
+        return f"{died} before training began, so the run ends too; start it again."
+    return f"{died} at step {state['step']}, so the run ends too; {_how_to_go_on(fabric, job)}"
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """A process that is waited for until the timeout has not ended: that is noticed at once."""
+    return "timed out" in str(error).lower()
+
+
+def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
+    if not job.directory.config.exists():
+        return f"{error} That was before training began; start it again."
+    return f"{error} That was at step {state['step']}; {_how_to_go_on(fabric, job)}"
+
+
+def _out_of_memory(
+    error: torch.OutOfMemoryError, fabric: Fabric, job: Job, state: Mapping[str, Any]
+) -> str:
+    strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
+    size = job.batch_sizes.micro_batch_size
+    found = changes(error, strategy, micro_batch_size=size)
+    snapshot = write_snapshot(job.directory.root, rank=fabric.global_rank)
+    advice = f"change one key: {' or '.join(found)}" if found else _LESS_MEMORY
+    where = f" What was held is in {snapshot}." if snapshot else ""
+    if not job.directory.config.exists():
+        return f"{what_happened(error, strategy)}. Start again, and {advice}.{where}"
+    how = _how_to_go_on(fabric, job, change=f" {found[0]}" if found else "")
+    return f"at step {state['step']}, {what_happened(error, strategy)}. To go on, {advice}.{where} Now {how}"
+
+
+def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:
+    return how_to_go_on(
+        job.directory,
+        num_processes=fabric.world_size,
+        started_from=job.resume_from,
+        change=change,
+    )
