@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from thunder_memsave.finetune.export_directory import check_out, directory_for
 from thunder_memsave.settings import ConfigError, parse_bytes, suggestion
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run_export(options: ExportOptions) -> int:
         ConfigError: the run, its base, or where to write cannot be used.
         ExportError: what was written is not what was trained; nothing stays of it.
     """
-    _check_out(options.out)
+    check_out(options.out)
     # These imports take seconds; mistakes in the arguments are known before.
     from transformers.utils import logging
 
@@ -100,7 +100,7 @@ def run_export(options: ExportOptions) -> int:
             f"--merge is given, but {options.run} trained no adapter; leave it out, the whole model is exported."
         )
     whole = options.merge or not has_adapter
-    with _directory(options.out) as temporary, _refused(trained.checkpoint):
+    with directory_for(options.out) as temporary, _refused(trained.checkpoint):
         verified = (
             _whole(trained, options, temporary) if whole else _adapter(trained, options, temporary)
         )
@@ -164,13 +164,6 @@ def _max_file_bytes(text: str) -> int:
         raise ConfigError(f"--max-file-size is {text!r}: {error}") from error
 
 
-def _check_out(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out is {out}, which is a file; name a directory.")
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"--out is {out}, which is not empty; name another directory.")
-
-
 def _check_space(out: Path, num_bytes: int) -> None:
     """Before the minutes that writing takes."""
     free = shutil.disk_usage(out.absolute().parent).free
@@ -190,23 +183,3 @@ def _refused(checkpoint: Path) -> Iterator[None]:
         yield
     except DamagedCheckpointError as error:
         raise ConfigError(f"{checkpoint} is damaged: {error}; name another checkpoint.") from error
-
-
-@contextmanager
-def _directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes it at the end, and goes where that is not reached."""
-    from thunder_memsave.checkpoints.commit import remove, sync_directory, temporary_name
-
-    temporary = temporary_name(out.absolute())
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        sync_directory(temporary)
-        os.rename(temporary, out)  # onto an empty directory too
-        sync_directory(temporary.parent)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot export to {out}: {error}; nothing was written. Correct that, or name another directory by --out."
-        ) from error
-    finally:
-        remove(temporary)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thunder_memsave.callbacks.checkpoint import is_checkpoint_name, list_checkpoints
+from thunder_memsave.checkpoints.disk_errors import disk_error, told
 from thunder_memsave.checkpoints.manifest import (
     DamagedCheckpointError,
     Manifest,
@@ -63,21 +65,39 @@ def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedMode
         weights = model_in(checkpoint)
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {checkpoint}: {error}; name another checkpoint.") from error
-    read = _reader(model, weights)
+    read = _reader(model, weights, checkpoint, config.model.name_or_path)
     return TrainedModel(
         checkpoint=checkpoint, config=config, tokenizer=tokenizer, model=model, read=read
     )
 
 
-def _reader(model: nn.Module, weights: TensorSource) -> Callable[[str], Tensor]:
+def _reader(
+    model: nn.Module, weights: TensorSource, checkpoint: Path, base: str
+) -> Callable[[str], Tensor]:
     """Of the checkpoint, which holds all but frozen weights that are in the base model's files, and of those."""
     own = model.state_dict(keep_vars=True)
     saved, files = frozenset(weights.names()), reads_from_files(model)
 
     def read(name: str) -> Tensor:
-        return weights.read(name) if name in saved else files[name]().to(own[name].dtype)
+        with _read_from(checkpoint if name in saved else base, name):
+            return weights.read(name) if name in saved else files[name]().to(own[name].dtype)
 
     return read
+
+
+@contextmanager
+def _read_from(source: Path | str, name: str) -> Iterator[None]:
+    """Say of which files a disk did not give a weight: it is not where the export is written."""
+    try:
+        yield
+    except Exception as error:  # safetensors' own is none of the disk by its type
+        found = disk_error(error)
+        if found is None:
+            raise
+        raise ConfigError(
+            f"cannot read {name!r} of {source}: {told(found)}; nothing was exported. See that its files are there and "
+            "can be read, and export again."
+        ) from error
 
 
 def _checkpoint(path: Path) -> tuple[RunDirectory, Path]:

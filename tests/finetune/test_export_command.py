@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import llama_config, run_values, write_model, write_run_file
 from thunder_memsave.callbacks import ModelCheckpoint
+from thunder_memsave.checkpoints.sources import SafetensorsSource
 from thunder_memsave.finetune import verified_export
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.export import export
@@ -34,6 +37,8 @@ from thunder_memsave.sharding import local_rows
 
 WORLD_SIZE = 3  # by which no dim of the models can be divided
 STEP = "step-00000003"
+# How weights are written: by peft, or for a merged model.
+NAMES = {(): "safe_save_file", ("--merge",): "save_file"}
 # float32 sums in another order, and the merged weights are rounded
 TOLERANCE = 1e-6
 
@@ -247,6 +252,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
         ((runs / "full" / "run", tmp_path / "out", "--merge"), "trained no adapter; leave it out"),
         ((run, tmp_path / "out", "--model.name_or_path=/nowhere/x/y"), "model.name_or_path is"),
         ((run, Path("/proc/out")), "cannot export to"),
+        ((run, Path("/proc")), "where a file system is mounted and cannot be replaced; name a"),
     ]
     for arguments, message in mistakes:
         refused(*arguments)
@@ -326,6 +332,60 @@ def test_nothing_stays_of_an_export_that_ends_early(
         assert "No space left on device; nothing was written. Correct" in capsys.readouterr().err
     else:
         assert code == 130
+
+
+@pytest.mark.parametrize("options", [(), ("--merge",)])
+def test_a_disk_that_is_full_for_safetensors_is_one_message(
+    options: tuple[str, ...],
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: object, **more: object) -> None:
+        # As safetensors 0.7 raises on a full disk; it is no OSError.
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(peft.peft_model if not options else safetensors_files, NAMES[options], fail)
+    refused(runs / "lora" / "run", tmp_path / "out", *options)
+    error = capsys.readouterr().err
+    assert f"cannot export to {tmp_path / 'out'}: [Errno 28] I/O error: No space left" in error
+    assert "nothing was written. Correct that, or name another directory by --out." in error
+
+
+def test_a_base_that_cannot_be_read_is_not_blamed_on_where_the_export_is_written(
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(source: SafetensorsSource, name: str, rows: slice | None = None) -> Tensor:
+        if rows is None:
+            raise SafetensorError("I/O error: Input/output error (os error 5)")
+        return read(source, name, rows)
+
+    read = SafetensorsSource.read
+    monkeypatch.setattr(SafetensorsSource, "read", fail)
+    refused(runs / "lora" / "run", tmp_path / "out", "--merge")
+    error = capsys.readouterr().err
+    assert f"of {runs / 'base'}: Input/output error" in error.replace("I/O error: ", "")
+    assert "nothing was exported. See that its files are there and can be read, and export" in error
+
+
+def test_every_file_is_on_the_disk_before_the_export_has_its_name(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name, options in (("adapter", ()), ("merged", ("--merge",))):
+        export_run(runs / "lora" / "run", tmp_path / name, *options)
+        written = list((tmp_path / name).rglob("*"))
+        assert len(written) > 1
+        assert {path.stat().st_ino for path in (tmp_path / name, *written)} <= synced
 
 
 def test_a_wrong_export_is_found_and_does_not_stay(
