@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_NO_LIMIT_BYTES = 2**62
+"""cgroup v1 writes the largest number of whole pages for no limit."""
 
 
-def free_host_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """The smaller of what the machine and what the container has left; None where neither can be known.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Files:
+    """What a version of cgroup calls its files."""
+
+    limit: str
+    used: str
+    cached: str
+    """A line of `memory.stat`: pages of files that count as used, and are given back when they are needed."""
+
+
+_V1 = _Files(
+    limit="memory.limit_in_bytes", used="memory.usage_in_bytes", cached="total_inactive_file"
+)
+_V2 = _Files(limit="memory.max", used="memory.current", cached="inactive_file")
+
+
+def free_host_bytes(
+    *, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, own_cgroups: Path = _OWN_CGROUPS
+) -> int | None:
+    """The smallest of what the machine and the groups that this process is in have left.
+
+    A limit may be that of a container, of a batch system's job, or of a service. Each group is in another one, whose
+    limit counts too.
 
     Args:
         meminfo: Linux's table, of which `MemAvailable` is read.
-        cgroup: The container's directory (cgroup v2), with `memory.max` and `memory.current`.
+        cgroup: Where the groups are mounted; those of cgroup v1 in `memory`.
+        own_cgroups: Linux's list of the groups of this process.
+
+    Returns:
+        Bytes; None where nothing of that can be known.
     """
-    known = [free for free in (_of_machine(meminfo), _of_container(cgroup)) if free is not None]
-    return min(known, default=None)
+    known = [_of_machine(meminfo)]
+    known += [_of_group(directory, _V2) for directory in _own(own_cgroups, cgroup, "")]
+    known += [_of_group(path, _V1) for path in _own(own_cgroups, cgroup / "memory", "memory")]
+    return min((free for free in known if free is not None), default=None)
 
 
 def _of_machine(meminfo: Path) -> int | None:
@@ -26,13 +58,26 @@ def _of_machine(meminfo: Path) -> int | None:
     return None
 
 
-def _of_container(cgroup: Path) -> int | None:
-    limits, used = _lines(cgroup / "memory.max"), _lines(cgroup / "memory.current")
-    if not limits or not used or limits[0] == "max":
+def _own(own_cgroups: Path, root: Path, controller: str) -> Iterator[Path]:
+    """The group of this process, and those around it up to the root; a path may be one outside, of which we see none.
+
+    Lines are `4:memory:/a/b` in cgroup v1 and `0::/a/b` in v2.
+    """
+    parts: list[str] = []
+    for line in _lines(own_cgroups):
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            parts = [part for part in PurePosixPath(path).parts[1:] if part != ".."]
+    for depth in range(len(parts), -1, -1):
+        yield root.joinpath(*parts[:depth])
+
+
+def _of_group(directory: Path, files: _Files) -> int | None:
+    limits, used = _lines(directory / files.limit), _lines(directory / files.used)
+    if not limits or not used or limits[0] == "max" or int(limits[0]) >= _NO_LIMIT_BYTES:
         return None
-    # Pages of files that were read count as used, and are given back when they are needed.
-    statistics = dict(line.split() for line in _lines(cgroup / "memory.stat"))
-    cached = int(statistics.get("inactive_file", 0))
+    statistics = dict(line.split() for line in _lines(directory / "memory.stat"))
+    cached = int(statistics.get(files.cached, 0))
     return max(int(limits[0]) - int(used[0]) + cached, 0)
 
 
