@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -14,6 +14,7 @@ from thunder_memsave.agreement import OtherRankError, together
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8 import torch_backend
 from thunder_memsave.fp8.layers import Choice
+from thunder_memsave.fp8.loaded import SCALE_NAME
 from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.fp8.torch_backend import BLOCK
 from thunder_memsave.fp8_parameter import hold_fp8
@@ -22,9 +23,6 @@ from thunder_memsave.sharded_parameter import unquantized_dtype
 from thunder_memsave.sharding import DataParallel, ShardedParameter, local_rows, whole_shape
 
 T = TypeVar("T")
-
-SCALE_NAME = "fp8_weight"
-"""Of the submodule of each linear that holds the scale of its weight, so that a `state_dict` has it."""
 
 
 class FrozenScale(nn.Module):
@@ -50,13 +48,6 @@ class FrozenScale(nn.Module):
 def scale_inv_of(linear: nn.Module) -> Tensor:
     """What undoes the scale of the fp8 numbers that a linear keeps as its weight."""
     return cast("FrozenScale", linear.get_submodule(SCALE_NAME)).scale_inv
-
-
-def weight_of_scale(name: str) -> str | None:
-    """The name of the weight that an entry of a `state_dict` is the scale of; None: it is no such scale."""
-    prefix, dot, last = name.rpartition(f"{SCALE_NAME}.")
-    is_scale = last == "scale_inv" and bool(dot) and (not prefix or prefix.endswith("."))
-    return f"{prefix}weight" if is_scale else None
 
 
 def refuse_trained_again(name: str, weight: Tensor) -> None:
@@ -182,9 +173,8 @@ def _chosen(module: nn.Module, choices: Sequence[Choice]) -> dict[int, _Kept]:
     for owner, name, parameter in _all_parameters(module):
         linears = kept[id(parameter)].linears if id(parameter) in kept else []
         if name != "weight" or all(linear is not owner for linear in linears):
-            kept.pop(
-                id(parameter), None
-            )  # an embedding, or a linear that stays as it is, has it too
+            # An embedding, or a linear that stays as it is, has it too.
+            kept.pop(id(parameter), None)
     return kept
 
 
@@ -199,30 +189,6 @@ def _hold_scale(linears: Sequence[nn.Linear], scale_inv: Tensor) -> None:
     scale = FrozenScale(scale_inv)
     for linear in linears:
         linear.add_module(SCALE_NAME, scale)
-        linear.register_load_state_dict_pre_hook(_refuse_other_numbers)
-
-
-def _refuse_other_numbers(
-    module: nn.Module,
-    state_dict: MutableMapping[str, Any],
-    prefix: str,
-    metadata: Mapping[str, Any],
-    *_: object,
-) -> None:
-    """What torch would copy into fp8 numbers is not what they stand for."""
-    value = state_dict.get(f"{prefix}weight")
-    weight = module._parameters["weight"]
-    if isinstance(value, Tensor) and weight is not None and value.dtype != weight.dtype:
-        raise ValueError(f"{prefix}weight: {other_numbers(value.dtype, weight)}")
-
-
-def other_numbers(dtype: torch.dtype, weight: Tensor) -> str:
-    """Say why a tensor of this dtype is not copied into a weight of which only fp8 numbers are kept."""
-    return (
-        f"dtype {dtype} was given, and the model keeps only fp8 numbers of it (fp8.frozen_weights: fp8), whose scale "
-        f"is in {SCALE_NAME}.scale_inv; load what such a model saved, or give {unquantized_dtype(weight)} weights to "
-        "load_on_setup() before fabric.setup(), which casts them"
-    )
 
 
 def _shape_of_scales(shape: torch.Size, recipe: Recipe) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8.backends import choose_backend
 from thunder_memsave.fp8.frozen import FrozenInFp8, scale_inv_of
 from thunder_memsave.fp8.layers import Choice, choose, report
+from thunder_memsave.fp8.loaded import refuse_other_numbers
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
 from thunder_memsave.fp8.symbols import Backend, quantize_frozen, transpose
@@ -227,6 +228,7 @@ class Fp8Linears:
                 linear = module.get_submodule(choice.name)
                 assert isinstance(linear, nn.Linear)
                 _add_state(choice.name, linear, recipe)
+                refuse_other_numbers(linear)
                 self.by_name[choice.name] = Fp8Linear(choice.name, linear, recipe, backend)
         self._of_name = _of_name(module, self.by_name)
 

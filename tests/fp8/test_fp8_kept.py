@@ -22,7 +22,8 @@ from harness.models import llama, token_batch
 from thunder_memsave import ConfigError, load_on_setup
 from thunder_memsave.checkpoints.module_state import StateMismatchError
 from thunder_memsave.extract import profiles, program
-from thunder_memsave.fp8.frozen import SCALE_NAME, _Rows, weight_of_scale
+from thunder_memsave.fp8.frozen import _Rows
+from thunder_memsave.fp8.loaded import SCALE_NAME, weight_of_scale
 from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.fp8.symbols import quantize_frozen
 from thunder_memsave.fp8_parameter import Fp8Parameter, Fp8ParameterError
@@ -422,6 +423,55 @@ def test_weights_and_fp8_numbers_are_not_taken_for_each_other(tmp_path: Path) ->
     message = r"wide\.weight: dtype torch\.float8_e4m3fn in the file, torch\.float32 in the model"
     with pytest.raises(StateMismatchError, match=message):
         whole.load_raw(tmp_path / "numbers.pt", whole.setup(Net()), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "given"),
+    [
+        ("fp8_weight.scale_inv", r"fp8 numbers without their scale \(fp8_weight\.scale_inv\)"),
+        ("weight", r"its scale without fp8 numbers \(fp8_weight\.scale_inv\)"),
+    ],
+)
+def test_numbers_and_their_scale_are_loaded_together_or_not_at_all(
+    left_out: str, given: str
+) -> None:
+    _, module = kept_net()
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    _, other = kept_net(seed=1)
+    loss = loss_of(other, 0)
+    message = (
+        rf"^wide\.weight: the state_dict has {given}, and the model keeps the two and nothing else of it "
+        r"\(fp8\.frozen_weights: fp8\); load both, or neither$"
+    )
+    del saved[f"wide.{left_out}"]
+    with pytest.raises(ValueError, match=message):
+        copy.deepcopy(other).load_state_dict(saved, strict=False)
+    others = {name: value for name, value in other.state_dict().items() if "wide" not in name}
+    other.load_state_dict(others, strict=False)
+    assert torch.equal(loss_of(other, 0), loss)
+
+
+def test_numbers_are_not_loaded_into_weights_that_a_linear_in_fp8_keeps() -> None:
+    _, kept = kept_net()
+    weights = Net()
+    plain = make_fabric(sharding="none", fp8={"recipe": "current"}).setup(weights)
+    message = (
+        r"^narrow\.weight: dtype torch\.float8_e4m3fn was given, and the model keeps the weight itself "
+        r"\(fp8\.frozen_weights: compute, or the weight is trained\), for which fp8 numbers mean nothing without their "
+        r"scale; set the model up as the one that saved them was, with fp8\.frozen_weights 'fp8', or give it weights$"
+    )
+    numbers = {name: value for name, value in kept.state_dict().items() if "narrow" in name}
+    for module in (plain, copy.deepcopy(plain)):
+        with pytest.raises(ValueError, match=message):
+            module.load_state_dict(numbers, strict=False)
+    assert not isinstance(weights.narrow.weight, Fp8Parameter)
+    assert weights.narrow.weight.abs().max() < 1
+
+
+def test_a_copy_of_a_model_checks_what_is_loaded_once() -> None:
+    _, module = kept_net()
+    hooks = copy.deepcopy(module).module.wide._load_state_dict_pre_hooks
+    assert len(hooks) == len(module.module.wide._load_state_dict_pre_hooks) == 1
 
 
 def test_the_numbers_are_refused_where_they_would_be_taken_for_a_weight() -> None:
