@@ -122,6 +122,7 @@ class ModelCheckpoint:
         self.config = None if config is None else json.loads(json.dumps(config, default=str))
         self._saved_step: int | None = None
         self._is_resumed = False
+        self._is_rolled_back = False
         self._num_failed = 0
         self._evaluated: tuple[int, dict[str, float]] = (0, {})
         self._background = BackgroundSaves()
@@ -134,7 +135,8 @@ class ModelCheckpoint:
         """
         if self.asynchronous:
             require_snapshots(fabric)
-        self._saved_step = step or None
+        # After a rollback the state says which data is skipped, which the step's checkpoint does not.
+        self._saved_step = None if self._is_rolled_back else step or None
         self._is_resumed = step > 0
 
     def on_validation_end(self, *, step: int, metrics: Mapping[str, Any]) -> None:
@@ -169,6 +171,7 @@ class ModelCheckpoint:
     def on_rollback_start(self, *, fabric: Fabric) -> None:
         """Wait for the save under way, so that it can be gone back to, and nothing is written meanwhile."""
         self._wait_for_background(fabric, when="in training")
+        self._is_rolled_back = True
 
     def on_exception(self) -> None:
         """Let the save under way come to its end; what it raises does not hide why the run ended."""

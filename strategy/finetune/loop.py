@@ -152,6 +152,8 @@ class _Loop:
     memory: LoopState
     roll_back: Callable[[], None] | None
     control: TrainingControl = field(default_factory=TrainingControl)
+    is_begun: bool = False
+    """A step was taken or left out, so that there is something to save, even back at the step of the start."""
 
     @property
     def step(self) -> int:
@@ -160,23 +162,22 @@ class _Loop:
 
     def run(self) -> Ending:
         """Take all steps."""
-        start, reason = self.step, None
+        reason = None
         self._start()
-        if start == 0 or self.memory.validation_is_due:
+        if self.step == 0 or self.memory.validation_is_due:
             self._validate()
         self.model.train()
         while self.step < self.plan.num_steps:
             work = self._next_step()
             if work.is_signalled:
-                if self.step == start:  # and something swallowed the exception
+                if not self.is_begun:  # and something swallowed the exception
                     raise KeyboardInterrupt
                 return self._end()
             if work.is_stopped:
                 reason = self.control.agreed_reason(self.fabric)
                 break
             self._train(work)
-            signals.finish_steps(True)
-        if start < self.step and not _evaluates_after(self.step, self.plan):
+        if self.is_begun and not _evaluates_after(self.step, self.plan):
             self._validate()
         return self._end(reason)
 
@@ -193,6 +194,8 @@ class _Loop:
         step = self.step
         self._call("on_train_batch_start")
         metrics, bad = self._train_step(work)
+        self.is_begun = True
+        signals.finish_steps(True)
         if bad is not None and bad.action == "rollback":
             self._go_back(bad, step=step)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +15,15 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import sample_of
-from thunder_memsave.callbacks import CallbackStates, ModelCheckpoint
+from thunder_memsave.callbacks import CallbackStates, ModelCheckpoint, TrainingControl
 from thunder_memsave.callbacks.checkpoint import list_checkpoints, read_info
 from thunder_memsave.callbacks.verified import load_checkpoint
+from thunder_memsave.finetune import signals
 from thunder_memsave.finetune.config import EvalConfig, GuardsConfig, LRSchedulerConfig
 from thunder_memsave.finetune.data.batches import Sharding
 from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.guards import BadStep, count_rollbacks, judge, spike_limit
-from thunder_memsave.finetune.loop import Plan, fit
+from thunder_memsave.finetune.loop import Ending, Plan, fit
 from thunder_memsave.finetune.loop_state import LoopState
 from thunder_memsave.finetune.stop import BadStepError, LossSpikeError, NotFiniteError
 
@@ -171,11 +173,15 @@ class Run:
         )
 
     def roll_back(self) -> None:
+        self.fabric.call("on_rollback_start", fabric=self.fabric)
+        self.load()
+
+    def load(self) -> None:
         last = list_checkpoints(self.saves.directory)[-1]
         load_checkpoint(self.fabric, read_info(last), self.state)
 
-    def fit(self, *, has_checkpoints: bool = True) -> None:
-        fit(
+    def fit(self, *, has_checkpoints: bool = True) -> Ending:
+        return fit(
             self.fabric,
             self.model,
             self.optimizer,
@@ -212,8 +218,44 @@ def test_a_rollback_goes_on_from_the_checkpoint_without_the_data_since(
     assert same(run.weights(), clean.weights())
     resumed = LoopState()
     run.state["callbacks"] = CallbackStates([resumed])
-    run.roll_back()
+    run.load()
     assert resumed.skipped == [[2, 3]]
+
+
+class EndsAfterRollback:
+    """Asks for the end, or gets a signal, when the run is back at a step."""
+
+    def __init__(self, number: signal.Signals | None) -> None:
+        self.number, self.is_back = number, False
+
+    def on_rollback_start(self) -> None:
+        self.is_back = True
+
+    def on_train_start(self, *, control: TrainingControl) -> None:
+        if self.is_back and self.number is None:
+            control.stop("enough")
+        elif self.is_back and self.number is not None:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_a_run_that_ends_back_where_it_began_saves_which_data_it_skips(
+    number: signal.Signals | None, tmp_path: Path
+) -> None:
+    Run(tmp_path, Poisoner(0.0, positions=()), num_steps=2).fit()
+    poisoner = Poisoner(math.nan, positions=(2,))
+    run = Run(tmp_path, poisoner, num_steps=9, nonfinite="rollback")
+    run.fabric._callbacks.append(EndsAfterRollback(number))
+    run.load()
+    signals.watch_signals()
+    try:
+        ending = run.fit()
+    finally:
+        signals.stop_watching()
+    assert (ending.signal, run.state["step"], poisoner.seen) == (number, 2, [2])
+    run.state["callbacks"] = CallbackStates([resumed := LoopState()])
+    run.load()
+    assert resumed.skipped == [[2, 2]]
 
 
 def test_rollbacks_that_do_not_help_end_the_run(tmp_path: Path) -> None:

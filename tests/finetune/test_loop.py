@@ -464,6 +464,15 @@ def test_a_signal_whose_exception_a_library_swallowed_in_the_first_step_ends_the
     assert witness.signal == signal.SIGTERM
 
 
+def test_a_signal_in_the_evaluation_of_the_first_step_saves_that_step() -> None:
+    rows, witness = rows_of(*[3] * 24), Signalled("validation", 1, signal.SIGTERM)
+    every = plan(num_steps=9, eval=EvalConfig(every_n_steps=1, max_batches=None))
+    with watched():
+        train(rows, rows, every, witness=witness)
+    assert witness.calls[-3:] == ["step", "done 1", "end 1"]
+    assert (witness.end, witness.signal) == (1, signal.SIGTERM)
+
+
 def test_a_signal_before_the_first_step_ends_the_run_at_once() -> None:
     rows, witness = rows_of(3, 4, 5, 6), Signalled("validation", 0, signal.SIGTERM)
     with watched(), pytest.raises(KeyboardInterrupt):
