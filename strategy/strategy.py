@@ -38,10 +38,12 @@ from thunder_memsave.devices import device_at, total_bytes
 from thunder_memsave.digest import check_choices_agree, check_ranks_agree
 from thunder_memsave.explain import explain, kinds_table
 from thunder_memsave.forward_methods import take_redirection
+from thunder_memsave.fp8.backends import choose_backend
 from thunder_memsave.fp8.frozen import FrozenInFp8
 from thunder_memsave.fp8.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.fp8.steps import Fp8Steps
+from thunder_memsave.fp8.symbols import Backend
 from thunder_memsave.fp8.te_settings import refuse_contradiction
 from thunder_memsave.gradients import clip_norm, clip_value
 from thunder_memsave.local_state import hide_padding
@@ -262,6 +264,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         self._on_all_ranks(lambda: refuse_unsuitable(module))
         check_pins(self.config.memory, [name for name, _ in module.named_modules()])
         check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
+        backend = self._fp8_backend()
         frozen = self._frozen_in_fp8(module)
         if _has_meta(module):
             materialize(
@@ -280,26 +283,34 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             config=self.config.compile,
             data_parallel=self._accumulating(module),
             planner=self._planner(),
-            fp8=self._fp8_linears(module),
+            fp8=self._fp8_linears(module, backend),
         )
         self._modules.add(forward)
         return forward
+
+    def _fp8_backend(self) -> Backend | None:
+        """What computes in fp8, the same on all ranks; refused before a weight is cast. A collective."""
+        fp8 = self.config.fp8
+        if fp8 is None:
+            return None
+        backend = self._on_all_ranks(lambda: choose_backend(fp8, self.root_device))
+        check_choices_agree(
+            "fp8.backend",
+            backend,
+            advice="install the same TransformerEngine on every rank, or set fp8.backend to 'torch'",
+            data_parallel=self.data_parallel,
+        )
+        return backend
 
     def _frozen_in_fp8(self, module: nn.Module) -> FrozenInFp8 | None:
         choose = partial(frozen_in_fp8, module, self.config.fp8, data_parallel=self.data_parallel)
         return self._on_all_ranks(lambda: choose(frontend=self.config.compile.frontend))
 
-    def _fp8_linears(self, module: nn.Module) -> Fp8Linears | None:
-        if self.config.fp8 is None:
+    def _fp8_linears(self, module: nn.Module, backend: Backend | None) -> Fp8Linears | None:
+        if self.config.fp8 is None or backend is None:
             return None
-        set_up = partial(set_up_fp8, module, self.config.fp8, device=self.root_device)
+        set_up = partial(set_up_fp8, module, self.config.fp8, backend=backend)
         linears = self._on_all_ranks(lambda: set_up(frontend=self.config.compile.frontend))
-        check_choices_agree(
-            "fp8.backend",
-            linears.backend,
-            advice="install the same TransformerEngine on every rank, or set fp8.backend to 'torch'",
-            data_parallel=self.data_parallel,
-        )
         if self._fp8_steps is None:
             self._fp8_steps = Fp8Steps(self.data_parallel)
         self._fp8_steps.add(module, linears)

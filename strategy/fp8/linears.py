@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thunder_memsave.config import Fp8Config
-from thunder_memsave.fp8.backends import choose_backend
 from thunder_memsave.fp8.frozen import FrozenInFp8, scale_inv_of
 from thunder_memsave.fp8.layers import Choice, choose, report
 from thunder_memsave.fp8.loaded import refuse_other_numbers
@@ -59,7 +58,7 @@ def is_scaling_state(name: str) -> bool:
 
 
 def set_up_fp8(
-    module: nn.Module, config: Fp8Config, *, frontend: str, device: torch.device
+    module: nn.Module, config: Fp8Config, *, frontend: str, backend: Backend
 ) -> Fp8Linears:
     """Choose the linears of `module` that compute in fp8, and give them their state.
 
@@ -67,13 +66,12 @@ def set_up_fp8(
         module: After it was sharded, where it is.
         config: Which, and how.
         frontend: That captures the module.
-        device: That it computes on.
+        backend: That computes.
 
     Raises:
-        ConfigError: nothing would run in fp8, or the backend cannot compute on the device.
+        ConfigError: nothing would run in fp8.
     """
     choices = choose_linears(module, config, frontend=frontend)
-    backend = choose_backend(config, device)
     _log.info("fp8 by %s: %s", backend, report(choices))
     return Fp8Linears(module, choices, recipe=recipe_of(config), backend=backend)
 

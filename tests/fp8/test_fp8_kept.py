@@ -529,6 +529,30 @@ def test_a_model_without_frozen_linears_is_refused() -> None:
         make_fabric(sharding="none", fp8={"frozen_weights": "fp8"}).setup(model)
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"recipe": "mxfp8"}, r"fp8\.recipe is mxfp8, but mxfp8 needs compute capability 10\.0"),
+        (
+            {"backend": "transformer_engine"},
+            r"^fp8\.backend is transformer_engine and fp8\.recipe is delayed, but .*; or set `fp8\.backend: torch`\.$",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_compute_is_refused_before_a_weight_is_cast(
+    asked: dict[str, str], message: str
+) -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        make_fabric(sharding="none", fp8={"frozen_weights": "fp8", **asked}).setup(model)
+    assert type(model.wide.weight) is nn.Parameter
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    kept = make_fabric(sharding="none", fp8={"frozen_weights": "fp8"}).setup(model)
+    assert kept.module.wide.weight.dtype == FP8
+
+
 def test_copies_and_pickles_hold_the_same_numbers() -> None:
     _, module = kept_net()
     loss = loss_of(module, 0)
