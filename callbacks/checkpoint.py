@@ -18,9 +18,9 @@ from thunder_memsave.callbacks.background_saves import BackgroundSaves, require_
 from thunder_memsave.callbacks.random_state import random_state
 from thunder_memsave.callbacks.step_directories import (
     Best,
-    described,
     is_checkpoint_name,
     list_checkpoints,
+    newest_name,
     prune,
     remove_partial,
     step_of,
@@ -244,7 +244,8 @@ class ModelCheckpoint:
             if fabric.is_global_zero:
                 self._clear()
             reason, advice = _reason_and_advice(self.directory, error)
-            found = described(list_checkpoints(self.directory)) if fabric.is_global_zero else "?"
+            # Of rank 0 alone, as what it does with its disk: what fails there must not keep it from the others' error.
+            found = newest_name(self.directory) if fabric.is_global_zero else "?"
             message = (
                 f"no checkpoint of step {step} was written, {reason}; the last one is {found}. "
             )

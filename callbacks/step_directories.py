@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -84,15 +84,24 @@ def partial_directory(directory: Path, step: int) -> Path:
     return directory / f"{_PARTIAL_PREFIX}step-{step:08d}"
 
 
-def remove_partial(directory: Path) -> None:
+def remove_partial(directory: Path, *, own: Path | None = None) -> None:
     """Remove what kills and full disks left, but no checkpoint that was once complete.
 
+    What cannot be removed is warned of: it takes space, and is in the way of no other step.
+
+    Args:
+        directory: Of the checkpoints.
+        own: Which is in the way, for it is to be made anew.
+
     Raises:
-        OSError: some of it cannot be removed.
+        OSError: `own` cannot be removed, or the directory cannot be listed.
     """
     recover_replaced(directory)
-    for left_over in directory.glob(f"{_PARTIAL_PREFIX}*"):
-        shutil.rmtree(left_over)
+    for left_over in sorted(directory.glob(f"{_PARTIAL_PREFIX}*")):
+        if left_over == own:
+            shutil.rmtree(left_over)
+        else:
+            _or_warn(lambda: _remove_left_over(left_over), left_over)  # noqa: B023  # called at once
 
 
 def commit_step(partial: Path) -> Path:
@@ -105,7 +114,7 @@ def commit_step(partial: Path) -> Path:
     os.replace(partial, final)
     sync_directory(final.parent)
     if is_replaced:
-        _or_warn(lambda: shutil.rmtree(replaced), replaced)
+        _or_warn(lambda: _delete(replaced), replaced)
     return final
 
 
@@ -133,13 +142,25 @@ def prune(
             _or_warn(lambda: _delete(old), old)  # noqa: B023  # called at once
 
 
-def described(paths: Sequence[Path]) -> str:
-    """Name the newest of some checkpoints for a message."""
-    return paths[-1].name if paths else "none"
+def newest_name(directory: Path) -> str:
+    """Name the newest checkpoint for a message, which a disk that fails must not keep from being told."""
+    try:
+        found = list_checkpoints(directory)
+    except OSError as error:
+        return f"unknown ({told(error)})"
+    return found[-1].name if found else "none"
+
+
+def _remove_left_over(path: Path) -> None:
+    if path.name.startswith(_REPLACED_PREFIX):
+        _delete(path)
+    else:
+        shutil.rmtree(path)
 
 
 def _delete(old: Path) -> None:
-    # Renamed first: a kill while files go would leave half a checkpoint under its name.
+    # Renamed first: a kill while files go would leave half a checkpoint under its name, or under one that it is
+    # given back from.
     doomed = old.with_name(f"{_PARTIAL_PREFIX}{old.name}")
     os.replace(old, doomed)
     shutil.rmtree(doomed)

@@ -143,7 +143,7 @@ def tensors_of(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _make(partial: Path) -> None:
-    remove_partial(partial.parent)
+    remove_partial(partial.parent, own=partial)
     partial.mkdir(parents=True)
 
 

@@ -16,7 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_DISKS = (
     *_FULL,
     *(errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
+    *(errno.EIO, errno.EBUSY, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EMFILE, errno.ENFILE),
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
 from thunder_memsave.callbacks.verified import refuse_only_damaged
+from thunder_memsave.checkpoints.disk_errors import told
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, UnverifiableCheckpointError
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
@@ -160,7 +161,13 @@ def how_to_go_on(
     devices = f" --devices={num_processes}" if num_processes > 1 and not is_under_torchrun() else ""
     run_file = shlex.quote(str(directory.config))
     command = f"{_launcher()}thunder-memsave train {run_file}{devices}{change}"
-    own = list_checkpoints(directory.checkpoints)
+    try:
+        own = list_checkpoints(directory.checkpoints)
+    except OSError as error:  # which must not hide why the run ended
+        return (
+            f"the last checkpoint is unknown, for {directory.checkpoints} cannot be listed ({told(error)}); see that "
+            f"the disk works, and go on with: {command} --resume=auto"
+        )
     if own:
         return f"the last checkpoint is {own[-1]}; go on with: {command} --resume=auto"
     if started_from is not None:

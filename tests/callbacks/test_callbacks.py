@@ -3,10 +3,12 @@ from __future__ import annotations
 import csv
 import errno
 import math
+import os
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -20,10 +22,12 @@ from thunder_memsave.callbacks import (
     ModelCheckpoint,
     step_directories,
 )
+from thunder_memsave.callbacks.all_ranks import DiskError
 from thunder_memsave.callbacks.checkpoint import read_info
 from thunder_memsave.callbacks.random_state import random_state, set_random_state
 from thunder_memsave.callbacks.step_directories import Best, best_checkpoints, list_checkpoints
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
+from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
 
 CPU = torch.device("cpu")
 
@@ -213,6 +217,88 @@ def test_a_checkpoint_that_cannot_be_deleted_is_warned_of_and_is_no_failed_save(
     told = f"{tmp_path / 'step-00000001'} is no longer needed and could not be deleted (Permission"
     assert told in caplog.text
     assert "no checkpoint of step" not in caplog.text
+
+
+def keep_files_of(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the files of this step's checkpoint, under whichever name, be undeletable."""
+
+    def rmtree(path: Path, rmtree: Callable[[Path], None] = shutil.rmtree) -> None:
+        if Path(path).name.endswith(f"step-{step:08d}"):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+
+
+def test_files_that_cannot_be_deleted_fail_no_save_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_files_of(1, monkeypatch)
+    run_steps(tmp_path, 6, every_n_steps=1, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000006"]
+    left_over = tmp_path / ".partial-step-00000001"
+    assert left_over.exists()
+    told = f"{left_over} is no longer needed and could not be deleted (Device or resource busy: "
+    assert caplog.text.count(told) == 4
+    assert "no checkpoint of step" not in caplog.text
+
+
+def test_files_of_a_replaced_checkpoint_that_stay_fail_no_save_and_get_no_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_steps(tmp_path, 1, every_n_steps=1)
+    keep_files_of(1, monkeypatch)
+    run_steps(tmp_path, 6, every_n_steps=1, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000006"]
+    left_over = [path.name for path in tmp_path.iterdir() if path.name.startswith(".partial")]
+    assert sorted(left_over) == [".partial-.partial-old-step-00000001", ".partial-step-00000001"]
+    assert "no checkpoint of step" not in caplog.text
+
+
+def test_what_is_in_the_way_of_a_save_fails_it_and_not_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".partial-step-00000003").mkdir()
+    keep_files_of(3, monkeypatch)
+    run_steps(tmp_path, 5, every_n_steps=1, keep_last=9)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2", "4", "5"]
+    assert caplog.text.count("no checkpoint of step") == 1
+    assert "no checkpoint of step 3 was written, because a file cannot be" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_directory_that_cannot_be_listed_hides_no_failed_save(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise OSError(number, os.strerror(number), str(path))
+
+    for name in ("is_dir", "iterdir", "mkdir"):
+        monkeypatch.setattr(Path, name, refuse)
+    callback = ModelCheckpoint(tmp_path / "run", every_n_steps=1)
+    fabric = cpu_fabric(callback)
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    for step in (1, 2):
+        fabric.call("on_train_batch_end", fabric=fabric, step=step, state=state_of(step, step))
+    unknown = f"; the last one is unknown ({os.strerror(number)}: {tmp_path / 'run'}). Training"
+    assert caplog.text.count(unknown) == 2
+    with pytest.raises(DiskError, match=r"of step 3 was .* is unknown \(.* This was the 3rd save"):
+        fabric.call("on_train_batch_end", fabric=fabric, step=3, state=state_of(3, 3))
+
+
+def test_a_directory_that_cannot_be_listed_hides_not_why_a_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    run = RunDirectory(root=tmp_path)
+    told = how_to_go_on(run, num_processes=1, started_from=None)
+    assert told == (
+        f"the last checkpoint is unknown, for {run.checkpoints} cannot be listed (Stale file handle: "
+        f"{run.checkpoints}); see that the disk works, and go on with: thunder-memsave train {run.config} --resume=auto"
+    )
 
 
 def test_a_checkpoint_that_was_being_replaced_at_a_kill_gets_its_name_back(tmp_path: Path) -> None:
