@@ -83,8 +83,18 @@ def write_sharded(
     others: Callable[[], dict[str, Any]],
     *,
     data_parallel: DataParallel | None,
+    uses_device: bool = True,
 ) -> None:
-    """Writes what `state_for_dcp` and `Contents.state_of_others` gave, or copies of it. A collective of `everyone`."""
+    """Writes what `state_for_dcp` and `Contents.state_of_others` gave, or copies of it. A collective of `everyone`.
+
+    Args:
+        path: A directory to make.
+        state: Modules and optimizers.
+        others: Gives the rest.
+        data_parallel: The group that holds the shards, or None in a process alone.
+        uses_device: Tensors are copied from a device ahead of writing. Not where none is on one: DCP would wait for
+            the device all the same, and initialise the first one in a thread that has not chosen its own.
+    """
     temporary = broadcast(temporary_name(path), data_parallel)
     once(lambda: temporary.mkdir(parents=True), data_parallel)
     try:
@@ -92,7 +102,8 @@ def write_sharded(
         with _dcp_options(data_parallel, failed=_not_written) as options:
             # Of several replicas the first one writes, so that all rows are of one moment.
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            writer = TellingWriter(temporary)
+            ahead = {} if uses_device else {"per_thread_copy_ahead": 0}
+            writer = TellingWriter(temporary, **ahead)
             dcp.save(state, storage_writer=writer, planner=planner, **options)
         meta = together(others, data_parallel)
         once(lambda: save_synced(meta, temporary / META_FILE), data_parallel)

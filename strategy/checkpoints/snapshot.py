@@ -45,14 +45,20 @@ class Snapshot:
         )
 
     def write(self, path: Path, group: dist.ProcessGroup | None) -> None:
-        """Write a sharded checkpoint. A collective, of the given group alone.
+        """Write a sharded checkpoint, without a device. A collective, of the given group alone.
 
         Args:
             path: A directory to make.
             group: All ranks, over gloo; nothing else may use it meanwhile. None in a process alone.
         """
         alone_or_all = self.data_parallel and replace(self.data_parallel, world=group)
-        write_sharded(path, dict(self.tensors), lambda: self.others, data_parallel=alone_or_all)
+        write_sharded(
+            path,
+            dict(self.tensors),
+            lambda: self.others,
+            data_parallel=alone_or_all,
+            uses_device=False,
+        )
 
 
 def num_bytes_to_copy(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,35 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, gate: Gate) -> N
     (moments,) = loaded["optimizer"].state.values()
     assert float(moments["step"]) == 1.0
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def refuse_devices_in_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let CUDA be there for saves in the background, where using it raises; returns who asked."""
+    asked = []
+
+    def is_available(is_available: Callable[[], bool] = torch.cuda.is_available) -> bool:
+        name = threading.current_thread().name
+        asked.append(name)
+        return name.startswith("save of step") or is_available()
+
+    def refuse(is_used: Callable[..., Any], *args: Any) -> Any:
+        assert not threading.current_thread().name.startswith("save of step"), "it uses a device"
+        return is_used(*args)
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    for name in ("_lazy_init", "current_device", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, partial(refuse, getattr(torch.cuda, name)))
+    return asked
+
+
+def test_the_thread_uses_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = refuse_devices_in_threads(monkeypatch)
+    fabric, saves = started(tmp_path)
+    state = make_state(fabric, 1.0, step=1)
+    saves.on_train_batch_end(fabric=fabric, step=1, state=state)
+    saves.on_train_end(fabric=fabric, step=1, state=state)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert "save of step 1" in asked
 
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, gate: Gate) -> None:
@@ -182,6 +213,13 @@ def test_two_ranks_write_the_same_bytes_as_a_save_that_waits(tmp_path: Path) -> 
 
 @on_fabric_rank
 def check_ranks(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        asked = refuse_devices_in_threads(patch)
+        check_bytes(root)
+    assert "save of step 2" in asked
+
+
+def check_bytes(root: Path) -> None:
     fabric = make_fabric(devices=2, sharding="zero2")
     manifests = []
     for asynchronous in (False, True):
