@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -14,6 +13,9 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+
+from thunder_memsave.finetune.run_directory import write_text
+from thunder_memsave.settings import ConfigError
 
 _PACKAGES = (
     "thunder-memsave",
@@ -34,12 +36,26 @@ def add_start(path: Path, fabric: Fabric, *, step: int) -> None:
         path: A JSON file with a list; made if it is not there.
         fabric: Launched.
         step: At which the run starts, 0 unless it is resumed.
+
+    Raises:
+        ConfigError: the file holds something else, or cannot be written; it stays as it was.
     """
-    starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    partial = path.with_name(f".{path.name}.partial")
-    content = [*starts, {**_environment(fabric), "step": step}]
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        content = [*starts, {**_environment(fabric), "step": step}]
+        write_text(path, json.dumps(content, indent=2) + "\n")
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is to list the starts of this run, and is no JSON: {error}; move it away, and start again with "
+            "--resume=auto.",
+            key="output_dir",
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error}; see that the disk has space and may be written to, and start again with "
+            "--resume=auto.",
+            key="output_dir",
+        ) from error
 
 
 def _environment(fabric: Fabric) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
 from thunder_memsave.callbacks.verified import refuse_only_damaged
+from thunder_memsave.checkpoints.commit import write_file
 from thunder_memsave.checkpoints.disk_errors import told
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, UnverifiableCheckpointError
 from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, world_size
+from thunder_memsave.finetune.model.safetensors_files import sync_file
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.parse import dump_run_config
 from thunder_memsave.settings import ConfigError
@@ -73,7 +75,7 @@ class RunDirectory:
             run_file_before: What `run_file_text` said then; a run that is resumed gets it back and keeps its files.
         """
         if run_file_before is not None:
-            self.config.write_text(run_file_before, encoding="utf-8")
+            write_text(self.config, run_file_before)
             return
         for path in (self.config, self.metrics, self.environment, self.loss_curve):
             path.unlink(missing_ok=True)
@@ -91,9 +93,7 @@ class RunDirectory:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            # A run that started at the same moment also found the directory empty.
-            with self.config.open("x" if config.resume is False else "w", encoding="utf-8") as file:
-                file.write(dump_run_config(_with_two_sizes(config)))
+            self._write_run_file(dump_run_config(_with_two_sizes(config)), config)
         except FileExistsError as error:
             message = (
                 f"another run has just begun in output_dir {self.root}; name another directory."
@@ -102,6 +102,32 @@ class RunDirectory:
         except OSError as error:
             message = f"cannot write to output_dir {self.root}: {error}"
             raise ConfigError(message, key="output_dir") from error
+
+    def _write_run_file(self, text: str, config: RunConfig) -> None:
+        if config.resume is not False:
+            write_text(self.config, text)
+            return
+        # Takes the name: a run that started at the same moment also found the directory empty.
+        self.config.open("x").close()
+        try:
+            write_text(self.config, text)
+        except OSError:
+            self.config.unlink()  # so that the next try finds the directory as this one did
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole, before and after, whatever happens meanwhile: the old one or the new one.
+
+    Raises:
+        OSError: the disk did not take it; what was there stays.
+    """
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+        sync_file(temporary)
+
+    write_file(path, write)
 
 
 def _with_two_sizes(config: RunConfig) -> RunConfig:
