@@ -79,6 +79,36 @@ def test_a_second_soak_goes_on_and_a_change_begins_anew(root: Path) -> None:
     assert "2 passed, 1 skipped, 1 deselected" in soak(root).stdout
 
 
+CHANGES_A_FILE = """
+import pathlib
+import pytest
+
+@pytest.mark.line("flips")
+def test_before():
+    pass
+
+@pytest.mark.line("flips")
+def test_changes_a_file():
+    path = pathlib.Path("strategy/plan.py")
+    path.parent.mkdir()
+    path.write_text("x = 1")
+"""
+
+
+def test_files_that_change_meanwhile_are_told_of_and_nothing_is_saved(root: Path) -> None:
+    (root / "tests" / "test_it.py").write_text(CHANGES_A_FILE)
+    changed = soak(root, "--soak-save=.")
+    assert "2 passed" in changed.stdout, changed.stdout
+    assert changed.returncode == 1
+    assert "constraints.txt was changed while the tests ran. Tests that ended since are not" in (
+        changed.stdout
+    )
+    assert "NOT reached: 1 of 2 tests" in row(changed.stdout, "flips")
+    assert not list(root.glob("soak_*"))
+    content = json.loads((root / ".soak" / "results.json").read_text())
+    assert list(content["results"]) == ["tests/test_it.py::test_before"]
+
+
 def test_a_line_that_is_not_in_the_table_is_refused(root: Path) -> None:
     (root / "tests" / "test_it.py").write_text(TESTS.replace('"flips"', '"flops"'))
     refused = soak(root)

@@ -41,6 +41,10 @@ MEASURED = "measured"
 
 _STATE = Path(".soak") / "results.json"
 _READ_BY_TESTS = ("strategy", "callbacks", "configs", "tests", "pyproject.toml", "constraints.txt")
+_CHANGED = (
+    f"A file in {', '.join(_READ_BY_TESTS)} was changed while the tests ran. Tests that ended since are not counted, "
+    "and no table is saved; run it again, and leave the files as they are meanwhile (a clone of their own keeps them)."
+)
 _PACKAGES = ("torch", "lightning", "lightning-thunder", "transformers", "peft")
 
 Outcome = Literal["passed", "failed", "skipped"]
@@ -62,7 +66,9 @@ class Soak:
 
     path: Path
     digest: str
-    """Of all files that a result may depend on."""
+    """Of all files that a result may depend on, at the start."""
+    commit: str
+    """The commit at the start, and whether more than it was run."""
     line_of: dict[str, str] = field(default_factory=dict)
     """By the test's id, for all that exist."""
     results: dict[str, Result] = field(default_factory=dict)
@@ -70,7 +76,7 @@ class Soak:
     @classmethod
     def read(cls, root: Path, *, is_fresh: bool) -> Soak:
         """Take what an earlier `make soak` left, unless a file has changed since."""
-        soak = cls(path=root / _STATE, digest=_digest(root))
+        soak = cls(path=root / _STATE, digest=_digest(root), commit=_commit(root))
         if is_fresh or not soak.path.exists():
             return soak
         written = json.loads(soak.path.read_text())
@@ -159,6 +165,8 @@ class _Session:
     def __init__(self, config: pytest.Config, soak: Soak) -> None:
         self.config, self.soak = config, soak
         self.reports: list[pytest.TestReport] = []
+        self.is_changed = False
+        """A file is not what it was at the start, so what is run since says nothing of either."""
 
     @pytest.hookimpl(tryfirst=True)  # before -m and -k choose
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -173,17 +181,30 @@ class _Session:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.reports.append(report)
         if report.when == "teardown":
-            self.soak.results[report.nodeid] = _result(self.reports)
+            self._note_change()
+            if not self.is_changed:
+                self.soak.results[report.nodeid] = _result(self.reports)
+                self.soak.write()
             self.reports = []
-            self.soak.write()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self._note_change()
+        if self.is_changed:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for line in _as_text(self.soak.rows()):
             terminalreporter.write_line(line)
         directory = self.config.getoption("--soak-save")
-        if directory:
-            for path in _save(self.soak.rows(), self.config.rootpath, Path(directory)):
+        if self.is_changed:
+            terminalreporter.write_line(_CHANGED)
+        elif directory:
+            for path in _save(self.soak, self.config.rootpath, Path(directory)):
                 terminalreporter.write_line(f"written: {path}")
+
+    def _note_change(self) -> None:
+        self.is_changed = self.is_changed or _digest(self.config.rootpath) != self.soak.digest
 
 
 def _line_of(item: pytest.Item) -> str | None:
@@ -218,12 +239,13 @@ def _as_text(rows: Iterable[Row]) -> Iterator[str]:
         yield from (f"{'':<20} {'':>8}    failed: {test}" for test in row.failed)
 
 
-def _save(rows: Sequence[Row], root: Path, directory: Path) -> list[Path]:
+def _save(soak: Soak, root: Path, directory: Path) -> list[Path]:
+    rows = soak.rows()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     about = {
         "command": "make soak SAVE=1",
         "date": today,
-        "commit": _commit(root),
+        "commit": soak.commit,
         "machine": f"{os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **_versions()},
     }
