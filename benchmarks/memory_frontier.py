@@ -4,8 +4,9 @@
 
 Every method is a process of its own. A peak is what a step takes beside parameters and batch, by the profiler's memory
 events; FLOPs are counted by FlopCounterMode while the step runs, those of attention's CPU kernel as of its CUDA twin;
-seconds are those of the processor, in the fastest step: what else the machine does only adds. Ours is planned for parts of what it takes with nothing but the free wins, for the
-peaks of all others, and for the smallest budget that its error names. `--output` writes JSON, and a picture beside it.
+seconds are those of the processor, in the fastest step: what else the machine does only adds. Ours is planned for parts
+of what it takes with nothing but the free wins, for the peaks of all others, and for the smallest budget that its error
+names. `--output` writes JSON, and a picture beside it.
 """
 
 from __future__ import annotations
