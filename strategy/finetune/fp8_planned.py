@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from thunder_memsave.config import ConfigError, Fp8Config, StrategyConfig
+from thunder_memsave.fp8 import te_backend
 from thunder_memsave.fp8.linears import Fp8Linears, choose_linears, frozen_in_fp8
 from thunder_memsave.fp8.recipe import RecipeName, recipe_of
-from thunder_memsave.fp8.torch_support import Chip, why_not, why_not_on
+from thunder_memsave.fp8.symbols import Backend
+from thunder_memsave.fp8.torch_support import ADA, Chip, dotted, why_not, why_not_on
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.target_device import stand_in_fp8
 
@@ -40,19 +42,46 @@ def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None
 def refuse_without_fp8(fp8: Fp8Config | None, device: Device) -> None:
     """Refuse a device that does not compute what the run asks for.
 
+    `backend: auto` is refused where neither backend computes it, for which of them will be there is not known.
+
     Raises:
         ConfigError: says what the device lacks.
     """
-    if fp8 is not None and (reason := _why_not(device, fp8.recipe)) is not None:
+    if fp8 is None:
+        return
+    chip = _chip_of(device)
+    if chip is not None and chip.capability < ADA:
         raise ConfigError(
-            f"fp8.recipe is {fp8.recipe}, but {reason}; or plan for another --device.",
-            key="fp8.recipe",
+            f"fp8 is set, but nothing computes in fp8 below compute capability {dotted(ADA)} (Ada), and there is "
+            f"{chip}: leave out `fp8`; or plan for another --device.",
+            key="fp8",
+        )
+    reasons = [_why_not(backend, fp8.recipe, device) for backend in _BACKENDS[fp8.backend]]
+    if all(reasons):
+        is_of_backend = chip is None and fp8.backend == "transformer_engine"
+        raise ConfigError(
+            f"fp8.backend is {fp8.backend} and fp8.recipe is {fp8.recipe}, but {reasons[0]}; or plan for another "
+            "--device.",
+            key="fp8.backend" if is_of_backend else "fp8.recipe",
         )
 
 
-def _why_not(device: Device, recipe: RecipeName) -> str | None:
-    """By PyTorch's kernels; TransformerEngine's compute no more that this version asks them for."""
+_BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "auto": ("torch", "transformer_engine"),
+    "torch": ("torch",),
+    "transformer_engine": ("transformer_engine",),
+}
+
+
+def _why_not(backend: Backend, recipe: RecipeName, device: Device) -> str | None:
+    chip = _chip_of(device)
+    if backend == "transformer_engine":
+        return te_backend.why_not_on(chip, recipe)
+    return why_not(recipe, torch.device(device.name)) if chip is None else why_not_on(chip, recipe)
+
+
+def _chip_of(device: Device) -> Chip | None:
+    """None: a CPU."""
     if device.compute_capability is None:
-        return why_not(recipe, torch.device(device.name))
-    chip = Chip(name=f"the device {device.name}", capability=device.compute_capability)
-    return why_not_on(chip, recipe)
+        return None
+    return Chip(name=f"the device {device.name}", capability=device.compute_capability)

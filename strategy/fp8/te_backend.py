@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thunder_memsave.aten_record import once_through_memory
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.torch_backend import whole_rows
-from thunder_memsave.fp8.torch_support import chip_of
+from thunder_memsave.fp8.torch_support import HOPPER, Chip, chip_of, dotted
 
 BLOCK = 128
 """The side of a block; TransformerEngine knows no other."""
@@ -158,7 +158,7 @@ def why_not(recipe: str, device: torch.device) -> str | None:
         return f"TransformerEngine computes on CUDA devices, and the model is on {device.type}"
     asked = _SUPPORT.get(recipe)
     if asked is None:
-        return f"thunder_memsave computes {', '.join(_SUPPORT)} with TransformerEngine: choose one of these recipes"
+        return _other_recipes()
     version = _installed_version()
     if recipe == "block" and version < _MIN_VERSION_OF_BLOCKS:
         return (
@@ -171,6 +171,24 @@ def why_not(recipe: str, device: torch.device) -> str | None:
         if is_there
         else f"{chip_of(device)} cannot compute it: TransformerEngine says {reason!r}"
     )
+
+
+def why_not_on(chip: Chip | None, recipe: str) -> str | None:
+    """The same for a chip that need not be here, as far as that is known without TransformerEngine; None: a CPU."""
+    if chip is None:
+        return "TransformerEngine computes on CUDA devices: set `fp8.backend: torch`"
+    if recipe not in _SUPPORT:
+        return _other_recipes()
+    if recipe == "block" and chip.capability < HOPPER:
+        return (
+            f"TransformerEngine computes it from compute capability {dotted(HOPPER)} (Hopper) on, and there is {chip}: "
+            "set `fp8.recipe: current`"
+        )
+    return None
+
+
+def _other_recipes() -> str:
+    return f"thunder_memsave computes {', '.join(_SUPPORT)} with TransformerEngine: choose one of these recipes"
 
 
 _SUPPORT = {

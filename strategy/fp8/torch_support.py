@@ -9,7 +9,8 @@ from packaging.version import Version
 
 from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
 
-_ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
+ADA, HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
+"""The first compute capability of each; before Ada there is no fp8."""
 
 _CUDA_OF_BLOCKS = "12.9"
 """The first whose cuBLAS multiplies blocks that have scales."""
@@ -27,7 +28,7 @@ class Chip:
 
     def __str__(self) -> str:
         with_cuda = "" if self.cuda is None else f", with CUDA {self.cuda}"
-        return f"{self.name} (compute capability {_dotted(self.capability)}{with_cuda})"
+        return f"{self.name} (compute capability {dotted(self.capability)}{with_cuda})"
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -56,26 +57,27 @@ def why_not_on(chip: Chip, recipe: RecipeName) -> str | None:
         if chip.capability < _BLACKWELL:
             return _needs_blackwell(recipe, str(chip))
         return f"this version does not compute {recipe}, although there is {chip}: set `fp8.recipe: current`"
-    if chip.capability < _ADA:
+    if chip.capability < ADA:
         return (
-            f"torch._scaled_mm needs compute capability {_dotted(_ADA)} (Ada, Hopper or later), and there is {chip}: "
+            f"torch._scaled_mm needs compute capability {dotted(ADA)} (Ada, Hopper or later), and there is {chip}: "
             "leave out `fp8`"
         )
     is_old = chip.cuda is not None and Version(chip.cuda) < Version(_CUDA_OF_BLOCKS)
-    if recipe == "block" and (chip.capability[0] != _HOPPER[0] or is_old):
+    if recipe == "block" and (chip.capability[0] != HOPPER[0] or is_old):
         return (
-            f"torch._scaled_mm multiplies such blocks on compute capability {_dotted(_HOPPER)} (Hopper), from CUDA "
+            f"torch._scaled_mm multiplies such blocks on compute capability {dotted(HOPPER)} (Hopper), from CUDA "
             f"{_CUDA_OF_BLOCKS} on, and there is {chip}: set `fp8.recipe: current`"
         )
     return None
 
 
+def dotted(capability: tuple[int, int]) -> str:
+    """A compute capability as CUDA writes it."""
+    return ".".join(map(str, capability))
+
+
 def _needs_blackwell(recipe: RecipeName, there: str) -> str:
     return (
-        f"{recipe} needs compute capability {_dotted(_BLACKWELL)} (Blackwell), and there is {there}: set `fp8.recipe` "
+        f"{recipe} needs compute capability {dotted(_BLACKWELL)} (Blackwell), and there is {there}: set `fp8.recipe` "
         "to delayed, current or block"
     )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

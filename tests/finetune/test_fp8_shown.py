@@ -143,27 +143,62 @@ def test_frozen_weights_in_fp8_alone_of_a_run_that_freezes_none_are_refused(
         plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
 
 
-def test_a_plan_for_a_device_without_fp8_is_refused() -> None:
+@pytest.mark.parametrize("asked", [{}, {"backend": "transformer_engine"}, {"recipe": "mxfp8"}])
+def test_a_plan_for_a_device_without_fp8_is_refused(asked: Any) -> None:
     message = (
-        r"^fp8\.recipe is delayed, but torch\._scaled_mm needs compute capability 8\.9 \(Ada, Hopper or later\), and "
-        r"there is the device a100 \(compute capability 8\.0\): leave out `fp8`; or plan for another --device\.$"
+        r"^fp8 is set, but nothing computes in fp8 below compute capability 8\.9 \(Ada\), and there is the device a100 "
+        r"\(compute capability 8\.0\): leave out `fp8`; or plan for another --device\.$"
     )
-    with pytest.raises(ConfigError, match=message):
-        refuse_without_fp8(Fp8Config(), DEVICES["a100"])
+    with pytest.raises(ConfigError, match=message) as caught:
+        refuse_without_fp8(Fp8Config(**asked), DEVICES["a100"])
+    assert caught.value.key == "fp8"
     refuse_without_fp8(None, DEVICES["a100"])
     refuse_without_fp8(Fp8Config(), DEVICES["l40s"])
 
 
+TE = "transformer_engine"
+
+
 @pytest.mark.parametrize(
-    ("recipe", "device", "reason"),
+    ("backend", "recipe", "device", "reason"),
     [
-        ("block", "l40s", r"multiplies such blocks on compute capability 9\.0 \(Hopper\)"),
-        ("mxfp8", "b200", "this version does not compute mxfp8, although there is the device b200"),
-        ("nvfp4", "cpu", r"nvfp4 needs compute capability 10\.0 .*, and there is the device cpu"),
+        ("torch", "block", "b200", r"blocks on compute capability 9\.0 \(Hopper\).*: set `fp8.rec"),
+        ("auto", "block", "l40s", r"torch\._scaled_mm multiplies such blocks on compute capabili"),
+        ("auto", "mxfp8", "b200", "this version does not compute mxfp8, although there is the de"),
+        (
+            "auto",
+            "nvfp4",
+            "cpu",
+            r"nvfp4 needs compute capability 10\.0 .*, and there is the device",
+        ),
+        (
+            TE,
+            "block",
+            "l40s",
+            r"TransformerEngine computes it from compute capability 9\.0 \(Hopper",
+        ),
+        (TE, "mxfp8", "b200", "thunder_memsave computes delayed, current, block with TransformerE"),
     ],
 )
 def test_a_plan_with_a_recipe_that_the_device_does_not_compute_is_refused(
-    recipe: Any, device: str, reason: str
+    backend: Any, recipe: Any, device: str, reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{reason}.*; or plan for another --device\.$"):
-        refuse_without_fp8(Fp8Config(recipe=recipe), DEVICES[device])
+    asked = rf"^fp8\.backend is {backend} and fp8\.recipe is {recipe}, but "
+    message = rf"{asked}.*{reason}.*; or plan for another --device\.$"
+    with pytest.raises(ConfigError, match=message) as caught:
+        refuse_without_fp8(Fp8Config(backend=backend, recipe=recipe), DEVICES[device])
+    assert caught.value.key == "fp8.recipe"
+
+
+def test_a_plan_with_a_backend_that_the_device_does_not_have_is_refused() -> None:
+    message = (
+        r"TransformerEngine computes on CUDA devices: set `fp8\.backend: torch`; or plan for anot"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        refuse_without_fp8(Fp8Config(backend="transformer_engine"), DEVICES["cpu"])
+    assert caught.value.key == "fp8.backend"
+
+
+@pytest.mark.parametrize("backend", ["auto", "transformer_engine"])
+def test_a_plan_leaves_to_transformer_engine_what_only_it_can_say(backend: Any) -> None:
+    refuse_without_fp8(Fp8Config(backend=backend, recipe="block"), DEVICES["b200"])
