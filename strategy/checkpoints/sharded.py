@@ -102,8 +102,9 @@ def write_sharded(
         with _dcp_options(data_parallel, failed=_not_written) as options:
             # Of several replicas the first one writes, so that all rows are of one moment.
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            ahead = {} if uses_device else {"per_thread_copy_ahead": 0}
-            writer = TellingWriter(temporary, **ahead)
+            writer = TellingWriter(temporary)
+            if not uses_device:
+                writer.per_thread_copy_ahead = 0
             dcp.save(state, storage_writer=writer, planner=planner, **options)
         meta = together(others, data_parallel)
         once(lambda: save_synced(meta, temporary / META_FILE), data_parallel)
