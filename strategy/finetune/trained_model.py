@@ -25,6 +25,7 @@ from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.fp8.linears import is_scaling_state
+from thunder_memsave.fp8.loaded import weight_of_scale
 from thunder_memsave.materialize import fingerprint_of_files, names_in_files, reads_from_files
 from thunder_memsave.settings import ConfigError
 
@@ -60,6 +61,7 @@ def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedMode
     tokenizer = load_tokenizer(config.model)
     model = build_model(config, tokenizer)
     in_files = _checked_base(model, manifest, checkpoint, config)
+    _refuse_fp8_alone(manifest, checkpoint)
     _check_tensors(model, in_files, manifest, checkpoint)
     try:
         weights = model_in(checkpoint)
@@ -152,6 +154,19 @@ def _checked_base(
             key="model.name_or_path",
         )
     return names
+
+
+def _refuse_fp8_alone(manifest: Manifest, checkpoint: Path) -> None:
+    """A run that made its base itself (`model.config`) has no files to read those weights from."""
+    weights = [weight_of_scale(name) for name in manifest.tensors.get(MODEL, {})]
+    kept = [name for name in weights if name is not None]
+    if kept:
+        raise ConfigError(
+            f"{checkpoint} holds {len(kept)} frozen weights in fp8 alone (fp8.frozen_weights: fp8), such as {kept[0]}, "
+            "which export does not read and no base model's files have; train with fp8.frozen_weights: compute, or on "
+            "a model.name_or_path that has weights.",
+            key="fp8.frozen_weights",
+        )
 
 
 def _check_tensors(

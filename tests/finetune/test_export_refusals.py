@@ -16,13 +16,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.fabric import make_fabric
+from harness.language_model import llama_config, run_values, write_run_file
 from harness.run_checkpoints import save, sign_again
+from thunder_memsave.callbacks import ModelCheckpoint
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 from thunder_memsave.checkpoints.sources import open_source
 from thunder_memsave.errors import ExportError
 from thunder_memsave.finetune import export_command
 from thunder_memsave.finetune.checkpoint_weights import model_in, verified_manifest
+from thunder_memsave.finetune.model.build import build_model, load_tokenizer
 from thunder_memsave.finetune.model.merged import MergedWeights
+from thunder_memsave.finetune.model.trained_part import trained_part
+from thunder_memsave.finetune.run_directory import RunDirectory
+from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.trained_model import find_trained_model
 from thunder_memsave.finetune.verified_export import _file_names, _on_meta
 from thunder_memsave.settings import ConfigError
@@ -44,6 +50,33 @@ def test_the_checkpoint_before_a_damaged_one_is_named(run: Path) -> None:
     ) as raised:
         find_trained_model(run)
     assert f"Name another checkpoint, such as {run}/checkpoints/step-00000001." in str(raised.value)
+
+
+def test_base_weights_that_a_checkpoint_has_in_fp8_alone_are_named(
+    tmp_path: Path, tokenizer_directory: Path
+) -> None:
+    fp8 = {"backend": "torch", "skip_modules": ["lora_A", "lora_B"], "frozen_weights": "fp8"}
+    values = run_values(
+        tmp_path,
+        tokenizer_directory,
+        model={"config": {"model_type": "llama", **llama_config()}},
+        fp8=fp8,
+    )
+    config = load_run_config(write_run_file(tmp_path, values))
+    fabric = make_fabric(fp8=fp8)
+    model: Any = build_model(config, load_tokenizer(config.model))
+    fabric.setup(model)
+    directory = RunDirectory(root=tmp_path / "run")
+    directory.create(config)
+    state = {"model": trained_part(model, in_files=()), "step": 1}
+    ModelCheckpoint(directory.checkpoints).save(fabric, state, step=1)
+    message = (
+        r"step-00000001 holds 15 frozen weights in fp8 alone \(fp8\.frozen_weights: fp8\), such as "
+        r"base_model\..*weight, which export does not read and no base model's files have; train "
+        r"with fp8\.frozen_weights: compute, or on a model\.name_or_path that has weights"
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_trained_model(directory.root)
 
 
 def test_a_checkpoint_that_is_a_link_is_not_followed(run: Path) -> None:
