@@ -35,9 +35,11 @@ _open: list[AtenRecord] = []
 def once_through_memory(*tensors: Tensor) -> Iterator[None]:
     """Let records count these tensors as what is moved inside: the rest is computed in parts that stay in the cache."""
     before = [(record, record.moved_bytes) for record in _open]
-    yield
-    for record, moved_bytes in before:
-        record.moved_bytes = moved_bytes + sum(map(_nbytes, tensors))
+    try:
+        yield
+    finally:
+        for record, moved_bytes in before:
+            record.moved_bytes = moved_bytes + sum(map(_nbytes, tensors))
 
 
 def allocated_bytes(nbytes: int, device_type: str) -> int:

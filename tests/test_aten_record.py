@@ -79,6 +79,13 @@ def test_what_stays_in_the_cache_is_not_moved_and_is_there() -> None:
     assert outer.moved_bytes == 800 + 400 + 800
 
 
+def test_what_is_moved_once_is_so_where_the_rest_fails() -> None:
+    x, failed = torch.randn(64), pytest.raises(RuntimeError, match="size of tensor")
+    with AtenRecord([x]) as record, failed, once_through_memory(x):
+        x.add(1).add(torch.ones(3))
+    assert record.moved_bytes == x.nbytes
+
+
 def test_attention_is_random_with_dropout_only() -> None:
     x = torch.ones(1, 2, 16, 8)
     for probability in (0.0, 0.5):

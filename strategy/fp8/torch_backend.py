@@ -24,7 +24,7 @@ _CHUNK_ELEMENTS = 2**24
 
 _CAST_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
 """So many are cast at a time, so that what is between the kernels of a cast stays in the cache: 1 MiB in float32 on
-the CPU, 16 MiB on GPUs, whose second level holds 40 MiB and more from Ada on."""
+the CPU, 16 MiB on GPUs, whose second level holds 24 MiB and more from Ada on."""
 
 _MULTIPLE = 16
 """cuBLAS's fp8 GEMMs want rows whose bytes are a multiple of this."""
