@@ -5,13 +5,18 @@ So it is where one of two ranks is killed, in saves that wait and in those in th
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from harness.fabric import run_python
-from harness.killed_ranks import Case, all_cases
+from harness.killed_ranks import Case, all_cases, ended_ranks
+
+SECONDS_TO_START, SECONDS_FOR_A_CASE = 60, 30
 
 SCRIPT = """
 import os
@@ -116,8 +121,27 @@ def test_a_kill_of_one_of_two_ranks_loses_no_checkpoint(tmp_path: Path) -> None:
     killed(tmp_path, [Case.parse(text) for text in chosen], patience_seconds=0.3)
 
 
+def start_sleeper(seconds: float) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", str(seconds)])
+
+
+def test_a_hang_is_no_kill() -> None:
+    sleepers = [start_sleeper(60), start_sleeper(60)]
+    with pytest.raises(TimeoutError, match=r"no rank ended within 0.1 s, by the kill or other"):
+        ended_ranks([each.pid for each in sleepers], patience_seconds=9, longest_seconds=0.1)
+    assert [each.wait() for each in sleepers] == [0, 0]  # reaped before
+
+
+def test_who_hangs_after_another_ended_is_told_from_who_was_killed() -> None:
+    sleepers = [start_sleeper(0), start_sleeper(60)]
+    statuses = ended_ranks([each.pid for each in sleepers], patience_seconds=0.1)
+    assert [os.WTERMSIG(status) for status in statuses] == [0, signal.SIGTERM]
+    assert [each.wait() for each in sleepers] == [0, 0]
+
+
 @pytest.mark.soak
 @pytest.mark.line("kill points")
+@pytest.mark.timeout(SECONDS_TO_START + SECONDS_FOR_A_CASE * (len(all_cases()) + 2))
 def test_a_kill_of_either_rank_at_every_point_of_every_kind_of_save_loses_no_checkpoint(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -127,7 +151,8 @@ def test_a_kill_of_either_rank_at_every_point_of_every_kind_of_save_loses_no_che
 
 def killed(directory: Path, cases: Sequence[Case], *, patience_seconds: float) -> str:
     arguments = ["-W", "ignore", "-m", "harness.killed_ranks", directory, patience_seconds]
-    output = run_python([*arguments, *cases], timeout=60 + 30 * len(cases))
+    timeout = SECONDS_TO_START + SECONDS_FOR_A_CASE * len(cases)
+    output = run_python([*arguments, *cases], timeout=timeout)
     for case in cases:
         assert f"{case} left step " in output, output
     return output

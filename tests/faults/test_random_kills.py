@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from harness.fabric import finish, start_python
 from harness.language_model import run_values, write_model
 from harness.random_kills import MOST_STEPS, Kill, Lives, Start, train_with_kills
 
@@ -67,9 +70,12 @@ def check_kills(tmp_path: Path, alone: Path, *, seed: int, num_kills: int) -> Li
 
 
 @pytest.mark.line("kills")
+@pytest.mark.timeout(
+    SECONDS_FOR_A_LIFE * (1 + 2 + 1)
+)  # the run left alone, the lives of the other, and some time
 def test_a_run_whose_ranks_are_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    lives = check_kills(tmp_path, tmp_path / "alone", seed=0, num_kills=2)
-    assert any(kill.is_mid_save for kill in lives.kills)
+    lives = check_kills(tmp_path, tmp_path / "alone", seed=0, num_kills=1)
+    assert [kill.is_mid_save for kill in lives.kills] == [True]
 
 
 def test_a_step_that_is_lost_is_counted_though_others_are_gained() -> None:
@@ -78,6 +84,31 @@ def test_a_step_that_is_lost_is_counted_though_others_are_gained() -> None:
     assert Lives(starts=starts, kills=kills[:1]).num_lost_steps() == 0
     assert Lives(starts=starts, kills=kills[:2]).num_lost_steps() == 2
     assert Lives(starts=starts, kills=kills).num_lost_steps() == 2 + 5  # and it never began again
+
+
+def test_a_launch_that_its_test_leaves_is_ended_with_all_that_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); input()"
+    process = start_python(["-c", start])
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    ends = Mock(side_effect=[KeyboardInterrupt, ("", None)])
+    monkeypatch.setattr(process, "communicate", ends)
+    with pytest.raises(KeyboardInterrupt):
+        finish(process)
+    assert process.wait(10) == -signal.SIGKILL
+    process.stdout.close()
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there that is not only waiting to be reaped."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture(scope="module")

@@ -122,12 +122,16 @@ def start_python(arguments: Sequence[object], **env: str) -> subprocess.Popen[st
 
 
 def finish(process: subprocess.Popen[str], *, timeout: float = 300) -> str:
-    """Wait for the process and return what it printed; past the timeout, end its session."""
+    """Wait for the process and return what it printed; past the timeout, or where the test ends, end its session."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{output}") from None
+    except BaseException:  # pytest's own timeout, or Ctrl-C
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
     assert process.returncode == 0, output
     return output

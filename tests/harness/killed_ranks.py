@@ -108,6 +108,7 @@ def main(root: Path, cases: Sequence[Case], *, patience_seconds: float) -> None:
             case=case,
             patience_seconds=patience_seconds,
         )
+        # Not by `ended_ranks`, whose signal is another: the point was come to.
         assert os.WTERMSIG(ended[case.rank]) == signal.SIGKILL, (str(case), ended)
         print(
             f"{case} left step {_check(run, case)}; the other rank ended with {ended[1 - case.rank]}"
@@ -159,7 +160,7 @@ def _live(
         _save(run, rank, pids, step=step, asynchronous=asynchronous, case=case)
 
     children = [_fork(lambda rank=rank: act(rank)) for rank in (0, 1)]  # type: ignore[misc]
-    return _ended(children, patience_seconds=patience_seconds if case else _LONGEST_SECONDS)
+    return ended_ranks(children, patience_seconds=patience_seconds if case else _LONGEST_SECONDS)
 
 
 def _save(
@@ -226,10 +227,29 @@ def _fork(act: Callable[[], None]) -> int:
     os._exit(0)
 
 
-def _ended(children: Sequence[int], *, patience_seconds: float) -> list[int]:
-    """Wait for all; once one is gone, the others have some time."""
+def ended_ranks(
+    children: Sequence[int],
+    *,
+    patience_seconds: float,
+    longest_seconds: float = 3 * _LONGEST_SECONDS,
+) -> list[int]:
+    """Wait for all; once one is gone, the others have some time, after which SIGTERM ends them.
+
+    Not SIGKILL: that is how a rank ends that came to its point.
+
+    Args:
+        children: Process ids.
+        patience_seconds: From the first end on.
+        longest_seconds: Until the first end.
+
+    Returns:
+        How each ended, as `os.waitpid` says it.
+
+    Raises:
+        TimeoutError: none ended; none is left.
+    """
     statuses: dict[int, int] = {}
-    deadline = time.monotonic() + 3 * _LONGEST_SECONDS
+    deadline = time.monotonic() + longest_seconds
     while len(statuses) < len(children):
         for pid in (pid for pid in children if pid not in statuses):
             found, status = os.waitpid(pid, os.WNOHANG)
@@ -237,9 +257,15 @@ def _ended(children: Sequence[int], *, patience_seconds: float) -> list[int]:
                 statuses[pid] = status
                 deadline = min(deadline, time.monotonic() + patience_seconds)
         if time.monotonic() > deadline:
+            is_hang = not statuses
             for pid in (pid for pid in children if pid not in statuses):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGTERM)
                 statuses[pid] = os.waitpid(pid, 0)[1]
+            if is_hang:
+                raise TimeoutError(
+                    f"no rank ended within {longest_seconds:g} s, by the kill or otherwise: they hang, or the point is "
+                    "not come to; look at where they wait."
+                )
         time.sleep(0.02)
     return [statuses[pid] for pid in children]
 
