@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from thunder_memsave.config import MemoryConfig
 from thunder_memsave.devices import total_bytes
 from thunder_memsave.explain import in_units
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -45,11 +46,19 @@ def changes(
     found = []
     smaller = _smaller_budget(error, strategy)
     if smaller is not None:
-        found.append(f"--memory.budget={smaller}MiB")
+        found.append(_override(strategy, smaller))
     if micro_batch_size > 1:
         # The global batch stays, so that there are more micro-batches.
         found.append(f"--train.micro_batch_size={_largest_divisor(micro_batch_size)}")
     return tuple(found)
+
+
+def _override(strategy: ThunderMemsaveStrategy, budget_mib: int) -> str:
+    """A budget that is given has no reserve, so that a reserve that is given must grow instead."""
+    memory, total = strategy.config.memory, total_bytes(strategy.root_device)
+    if memory.budget != "auto" or memory.reserve == MemoryConfig().reserve or total is None:
+        return f"--memory.budget={budget_mib}MiB"
+    return f"--memory.reserve={-(-total // _MIB) - budget_mib}MiB"
 
 
 def _largest_divisor(size: int) -> int:

@@ -28,19 +28,19 @@ def test_what_is_missing_is_what_was_asked_for_beyond_what_was_free() -> None:
     assert missing_bytes("CUDA error: out of memory") is None
 
 
-def planned(budget: str, *, peak_bytes: int) -> ThunderMemsaveStrategy:
+def planned(*, peak_bytes: int, **memory: Any) -> ThunderMemsaveStrategy:
     return cast(
         ThunderMemsaveStrategy,
         SimpleNamespace(
             plan=SimpleNamespace(predicted_peak_bytes=peak_bytes),
-            config=SimpleNamespace(memory=parse_memory({"budget": budget})),
+            config=SimpleNamespace(memory=parse_memory(memory)),
             root_device=torch.device("cpu"),
         ),
     )
 
 
 def test_the_budget_is_lowered_by_what_is_missing_or_the_micro_batch_is_divided() -> None:
-    strategy = planned("70GiB", peak_bytes=69 * 2**30)
+    strategy = planned(budget="70GiB", peak_bytes=69 * 2**30)
     assert changes(ERROR, strategy, micro_batch_size=4) == (
         f"--memory.budget={int(67.5 * 1024)}MiB",
         "--train.micro_batch_size=2",
@@ -49,6 +49,27 @@ def test_the_budget_is_lowered_by_what_is_missing_or_the_micro_batch_is_divided(
     assert changes(ERROR, strategy, micro_batch_size=1) == ("--memory.budget=69120MiB",)
     without = cast(ThunderMemsaveStrategy, SimpleNamespace(plan=None))
     assert changes(ERROR, without, micro_batch_size=1) == ()
+
+
+def test_a_reserve_that_is_given_grows_instead_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a budget it is refused; the plan gets the same limit by it."""
+    total = 80 * 2**30 + 5
+    monkeypatch.setattr("thunder_memsave.finetune.out_of_memory.total_bytes", lambda device: total)
+    strategy = planned(peak_bytes=80 * 2**30, reserve="4GiB")
+    (change,) = changes(ERROR, strategy, micro_batch_size=1)
+    name, _, value = change.partition("=")
+    assert name == "--memory.reserve"
+    changed = parse_memory({"reserve": value}).budget_bytes(total)
+    assert changed is not None
+    # What is missing, and less than a MiB by rounding.
+    assert 0 <= total - 4 * 2**30 - 3 * 2**29 - changed < 2 * 2**20
+    default = planned(peak_bytes=80 * 2**30)
+    (change,) = changes(ERROR, default, micro_batch_size=1)
+    name, _, value = change.partition("=")
+    assert name == "--memory.budget"
+    assert parse_memory({"budget": value}).budget_bytes(total) is not None
 
 
 def test_there_is_no_snapshot_where_torch_has_no_allocator_of_its_own(tmp_path: Path) -> None:
