@@ -25,7 +25,13 @@ from thunder_memsave.finetune.run_file.shipped import (
     shown_name,
 )
 from thunder_memsave.finetune.signals import end_as, received, stop_watching, watch_signals
-from thunder_memsave.finetune.stop import OUT_OF_MEMORY, RunInterruptedError, RunStoppedError
+from thunder_memsave.finetune.stop import (
+    LESS_MEMORY,
+    LESS_MEMORY_OF_A_NEW_RUN,
+    OUT_OF_MEMORY,
+    RunInterruptedError,
+    RunStoppedError,
+)
 from thunder_memsave.settings import ConfigError, ConfigErrors, suggestion
 
 _USAGE = """\
@@ -110,11 +116,6 @@ usage: thunder-memsave configs list                      names, and what each is
 
 The run files that come with the package; `thunder-memsave train NAME` runs one as it is.
 """
-
-_LESS_MEMORY = (
-    "These need less memory: a smaller train.micro_batch_size (train.global_batch_size stays), a "
-    "smaller data.max_seq_length, more processes with strategy.sharding zero2, lora."
-)
 
 # torchrun ends all ranks as soon as one has ended with an error.
 _SECONDS_TO_REPORT = 15.0
@@ -385,5 +386,8 @@ def _message_for_user(error: Exception) -> str | None:
     if isinstance(error, ours):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{str(error).partition('. ')[0]}. {_LESS_MEMORY}"
+        return (
+            f"{str(error).partition('. ')[0]}. To need less, {LESS_MEMORY}, a smaller train.micro_batch_size "
+            f"(train.global_batch_size stays), {LESS_MEMORY_OF_A_NEW_RUN}."
+        )
     return None

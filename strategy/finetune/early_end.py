@@ -18,6 +18,8 @@ from thunder_memsave.finetune.out_of_memory import changes, what_happened, write
 from thunder_memsave.finetune.processes import LocalProcesses
 from thunder_memsave.finetune.run_directory import how_to_go_on
 from thunder_memsave.finetune.stop import (
+    LESS_MEMORY,
+    LESS_MEMORY_OF_A_NEW_RUN,
     BadStepError,
     DeviceMemoryError,
     ProcessDiedError,
@@ -27,10 +29,6 @@ from thunder_memsave.finetune.stop import (
 )
 from thunder_memsave.missing_ranks import CollectiveError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
-
-_LESS_MEMORY = (
-    "use a smaller data.max_seq_length, more processes with strategy.sharding zero3, or lora"
-)
 
 
 def as_told(
@@ -69,14 +67,19 @@ def interrupted(
     """Say where the run is, and by the exit code whether all of it is saved."""
     what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     code = 128 + number
-    own = list_checkpoints(job.directory.checkpoints)
     if not job.directory.config.exists():
         message = f"{what} before training began; start it again."
     else:
-        if number != signal.SIGINT and own and step_of(own[-1]) == state["step"]:
+        if number != signal.SIGINT and is_saved(job, state):
             code = signals.EXIT_SAVED
         message = f"{what} at step {state['step']}: {_how_to_go_on(fabric, job)}"
     return RunInterruptedError(message, exit_code=code, is_own=signals.received() is not None)
+
+
+def is_saved(job: Job, state: Mapping[str, Any]) -> bool:
+    """Tell whether the newest checkpoint is of the step at which the run is."""
+    own = list_checkpoints(job.directory.checkpoints)
+    return bool(own) and step_of(own[-1]) == state["step"]
 
 
 def explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
@@ -111,12 +114,21 @@ def _out_of_memory(
     size = job.batch_sizes.micro_batch_size
     found = changes(error, strategy, micro_batch_size=size)
     snapshot = write_snapshot(job.directory.root, rank=fabric.global_rank)
-    advice = f"change one key: {' or '.join(found)}" if found else _LESS_MEMORY
+    advice = f"change one key: {' or '.join(found)}" if found else _less_memory(job)
     where = f" What was held is in {snapshot}." if snapshot else ""
     if not job.directory.config.exists():
         return f"{what_happened(error, strategy)}. Start again, and {advice}.{where}"
     how = _how_to_go_on(fabric, job, change=f" {found[0]}" if found else "")
     return f"at step {state['step']}, {what_happened(error, strategy)}. To go on, {advice}.{where} Now {how}"
+
+
+def _less_memory(job: Job) -> str:
+    """What changes the meaning of a checkpoint's step is refused by the run that goes on from it."""
+    if job.resume_from is None and not list_checkpoints(job.directory.checkpoints):
+        return f"{LESS_MEMORY}, {LESS_MEMORY_OF_A_NEW_RUN}"
+    return (
+        f"{LESS_MEMORY}, or start a new run in another output_dir with {LESS_MEMORY_OF_A_NEW_RUN}"
+    )
 
 
 def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:

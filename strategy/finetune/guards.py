@@ -27,7 +27,13 @@ class BadStep:
 
 
 def judge(
-    guards: GuardsConfig, state: LoopState, *, loss: float, norm: float, is_finite: bool
+    guards: GuardsConfig,
+    state: LoopState,
+    *,
+    loss: float,
+    norm: float,
+    is_finite: bool,
+    max_nonfinite_skips: int | None = None,
 ) -> BadStep | None:
     """Say whether a step may be taken; None: it may.
 
@@ -37,6 +43,7 @@ def judge(
         loss: Of all ranks.
         norm: Of the gradients, for the message.
         is_finite: The loss and the gradients are finite on all ranks.
+        max_nonfinite_skips: Instead of `guards.max_skips` for steps that are not.
 
     Raises:
         NotFiniteError: they are not, and the run is to stop for it.
@@ -44,16 +51,17 @@ def judge(
     """
     if not is_finite:
         reason = f"its loss is {loss:g} and the norm of its gradients {norm:g}"
-        return _bad(guards.nonfinite, reason, guards, state, NotFiniteError)
-    limit = spike_limit(guards, state)
-    if limit is None or loss <= limit:
+        limit = guards.max_skips if max_nonfinite_skips is None else max_nonfinite_skips
+        return _bad(guards.nonfinite, reason, state, NotFiniteError, max_skips=limit)
+    highest = spike_limit(guards, state)
+    if highest is None or loss <= highest:
         return None
     assert guards.loss_spike is not None
     reason = (
-        f"its loss is {loss:g}, above {limit:g}, the median of the last {guards.spike_window} losses and "
+        f"its loss is {loss:g}, above {highest:g}, the median of the last {guards.spike_window} losses and "
         f"{guards.spike_threshold:g} times their median deviation"
     )
-    return _bad(guards.loss_spike, reason, guards, state, LossSpikeError)
+    return _bad(guards.loss_spike, reason, state, LossSpikeError, max_skips=guards.max_skips)
 
 
 def spike_limit(guards: GuardsConfig, state: LoopState) -> float | None:
@@ -68,13 +76,14 @@ def spike_limit(guards: GuardsConfig, state: LoopState) -> float | None:
 def _bad(
     action: Action | Literal["stop"],
     reason: str,
-    guards: GuardsConfig,
     state: LoopState,
     error: type[BadStepError],
+    *,
+    max_skips: int,
 ) -> BadStep:
     if action == "stop":
         raise error(reason)
-    if action == "skip" and state.num_skips >= guards.max_skips:
+    if action == "skip" and state.num_skips >= max_skips:
         raise error(
             f"{reason}, as were those of the {state.num_skips} steps before (guards.max_skips)"
         )

@@ -75,6 +75,8 @@ class Plan:
     lr_scheduler: LRSchedulerConfig
     eval: EvalConfig
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    max_nonfinite_skips: int | None = None
+    """Instead of `guards.max_skips`, for steps that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +245,14 @@ class _Loop:
 
     def _judged(self, loss: float, norm: float, *, is_finite: bool) -> BadStep | None:
         try:
-            return judge(self.plan.guards, self.memory, loss=loss, norm=norm, is_finite=is_finite)
+            return judge(
+                self.plan.guards,
+                self.memory,
+                loss=loss,
+                norm=norm,
+                is_finite=is_finite,
+                max_nonfinite_skips=self.plan.max_nonfinite_skips,
+            )
         except BadStepError as error:
             raise type(error)(self._refusal(str(error))) from None
 

@@ -42,6 +42,7 @@ class _Watch:
         self.received: signal.Signals | None = None
         self.is_deferring = False
         self.exit_code: int | None = None
+        self.is_saved = False
         self.is_deferred = False
         self._pipe = os.pipe()
         self._before: dict[signal.Signals, Any] = {}
@@ -108,7 +109,8 @@ class _Watch:
             _say(
                 f"ended at once by {number.name}; --resume=auto goes on from the last checkpoint, if there is one."
             )
-        os._exit(128 + number if self.exit_code is None else self.exit_code)
+        at_once = EXIT_SAVED if self.is_saved and number != signal.SIGINT else 128 + number
+        os._exit(at_once if self.exit_code is None else self.exit_code)
 
 
 _watch: _Watch | None = None
@@ -150,6 +152,12 @@ def finish_steps(is_deferring: bool) -> None:
     """Say whether there is a step to finish and to save; else signals end the run at once."""
     if _watch is not None:
         _watch.is_deferring = is_deferring
+
+
+def all_is_saved() -> None:
+    """Let signals that end the run at once say by the exit code that nothing is lost: its last step is saved."""
+    if _watch is not None:
+        _watch.is_saved = True
 
 
 def end_as(exit_code: int) -> None:

@@ -7,6 +7,11 @@ from typing import ClassVar
 OUT_OF_MEMORY = 4
 """The exit code; 3 is a budget that no plan fits."""
 
+LESS_MEMORY = "use more processes with strategy.sharding zero3"
+"""What a run may change that goes on from a checkpoint."""
+
+LESS_MEMORY_OF_A_NEW_RUN = "a smaller data.max_seq_length, or lora"
+
 
 class RunStoppedError(Exception):
     """A run ended before its last step; the message says at which one, and what to do."""

@@ -24,8 +24,9 @@ from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
 from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
+from thunder_memsave.finetune import signals
 from thunder_memsave.finetune.config import GuardsConfig, RunConfig
-from thunder_memsave.finetune.early_end import as_told, explained, interrupted
+from thunder_memsave.finetune.early_end import as_told, explained, interrupted, is_saved
 from thunder_memsave.finetune.environment import add_start
 from thunder_memsave.finetune.export import export, is_adapted
 from thunder_memsave.finetune.fabric import build_fabric
@@ -81,7 +82,7 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     callbacks = [*build_callbacks(config, job.directory), PlanShown()]
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
-    state: dict[str, Any] = {"step": 0}
+    state: dict[str, Any] = {"step": _first_step(job)}
     processes.watch(lambda died: explained(died, fabric, job, state))
     try:
         begun = _begin(fabric, job, base, callbacks, state)
@@ -91,6 +92,11 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
         if told is None:
             raise
         raise told from error
+
+
+def _first_step(job: Job) -> int:
+    """The step that the run starts from, for what is said before its checkpoint is loaded."""
+    return 0 if job.resume_from is None else int(job.resume_from.values.get("step", 0))
 
 
 def _begin(
@@ -103,6 +109,7 @@ def _begin(
     """Join the processes, fill the model, and put into `state` what checkpoints hold."""
     fabric.launch()
     job = _on_newest_valid(fabric, _as_rank_zero_sees_it(fabric, job), base)
+    state["step"] = _first_step(job)
     if fabric.is_global_zero:  # which alone tells of it
         _describe_model(callbacks, job, fabric)
     _say(fabric, job.data.summary)
@@ -118,7 +125,8 @@ def _begin(
         **base.identity,
     )
     if job.resume_from is not None:
-        _load(fabric, job.resume_from, job.config, state)
+        is_verified = job.config.resume == "auto"
+        _load(fabric, job.resume_from, job.config, state, is_verified=is_verified)
     # After the checkpoint: one that does not fit this run file must not replace its own.
     before = _create_directory(fabric, job, step=state["step"])
     return _Begun(
@@ -255,7 +263,12 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
 
 
 def _load(
-    fabric: Fabric, checkpoint: CheckpointInfo, config: RunConfig, state: dict[str, Any]
+    fabric: Fabric,
+    checkpoint: CheckpointInfo,
+    config: RunConfig,
+    state: dict[str, Any],
+    *,
+    is_verified: bool,
 ) -> None:
     """Load the checkpoint; the optimizer's arguments stay those of this run's file."""
     cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
@@ -264,7 +277,7 @@ def _load(
         given -= set(IMPLEMENTATION)  # as the run began, which gives the same bits
     arguments = [_arguments(group, given) for group in state["optimizer"].param_groups]
     try:
-        load_checkpoint(fabric, checkpoint, state, is_verified=config.resume == "auto")
+        load_checkpoint(fabric, checkpoint, state, is_verified=is_verified)
     except StateMismatchError as error:
         raise ConfigError(_does_not_fit(checkpoint, error), key="resume") from error
     except (ValueError, KeyError, OSError, CheckpointError) as error:
@@ -336,6 +349,8 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
             loop_state=begun.loop_state,
             roll_back=lambda: _roll_back(fabric, job, state),
         )
+        if is_saved(job, state):
+            signals.all_is_saved()
         if ending.reason is not None:
             _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {ending.reason}")
         if ending.signal is None:
@@ -352,16 +367,22 @@ def _roll_back(fabric: Fabric, job: Job, state: dict[str, Any]) -> None:
     """Put everything back to the newest checkpoint without damage, or to the one that the run began with.
 
     Raises:
-        BadStepError: there is none yet.
+        BadStepError: there is none yet, or none that can be loaded.
     """
     fabric.call("on_rollback_start", fabric=fabric)  # a save may be under way
-    checkpoint = newest_valid(fabric, job.directory.checkpoints) or job.resume_from
+    not_taken = f"step {state['step'] + 1} was not taken: its loss or gradients are bad"
+    try:
+        own = newest_valid(fabric, job.directory.checkpoints)
+        checkpoint = own or job.resume_from
+        if checkpoint is not None:
+            _load(fabric, checkpoint, job.config, state, is_verified=own is not None)
+    except (ValueError, OSError, CheckpointError) as error:
+        raise BadStepError(f"{not_taken}, and the run cannot go back: {error}") from error
     if checkpoint is None:
         raise BadStepError(
-            f"step {state['step'] + 1} was not taken: its loss or gradients are bad, and guards has 'rollback', but "
-            "there is no checkpoint yet; lower checkpoint.every_n_steps or the learning rate, or check the data."
+            f"{not_taken}, and guards has 'rollback', but there is no checkpoint yet; lower checkpoint.every_n_steps "
+            "or the learning rate, or check the data."
         )
-    _load(fabric, checkpoint, job.config, state)
 
 
 def _tell_callbacks_of_the_end(fabric: Fabric) -> None:
@@ -400,11 +421,16 @@ def _plan(job: Job, fabric: Fabric) -> Plan:
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,
         guards=_guards(config),
+        max_nonfinite_skips=sys.maxsize if _strategy_skips(config) else None,
     )
 
 
 def _guards(config: RunConfig) -> GuardsConfig:
-    """The strategy's own word for it, which scripts use, means steps without end."""
-    if config.strategy.get("nonfinite_gradients") != "skip":
+    if not _strategy_skips(config):
         return config.guards
-    return dataclasses.replace(config.guards, nonfinite="skip", max_skips=sys.maxsize)
+    return dataclasses.replace(config.guards, nonfinite="skip")
+
+
+def _strategy_skips(config: RunConfig) -> bool:
+    """The strategy's own word for it, which scripts use, means steps without end."""
+    return config.strategy.get("nonfinite_gradients") == "skip"

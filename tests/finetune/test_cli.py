@@ -230,8 +230,10 @@ def test_a_device_without_memory_left_gives_advice(
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
     fail_in_train(monkeypatch, error)
     assert main(["train", str(run_file)]) == 4
-    start = "error: CUDA out of memory. These need less memory: a smaller train.micro_batch_size"
-    assert capsys.readouterr().err.startswith(start)
+    assert capsys.readouterr().err == (
+        "error: CUDA out of memory. To need less, use more processes with strategy.sharding zero3, a smaller "
+        "train.micro_batch_size (train.global_batch_size stays), a smaller data.max_seq_length, or lora.\n"
+    )
 
 
 def test_an_unexpected_error_keeps_its_traceback(

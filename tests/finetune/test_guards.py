@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +70,15 @@ def test_more_skips_in_a_row_than_allowed_end_the_run() -> None:
     assert verdict(guards, seen([], num_skips=1), math.inf) is not None
     with pytest.raises(NotFiniteError, match=r"as were those of the 2 steps before \(guards.max"):
         verdict(guards, seen([], num_skips=2), math.inf)
+
+
+def test_skips_without_end_are_of_steps_that_are_not_finite_alone() -> None:
+    guards = GuardsConfig(nonfinite="skip", loss_spike="skip", spike_window=1, max_skips=2)
+    state = seen([1.0], num_skips=2)
+    judged = partial(judge, guards, state, norm=1.0, max_nonfinite_skips=99)
+    assert judged(loss=math.nan, is_finite=False) is not None
+    with pytest.raises(LossSpikeError, match="as were those of the 2 steps before"):
+        judged(loss=9.0, is_finite=True)
 
 
 def test_more_rollbacks_to_one_checkpoint_than_allowed_end_the_run() -> None:

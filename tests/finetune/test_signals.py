@@ -105,6 +105,19 @@ hang()
     assert result.stderr == f"SIGTERM: {FINISHES}"
 
 
+def test_an_export_that_does_not_listen_ends_as_saved() -> None:
+    for number, exit_code in ((signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        code = f"""
+signals._AT_ONCE_SECONDS = 0.2
+signals.all_is_saved()
+send(signal.{number.name})
+hang()
+"""
+        result = run(code)
+        assert result.returncode == exit_code
+        assert result.stderr == f"ended at once by {number.name}; {AT_ONCE}"
+
+
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     code = """
 signals.stop_watching()

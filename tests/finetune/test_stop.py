@@ -22,12 +22,13 @@ from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoint
 from thunder_memsave.callbacks.metrics_csv import read_metrics
 from thunder_memsave.finetune import signals
 from thunder_memsave.finetune.cli import main
-from thunder_memsave.finetune.early_end import as_told, explained
+from thunder_memsave.finetune.early_end import _less_memory, as_told, explained, is_saved
 from thunder_memsave.finetune.job import Job
 from thunder_memsave.finetune.processes import LocalProcesses
 from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
 from thunder_memsave.finetune.signals import EXIT_SAVED
 from thunder_memsave.finetune.stop import RankLostError, RunInterruptedError
+from thunder_memsave.finetune.train import _first_step
 from thunder_memsave.missing_ranks import CollectiveError
 
 LEAVING_SECONDS = 5.0
@@ -343,6 +344,26 @@ def test_before_the_training_there_is_nothing_to_go_on_from(tmp_path: Path) -> N
     died = "process 1 of 2 was ended by SIGKILL"
     expected = f"{died} before training began, so the run ends too; start it again."
     assert explained(died, fabric, job, {"step": 0}) == expected
+
+
+def test_once_there_is_a_checkpoint_the_advice_is_what_a_resumed_run_may_change(
+    tmp_path: Path,
+) -> None:
+    directory = RunDirectory(root=tmp_path / "run")
+    job = cast(Job, SimpleNamespace(directory=directory, resume_from=None))
+    zero3 = "use more processes with strategy.sharding zero3"
+    others = "a smaller data.max_seq_length, or lora"
+    assert _less_memory(job) == f"{zero3}, {others}"
+    (directory.checkpoints / "step-00000002").mkdir(parents=True)
+    assert not is_saved(job, {"step": 1})
+    assert is_saved(job, {"step": 2})
+    assert _less_memory(job) == f"{zero3}, or start a new run in another output_dir with {others}"
+
+
+def test_what_is_said_before_a_checkpoint_is_loaded_names_its_step(tmp_path: Path) -> None:
+    info = CheckpointInfo(path=tmp_path / "step-00000004", world_size=1, values={"step": 4})
+    assert _first_step(cast(Job, SimpleNamespace(resume_from=info))) == 4
+    assert _first_step(cast(Job, SimpleNamespace(resume_from=None))) == 0
 
 
 @pytest.fixture

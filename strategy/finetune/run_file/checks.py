@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thunder_memsave.finetune.config import CheckpointConfig, RunConfig
+from thunder_memsave.finetune.config import CheckpointConfig, GuardsConfig, RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun, num_local_processes
 from thunder_memsave.finetune.run_file.problems import Problems
 from thunder_memsave.settings import ConfigError
@@ -134,6 +134,38 @@ def _guards(config: RunConfig) -> Iterator[ConfigError]:
             "which is for scripts.",
             key="guards.nonfinite",
         )
+    if strategy == "skip" and config.guards.max_skips != GuardsConfig().max_skips:
+        yield ConfigError(
+            f"guards.max_skips is {config.guards.max_skips}, but strategy.nonfinite_gradients 'skip' leaves out steps "
+            "without end; write guards.nonfinite: skip instead of it.",
+            key="guards.max_skips",
+        )
+
+
+def _spikes(config: RunConfig) -> Iterator[ConfigError]:
+    guards, default = config.guards, GuardsConfig()
+    if guards.loss_spike is not None:
+        return
+    for name in ("spike_window", "spike_threshold"):
+        value = getattr(guards, name)
+        if value != getattr(default, name):
+            yield ConfigError(
+                f"guards.{name} is {value:g}, but guards.loss_spike is null, so that no spike is looked for; set "
+                f"guards.loss_spike to stop, skip or rollback, or leave guards.{name} out.",
+                key=f"guards.{name}",
+            )
+
+
+def _rollback(config: RunConfig) -> Iterator[ConfigError]:
+    if config.checkpoint.every_n_steps is not None:
+        return
+    for name in ("nonfinite", "loss_spike"):
+        if getattr(config.guards, name) == "rollback":
+            yield ConfigError(
+                f"guards.{name} is 'rollback', but checkpoint.every_n_steps is null, so that there is no checkpoint to "
+                "go back to before the end; set checkpoint.every_n_steps.",
+                key=f"guards.{name}",
+            )
 
 
 def _revision(config: RunConfig) -> Iterator[ConfigError]:
@@ -237,7 +269,9 @@ def _devices(config: RunConfig) -> Iterator[ConfigError]:
 
 # Settings that depend on each other, by the keys that they read.
 _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
-    ("strategy", "guards.nonfinite"): _guards,
+    ("strategy", "guards.nonfinite", "guards.max_skips"): _guards,
+    ("guards.loss_spike", "guards.spike_window", "guards.spike_threshold"): _spikes,
+    ("guards.nonfinite", "guards.loss_spike", "checkpoint.every_n_steps"): _rollback,
     ("lora", "adapter"): _lora_and_adapter,
     ("model.name_or_path", "model.revision"): _revision,
     ("model.dtype", "model.trainable_dtype"): _dtypes,

@@ -194,6 +194,14 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "checkpoint={asynchronous: true, every_n_steps: null}",
             "asynchronous is true, but checkpoint.every_n_steps is null, and the end of a run waits",
         ),
+        (
+            "guards.spike_window=7",
+            "guards.spike_window is 7, but guards.loss_spike is null, so that no spike is looked for; set guards.loss",
+        ),
+        (
+            "guards={loss_spike: null, spike_threshold: 2.5}",
+            "spike_threshold is 2.5, but guards.loss_spike is null, so that no spike is looked for",
+        ),
         ("eval.max_batches=-1", "must be at least 1; write null for the whole validation set."),
         ("lr_scheduler.warmup_steps=-1", "must not be negative"),
         ("lr_scheduler.warmup_steps=2.5", "a whole number of steps or a fraction"),
@@ -245,6 +253,18 @@ def test_what_is_wrong_in_an_override_is_named(tmp_path: Path, override: str, me
             "but a constant learning rate does not go down to it",
         ),
         (["lora.r=8", "adapter.class_path=LoHaConfig"], "lora and adapter are both given"),
+        (
+            ["guards.nonfinite=rollback", "checkpoint.every_n_steps=null"],
+            "guards.nonfinite is 'rollback', but checkpoint.every_n_steps is null, so that there is no checkpoint to",
+        ),
+        (
+            ["guards.loss_spike=rollback", "checkpoint.every_n_steps=null"],
+            "guards.loss_spike is 'rollback', but checkpoint.every_n_steps is null",
+        ),
+        (
+            ["guards.max_skips=9", "strategy.nonfinite_gradients=skip"],
+            "guards.max_skips is 9, but strategy.nonfinite_gradients 'skip' leaves out steps without end; write guards",
+        ),
         (["model.name_or_path=.", "model.revision=main"], "a directory, which has no revisions"),
     ],
 )
