@@ -167,10 +167,10 @@ def materialize(
     seed = broadcast(torch.initial_seed(), data_parallel)
     on_all_ranks = partial(together, data_parallel=data_parallel, error_elsewhere=OtherRankError)
     reads = on_all_ranks(lambda: list(_plan_reads(module)))
-    for read in reads:
-        if frozen is not None and frozen.has(read.target) and read.target.is_meta:
-            on_all_ranks(partial(_fill_from_file, read, device, data_parallel))
-            frozen.cast(read.target, device)
+    if frozen is not None:
+        kept = [read for read in reads if frozen.has(read.target) and read.target.is_meta]
+        fills = ((r.target, partial(_fill_from_file, r, device, data_parallel)) for r in kept)
+        frozen.cast_each(fills, device)
 
     def fill() -> None:
         for read in reads:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,15 +13,14 @@ from torch import Tensor, nn
 
 from thunder_memsave.agreement import OtherRankError, together
 from thunder_memsave.config import ConfigError
-from thunder_memsave.fp8 import torch_backend
 from thunder_memsave.fp8.layers import Choice
 from thunder_memsave.fp8.loaded import SCALE_NAME
 from thunder_memsave.fp8.recipe import Recipe
-from thunder_memsave.fp8.torch_backend import BLOCK
+from thunder_memsave.fp8.rows import Rows, shape_of_scales
 from thunder_memsave.fp8_parameter import hold_fp8
 from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharded_parameter import unquantized_dtype
-from thunder_memsave.sharding import DataParallel, ShardedParameter, local_rows, whole_shape
+from thunder_memsave.sharding import DataParallel, can_shard, whole_shape
 
 T = TypeVar("T")
 
@@ -116,39 +116,69 @@ class FrozenInFp8:
         return id(tensor) in self._kept and unquantized_dtype(tensor) is None
 
     def cast_rest(self, device: torch.device) -> None:
-        """Cast all that are not cast yet. A collective, as `cast` is."""
-        for kept in self._kept.values():
-            if self.has(kept.weight):
-                self.cast(kept.weight, device)
+        """Cast all that are not cast yet. A collective, as `cast_each` is."""
+        rest = [kept.weight for kept in self._kept.values() if self.has(kept.weight)]
+        self.cast_each(((weight, lambda: None) for weight in rest), device)
 
     @torch.no_grad()
-    def cast(self, weight: Tensor, device: torch.device) -> None:
-        """Let a weight that has values, sharded or not, hold fp8 numbers on `device` instead. A collective.
+    def cast_each(
+        self, fills: Iterable[tuple[Tensor, Callable[[], object]]], device: torch.device
+    ) -> None:
+        """Let weights hold fp8 numbers on `device` instead, one after the other. A collective.
 
-        The numbers and the scale are those that the whole weight would get: `symbols.quantize_frozen`.
+        The numbers and the scale are those that the whole weight would get: `symbols.quantize_frozen`. Ranks meet once
+        for each weight that they share out, and at the end.
+
+        Args:
+            fills: Each weight, sharded or not, and what gives it its values where it has none yet.
+            device: For the numbers.
 
         Raises:
             OtherRankError: another rank could not.
         """
-        kept = self._kept[id(weight)]
-        own = self._on_all_ranks(lambda: _Rows.of(weight, device))
-        amax = self._on_all_ranks(lambda: own.amax(self._recipe))
-        if isinstance(weight, ShardedParameter):
-            assert self._data_parallel is not None
-            with collective(f"amax of {kept.name}", self._data_parallel.group):
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._data_parallel.group)
+        waiting: list[Callable[[], object]] = []
+        for weight, fill in fills:
+            kept = self._kept[id(weight)]
+            waiting.append(fill)
+            if self._data_parallel and can_shard(whole_shape(weight), self._data_parallel):
+                waiting = [self._reduced(kept, waiting, device, self._data_parallel)]
+            else:
+                waiting.append(partial(self._cast_whole, kept, device))
+        if waiting:
+            self._on_all_ranks(partial(_run, waiting))
 
-        def hold() -> None:
-            values, scale_inv = own.quantized(amax, self._recipe)
-            hold_fp8(kept.weight, values, name=kept.name)
-            _hold_scale(kept.linears, scale_inv)
+    def _reduced(
+        self,
+        kept: _Kept,
+        waiting: list[Callable[[], object]],
+        device: torch.device,
+        data_parallel: DataParallel,
+    ) -> Callable[[], None]:
+        """Take what the ranks need to know of each other's rows; returns what can wait for the next time they meet."""
 
-        self._on_all_ranks(hold)
+        def amax_of_rows() -> tuple[Rows, Tensor]:
+            _run(waiting)
+            rows = Rows.of(kept.weight, device)
+            return rows, rows.amax(self._recipe)
+
+        rows, amax = self._on_all_ranks(amax_of_rows)
+        with collective(f"amax of {kept.name}", data_parallel.group):
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=data_parallel.group)
+        return partial(self._hold, kept, rows, amax)
+
+    def _cast_whole(self, kept: _Kept, device: torch.device) -> None:
+        rows = Rows.of(kept.weight, device)
+        self._hold(kept, rows, rows.amax(self._recipe))
+
+    def _hold(self, kept: _Kept, rows: Rows, amax: Tensor) -> None:
+        values, scale_inv = rows.quantized(amax, self._recipe)
+        hold_fp8(kept.weight, values, name=kept.name)
+        _hold_scale(kept.linears, scale_inv)
 
     def stand_in(self) -> None:
         """Let all of them hold fp8 numbers without memory; for a plan, whose weights hold nothing."""
         for kept in self._kept.values():
-            shape = _shape_of_scales(whole_shape(kept.weight), self._recipe)
+            shape = shape_of_scales(whole_shape(kept.weight), self._recipe)
             numbers = torch.empty(kept.weight.shape, dtype=self._recipe.dtype("weight"))
             numbers.untyped_storage().resize_(0)
             scale_inv = torch.empty(shape)
@@ -158,6 +188,12 @@ class FrozenInFp8:
 
     def _on_all_ranks(self, act: Callable[[], T]) -> T:
         return together(act, self._data_parallel, error_elsewhere=OtherRankError)
+
+
+def _run(waiting: list[Callable[[], object]]) -> None:
+    """One after the other; each is let go then, with the weight that it holds."""
+    while waiting:
+        waiting.pop(0)()
 
 
 def _chosen(module: nn.Module, choices: Sequence[Choice]) -> dict[int, _Kept]:
@@ -189,67 +225,3 @@ def _hold_scale(linears: Sequence[nn.Linear], scale_inv: Tensor) -> None:
     scale = FrozenScale(scale_inv)
     for linear in linears:
         linear.add_module(SCALE_NAME, scale)
-
-
-def _shape_of_scales(shape: torch.Size, recipe: Recipe) -> tuple[int, ...]:
-    if recipe.name != "block":
-        return (1,)
-    return torch_backend.block_scales_shape(shape[0], shape[1], BLOCK)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
-    """A rank's rows of a weight, on the device."""
-
-    values: Tensor
-    """`[rows, columns]` without padding; there may be none."""
-    first: int
-    num_rows: int
-    """With padding."""
-    whole: torch.Size
-
-    @classmethod
-    def of(cls, weight: Tensor, device: torch.device) -> _Rows:
-        first = weight._first_row if isinstance(weight, ShardedParameter) else 0
-        values = local_rows(weight, weight).to(device)
-        return cls(values=values, first=first, num_rows=weight.shape[0], whole=whole_shape(weight))
-
-    def amax(self, recipe: Recipe) -> Tensor:
-        """What these rows say of the amax of the whole, or of each of its blocks."""
-        found = self.values.new_zeros(_shape_of_scales(self.whole, recipe), dtype=torch.float32)
-        if self.values.numel() == 0:
-            return found
-        if recipe.name == "block":
-            found[self._blocks].copy_(torch_backend.block_amax(self._from_a_block(), BLOCK, BLOCK))
-        else:
-            found.copy_(torch_backend.amax(self.values))
-        return found
-
-    def quantized(self, amax: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        """These rows in fp8 with zeros for padding, and what undoes the scales of the whole."""
-        dtype = recipe.dtype("weight")
-        if recipe.name == "block":
-            scales = torch_backend.block_scales(amax, dtype, of=self.values.dtype)
-        else:
-            scales = torch_backend.current_scale(amax, dtype)
-        if self.values.shape[0] == self.num_rows:
-            return self._cast(scales, dtype), scales.reciprocal()
-        padded = self.values.new_zeros((self.num_rows, *self.whole[1:]), dtype=dtype)
-        if self.values.numel():
-            padded[: self.values.shape[0]] = self._cast(scales, dtype)
-        return padded, scales.reciprocal()
-
-    def _cast(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        if scales.dim() < 2:
-            return torch_backend.cast(self.values, scales, dtype)
-        own = torch_backend.cast_blocks(self._from_a_block(), scales[self._blocks], dtype, BLOCK)
-        return own[self.first % BLOCK :].contiguous()
-
-    @property
-    def _blocks(self) -> slice:
-        """Rows of blocks that these rows are in, wholly or partly."""
-        return slice(self.first // BLOCK, -(-(self.first + self.values.shape[0]) // BLOCK))
-
-    def _from_a_block(self) -> Tensor:
-        """With zeros before, where the first row is not a block's first."""
-        return nn.functional.pad(self.values, (0, 0, self.first % BLOCK, 0))

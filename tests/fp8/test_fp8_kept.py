@@ -22,9 +22,9 @@ from harness.models import llama, token_batch
 from thunder_memsave import ConfigError, load_on_setup
 from thunder_memsave.checkpoints.module_state import StateMismatchError
 from thunder_memsave.extract import profiles, program
-from thunder_memsave.fp8.frozen import _Rows
 from thunder_memsave.fp8.loaded import SCALE_NAME, weight_of_scale
 from thunder_memsave.fp8.recipe import Recipe
+from thunder_memsave.fp8.rows import Rows
 from thunder_memsave.fp8.symbols import quantize_frozen
 from thunder_memsave.fp8_parameter import Fp8Parameter, Fp8ParameterError
 from thunder_memsave.op_profile import OpProfiles
@@ -260,14 +260,14 @@ class _OneOf:
         self.rank, self.world_size, self.shards = rank, world_size, True
 
 
-def rows_of(weight: Tensor, rank: int, num_ranks: int) -> _Rows:
+def rows_of(weight: Tensor, rank: int, num_ranks: int) -> Rows:
     owner = nn.Module()
     owner.weight = nn.Parameter(weight.clone(), requires_grad=False)
     ranks: Any = _OneOf(rank, num_ranks)
     shard_module(owner, ranks if num_ranks > 1 else None)
     assert isinstance(owner.weight, ShardedParameter) is (num_ranks > 1)
     assert num_ranks == 1 or owner.weight.shape[0] == own_rows(weight.shape, ranks).num_rows
-    return _Rows.of(owner.weight, torch.device("cpu"))
+    return Rows.of(owner.weight, torch.device("cpu"))
 
 
 def test_half_the_bytes_of_bfloat16_are_left_and_the_weights_are_gone() -> None:

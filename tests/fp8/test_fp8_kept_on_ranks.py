@@ -21,6 +21,7 @@ from harness.rank_memory import letting_go
 from thunder_memsave import load_on_setup, materialize
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.collectives import gathers
+from thunder_memsave.fp8 import frozen
 from thunder_memsave.fp8_parameter import Fp8ParameterError
 from thunder_memsave.sharded_parameter import ShardedParameterError
 from thunder_memsave.sharding import take_rows
@@ -86,6 +87,7 @@ def check_ranks(directory: Path) -> None:
     check_bytes_and_peak()
     check_checkpoints(directory)
     check_files(directory)
+    check_a_rank_that_cannot_cast()
 
 
 def check_training(sharding: str, recipe: str) -> None:
@@ -193,7 +195,9 @@ def check_files(directory: Path) -> None:
     with fabric.init_module(empty_init=True):
         model = Net()
     load_on_setup(model, path)
-    loaded, optimizer = set_up(fabric, model)
+    with patch.object(frozen, "together", wraps=frozen.together) as meetings:
+        loaded, optimizer = set_up(fabric, model)
+    assert meetings.call_count == 2 + 1  # for each weight, and at the end
     expected, its_optimizer = set_up(fabric, make())
     found = step(fabric, loaded, optimizer, 0)
     assert all(map(torch.equal, found, step(fabric, expected, its_optimizer, 0)))
@@ -211,3 +215,17 @@ def check_a_rank_that_cannot_read(fabric: Fabric, path: Path) -> None:
         pytest.raises((OSError, OtherRankError), match="the disk is gone"),
     ):
         fabric.setup(model)
+
+
+def check_a_rank_that_cannot_cast() -> None:
+    """The other hears of it when they meet next; where nothing is shared out, that is at the end."""
+    for sharding, num_meetings in (("zero3", 2), ("none", 1)):
+        fabric = fabric_of(sharding, "current", "fp8")
+        broken = MemoryError("no room") if fabric.global_rank == 1 else None
+        with (
+            patch.object(frozen, "together", wraps=frozen.together) as meetings,
+            patch.object(frozen, "hold_fp8", side_effect=broken, wraps=frozen.hold_fp8),
+            pytest.raises((MemoryError, OtherRankError), match="no room"),
+        ):
+            fabric.setup(make())
+        assert meetings.call_count == num_meetings
