@@ -8,24 +8,58 @@ import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from thunder_memsave.finetune import signals
 from thunder_memsave.finetune.signals import _WithoutInterrupts
 
 BEGIN = """
 import ctypes, os, signal, sys, threading, time
 from thunder_memsave.finetune import signals
 
-def send(*numbers, wait_s=0.0):
-    def act():
-        for number in numbers:
-            time.sleep(wait_s)
-            os.kill(os.getpid(), number)
-    threading.Thread(target=act, daemon=True).start()
+def send(number):
+    threading.Thread(target=os.kill, args=(os.getpid(), number), daemon=True).start()
 
-def hang():
-    # As a collective does: in C, where Python runs no handler.
+def until(is_true):
+    # The thread that attends to signals has its own pace.
+    for _ in range(6000):
+        if is_true():
+            return
+        time.sleep(0.01)
+    sys.exit("never came")
+
+def reads():
+    # How many bytes of signals the thread has read.
+    return num_reads[0]
+
+num_reads = [0]
+read = signals._Watch._read
+
+def counted(watch):
+    value = read(watch)
+    num_reads[0] += 1
+    return value
+
+signals._Watch._read = counted
+
+told = []
+say = signals._say
+
+def kept(text):
+    say(text)
+    told.append(text)
+
+signals._say = kept
+
+def hang_and_get(number):
+    # As a collective does: in C, where Python runs no handler; what comes up before is swallowed, as libraries do.
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)
+    try:
+        send(number)
+        libc.pthread_mutex_lock(mutex)
+    except KeyboardInterrupt:
+        libc.pthread_mutex_lock(mutex)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
 signals.watch_signals()
@@ -62,7 +96,12 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 
 
 def test_where_there_is_one_it_is_noted_and_told() -> None:
-    code = "signals.finish_steps(True); signal.raise_signal(signal.SIGUSR1); time.sleep(1); print(signals.received())"
+    code = """
+signals.finish_steps(True)
+signal.raise_signal(signal.SIGUSR1)
+until(lambda: told)
+print(signals.received())
+"""
     result = run(code)
     assert result.stderr == f"SIGUSR1: {FINISHES}"
     assert result.stdout == "10\n"
@@ -70,23 +109,43 @@ def test_where_there_is_one_it_is_noted_and_told() -> None:
 
 
 def test_a_second_signal_ends_a_process_that_hangs_in_a_collective() -> None:
-    result = run(
-        "signals.finish_steps(True); send(signal.SIGTERM, signal.SIGUSR1, wait_s=1); hang()"
-    )
+    code = """
+signals._same_signal_seconds = lambda: 0.0
+signals.finish_steps(True)
+signal.raise_signal(signal.SIGTERM)
+until(lambda: told)
+hang_and_get(signal.SIGUSR1)
+"""
+    result = run(code)
     assert result.returncode == 128 + signal.SIGUSR1
     assert result.stderr == f"SIGTERM: {FINISHES}ended at once by SIGUSR1; {AT_ONCE}"
 
 
 def test_the_same_signal_again_at_once_is_no_second_one() -> None:
-    code = "signals.finish_steps(True); send(signal.SIGTERM, signal.SIGTERM, wait_s={}); time.sleep(3); print('lives')"
-    assert run(code.format(0.1)).stdout == "lives\n"
-    assert run(code.format(1)).returncode == 128 + signal.SIGTERM
-    # torchrun hands on what its processes got too.
-    assert run(code.format(1), LOCAL_WORLD_SIZE="2").stdout == "lives\n"
+    code = """
+signals._same_signal_seconds = lambda: {}
+signals.finish_steps(True)
+signal.raise_signal(signal.SIGTERM)
+until(lambda: reads() == 1)
+signal.raise_signal(signal.SIGTERM)
+until(lambda: reads() == 2)
+print('lives')
+"""
+    assert run(code.format(1000.0)).stdout == "lives\n"
+    # Ended by the thread, which may take its time.
+    assert run(code.format(0.0) + "time.sleep(60)").returncode == 128 + signal.SIGTERM
+
+
+def test_under_torchrun_a_signal_is_longer_the_same_one_which_it_hands_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = signals._same_signal_seconds()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert signals._same_signal_seconds() > 2 * alone > 0
 
 
 def test_work_before_the_first_step_ends_at_once_even_where_it_does_not_listen() -> None:
-    result = run("send(signal.SIGTERM); hang()")
+    result = run("hang_and_get(signal.SIGTERM)")
     assert result.returncode == 128 + signal.SIGTERM
     assert result.stderr == f"ended at once by SIGTERM; {AT_ONCE}"
 
@@ -94,11 +153,12 @@ def test_work_before_the_first_step_ends_at_once_even_where_it_does_not_listen()
 def test_a_signal_after_all_is_saved_ends_with_that_exit_code() -> None:
     code = """
 signals.finish_steps(True)
-send(signal.SIGTERM, signal.SIGTERM, wait_s=1)
-time.sleep(1.5)
+signals._same_signal_seconds = lambda: 0.0
+signal.raise_signal(signal.SIGTERM)
+until(lambda: told)
 signals.finish_steps(False)
 signals.end_as(signals.EXIT_SAVED)
-hang()
+hang_and_get(signal.SIGTERM)
 """
     result = run(code)
     assert result.returncode == 75
@@ -110,8 +170,7 @@ def test_an_export_that_does_not_listen_ends_as_saved() -> None:
         code = f"""
 signals._AT_ONCE_SECONDS = 0.2
 signals.all_is_saved()
-send(signal.{number.name})
-hang()
+hang_and_get(signal.{number.name})
 """
         result = run(code)
         assert result.returncode == exit_code
@@ -135,12 +194,12 @@ def test_other_signals_with_a_handler_neither_end_the_run_nor_count_as_second_on
 signal.signal(signal.SIGCHLD, lambda number, frame: None)
 signals._same_signal_seconds = lambda: 0.0
 signals.finish_steps(True)
-os.kill(os.getpid(), signal.SIGCHLD)
-time.sleep(0.3)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.3)
-os.kill(os.getpid(), signal.SIGCHLD)
-time.sleep(0.3)
+signal.raise_signal(signal.SIGCHLD)
+until(lambda: reads() == 1)
+signal.raise_signal(signal.SIGTERM)
+until(lambda: told)
+signal.raise_signal(signal.SIGCHLD)
+until(lambda: reads() == 3)
 print(signals.received().name)
 """
     result = run(code)
