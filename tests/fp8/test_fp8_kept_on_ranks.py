@@ -19,10 +19,10 @@ from harness.fp8_linears import ops, results
 from harness.memory import measured_memory
 from harness.rank_memory import letting_go
 from thunder_memsave import load_on_setup, materialize
-from thunder_memsave.agreement import OtherRankError
+from thunder_memsave.agreement import OtherRankError, together
 from thunder_memsave.collectives import gathers
 from thunder_memsave.fp8 import frozen
-from thunder_memsave.fp8_parameter import Fp8ParameterError
+from thunder_memsave.fp8_parameter import Fp8ParameterError, hold_fp8
 from thunder_memsave.sharded_parameter import ShardedParameterError
 from thunder_memsave.sharding import take_rows
 
@@ -195,7 +195,7 @@ def check_files(directory: Path) -> None:
     with fabric.init_module(empty_init=True):
         model = Net()
     load_on_setup(model, path)
-    with patch.object(frozen, "together", wraps=frozen.together) as meetings:
+    with patch.object(frozen, "together", wraps=together) as meetings:
         loaded, optimizer = set_up(fabric, model)
     assert meetings.call_count == 2 + 1  # for each weight, and at the end
     expected, its_optimizer = set_up(fabric, make())
@@ -223,8 +223,8 @@ def check_a_rank_that_cannot_cast() -> None:
         fabric = fabric_of(sharding, "current", "fp8")
         broken = MemoryError("no room") if fabric.global_rank == 1 else None
         with (
-            patch.object(frozen, "together", wraps=frozen.together) as meetings,
-            patch.object(frozen, "hold_fp8", side_effect=broken, wraps=frozen.hold_fp8),
+            patch.object(frozen, "together", wraps=together) as meetings,
+            patch.object(frozen, "hold_fp8", side_effect=broken, wraps=hold_fp8),
             pytest.raises((MemoryError, OtherRankError), match="no room"),
         ):
             fabric.setup(make())
