@@ -221,9 +221,14 @@ def _writers(config: RunConfig, directory: RunDirectory) -> list[object]:
 
 
 def _checkpoint(config: RunConfig, directory: RunDirectory) -> ModelCheckpoint:
+    section = config.checkpoint
     return ModelCheckpoint(
         directory.checkpoints,
-        **asdict(config.checkpoint),
+        every_n_steps=section.every_n_steps,
+        keep_last=section.keep_last,
+        keep_best=section.keep_best,
+        best_of=section.best_of,
+        asynchronous=section.asynchronous,
         config=asdict(config),
     )
 
