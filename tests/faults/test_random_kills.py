@@ -89,7 +89,10 @@ def test_a_step_that_is_lost_is_counted_though_others_are_gained() -> None:
 def test_a_launch_that_its_test_leaves_is_ended_with_all_that_it_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); input()"
+    start = (
+        "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
+        "time.sleep(60)"
+    )
     process = start_python(["-c", start])
     assert process.stdout is not None
     child = int(process.stdout.readline())
