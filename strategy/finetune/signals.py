@@ -69,6 +69,8 @@ class _Watch:
         if self.received is None:
             self.received = signal.Signals(number)
             self.is_deferred = self.is_deferring
+            if self.exit_code is not None:  # what it asks for is being done
+                raise SystemExit(self.exit_code)
             if not self.is_deferring:
                 raise KeyboardInterrupt
 

@@ -165,6 +165,11 @@ hang_and_get(signal.SIGTERM)
     assert result.stderr == f"SIGTERM: {FINISHES}"
 
 
+def test_a_first_signal_after_the_reason_of_the_end_was_told_changes_neither() -> None:
+    result = run("signals.end_as(1)\nsend(signal.SIGTERM)\ntime.sleep(60)")
+    assert (result.returncode, result.stderr) == (1, "")
+
+
 def test_an_export_that_does_not_listen_ends_as_saved() -> None:
     for number, exit_code in ((signal.SIGUSR1, 75), (signal.SIGINT, 130)):
         code = f"""

@@ -22,7 +22,7 @@ from thunder_memsave import ConfigError, checkpoint
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.digest import RankMismatchError
-from thunder_memsave.fp8 import backends, te_backend, torch_backend
+from thunder_memsave.fp8 import backends, te_backend, torch_backend, torch_support
 
 FP8 = {"amax_history_len": 4}
 PARTS = ("backward_amax_history", "backward_scale", "forward_amax_history", "forward_scale")
@@ -429,9 +429,9 @@ def check_ranks(directory: Path) -> None:
 def check_a_backend_that_one_rank_cannot_use(fabric: Fabric) -> None:
     """The other rank stops with the reason, instead of waiting for the timeout."""
     is_bad = fabric.global_rank == 1
-    broken = ConfigError("TransformerEngine cannot be loaded")
+    reason = "TransformerEngine cannot be loaded" if is_bad else None
     with (
-        patch.object(torch_backend, "require", side_effect=broken if is_bad else None),
+        patch.object(torch_support, "why_not", return_value=reason),
         pytest.raises(ConfigError if is_bad else OtherRankError, match="cannot be loaded"),
     ):
         setup(fabric)
@@ -446,7 +446,7 @@ def check_ranks_that_would_choose_other_backends() -> None:
     )
     with (
         patch.object(backends, "_best", return_value=chosen),
-        patch.object(te_backend, "require"),
+        patch.object(te_backend, "why_not", return_value=None),
         pytest.raises(RankMismatchError, match=message),
     ):
         setup(fabric)

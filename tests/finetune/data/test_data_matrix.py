@@ -61,12 +61,16 @@ def write_rows(directory: Path, data_format: str) -> Path:
 
 
 def prepared(model_directory: Path, directory: Path, data_format: str, layout: str) -> PreparedData:
-    path = write_rows(directory, data_format)
+    return read(model_directory, write_rows(directory, data_format), layout)
+
+
+def read(model_directory: Path, path: Path, layout: str) -> PreparedData:
+    """Rows that were written before, by another process perhaps; the file's name says in which format."""
     data = LAYOUTS[layout]
     config = RunConfig(
         model=ModelConfig(name_or_path=str(model_directory)),
         data=DataConfig(
-            dataset={"class_path": data_format, "init_args": {"path": str(path)}},
+            dataset={"class_path": path.stem, "init_args": {"path": str(path)}},
             max_seq_length=data.max_seq_length,
             packing=data.packing,
         ),
@@ -193,8 +197,9 @@ def test_packed_documents_have_their_own_losses_through_the_strategy(
 def test_two_ranks_train_on_every_sample_once_per_epoch_by_the_mean_of_all_tokens(
     model_directory: Path, tmp_path: Path
 ) -> None:
-    rows = prepared(model_directory, tmp_path, "PromptJSONL", "pack").train
-    run_on_fabric_ranks(_train_and_record, 2, model_directory, tmp_path)
+    path = write_rows(tmp_path, "PromptJSONL")
+    rows = read(model_directory, path, "pack").train
+    run_on_fabric_ranks(_train_and_record, 2, model_directory, path)
     records = [pickle.loads((tmp_path / f"rank{rank}").read_bytes()) for rank in range(2)]
     model = AutoModelForCausalLM.from_pretrained(model_directory)
     num_steps = len(records[0]["losses"]) // 2
@@ -211,9 +216,9 @@ def test_two_ranks_train_on_every_sample_once_per_epoch_by_the_mean_of_all_token
 
 
 @on_fabric_rank
-def _train_and_record(model_directory: Path, directory: Path) -> None:
+def _train_and_record(model_directory: Path, path: Path) -> None:
     """Two epochs of the loop, with accumulation and without a learning rate."""
-    rows = prepared(model_directory, directory, "PromptJSONL", "pack").train
+    rows = read(model_directory, path, "pack").train
     recorder = Recorder()
     setattr(loop, "make_batch", recorder.make_batch)  # noqa: B010 - in this process only
     fabric = make_fabric(devices=2)
@@ -247,7 +252,7 @@ def _train_and_record(model_directory: Path, directory: Path) -> None:
     )
     steps = [recorder.batches[start : start + 2] for start in range(0, 4 * num_steps, 2)]
     record = {"batches": steps, "losses": recorder.losses}
-    (directory / f"rank{fabric.global_rank}").write_bytes(pickle.dumps(record))
+    (path.parent / f"rank{fabric.global_rank}").write_bytes(pickle.dumps(record))
 
 
 class Recorder:
