@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.checkpoints.sources import StateDictSource, TensorSource, TensorSpec
+from thunder_memsave.fp8.loaded import weight_of_scale
 from thunder_memsave.sharding import (
     DataParallel,
     ShardedParameter,
@@ -132,7 +133,7 @@ def compare(
     wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec], *, strict: bool
 ) -> list[Problem]:
     """What does not fit. Shapes count even where `strict` is off: there is no way to load them."""
-    problems = _name_problems(wanted, stored) if strict else []
+    problems = _name_problems(wanted, stored) if strict else _halves(wanted, stored)
     for name, t in wanted.items():
         if name in stored:
             problems += _tensor_problems(name, t, stored[name], strict=strict)
@@ -165,6 +166,23 @@ def _name_problems(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec
             for n in unexpected
         ),
     ]
+
+
+def _halves(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]) -> list[Problem]:
+    """Fp8 numbers without their scale, and scales without their numbers: one of the file, one of the model."""
+    pairs = [(name, weight_of_scale(name)) for name in wanted]
+    return [
+        Problem(
+            name=weight,
+            text=f"the file has {_which_half(weight in stored)} ({scale}); load both, or neither",
+        )
+        for scale, weight in pairs
+        if weight is not None and (scale in stored) != (weight in stored)
+    ]
+
+
+def _which_half(has_numbers: bool) -> str:
+    return "fp8 numbers without their scale" if has_numbers else "a scale without its fp8 numbers"
 
 
 def _tensor_problems(name: str, t: Tensor, spec: TensorSpec, *, strict: bool) -> list[Problem]:

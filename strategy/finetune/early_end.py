@@ -67,7 +67,7 @@ def interrupted(
     """Say where the run is, and by the exit code whether all of it is saved."""
     what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     code = 128 + number
-    if not job.directory.config.exists():
+    if not job.directory.has_begun():
         message = f"{what} before training began; start it again."
     else:
         if number != signal.SIGINT and is_saved(job, state):
@@ -77,8 +77,11 @@ def interrupted(
 
 
 def is_saved(job: Job, state: Mapping[str, Any]) -> bool:
-    """Tell whether the newest checkpoint is of the step at which the run is."""
-    own = list_checkpoints(job.directory.checkpoints)
+    """Tell whether the newest checkpoint is of the step at which the run is; a disk that fails says no."""
+    try:
+        own = list_checkpoints(job.directory.checkpoints)
+    except OSError:
+        return False
     return bool(own) and step_of(own[-1]) == state["step"]
 
 
@@ -91,7 +94,7 @@ def explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> 
         job: The run.
         state: What checkpoints hold.
     """
-    if not job.directory.config.exists():
+    if not job.directory.has_begun():
         return f"{died} before training began, so the run ends too; start it again."
     return f"{died} at step {state['step']}, so the run ends too; {_how_to_go_on(fabric, job)}"
 
@@ -102,7 +105,7 @@ def _is_timeout(error: RuntimeError) -> bool:
 
 
 def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
-    if not job.directory.config.exists():
+    if not job.directory.has_begun():
         return f"{error} That was before training began; start it again."
     return f"{error} That was at step {state['step']}; {_how_to_go_on(fabric, job)}"
 
@@ -116,7 +119,7 @@ def _out_of_memory(
     snapshot = write_snapshot(job.directory.root, rank=fabric.global_rank)
     advice = f"change one key: {' or '.join(found)}" if found else _less_memory(job)
     where = f" What was held is in {snapshot}." if snapshot else ""
-    if not job.directory.config.exists():
+    if not job.directory.has_begun():
         return f"{what_happened(error, strategy)}. Start again, and {advice}.{where}"
     how = _how_to_go_on(fabric, job, change=f" {found[0]}" if found else "")
     return f"at step {state['step']}, {what_happened(error, strategy)}. To go on, {advice}.{where} Now {how}"
@@ -124,11 +127,16 @@ def _out_of_memory(
 
 def _less_memory(job: Job) -> str:
     """What changes the meaning of a checkpoint's step is refused by the run that goes on from it."""
-    if job.resume_from is None and not list_checkpoints(job.directory.checkpoints):
-        return f"{LESS_MEMORY}, {LESS_MEMORY_OF_A_NEW_RUN}"
-    return (
-        f"{LESS_MEMORY}, or start a new run in another output_dir with {LESS_MEMORY_OF_A_NEW_RUN}"
-    )
+    if _may_have_checkpoints(job):
+        return f"{LESS_MEMORY}, or start a new run in another output_dir with {LESS_MEMORY_OF_A_NEW_RUN}"
+    return f"{LESS_MEMORY}, {LESS_MEMORY_OF_A_NEW_RUN}"
+
+
+def _may_have_checkpoints(job: Job) -> bool:
+    try:
+        return job.resume_from is not None or bool(list_checkpoints(job.directory.checkpoints))
+    except OSError:  # which must not hide why the run ended
+        return True
 
 
 def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:

@@ -64,6 +64,13 @@ class RunDirectory:
         """What a full run trains, in transformers' format."""
         return self.root / "model"
 
+    def has_begun(self) -> bool:
+        """Whether a run may have begun here: also where the disk does not say."""
+        try:
+            return self.config.exists()
+        except OSError:
+            return True
+
     def run_file_text(self) -> str | None:
         """What the run file says; None where there is none."""
         return self.config.read_text(encoding="utf-8") if self.config.exists() else None

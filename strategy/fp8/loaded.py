@@ -69,7 +69,9 @@ def _why_no_numbers(value: object, weight: Tensor, *, has_scale: bool) -> str | 
             f"{unquantized_dtype(weight)} weights to load_on_setup() before fabric.setup(), which casts them"
         )
     if has_scale != (value is not None):
-        given = "its scale without fp8 numbers" if has_scale else "fp8 numbers without their scale"
+        given = (
+            "a scale without its fp8 numbers" if has_scale else "fp8 numbers without their scale"
+        )
         return (
             f"the state_dict has {given} ({SCALE_NAME}.scale_inv), and the model keeps the two and nothing else of "
             "it (fp8.frozen_weights: fp8); load both, or neither"

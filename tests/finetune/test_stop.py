@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -358,6 +359,24 @@ def test_once_there_is_a_checkpoint_the_advice_is_what_a_resumed_run_may_change(
     assert not is_saved(job, {"step": 1})
     assert is_saved(job, {"step": 2})
     assert _less_memory(job) == f"{zero3}, or start a new run in another output_dir with {others}"
+
+
+def test_a_disk_that_fails_hides_neither_the_end_nor_that_nothing_is_known_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    job = cast(
+        Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run"), resume_from=None)
+    )
+    fabric = Fabric(accelerator="cpu", devices=1)
+    monkeypatch.setattr(Path, "exists", stale)
+    monkeypatch.setattr(Path, "is_dir", stale)
+    assert not is_saved(job, {"step": 2})
+    assert "start a new run in another output_dir" in _less_memory(job)
+    told = explained("process 1 of 2 was ended by SIGKILL", fabric, job, {"step": 2})
+    assert " at step 2, so the run ends too; the last checkpoint is unknown, for " in told
 
 
 def test_what_is_said_before_a_checkpoint_is_loaded_names_its_step(tmp_path: Path) -> None:
