@@ -37,7 +37,7 @@ from thunder_memsave.accumulation import (  # noqa: E402
 from thunder_memsave.attention import attention_executor  # noqa: E402
 from thunder_memsave.capture import Call, Capture, capture  # noqa: E402
 from thunder_memsave.collectives import collectives_executor  # noqa: E402
-from thunder_memsave.compile_trace import compile_trace  # noqa: E402
+from thunder_memsave.compile_trace import Schedule, compile_trace  # noqa: E402
 from thunder_memsave.config import CompileConfig  # noqa: E402
 from thunder_memsave.fp8.linears import Fp8Linears  # noqa: E402
 from thunder_memsave.interpret import Interpretation, interpret  # noqa: E402
@@ -327,18 +327,20 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
 def _passes(
     data_parallel: DataParallel | None, planner: MemoryPlanner | None
 ) -> tuple[JointPass, ...]:
-    """All, but gathered weights stay from forward to backward where the mode, or the plan, is to say so."""
+    """All, but gathered weights stay from forward to backward where the mode, or the plan, is to say so.
+
+    With a planner they always seem to. Its plan is what gathers them again, once, for the first in backward that reads
+    them, clones among those: so it knows from when on they are there.
+    """
     mode = "none" if data_parallel is None else data_parallel.mode
-    if mode == "auto" and planner is not None and planner.decides_gathers:
+    if mode in ("zero3", "auto") and planner is not None:
         return tuple(regather_forward if run is regather else run for run in JOINT_PASSES)
     if mode in ("zero3", "auto"):
         return JOINT_PASSES
     return tuple(run for run in JOINT_PASSES if run is not regather)
 
 
-def _schedule(
-    module: nn.Module, data_parallel: DataParallel | None
-) -> Callable[[TraceCtx], TraceCtx]:
+def _schedule(module: nn.Module, data_parallel: DataParallel | None) -> Schedule:
     if data_parallel is None:
         return partial(schedule, window_bytes=0)
     prefetch, bucket_bytes = data_parallel.prefetch, data_parallel.bucket_bytes

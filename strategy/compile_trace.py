@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ from thunder_memsave.errors import CompileError  # noqa: E402
 from thunder_memsave.lowering import Lowered  # noqa: E402
 from thunder_memsave.passes import JointPass, JointTracePasses  # noqa: E402
 from thunder_memsave.passes.lost_writes import refuse_lost_writes  # noqa: E402
+from thunder_memsave.passes.room import Room  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.planned_call import differentiated  # noqa: E402
 from thunder_memsave.stages import stage  # noqa: E402
@@ -61,6 +62,13 @@ _NO_GRADIENT = (
     "Thunder computes no gradient for {name!r} although eager PyTorch does: an operation that uses it is not "
     "differentiable in Thunder. Freeze the parameter, or write the operation with others."
 )
+
+
+class Schedule(Protocol):
+    """Orders a forward or a backward."""
+
+    def __call__(self, trace: TraceCtx, *, room: Room | None = None) -> TraceCtx:
+        """`room`: what else limits what is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ def compile_trace(
     compile_data: CompileData,
     *,
     joint_passes: Sequence[JointPass],
-    schedule: Callable[[TraceCtx], TraceCtx],
+    schedule: Schedule,
     unreduced: UnreducedGradients,
     plan: Callable[..., TraceCtx] | None,
     is_run: bool,
@@ -167,36 +175,47 @@ class _Split:
     backward: TraceCtx | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What the planner simulated."""
+
+    trace: TraceCtx
+    room: Room | None
+    split: _Split
+
+
 class _Splitting:
     """Makes of a trace what runs. What the planner simulated is not made again, where nothing has changed since."""
 
-    def __init__(self, lowered: Lowered, schedule: Callable[[TraceCtx], TraceCtx]) -> None:
+    def __init__(self, lowered: Lowered, schedule: Schedule) -> None:
         self._lowered, self._schedule = lowered, schedule
-        self._last: tuple[TraceCtx, _Split] | None = None
+        self._last: _Planned | None = None
 
-    def planned(self, trace: TraceCtx) -> tuple[TraceCtx, TraceCtx | None]:
-        """For the planner: forward and backward, or an inference trace and None."""
-        split = self._split(trace)
+    def planned(self, trace: TraceCtx, room: Room | None) -> tuple[TraceCtx, TraceCtx | None]:
+        """For the planner, which takes the last: forward and backward, or an inference trace and None."""
+        split = self._split(trace, room)
         if split.backward is not None and self._lowered.depends_on is not None:
             names, depends_on = self._lowered.input_names, self._lowered.depends_on
             _check_gradients(names, split.forward, split.backward, depends_on)
-        self._last = (trace, split)
+        self._last = _Planned(trace, room, split)
         return split.forward, split.backward
 
     def of(self, trace: TraceCtx) -> _Split:
         """What runs. Executors that fuse, and those of Python's own operations, may have changed the planned trace."""
-        if self._last is not None and _is_same(trace, self._last[0]):
-            return self._last[1]
-        return self._split(trace)
+        if self._last is None:
+            return self._split(trace, None)
+        if _is_same(trace, self._last.trace):
+            return self._last.split
+        return self._split(trace, self._last.room)
 
-    def _split(self, trace: TraceCtx) -> _Split:
+    def _split(self, trace: TraceCtx, room: Room | None) -> _Split:
         backward = None
         if is_joint(trace.bound_symbols):
             trace, backward = split_into_forward_and_backward(trace)
-        forward = self._schedule(trace)
+        forward = self._schedule(trace, room=room)
         if backward is None:
             return _Split(forward, del_last_used(forward))
-        backward = self._schedule(backward)
+        backward = self._schedule(backward, room=room)
         return _Split(forward, del_last_used(forward), backward, _deleting(backward))
 
 

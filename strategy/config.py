@@ -266,8 +266,8 @@ class StrategyConfig(Section):
 
     prefetch: Bytes | Literal["auto"] = "auto"
     """Bytes of gathered weights on their way beside those that are read, and of gradients whose
-    reduction may still run (half of it); `auto` is twice the model's largest block, 0 overlaps
-    nothing."""
+    reduction may still run (half of it), as far as `memory.budget` has room; `auto` is twice the
+    model's largest block, 0 overlaps nothing."""
 
     accumulate: Literal["auto", "reduce_every", "accumulate_unsharded"] = "auto"
     """What a backward inside `fabric.no_backward_sync` does: `reduce_every` reduces its gradients

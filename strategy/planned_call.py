@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder_memsave.extract import program  # noqa: E402
 from thunder_memsave.op_profile import OpProfiles  # noqa: E402
 from thunder_memsave.passes.recompute import recompute  # noqa: E402
+from thunder_memsave.passes.room import Room  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.planner.graph import (  # noqa: E402
     Op,
@@ -31,8 +32,9 @@ from thunder_memsave.planner.graph import (  # noqa: E402
 )
 from thunder_memsave.planner.simulate import Profile, simulate  # noqa: E402
 
-Finish = Callable[[TraceCtx], tuple[TraceCtx, TraceCtx | None]]
-"""A joint trace to the forward and backward that run; an inference trace to itself and None."""
+Finish = Callable[[TraceCtx, Room | None], tuple[TraceCtx, TraceCtx | None]]
+"""A joint trace, and the room for what is on its way, to the forward and backward that run; an inference trace to
+itself and None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,16 @@ class PlannedCall:
     profile: Profile
     """Of the final traces."""
 
+    def room(self, budget_bytes: int) -> Room:
+        """What a budget leaves beside this call, in which nothing is on its way while something computes."""
+        left: dict[str, int] = {}
+        start_bytes: dict[str, int] = {}
+        for step, nbytes in zip(self.program.steps, self.profile.step_peak_bytes, strict=True):
+            left.update(dict.fromkeys(step.op.results, budget_bytes - nbytes))
+            if step.op.sent_bytes:
+                start_bytes.update(dict.fromkeys(step.op.results, step.op.peak_bytes))
+        return Room(left_bytes=left, start_bytes=start_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -72,10 +84,20 @@ class Attempt:
     known: OpProfiles
     memory: StepMemory
 
-    def run(self, plan: Plan | None) -> PlannedCall:
-        """Rewrite the trace as planned, and simulate what runs."""
+    @property
+    def communicates(self) -> bool:
+        """Whether something can be on its way while something computes."""
+        return any(op.sent_bytes for op in self.graph.ops)
+
+    def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
+        """Rewrite the trace as planned, and simulate what runs.
+
+        Args:
+            plan: None for a call without backward.
+            room: For collectives that run beside computation; None: they are limited by their window alone.
+        """
         trace = self.trace if plan is None else recompute(self.trace, keep=self._values(plan))
-        forward, backward = self.finish(trace)
+        forward, backward = self.finish(trace, room)
         ran = program(
             forward,
             backward,

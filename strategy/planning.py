@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NoReturn
 
@@ -27,6 +27,7 @@ from thunder_memsave.missing_ranks import collective  # noqa: E402
 from thunder_memsave.op_profile import Operation, OpProfile  # noqa: E402
 from thunder_memsave.op_times import MeasuredTimes  # noqa: E402
 from thunder_memsave.passes.checkpoint_regions import checkpointed  # noqa: E402
+from thunder_memsave.passes.room import NO_ROOM, Room  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.pins import pin_of  # noqa: E402
 from thunder_memsave.plan_question import SMALLEST, Offer, Question  # noqa: E402
@@ -50,9 +51,21 @@ from thunder_memsave.sharding import DataParallel  # noqa: E402
 from thunder_memsave.stages import stage  # noqa: E402
 
 _MOST_ROUNDS = 8
+_MOST_ROOMS = 3
 _CUDA_GENERATOR_BYTES = 16  # seed and offset
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A plan as it runs."""
+
+    call: PlannedCall
+    room: Room | None
+    """For what is on its way; equal on all ranks."""
+    more_bytes: int = 0
+    """Beyond the budget, on the rank that needs the most."""
 
 
 class MemoryPlanner:
@@ -89,7 +102,7 @@ class MemoryPlanner:
         self._device_type = device_type
         self._times = times
         self._known = profiles(scratch=self._scratch, device_type=device_type)
-        self._agreed: dict[str, Plan] = {}
+        self._agreed: dict[str, _Run] = {}
         self._asked: Question | None = None
         """What the last plan was asked for, on rank 0."""
         self.calls: list[PlannedCall] = []
@@ -140,12 +153,10 @@ class MemoryPlanner:
     def _planned(self, attempt: Attempt) -> PlannedCall:
         """The plan of a structure is agreed on once: only some of the ranks may see a batch of another length."""
         structure = structure_of(attempt.graph)
-        if (plan := self._agreed.get(structure)) is None:
-            call = self._fitting(attempt, structure)
-            assert call.plan is not None
-            self._agreed[structure] = call.plan
-            return call
-        call = attempt.run(plan)
+        if (agreed := self._agreed.get(structure)) is None:
+            run = self._agreed[structure] = self._fitting(attempt, structure)
+            return run.call
+        call = attempt.run(agreed.call.plan, agreed.room)
         if self._budget_bytes is not None and call.profile.peak_bytes > self._budget_bytes:
             _log.warning(
                 "this batch needs %s bytes with the plan that the ranks agreed on for another length, and the budget "
@@ -155,7 +166,7 @@ class MemoryPlanner:
             )
         return call
 
-    def _fitting(self, attempt: Attempt, structure: str) -> PlannedCall:
+    def _fitting(self, attempt: Attempt, structure: str) -> _Run:
         """Plan until what runs fits on every rank: passes that come later move the peak."""
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
@@ -164,24 +175,46 @@ class MemoryPlanner:
             stage("solve")
             offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
             stage("simulate")
-            call = together(
-                partial(attempt.run, offer.plan),
-                self._data_parallel,
-                error_elsewhere=OtherRankError,
-            )
+            run = self._within(attempt, offer.plan, budget_bytes)
             if budget_bytes is None or target_bytes is None:
-                return call
-            more_bytes = self._most(call.profile.peak_bytes - budget_bytes)
+                return run
+            more_bytes = run.more_bytes
             if more_bytes <= 0:
                 if self._asked is not None:
                     self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + more_bytes)
-                return call
+                return run
             too_large.append(offer.plan.keep)
             if offer.bound_bytes is not None:
                 self._refuse(offer, smallest_bytes=budget_bytes + more_bytes)
             num_rounds += 1
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = SMALLEST if is_last else max(target_bytes - more_bytes, SMALLEST)
+
+    def _within(self, attempt: Attempt, plan: Plan, budget_bytes: int | None) -> _Run:
+        """Communicate beside computation as far as the budget has room, on all ranks alike. A collective."""
+        run = self._run(attempt, plan, None, budget_bytes)
+        if run.more_bytes <= 0 or budget_bytes is None or not attempt.communicates:
+            return run
+        at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
+        if at_once.more_bytes > 0:
+            return at_once
+        room = broadcast(at_once.call.room(budget_bytes), self._data_parallel)
+        for _ in range(_MOST_ROOMS):
+            run = self._run(attempt, plan, room, budget_bytes)
+            if run.more_bytes <= 0:
+                return run
+            room = room.without(run.more_bytes)
+        return self._run(attempt, plan, NO_ROOM, budget_bytes)
+
+    def _run(
+        self, attempt: Attempt, plan: Plan, room: Room | None, budget_bytes: int | None
+    ) -> _Run:
+        call = together(
+            partial(attempt.run, plan, room), self._data_parallel, error_elsewhere=OtherRankError
+        )
+        if budget_bytes is None:
+            return _Run(call, room)
+        return _Run(call, room, self._most(call.profile.peak_bytes - budget_bytes))
 
     def _rank_zeros(
         self,

@@ -181,7 +181,7 @@ class _Planner(MemoryPlanner):
                 raise
             self.refusal = error
             smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
-            return attempt.run(smallest)
+            return self._within(attempt, smallest, error.smallest_bytes).call
 
     def smallest_bytes(self, call: PlannedCall) -> int:
         """The smallest budget for which a plan is found."""

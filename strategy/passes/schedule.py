@@ -28,6 +28,9 @@ While an operation runs, the gathered parameters on their way, or there but for 
 and will be read again, as a clone does (`recompute`), takes its room in the window; the plan alone decides on those, so
 where they take more than the window nothing else is on its way. With a window of 0 only parameters that one operation
 reads are joined. Every rank has the same trace, so all start their collectives in the same order.
+
+Where a budget leaves less than the window (`room.py`), less is on its way: a gather starts as soon as it fits from
+there to the operation that needs it, and the oldest reduction is waited for where what follows needs the room.
 """
 
 from __future__ import annotations
@@ -61,19 +64,23 @@ from thunder_memsave.collectives import (  # noqa: E402
     reduce_scatter_bucket,
     reduces_in_place,
 )
+from thunder_memsave.passes.room import Left, Room  # noqa: E402
 from thunder_memsave.passes.symbols import is_tensor  # noqa: E402
 from thunder_memsave.sharding import whole_shape  # noqa: E402
 
 _Kind = tuple[Any, ...]  # whether and how it sums, dtype, device, the group's id
 
 
-def schedule(trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0) -> TraceCtx:
+def schedule(
+    trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0, room: Room | None = None
+) -> TraceCtx:
     """Move collectives and the waits for them, and join small ones; nothing else.
 
     Args:
         trace: A forward, backward or inference trace, before values are deleted after their last use.
         window_bytes: Whole parameters on their way, and half as many of whole gradients on theirs; 0 overlaps nothing.
         bucket_bytes: Parameters and gradients of at most so many bytes share a collective of at most so many; 0: none.
+        room: What else limits both, the same on all ranks; None: nothing.
 
     Returns:
         A trace with the same symbols in another order, but for the collectives that were joined.
@@ -83,7 +90,7 @@ def schedule(trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0) -> Tr
     new = from_trace(trace)
     with tracectx(new):
         new.bound_symbols = list(
-            _Schedule(trace.bound_symbols, window_bytes, bucket_bytes).reordered()
+            _Schedule(trace.bound_symbols, window_bytes, bucket_bytes, room).reordered()
         )
     new.set_provenance(TraceProvenance("Pass schedule"))
     return new
@@ -112,22 +119,38 @@ class _Schedule:
     """Places one symbol after the other, with the collectives that are due before it."""
 
     def __init__(
-        self, symbols: Sequence[BoundSymbol], window_bytes: int, bucket_bytes: int
+        self,
+        symbols: Sequence[BoundSymbol],
+        window_bytes: int,
+        bucket_bytes: int,
+        room: Room | None,
     ) -> None:
         self._symbols = symbols
-        self._futures = {
+        self._left = Left(room, symbols, for_others_bytes=_largest_reduction(symbols))
+        futures = {
             o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
         }
         self._operations = _operations(symbols)
-        gathers = list(_gathers_in_order(symbols, self._operations))
+        gathers = list(_gathers_in_order(symbols, self._operations, self._left))
         self._gathered = {g.future for g in gathers}
-        self._gathers = _Gathers(gathers, window_bytes, bucket_bytes)
+        self._reduced = futures - self._gathered
+        self._gathers = _Gathers(gathers, self._left, window_bytes, bucket_bytes)
         # A gradient on its way takes twice its bytes: what is sent, and what is received.
-        self._reductions = _Reductions(window_bytes // 2, bucket_bytes)
+        self._reductions = _Reductions(self._left, window_bytes // 2, bucket_bytes)
 
     def reordered(self) -> Iterator[BoundSymbol]:
-        for bsym in self._symbols:
+        for position, bsym in enumerate(self._symbols):
+            self._left.reach(position)
+            if not self._ends_reduction(bsym):  # it frees what was sent
+                yield from self._make_room()
             yield from self._place(bsym)
+
+    def _make_room(self) -> Iterator[BoundSymbol]:
+        while self._reductions.take_too_much:
+            yield from self._end_oldest()
+
+    def _ends_reduction(self, bsym: BoundSymbol) -> bool:
+        return is_wait(bsym) and bsym.args[0].name in self._reduced
 
     def _place(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
         future = bsym.args[0].name if is_wait(bsym) else None
@@ -136,7 +159,7 @@ class _Schedule:
         if future in self._gathered:
             yield from self._gathers.start_for(future)
             yield bsym
-        elif future in self._futures:
+        elif future in self._reduced:
             self._reductions.postpone(bsym)
             while self._reductions.are_overdue:
                 yield from self._end_oldest()
@@ -145,7 +168,9 @@ class _Schedule:
                 yield from self._end_oldest()
             if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
                 self._gathers.reach(self._operations.get(id(bsym), 0))
-                yield from self._gathers.start_early()
+                starts = list(self._gathers.start_early())
+                yield from self._make_room()
+                yield from starts
             yield from self._reductions.start(bsym)
 
     def _end_oldest(self) -> Iterator[BoundSymbol]:
@@ -163,8 +188,12 @@ class _Gather:
     """Which of the operations that compute reads the parameter first."""
     held_until: int
     """Which one begins the last row of operations that all read it; before that it is there but for later ones."""
+    wait: int
+    """The position of the symbol that waits for it."""
     future: str
     num_bytes: int
+    start_bytes: int
+    """The most that it takes from its start to its wait."""
     kind: _Kind
 
     @property
@@ -174,19 +203,21 @@ class _Gather:
 
 
 def _gathers_in_order(
-    symbols: Sequence[BoundSymbol], operations: Mapping[int, int]
+    symbols: Sequence[BoundSymbol], operations: Mapping[int, int], left: Left
 ) -> Iterator[_Gather]:
     """Yield the gathers in the order in which they are waited for."""
     starts = {b.output.name: b for b in symbols if is_all_gather(b)}
     readers, num_operations = _readers(symbols, operations), 0
-    for bsym in symbols:
+    for position, bsym in enumerate(symbols):
         if is_wait(bsym) and (start := starts.get(bsym.args[0].name)) is not None:
             yield _Gather(
                 bsym=start,
                 reader=num_operations,
                 held_until=_begin_of_last_row(readers.get(start.output.name, ())),
+                wait=position,
                 future=start.output.name,
                 num_bytes=_nbytes(start.output),
+                start_bytes=left.start_bytes(start.output.name, _nbytes(start.output)),
                 kind=_kind(start),
             )
         num_operations += id(bsym) in operations
@@ -247,9 +278,12 @@ def _begin_of_last_row(numbers: Sequence[int]) -> int:
 class _Gathers:
     """Gathers that have not started, and those on their way with their bytes."""
 
-    def __init__(self, gathers: Sequence[_Gather], window_bytes: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, gathers: Sequence[_Gather], left: Left, window_bytes: int, bucket_bytes: int
+    ) -> None:
         self._waiting = deque(gathers)
         """From the first that has not started on, with others that have."""
+        self._left = left
         self._window_bytes, self._bucket_bytes = window_bytes, bucket_bytes
         self._started: set[str] = set()
         self._in_flight: dict[str, _Gather] = {}
@@ -271,6 +305,8 @@ class _Gathers:
             if self._next_early is None:
                 self._next_early = self._bucket(limit, ahead_bytes=limit)
             if sum(g.num_bytes for g in self._next_early) > self._room:
+                return
+            if not self._fits(self._next_early):
                 return
             yield self._start(self._next_early)
 
@@ -300,10 +336,18 @@ class _Gathers:
             num_bytes += gather.num_bytes
             if ahead_bytes < 0 or num_bytes > limit:
                 break
+            if is_ahead and not self._fits([*bucket, gather]):
+                break
             bucket.append(gather)
         return bucket
 
+    def _fits(self, bucket: Sequence[_Gather]) -> bool:
+        num_bytes = sum(_taken(g, bucket) for g in bucket)
+        return self._left.fits(num_bytes, max(g.wait for g in bucket))
+
     def _start(self, bucket: Sequence[_Gather]) -> BoundSymbol:
+        for gather in bucket:
+            self._left.take(_taken(gather, bucket), gather.wait)
         self._in_flight.update((g.future, g) for g in bucket)
         self._started.update(g.future for g in bucket)
         self._room -= sum(g.num_bytes for g in bucket)
@@ -321,10 +365,17 @@ class _Gathers:
         )
 
 
+def _taken(gather: _Gather, bucket: Sequence[_Gather]) -> int:
+    """Several that are joined may be copied on the way."""
+    return gather.start_bytes * min(2, len(bucket))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Postponed:
     wait: BoundSymbol
     num_bytes: int
+    start_bytes: int
+    """The most that the reduction takes beside what it sends."""
     readers: list[BoundSymbol]
     """What reads the result and nothing else: a cast back, a reduction over further ranks and what follows it."""
 
@@ -332,8 +383,8 @@ class _Postponed:
 class _Reductions:
     """Reductions that have not started because others may join them, and waits that are postponed."""
 
-    def __init__(self, window_bytes: int, bucket_bytes: int) -> None:
-        self._window_bytes = window_bytes
+    def __init__(self, left: Left, window_bytes: int, bucket_bytes: int) -> None:
+        self._left, self._window_bytes = left, window_bytes
         self._limit = min(bucket_bytes, window_bytes // 2)
         self._joining: dict[_Kind, list[BoundSymbol]] = {}
         self._kind_of: dict[str, _Kind] = {}
@@ -343,7 +394,7 @@ class _Reductions:
         self._started: set[str] = set()
         self._postponed: dict[str, _Postponed] = {}
         """By the future that is waited for, the oldest first."""
-        self._postponed_bytes = 0
+        self._postponed_bytes = self._taken_bytes = 0
         self._giver: dict[str, _Postponed] = {}
         """By the names of the values that come only when its wait is over."""
 
@@ -370,8 +421,11 @@ class _Reductions:
         future = wait.args[0]
         assert future.name not in self._postponed, "a reduction is waited for once"
         num_bytes = self._sizes.get(future.name, _nbytes(future))
-        postponed = self._postponed[future.name] = _Postponed(wait, num_bytes, [])
+        start_bytes = self._left.start_bytes(future.name, _nbytes(future))
+        postponed = _Postponed(wait, num_bytes, start_bytes, [])
+        self._postponed[future.name] = postponed
         self._postponed_bytes += num_bytes
+        self._taken_bytes += num_bytes + start_bytes
         self._gives(postponed, wait)
 
     def postponed_with_its_input(self, bsym: BoundSymbol) -> bool:
@@ -395,6 +449,11 @@ class _Reductions:
         """Whether more than the window is on its way."""
         return self._postponed_bytes > self._window_bytes
 
+    @property
+    def take_too_much(self) -> bool:
+        """Whether what is on its way leaves too little for what runs now."""
+        return bool(self._postponed) and self._taken_bytes > self._left.now
+
     def give_input_to(self, bsym: BoundSymbol) -> bool:
         """Whether this symbol reads something that is postponed."""
         return bool(self._giver) and any(a.name in self._giver for a in bsym.flat_proxy_args)
@@ -404,6 +463,7 @@ class _Reductions:
         on_their_way = (future for future in self._postponed if future in self._started)
         oldest = self._postponed.pop(next(on_their_way, next(iter(self._postponed))))
         self._postponed_bytes -= oldest.num_bytes
+        self._taken_bytes -= oldest.num_bytes + oldest.start_bytes
         for bsym in (oldest.wait, *oldest.readers):
             for result in bsym.flat_proxy_outs:
                 self._giver.pop(result.name, None)
@@ -423,6 +483,10 @@ class _Reductions:
 
 def _is_reduction(bsym: BoundSymbol) -> bool:
     return is_reduce_scatter(bsym) or is_all_reduce(bsym)
+
+
+def _largest_reduction(symbols: Sequence[BoundSymbol]) -> int:
+    return max((_nbytes(b.args[0]) for b in symbols if _is_reduction(b)), default=0)
 
 
 def _reduction_bucket(symbols: Sequence[BoundSymbol]) -> BoundSymbol:
