@@ -2,7 +2,7 @@
 
 Follows `collectives.py` and `transport.py`, line by line. On the CPU a collective ends where it starts, and what it
 takes besides its results it takes inside: copies that it sends, what it receives before it is summed or sorted, and
-gloo's own buffers. On CUDA it holds copies that it sends until it is waited for.
+gloo's own buffers. On CUDA it holds what it sends, copies or its arguments, until it is waited for.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class CollectiveRules:
             whole,
             arguments,
             sent_bytes=_received(sum(map(_nbytes, whole)), group),
-            held_bytes=0 if self._is_on_cpu(whole[0]) or not _is_under_way(bsym) else held,
+            held_bytes=held if self._holds(bsym, whole[0]) else 0,
+            held=_sent_as_they_are(arguments, sent) if self._holds(bsym, whole[0]) else frozenset(),
             inside_bytes=inside_bytes,
         )
 
@@ -101,15 +102,18 @@ class CollectiveRules:
         copied = sum(
             self._bytes(w) for w, v in zip(whole, given, strict=True) if not _is_contiguous(v)
         )
-        inside_bytes, is_on_cpu = copied, self._is_on_cpu(given[0])
-        if is_on_cpu:
+        inside_bytes = copied
+        if self._is_on_cpu(given[0]):
             # Every rank sends each other rank its rows, several as one, and adds up what it gets.
             inside_bytes += self._cpu_bytes(whole) * (1 if len(whole) == 1 else 2)
         return self._new_results(
             _results(bsym),
             arguments,
             sent_bytes=_received(sum(map(_nbytes, whole)), group),
-            held_bytes=0 if is_on_cpu or not _is_under_way(bsym) else copied,
+            held_bytes=copied if self._holds(bsym, given[0]) else 0,
+            held=_sent_as_they_are(arguments, whole)
+            if self._holds(bsym, given[0])
+            else frozenset(),
             inside_bytes=inside_bytes,
         )
 
@@ -151,6 +155,7 @@ class CollectiveRules:
         *,
         sent_bytes: int,
         held_bytes: int = 0,
+        held: frozenset[int] = frozenset(),
         inside_bytes: int = 0,
     ) -> OpProfile:
         """Every tensor that comes out is new. `inside_bytes`: the most besides, `held_bytes` among it."""
@@ -161,12 +166,17 @@ class CollectiveRules:
             num_argument_storages=num_arguments,
             made_bytes=made,
             held_bytes=held_bytes,
+            held=held,
             peak_bytes=sum(made) + inside_bytes,
             moved_bytes=sum(_nbytes(a.layout) for a in arguments) + sum(map(_nbytes, layouts)),
             sent_bytes=sent_bytes,
             is_collective=True,
             dtype=_dtype(layouts),
         )
+
+    def _holds(self, bsym: BoundSymbol, layout: Layout) -> bool:
+        """Whether what is sent stays until the wait (`transport.py`)."""
+        return _is_under_way(bsym) and not self._is_on_cpu(layout)
 
     def _is_on_cpu(self, layout: Layout) -> bool:
         return (self._device_type or layout.device.partition(":")[0]) == "cpu"
@@ -177,6 +187,14 @@ class CollectiveRules:
     def _cpu_bytes(self, layouts: Sequence[Layout]) -> int:
         """Of all in one buffer."""
         return self._allocated(sum(map(_nbytes, layouts)), "cpu")
+
+
+def _sent_as_they_are(arguments: Sequence[Value], sent: Sequence[Layout]) -> frozenset[int]:
+    """Storages of the arguments that are neither cast nor copied before they are sent."""
+    pairs = zip(arguments, sent, strict=True)
+    return frozenset(
+        a.storage for a, s in pairs if a.layout.dtype == s.dtype and _is_contiguous(a.layout)
+    )
 
 
 def _in_place(

@@ -284,9 +284,12 @@ class _Values:
                 storages.append(self._add(nbytes, kind, name))
                 made.append(storages[-1])
             self.by_name[name] = Value(result.layout, storages[result.storage])
+        held = [numbers[storage] for storage in sorted(profile.held)]
         if profile.held_bytes:
             made.append(self._add(profile.held_bytes, kind, f"{names[0]}.held"))
-            self.held_by.update((name, (made[-1],)) for name in names)
+            held.append(made[-1])
+        if held:
+            self.held_by.update((name, tuple(held)) for name in names)
         return tuple(made)
 
     def _kind(
@@ -503,9 +506,10 @@ class _Running:
 
     def _end(self, future: str) -> None:
         """A collective has ended, and holds nothing more."""
-        held = self._values.held_by.get(future, ())
+        held_by = self._values.held_by
+        held = held_by.get(future, ())
         for storage in held:
-            self._names[storage].clear()
+            self._names[storage] = {n for n in self._names[storage] if n not in held_by}
         self._free(held)
 
     def _refer(self, name: str) -> None:

@@ -75,6 +75,8 @@ class OpProfile:
     """Of each new storage, as the allocator counts."""
     held_bytes: int = 0
     """Memory without a name that a collective under way holds, until one of its results was waited for."""
+    held: frozenset[int] = frozenset()
+    """Storages of arguments that it holds so long."""
     peak_bytes: int = 0
     """The most that is held at once of what is allocated inside, results and scratch included."""
     scratch_bytes: int = 0

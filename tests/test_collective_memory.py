@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from thunder.core import prims
@@ -22,6 +23,7 @@ from torch import Tensor
 from harness.distributed import run_on_ranks
 from harness.memory import measured_memory
 from harness.rank_memory import letting_go
+from harness.traces import fake_ranks
 from thunder_memsave.collectives import (
     all_gather_bucket,
     all_reduce_bucket,
@@ -33,6 +35,8 @@ from thunder_memsave.extract import profiles, program
 from thunder_memsave.planner.simulate import simulate
 
 SUM = DistributedReduceOps.SUM
+WAIT = torch_executor.opmap["torch_wait_prim_impl"]
+ADD = torch_executor.opmap["add"]
 SHAPES = ((6, 5), (12, 7), (6,))
 ODD = ((7, 5), (12, 3), (1,))
 
@@ -96,8 +100,11 @@ VALUES: tuple[Start, ...] = (
 )
 
 
-def waiting(start: Start, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> TraceCtx:
-    """A trace that starts collectives, waits for them, and returns what came out."""
+Body = Callable[[Sequence[TensorProxy]], Any]
+
+
+def traced(body: Body, tensors: Sequence[Tensor]) -> TraceCtx:
+    """A trace that returns what `body` makes of its arguments."""
     trace = TraceCtx()
     with tracectx(trace):
         values = [
@@ -108,9 +115,13 @@ def waiting(start: Start, tensors: Sequence[Tensor], group: dist.ProcessGroup) -
         trace._siginfo = SigInfo.from_name_and_args("operation", trace.args)
         for v in values:
             prims.unpack_trivial(v, name=v.name)
-        wait = torch_executor.opmap["torch_wait_prim_impl"]
-        prims.python_return(tuple(wait(f) for f in start(values, group)))
+        prims.python_return(body(values))
     return del_last_used(trace)
+
+
+def waiting(start: Start, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> TraceCtx:
+    """A trace that starts collectives, waits for them, and returns what came out."""
+    return traced(lambda values: tuple(map(WAIT, start(values, group))), tensors)
 
 
 def check_peak(start: Start, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -149,3 +160,44 @@ def test_two_ranks_take_what_the_rules_say(tmp_path: Path) -> None:
 
 def test_three_ranks_take_what_the_rules_say(tmp_path: Path) -> None:
     run_on_ranks(check_all, 3, tmp_path / "rendezvous")
+
+
+@pytest.mark.parametrize(
+    "start", [reduce_scatter, reduce_scatter_bucket, all_gather, gather_bucket]
+)
+def test_on_cuda_what_is_sent_stays_until_the_wait(start: Start) -> None:
+    """Nccl holds its inputs, although the trace lets go of them: the other operation runs beside both."""
+    value = torch.ones(256, 4)
+
+    def sums(values: Sequence[TensorProxy]) -> Any:
+        (future, *_) = start([ADD(values[0], values[0])], group)
+        other = ADD(values[0], values[0])
+        return WAIT(future), other
+
+    with fake_ranks(2) as data_parallel:
+        group = data_parallel.group
+        trace = traced(sums, [value])
+        on_cpu, on_cuda = (
+            simulate(program(trace, None, known=profiles(device_type=device_type)))
+            for device_type in ("cpu", "cuda")
+        )
+    while_adding = 2  # the first sum, the collective, the second sum, the wait
+    sent_bytes = value.nbytes
+    assert on_cuda.live_bytes[while_adding] - on_cpu.live_bytes[while_adding] == sent_bytes
+    assert on_cuda.live_bytes[-1] == on_cpu.live_bytes[-1]
+
+
+def test_one_wait_ends_a_collective_of_several_and_frees_what_no_name_holds() -> None:
+    values = [torch.ones(256, 4), torch.ones(256, 4)]
+
+    def sums(values: Sequence[TensorProxy]) -> Any:
+        first, second = (ADD(v, v) for v in values)
+        futures = reduce_scatter_bucket([first, second], group)
+        reduced = WAIT(futures[0])
+        return reduced, ADD(first, first), WAIT(futures[1])
+
+    with fake_ranks(2) as data_parallel:
+        group = data_parallel.group
+        found = simulate(program(traced(sums, values), None, known=profiles(device_type="cuda")))
+    started, ended = found.live_bytes[3:5]
+    assert started - ended == values[1].nbytes  # `first` is read once more
