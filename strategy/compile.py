@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ compat.apply()
 
 from thunder.common import CompileData, CompileStats  # noqa: E402
 from thunder.core.compile_data import compile_data_and_stats  # noqa: E402
+from thunder.core.proxies import DistParallelType  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder.extend import (  # noqa: E402
     Executor,
@@ -304,7 +305,7 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
     """What the planner may know of the trace's arguments; an interpreted trace has no more than its proxies."""
     lowered, captured = traced.lowered, traced.capture
     if not isinstance(captured, Capture):
-        return Arguments()
+        return Arguments(kinds=dict.fromkeys(_distributed(lowered.trace), "parameter"))
     kinds: dict[str, StorageKind] = {"parameter": "parameter", "buffer": "buffer", "user": "batch"}
     names = [a.name for a in lowered.trace.args]
     constants = names[len(captured.inputs) :]
@@ -322,6 +323,14 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
         },
         unread_bytes=sum(t.numel() * t.element_size() for t in unread),
     )
+
+
+def _distributed(trace: TraceCtx) -> Iterator[str]:
+    """Yield names of the parameters that ranks share, trained or not: what `unshard` gathers."""
+    for argument in trace.args:
+        kind = getattr(argument, "distparallel_type", DistParallelType.NONE)
+        if kind is not DistParallelType.NONE:
+            yield argument.name
 
 
 def _passes(

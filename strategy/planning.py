@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A plan as it runs."""
+    """A plan, or a call without backward, as it runs."""
 
     call: PlannedCall
     room: Room | None
@@ -125,7 +125,8 @@ class MemoryPlanner:
         """Make the plan of a joint trace, and do what it says. A collective, the first time for each structure.
 
         Args:
-            trace: A joint trace after all other joint passes, or an inference trace, which is only simulated.
+            trace: A joint trace after all other joint passes, or an inference trace, of which only what is on its way
+                can be less.
             arguments: What is known of its arguments.
             finish: Makes the traces that run.
 
@@ -144,7 +145,8 @@ class MemoryPlanner:
         memory = self._step_memory()
         memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
         attempt = Attempt(trace, graph, arguments, finish, self._known, memory)
-        call = self._planned(attempt) if is_joint(trace.bound_symbols) else attempt.run(None)
+        plan = self._planned if is_joint(trace.bound_symbols) else self._evaluated
+        call = plan(attempt)
         self.calls.append(call)
         if not self._device_type:
             _measured_scratch().save()
@@ -165,6 +167,35 @@ class MemoryPlanner:
                 f"{self._budget_bytes:,}",
             )
         return call
+
+    def _evaluated(self, attempt: Attempt) -> PlannedCall:
+        """A call without backward: agreed on as plans are, where every rank is here to gather its parameters."""
+        budget_bytes = self._budget_bytes
+        if budget_bytes is not None and self._mode in ("zero3", "auto") and attempt.communicates:
+            call = self._evaluated_alike(attempt, budget_bytes)
+        else:
+            call = attempt.run(None)
+        if budget_bytes is not None and call.profile.peak_bytes > budget_bytes:
+            _log.warning(
+                "this call without gradients needs %s bytes, and the budget is %s; evaluate smaller batches, the "
+                "longest of them first, or give a larger memory.budget.",
+                f"{call.profile.peak_bytes:,}",
+                f"{budget_bytes:,}",
+            )
+        return call
+
+    def _evaluated_alike(self, attempt: Attempt, budget_bytes: int) -> PlannedCall:
+        """With the same room on all ranks; with none where they compute otherwise, as one room is not for all then."""
+        structure = structure_of(attempt.graph)
+        if (agreed := self._agreed.get(structure)) is not None:
+            return attempt.run(None, agreed.room)
+        is_other = structure != broadcast(structure, self._data_parallel)
+        if self._most(int(is_other)):
+            run = self._run(attempt, None, NO_ROOM, budget_bytes)
+        else:
+            run = self._within(attempt, None, budget_bytes)
+        self._agreed[structure] = run
+        return run.call
 
     def _fitting(self, attempt: Attempt, structure: str) -> _Run:
         """Plan until what runs fits on every rank: passes that come later move the peak."""
@@ -190,7 +221,7 @@ class MemoryPlanner:
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = SMALLEST if is_last else max(target_bytes - more_bytes, SMALLEST)
 
-    def _within(self, attempt: Attempt, plan: Plan, budget_bytes: int | None) -> _Run:
+    def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> _Run:
         """Communicate beside computation as far as the budget has room, on all ranks alike. A collective."""
         run = self._run(attempt, plan, None, budget_bytes)
         if run.more_bytes <= 0 or budget_bytes is None or not attempt.communicates:
@@ -207,7 +238,7 @@ class MemoryPlanner:
         return self._run(attempt, plan, NO_ROOM, budget_bytes)
 
     def _run(
-        self, attempt: Attempt, plan: Plan, room: Room | None, budget_bytes: int | None
+        self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
     ) -> _Run:
         call = together(
             partial(attempt.run, plan, room), self._data_parallel, error_elsewhere=OtherRankError

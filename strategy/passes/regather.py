@@ -23,7 +23,8 @@ cast. Keeping those would keep the weight, or a copy of it. Thunder's split, whi
 which are there anyway. A weight that forward reads in distant places, such as a tied embedding, is gathered for each.
 
 `regather_forward` does this in forward alone: backward reads what forward's last reader did. Whether that is kept for
-it, or gathered again, is then for a plan to say (`sharding: auto`).
+it, or gathered again, is then for a plan to say: with a planner, for `sharding: zero3` always again, for `auto` as the
+budget has it.
 
 Source: ZeRO, stage 3 (Rajbhandari et al. 2020). Thunder 0.2.6 has such a mode in name only.
 """

@@ -6,14 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from harness.distributed import run_on_ranks
+from harness.traces import (
+    fake_ranks,
+    live_gathered,
+    num_calls,
+    saved_for_backward,
+    unlimited_planner,
+)
 from thunder_memsave.compile import CompiledModule
-from thunder_memsave.config import CompileConfig
+from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.sharding import DataParallel, shard_module
 
 
@@ -147,3 +155,28 @@ def check_all(rank: int) -> None:
 
 def test_every_order_of_calls_gives_the_bits_of_zero2(tmp_path: Path) -> None:
     run_on_ranks(check_all, 2, tmp_path / "rendezvous")
+
+
+def mostly_frozen() -> nn.Module:
+    """Backward needs every weight, for the gradient of what comes in."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16, bias=False), nn.GELU())]
+    model = nn.Sequential(*layers)
+    model[:-2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("frontend", ["dynamo", "interpreter"])
+@pytest.mark.parametrize("policy", ["plan", "keep_all"])
+def test_a_plan_keeps_nothing_that_is_derived_from_a_gather(frontend: Any, policy: Any) -> None:
+    model, config = mostly_frozen(), CompileConfig(frontend=frontend)
+    with fake_ranks(2) as data_parallel:
+        shard_module(model, data_parallel)
+        planner = unlimited_planner(MemoryConfig(policy=policy), data_parallel)
+        module = CompiledModule(model, config=config, data_parallel=data_parallel, planner=planner)
+        module(torch.ones(2, 16, requires_grad=True))
+    (result,) = module.captures
+    forward, (backward,) = result.forward_traces[-1], result.backward_traces
+    assert not live_gathered(forward)[-1].live
+    assert max(t.numel for t in saved_for_backward(forward)) == 8 * 16  # rows of this rank
+    assert num_calls(forward, "all_gather") == num_calls(backward, "all_gather") == 4
