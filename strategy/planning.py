@@ -171,7 +171,7 @@ class MemoryPlanner:
     def _evaluated(self, attempt: Attempt) -> PlannedCall:
         """A call without backward: agreed on as plans are, where every rank is here to gather its parameters."""
         budget_bytes = self._budget_bytes
-        if budget_bytes is not None and self._mode in ("zero3", "auto") and attempt.communicates:
+        if budget_bytes is not None and self._mode != "none" and attempt.communicates:
             call = self._evaluated_alike(attempt, budget_bytes)
         else:
             call = attempt.run(None)
