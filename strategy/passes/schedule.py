@@ -160,25 +160,35 @@ class _Schedule:
             yield from self._gathers.start_for(future)
             yield bsym
         elif future in self._reduced:
-            self._reductions.postpone(bsym)
-            while self._reductions.are_overdue:
-                yield from self._end_oldest()
+            yield from self._postpone(bsym)
         elif not self._reductions.postponed_with_its_input(bsym):
-            while self._reductions.give_input_to(bsym):
-                yield from self._end_oldest()
-            if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
-                self._gathers.reach(self._operations.get(id(bsym), 0))
-                starts = list(self._gathers.start_early())
-                yield from self._make_room()
-                yield from starts
-            yield from self._reductions.start(bsym)
+            yield from self._with_its_input(bsym)
+
+    def _postpone(self, wait: BoundSymbol) -> Iterator[BoundSymbol]:
+        self._reductions.postpone(wait)
+        while self._reductions.are_overdue:
+            yield from self._end_oldest()
+
+    def _with_its_input(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        while self._reductions.give_input_to(bsym):
+            yield from self._end_oldest()
+        if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
+            yield from self._start_early(bsym)
+        yield from self._reductions.start(bsym)
+
+    def _start_early(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        self._gathers.reach(self._operations.get(id(bsym), 0))
+        starts = list(self._gathers.start_early())
+        yield from self._make_room()
+        yield from starts
 
     def _end_oldest(self) -> Iterator[BoundSymbol]:
+        """Nothing is started early beside what reads the result: room is made until there is enough, not in between."""
         ended = self._reductions.pop_oldest()
         yield from self._reductions.start_with(ended.wait)
         yield ended.wait
         for bsym in ended.readers:
-            yield from self._place(bsym)
+            yield from self._reductions.start(bsym)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +301,7 @@ class _Gathers:
         """A heap: until which operation, and how many bytes."""
         self._room = window_bytes
         self._next_early: list[_Gather] | None = None
-        """Known until one starts."""
+        """What the window alone allows; known until one starts."""
 
     def reach(self, operation: int) -> None:
         """An operation runs next; what is there for it alone, or for those right after it, is none of the window's."""
@@ -304,11 +314,10 @@ class _Gathers:
         while self._waiting:
             if self._next_early is None:
                 self._next_early = self._bucket(limit, ahead_bytes=limit)
-            if sum(g.num_bytes for g in self._next_early) > self._room:
+            bucket = self._that_fit(self._next_early)
+            if not self._fits(bucket) or sum(g.num_bytes for g in bucket) > self._room:
                 return
-            if not self._fits(self._next_early):
-                return
-            yield self._start(self._next_early)
+            yield self._start(bucket)
 
     def start_for(self, future: str) -> Iterator[BoundSymbol]:
         """Start the gather that is waited for now, unless it has, with others as far as the window has room."""
@@ -316,7 +325,8 @@ class _Gathers:
             first = self._waiting[0]
             assert first.future == future, "gathers start in the order of their waits"
             ahead_bytes = max(0, self._room - first.num_held_bytes)
-            yield self._start(self._bucket(self._bucket_bytes, ahead_bytes=ahead_bytes))
+            bucket = self._bucket(self._bucket_bytes, ahead_bytes=ahead_bytes)
+            yield self._start(self._that_fit(bucket))
         gather = self._in_flight.pop(future)
         heappush(self._held, (gather.held_until, gather.num_bytes))
 
@@ -336,9 +346,17 @@ class _Gathers:
             num_bytes += gather.num_bytes
             if ahead_bytes < 0 or num_bytes > limit:
                 break
-            if is_ahead and not self._fits([*bucket, gather]):
-                break
             bucket.append(gather)
+        return bucket
+
+    def _that_fit(self, bucket: list[_Gather]) -> list[_Gather]:
+        """Its begin, as far as there is room for what later operations read."""
+        if self._fits(bucket):
+            return bucket
+        for num in range(1, len(bucket)):
+            is_ahead = bucket[num].reader != bucket[0].reader
+            if is_ahead and not self._fits(bucket[: num + 1]):
+                return bucket[:num]
         return bucket
 
     def _fits(self, bucket: Sequence[_Gather]) -> bool:

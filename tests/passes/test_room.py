@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -9,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from thunder.core import prims
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import DistParallelType, TensorProxy
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.distributed.prims import DistributedReduceOps
+from thunder.executors.torchex import wait_prim_impl
 from torch import nn
 
 from harness import models
 from harness.traces import LiveAt, fake_ranks, live_gathered
+from thunder_memsave.collectives import collectives_executor, is_wait
 from thunder_memsave.compile import Compiled, CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.devices import device_at
@@ -22,15 +27,16 @@ from thunder_memsave.passes.room import NO_ROOM, Left, Room
 from thunder_memsave.passes.schedule import schedule
 from thunder_memsave.planned_call import PlannedCall
 from thunder_memsave.planning import MemoryPlanner
-from thunder_memsave.sharding import shard_module
+from thunder_memsave.sharding import DataParallel, shard_module
 
 IDS = models.token_batch(8, 64)
 WINDOW_BYTES = 10**9
+NUM_COLUMNS = 5
 
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    return models.llama(num_layers=6, tie_word_embeddings=False)
+    return models.llama(num_layers=3, tie_word_embeddings=False)
 
 
 def compiled(prefetch: int, budget_bytes: int | None) -> tuple[Compiled, PlannedCall]:
@@ -105,7 +111,7 @@ def test_what_fits_is_on_its_way(
     assert max(on_their_way) > 4 * max(held)
 
 
-def test_a_window_that_fits_is_not_limited(at_once: tuple[Compiled, PlannedCall]) -> None:
+def test_a_window_that_fits_is_not_limited() -> None:
     unlimited, call = compiled(WINDOW_BYTES, None)
     roomy, _ = compiled(WINDOW_BYTES, call.profile.peak_bytes)
     assert ahead_bytes(roomy) == ahead_bytes(unlimited)
@@ -131,6 +137,123 @@ def without_del(trace: TraceCtx) -> TraceCtx:
 
 def names_of(bsym: Any) -> list[str]:
     return [o.name for o in bsym.flat_proxy_outs]
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1, 3])
+def test_reductions_are_on_their_way_as_far_as_there_is_room(num_in_flight: int) -> None:
+    """Each takes 40 bytes that are sent and 20 that come; there is room for so many, and one byte less for more."""
+    trace = reductions(8)
+    left_bytes = dict.fromkeys(values_of(trace), 60 * (num_in_flight + 1) - 1)
+    ran = schedule(
+        trace, window_bytes=WINDOW_BYTES, room=Room(left_bytes=left_bytes, start_bytes={})
+    )
+    assert max(in_flight(ran)) == num_in_flight
+
+
+def test_reductions_are_waited_for_where_there_is_no_more_room() -> None:
+    """Four operations have room for all, the fifth for one, and the rest again for all."""
+    trace = reductions(8)
+    left_bytes = dict.fromkeys(values_of(trace), 10**6) | {gradients(trace)[4]: 60}
+    ran = schedule(
+        trace, window_bytes=WINDOW_BYTES, room=Room(left_bytes=left_bytes, start_bytes={})
+    )
+    assert in_flight(ran) == [0, 1, 2, 3, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 10**6])
+def test_room_for_one_operation_is_made_from_400_reductions(bucket_bytes: int) -> None:
+    """Each with a cast of its result, as of a model in bfloat16."""
+    trace = reductions(400)
+    left_bytes = dict.fromkeys(values_of(trace), 10**9) | {gradients(trace)[-1]: 0}
+    ran = schedule(
+        trace,
+        window_bytes=WINDOW_BYTES,
+        bucket_bytes=bucket_bytes,
+        room=Room(left_bytes=left_bytes, start_bytes={}),
+    )
+    assert in_flight(ran)[-2:] == [398, 0]
+    assert sorted(values_of(ran)) == sorted(values_of(trace))
+
+
+def test_what_did_not_fit_into_a_bucket_joins_it_where_it_fits() -> None:
+    """The large one fills the window; when it is read there is room for the two small ones, and was none before."""
+    trace = gathers(5, 9, 2, 2)
+    names = [b.output.name for b in trace.bound_symbols if b.sym.name == "linear"]
+    left_bytes = dict.fromkeys(values_of(trace), 10**6) | {names[0]: 9 * 40 + 2 * 40}
+    ran = schedule(
+        trace,
+        window_bytes=10 * 40,
+        bucket_bytes=4 * 40,
+        room=Room(left_bytes=left_bytes, start_bytes={}),
+    )
+    sizes = [len(b.flat_proxy_outs) for b in ran.bound_symbols if "all_gather" in b.sym.name]
+    assert sizes == [1, 1, 2]
+
+
+def reductions(number: int) -> TraceCtx:
+    """As many gradients of 40 bytes, each summed over two ranks, waited for, and cast."""
+
+    def backward(x: TensorProxy, data_parallel: DataParallel) -> list[Any]:
+        reduce = collectives_executor.opmap["reduce_scatter_rows"]
+        group, results = data_parallel.group, []
+        for _ in range(number):
+            future = reduce(prims.sin(x), DistributedReduceOps.SUM, group, True, None)
+            results.append(prims.convert_element_type(wait_prim_impl(future), dtypes.bfloat16))
+        return results
+
+    return traced(backward)
+
+
+def gathers(*num_rows: int) -> TraceCtx:
+    """An operation for each parameter; two ranks have as many rows of it, of 20 bytes."""
+
+    def forward(x: TensorProxy, data_parallel: DataParallel) -> list[Any]:
+        gather = collectives_executor.opmap["all_gather_rows"]
+        sharded = DistParallelType.FULLY_SHARDED
+        shards = [tensor(f"w{i}", rows, sharded) for i, rows in enumerate(num_rows)]
+        futures = [gather(shard, data_parallel.group, True, None) for shard in shards]
+        return [prims.linear(x, wait_prim_impl(future), None) for future in futures]
+
+    return traced(forward)
+
+
+def traced(compute: Callable[[TensorProxy, DataParallel], list[Any]]) -> TraceCtx:
+    trace = TraceCtx(lambda x: None)
+    with fake_ranks(2) as data_parallel, tracectx(trace):
+        x = tensor("x", 2)
+        trace.args, trace.kwargs = (x,), {}
+        prims.unpack_trivial(x, name="x")
+        prims.python_return(compute(x, data_parallel))
+    return trace
+
+
+def tensor(name: str, num_rows: int, kind: DistParallelType = DistParallelType.NONE) -> TensorProxy:
+    return TensorProxy(
+        name,
+        shape=(num_rows, NUM_COLUMNS),
+        device=devices.cpu,
+        dtype=dtypes.float32,
+        distparallel_type=kind,
+    )
+
+
+def values_of(trace: TraceCtx) -> list[str]:
+    return list(chain.from_iterable(map(names_of, trace.bound_symbols)))
+
+
+def gradients(trace: TraceCtx) -> list[str]:
+    return [b.output.name for b in trace.bound_symbols if b.sym.name == "sin"]
+
+
+def in_flight(trace: TraceCtx) -> list[int]:
+    """How many gradients are computed and not yet waited for, while each is computed."""
+    results: list[int] = []
+    num_waited = 0
+    for bsym in trace.bound_symbols:
+        num_waited += is_wait(bsym)
+        if bsym.sym.name == "sin":
+            results.append(len(results) - num_waited)
+    return results
 
 
 def left(*nbytes: int | None, for_others_bytes: int = 0) -> Left:
