@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thunder_memsave import compat
 
@@ -229,7 +230,7 @@ class MemoryPlanner:
         at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
         if at_once.more_bytes > 0:
             return at_once
-        room = broadcast(at_once.call.room(budget_bytes), self._data_parallel)
+        room = self._everywhere(at_once.call.room(budget_bytes))
         for _ in range(_MOST_ROOMS):
             run = self._run(attempt, plan, room, budget_bytes)
             if run.more_bytes <= 0:
@@ -360,11 +361,27 @@ class MemoryPlanner:
         """The largest over the ranks. A collective."""
         if self._data_parallel is None:
             return nbytes
-        device = "cuda" if dist.get_backend(self._data_parallel.everyone) == "nccl" else "cpu"
-        largest = torch.tensor(nbytes, device=device)
-        with collective("agreement on a plan", self._data_parallel.everyone):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._data_parallel.everyone)
-        return int(largest)
+        return int(_reduced(torch.tensor(nbytes), dist.ReduceOp.MAX, self._data_parallel))
+
+    def _everywhere(self, own: Room) -> Room:
+        """What every rank has left: batches may differ in length. A collective."""
+        room = broadcast(own, self._data_parallel)
+        if self._data_parallel is None:
+            return room
+        left = torch.tensor([own.left_bytes.get(name, 0) for name in room.left_bytes])
+        least = _reduced(left, dist.ReduceOp.MIN, self._data_parallel).tolist()
+        return replace(room, left_bytes=dict(zip(room.left_bytes, least, strict=True)))
+
+
+def _reduced(
+    nbytes: Tensor, operation: dist.ReduceOp.RedOpType, data_parallel: DataParallel
+) -> Tensor:
+    """Over all ranks. A collective."""
+    device = "cuda" if dist.get_backend(data_parallel.everyone) == "nccl" else "cpu"
+    reduced = nbytes.to(device)
+    with collective("agreement on a plan", data_parallel.everyone):
+        dist.all_reduce(reduced, operation, group=data_parallel.everyone)
+    return reduced
 
 
 def structure_of(graph: TrainingGraph) -> str:
