@@ -350,7 +350,7 @@ class _Gathers:
         return bucket
 
     def _that_fit(self, bucket: list[_Gather]) -> list[_Gather]:
-        """Its begin, as far as there is room for what later operations read."""
+        """Its first gathers, as many as there is room for; those that are read now have to start anyway."""
         if self._fits(bucket):
             return bucket
         for num in range(1, len(bucket)):

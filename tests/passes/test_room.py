@@ -56,9 +56,13 @@ def compiled(prefetch: int, budget_bytes: int | None) -> tuple[Compiled, Planned
 
 
 @pytest.fixture(scope="module")
-def budget_bytes() -> int:
-    _, call = compiled(0, None)
-    return call.profile.peak_bytes * 7 // 10
+def unlimited() -> tuple[Compiled, PlannedCall]:
+    return compiled(WINDOW_BYTES, None)
+
+
+@pytest.fixture(scope="module")
+def budget_bytes(unlimited: tuple[Compiled, PlannedCall]) -> int:
+    return unlimited[1].profile.peak_bytes * 7 // 10
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +115,9 @@ def test_what_fits_is_on_its_way(
     assert max(on_their_way) > 4 * max(held)
 
 
-def test_a_window_that_fits_is_not_limited() -> None:
-    unlimited, call = compiled(WINDOW_BYTES, None)
-    roomy, _ = compiled(WINDOW_BYTES, call.profile.peak_bytes)
-    assert ahead_bytes(roomy) == ahead_bytes(unlimited)
+def test_a_window_that_fits_is_not_limited(unlimited: tuple[Compiled, PlannedCall]) -> None:
+    roomy, _ = compiled(WINDOW_BYTES, unlimited[1].profile.peak_bytes)
+    assert ahead_bytes(roomy) == ahead_bytes(unlimited[0])
 
 
 def test_without_room_nothing_is_on_its_way(at_once: tuple[Compiled, PlannedCall]) -> None:
