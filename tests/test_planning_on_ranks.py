@@ -20,6 +20,7 @@ from harness.rank_memory import letting_go
 from thunder_memsave import plan_question
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.errors import BudgetError, PlanError
+from thunder_memsave.passes.room import NO_ROOM
 from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.solve import solve
 from thunder_memsave.planning import MemoryPlanner
@@ -62,13 +63,22 @@ def batch(rank: int, length: int = 32) -> Tensor:
     return models.token_batch(4, length, seed=rank)
 
 
-def planned(sharding: str, memory: dict[str, Any], num_layers: int = 3) -> Planned:
-    fabric = make_fabric(devices=NUM_RANKS, sharding=sharding, memory=memory, timeout="2min")
+def planned(
+    sharding: str,
+    memory: dict[str, Any],
+    num_layers: int = 3,
+    *,
+    prefetch: int | str = "auto",
+    lengths: tuple[int, int] = (32, 32),
+) -> Planned:
+    fabric = make_fabric(
+        devices=NUM_RANKS, sharding=sharding, memory=memory, prefetch=prefetch, timeout="2min"
+    )
     torch.manual_seed(0)
     module = models.llama(num_layers)
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
     made = Planned(fabric, model, optimizer, [])
-    made.forward_and_backward(batch(fabric.global_rank))
+    made.forward_and_backward(batch(fabric.global_rank, lengths[fabric.global_rank]))
     made.gradients.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
     optimizer.step()
     optimizer.zero_grad()
@@ -82,6 +92,7 @@ def check_plans() -> None:
         check_budgets("zero3", num_layers=3)
         check_budgets("zero2", num_layers=1)
         check_budgets("none", num_layers=1)
+        check_room()
 
 
 def check_budgets(sharding: str, num_layers: int) -> None:
@@ -112,9 +123,51 @@ def planned_at_the_floor(sharding: str, num_layers: int) -> Planned:
     return planned(sharding, {"budget": smallest_bytes}, num_layers)
 
 
-def check_memory(step: Planned) -> int:
+def check_room() -> None:
+    """The budget is a little more than the longer batch, rank 1's, needs with nothing on its way."""
+    lengths = (4, 8)
+    at_once = planned("zero3", {}, prefetch=0, lengths=lengths)
+    shorter, longer = gathered(at_once.plan.predicted_peak_bytes)
+    assert shorter < longer
+    memory = {"budget": longer * 105 // 100}
+    limited = planned("zero3", memory, prefetch=10**6, lengths=lengths)
+    assert limited.plan.keep == at_once.plan.keep
+    check_order(at_once, limited)
+    for measured, expected in zip(limited.gradients, at_once.gradients, strict=True):
+        assert torch.equal(measured, expected)
+    assert limited.plan.predicted_peak_bytes <= memory["budget"]
+    assert check_memory(limited, lengths[dist.get_rank()]) <= memory["budget"]
+    check_evaluation(limited, memory["budget"])
+
+
+def check_order(at_once: Planned, limited: Planned) -> None:
+    """Some collectives run beside computation, and all ranks start the same ones in the same order."""
+    (run,) = planner(limited)._agreed.values()
+    assert run.room not in (None, NO_ROOM)
+    ours, theirs = (
+        [s.op.results for s in planner(step).calls[0].program.steps] for step in (limited, at_once)
+    )
+    assert ours != theirs
+    assert len(set(map(str, gathered(ours)))) == 1
+
+
+def check_evaluation(step: Planned, budget_bytes: int) -> None:
+    """Of batches of two lengths, too."""
+    step.model.eval()
+    ids = batch(step.fabric.global_rank, 8 - 4 * step.fabric.global_rank)
+    with torch.no_grad():
+        loss = step.model(input_ids=ids, labels=ids).loss
+    call = planner(step).calls[-1]
+    assert call.plan is None
+    assert loss.isfinite()
+    assert call.profile.peak_bytes <= budget_bytes
+    names = [s.op.results for s in call.program.steps]
+    assert len(set(map(str, gathered(names)))) == 1
+
+
+def check_memory(step: Planned, length: int = 32) -> int:
     """In this process, with all that it had before."""
-    ids = batch(step.fabric.global_rank)
+    ids = batch(step.fabric.global_rank, length)
     existing = existing_bytes(step, ids)
     with letting_go():
         step.step(ids)
