@@ -77,15 +77,15 @@ class CollectiveRules:
             cast += self._bytes(part) * is_cast
             contiguous_copy += self._bytes(part) * is_copied
             held += self._bytes(part) * (is_cast or is_copied)
-        inside_bytes = cast + contiguous_copy
+        inside_bytes, holds = cast + contiguous_copy, self._holds(bsym, whole[0])
         if self._is_on_cpu(whole[0]):
             inside_bytes += self._gloo_gather(whole, sent)
         return self._new_results(
             whole,
             arguments,
             sent_bytes=_received(sum(map(_nbytes, whole)), group),
-            held_bytes=held if self._holds(bsym, whole[0]) else 0,
-            held=_sent_as_they_are(arguments, sent) if self._holds(bsym, whole[0]) else frozenset(),
+            held_bytes=held if holds else 0,
+            held=_sent_as_they_are(arguments, sent) if holds else frozenset(),
             inside_bytes=inside_bytes,
         )
 
@@ -102,7 +102,7 @@ class CollectiveRules:
         copied = sum(
             self._bytes(w) for w, v in zip(whole, given, strict=True) if not _is_contiguous(v)
         )
-        inside_bytes = copied
+        inside_bytes, holds = copied, self._holds(bsym, given[0])
         if self._is_on_cpu(given[0]):
             # Every rank sends each other rank its rows, several as one, and adds up what it gets.
             inside_bytes += self._cpu_bytes(whole) * (1 if len(whole) == 1 else 2)
@@ -110,10 +110,8 @@ class CollectiveRules:
             _results(bsym),
             arguments,
             sent_bytes=_received(sum(map(_nbytes, whole)), group),
-            held_bytes=copied if self._holds(bsym, given[0]) else 0,
-            held=_sent_as_they_are(arguments, whole)
-            if self._holds(bsym, given[0])
-            else frozenset(),
+            held_bytes=copied if holds else 0,
+            held=_sent_as_they_are(arguments, whole) if holds else frozenset(),
             inside_bytes=inside_bytes,
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.checkpoints.sources import StateDictSource, TensorSource, TensorSpec
-from thunder_memsave.fp8.loaded import weight_of_scale
+from thunder_memsave.fp8.loaded import weight_of_scale, which_half
 from thunder_memsave.sharding import (
     DataParallel,
     ShardedParameter,
@@ -174,15 +174,11 @@ def _halves(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]) -> l
     return [
         Problem(
             name=weight,
-            text=f"the file has {_which_half(weight in stored)} ({scale}); load both, or neither",
+            text=f"the file has {which_half(has_scale=scale in stored)} ({scale}); load both, or neither",
         )
         for scale, weight in pairs
         if weight is not None and (scale in stored) != (weight in stored)
     ]
-
-
-def _which_half(has_numbers: bool) -> str:
-    return "fp8 numbers without their scale" if has_numbers else "a scale without its fp8 numbers"
 
 
 def _tensor_problems(name: str, t: Tensor, spec: TensorSpec, *, strict: bool) -> list[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -78,10 +79,7 @@ def interrupted(
 
 def is_saved(job: Job, state: Mapping[str, Any]) -> bool:
     """Tell whether the newest checkpoint is of the step at which the run is; a disk that fails says no."""
-    try:
-        own = list_checkpoints(job.directory.checkpoints)
-    except OSError:
-        return False
+    own = _own_checkpoints(job) or []
     return bool(own) and step_of(own[-1]) == state["step"]
 
 
@@ -127,16 +125,17 @@ def _out_of_memory(
 
 def _less_memory(job: Job) -> str:
     """What changes the meaning of a checkpoint's step is refused by the run that goes on from it."""
-    if _may_have_checkpoints(job):
+    if job.resume_from is not None or _own_checkpoints(job) != []:
         return f"{LESS_MEMORY}, or start a new run in another output_dir with {LESS_MEMORY_OF_A_NEW_RUN}"
     return f"{LESS_MEMORY}, {LESS_MEMORY_OF_A_NEW_RUN}"
 
 
-def _may_have_checkpoints(job: Job) -> bool:
+def _own_checkpoints(job: Job) -> list[Path] | None:
+    """None: the disk does not say, which must not hide why the run ended."""
     try:
-        return job.resume_from is not None or bool(list_checkpoints(job.directory.checkpoints))
-    except OSError:  # which must not hide why the run ended
-        return True
+        return list_checkpoints(job.directory.checkpoints)
+    except OSError:
+        return None
 
 
 def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:

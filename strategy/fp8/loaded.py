@@ -21,6 +21,11 @@ def weight_of_scale(name: str) -> str | None:
     return f"{prefix}weight" if is_scale else None
 
 
+def which_half(*, has_scale: bool) -> str:
+    """Say what is there where one of the two is missing."""
+    return "a scale without its fp8 numbers" if has_scale else "fp8 numbers without their scale"
+
+
 def refuse_other_numbers(linear: nn.Linear) -> None:
     """Let `linear.load_state_dict`, and that of modules around it, refuse numbers that mean something else there.
 
@@ -69,11 +74,8 @@ def _why_no_numbers(value: object, weight: Tensor, *, has_scale: bool) -> str | 
             f"{unquantized_dtype(weight)} weights to load_on_setup() before fabric.setup(), which casts them"
         )
     if has_scale != (value is not None):
-        given = (
-            "a scale without its fp8 numbers" if has_scale else "fp8 numbers without their scale"
-        )
         return (
-            f"the state_dict has {given} ({SCALE_NAME}.scale_inv), and the model keeps the two and nothing else of "
-            "it (fp8.frozen_weights: fp8); load both, or neither"
+            f"the state_dict has {which_half(has_scale=has_scale)} ({SCALE_NAME}.scale_inv), and the model keeps "
+            "the two and nothing else of it (fp8.frozen_weights: fp8); load both, or neither"
         )
     return None

@@ -154,7 +154,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch this session."""
+    """Watch this run of pytest."""
     is_fresh = bool(config.getoption("--soak-fresh"))
     config.pluginmanager.register(_Session(config, Soak.read(config.rootpath, is_fresh=is_fresh)))
 
