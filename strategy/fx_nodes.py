@@ -19,8 +19,17 @@ def node_callable(node: fx.Node) -> Callable[..., Any]:
 
 def function_name(function: Callable[..., Any]) -> str:
     """Its name with the module, for messages."""
-    module = getattr(function, "__module__", None) or "torch"
-    return f"{module}.{getattr(function, '__name__', function)}"
+    return f"{module_name(function)}.{own_name(function)}"
+
+
+def own_name(function: Callable[..., Any]) -> str:
+    """Its name without the module; that of its type, where it is an object that can be called."""
+    return str(getattr(function, "__name__", type(function).__qualname__))
+
+
+def module_name(function: Callable[..., Any]) -> str:
+    """The name of the module that it is from; PyTorch's functions in C++ do not say theirs."""
+    return str(getattr(function, "__module__", None) or "torch")
 
 
 def example_values(nodes: Iterable[Any]) -> list[Any]:

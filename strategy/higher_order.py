@@ -117,7 +117,7 @@ def _autograd_function(
                 prims.put_grad(tensor, gradient)
         return outputs
 
-    name = f"autograd_function_{next(_ids)}"
+    name = lowering.opaque.unique("autograd_function")
     symbol = Symbol(name=name, meta=meta, id=f"thunder_memsave.{name}", is_prim=False)
     lowering.opaque.register_implementation(
         symbol, execution_transform=meta, grad_transform=grad, checker=lambda *_: True

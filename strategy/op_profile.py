@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,14 @@ from thunder_memsave.aten_record import (  # noqa: E402
     storage_id,
 )
 from thunder_memsave.errors import CompileError  # noqa: E402
+
+
+_WRITTEN_OUT = (
+    *(bool, int, float, complex, str, bytes, Enum, type(None), type(...)),
+    *(torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Size),
+    *(devices.Device, dtypes.dtype),
+)
+"""Types whose `repr` is the value, and the same in every process."""
 
 
 class Layout(NamedTuple):
@@ -318,8 +327,21 @@ def _distinct(proxies: Sequence[Proxy]) -> list[Proxy]:
 def _identity(bsym: BoundSymbol) -> Hashable:
     """What tells operations of one name apart: who runs them, and for opaque ones the function."""
     executor = bsym.sym.executor
-    functions = tuple(map(id, (bsym._call_ctx or {}).values()))
+    functions = tuple(map(_Same, (bsym._call_ctx or {}).values()))
     return (None if executor is None else str(executor.name), functions)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Same:
+    """Equal for one and the same object, which is kept: its address may not become another one's."""
+
+    of: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.of is other.of
+
+    def __hash__(self) -> int:
+        return id(self.of)
 
 
 def _constants(tree: Any) -> Hashable:
@@ -338,7 +360,7 @@ def _constants(tree: Any) -> Hashable:
         return ("float", repr(tree))  # nan equals itself, and 1.0 is not 1
     if isinstance(tree, bool):
         return ("bool", tree)
-    return tree if isinstance(tree, Hashable) else ("object", id(tree))
+    return tree if isinstance(tree, Hashable) else _Same(tree)
 
 
 def _key(bsym: BoundSymbol, arguments: Sequence[Value | None]) -> str:
@@ -363,4 +385,11 @@ def _text(leaf: Any) -> str:
         return "_"
     if isinstance(leaf, dist.ProcessGroup):
         return f"{leaf.size()} ranks"
-    return getattr(leaf, "__name__", None) or repr(leaf)
+    if isinstance(leaf, slice):
+        return f"slice({', '.join(map(_text, (leaf.start, leaf.stop, leaf.step)))})"
+    if isinstance(leaf, set | frozenset):
+        return f"{{{','.join(sorted(map(_text, leaf)))}}}"
+    if isinstance(leaf, _WRITTEN_OUT):
+        return repr(leaf)
+    # Other objects may say where they are in memory.
+    return str(getattr(leaf, "__name__", type(leaf).__qualname__))

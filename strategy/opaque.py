@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,13 +17,33 @@ compat.apply()
 
 from thunder.core import devices, dtypes  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.extend import TemporaryExecutor  # noqa: E402
+from thunder.core.symbol import Symbol  # noqa: E402
+from thunder.extend import OperatorExecutor, TemporaryExecutor  # noqa: E402
 
-from thunder_memsave.fx_nodes import node_callable  # noqa: E402
+from thunder_memsave.fx_nodes import module_name, node_callable, own_name  # noqa: E402
 
 
 class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
-    """Holds the opaque operations of one trace."""
+    """Holds the opaque operations of one trace.
+
+    Thunder names such an executor and its operators after an address. Here the names are equal in every process that
+    makes the same trace: ranks compare them, and plans on disk are found by them.
+    """
+
+    def __init__(self) -> None:
+        OperatorExecutor.__init__(self, "thunder_memsave_opaque")
+        self._numbers = count()
+
+    def __repr__(self) -> str:
+        return f"OpaqueExecutor({self.name!r})"
+
+    def unique(self, name: str) -> str:
+        """Return a name that no other operation of the trace has: with a number, in the order of the calls."""
+        return f"{name}_{next(self._numbers)}"
+
+    def register_operator(self, name: str, **options: Any) -> Symbol:
+        """Register an operator under a name that is unique in the trace."""
+        return OperatorExecutor.register_operator(self, self.unique(name), **options)
 
     def call(
         self,
@@ -38,9 +59,18 @@ class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
         def meta(*_: Any, **__: Any) -> TensorProxy:
             return proxy_like(expected, device)
 
-        name = getattr(function, "__name__", "opaque").strip("_")
-        operator = self.register_operator(name, meta=meta, fn=function)
+        operator = self.register_operator(_operator_name(function), meta=meta, fn=function)
         return operator(*args, **kwargs)
+
+
+def _operator_name(function: Callable[..., Any]) -> str:
+    """The function's own name first: passes look for parts of it, and a module may be called like an operation."""
+    return f"{_identifier(own_name(function))}_of_{_identifier(module_name(function))}"
+
+
+def _identifier(name: str) -> str:
+    """As Python's code may have it: also of a lambda, or of an overload with a dot."""
+    return "".join(c if c.isalnum() else "_" for c in name).strip("_")
 
 
 def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorProxy:

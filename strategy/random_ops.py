@@ -3,9 +3,9 @@
 `drawing(symbol)` stands for the operation in forward, and also returns the state that its generator had before;
 `replaying(symbol)` gives the same numbers from that state, and leaves the generator as it is:
 
-    (t1, state) = uniform_cpu_n0_drawing((2, 4), 0.0, 1.0, device=cpu, dtype=float32)
+    (t1, state) = uniform_cpu_drawing((2, 4), 0.0, 1.0, device=cpu, dtype=float32)
     ...
-    bw_t1 = uniform_cpu_n0_replaying(state, (2, 4), 0.0, 1.0, device=cpu, dtype=float32)
+    bw_t1 = uniform_cpu_replaying(state, (2, 4), 0.0, 1.0, device=cpu, dtype=float32)
 
 A state is a uint8 tensor on the CPU: 16 bytes (seed and offset) for CUDA, 5056 for the CPU's Mersenne twister. It is
 read without waiting for the device.
@@ -88,17 +88,18 @@ def replay(bsym: BoundSymbol) -> Replay:
     return Replay(drawing.from_bsym(tags=set(bsym.tags)), state)
 
 
-_pairs: dict[tuple[str, str, int], tuple[Symbol, Symbol]] = {}
+_pairs: dict[tuple[str, torch.device, int, int], tuple[Symbol, Symbol]] = {}
+"""By what runs; the pairs keep the functions alive, so that no other one gets the address of one of them."""
 
 
 def _pair(bsym: BoundSymbol) -> tuple[Symbol, Symbol]:
     """The two operators for this symbol's; each is registered once."""
     function, device = _function(bsym), devices.to_torch_device(_device(bsym))
     assert function is not None
-    key = (bsym.sym.name, str(device), id(function))
+    key = (bsym.sym.name, device, id(function), id(bsym.sym.meta))
     if key not in _pairs:
-        # Operators are known by their names.
-        name = "_".join((bsym.sym.name, device.type, f"n{len(_pairs)}"))
+        # No other function has this name in the same trace, and the same one has it in every process.
+        name = f"{bsym.sym.name}_{str(device).replace(':', '_')}"
         _pairs[key] = (
             _executor.register_operator(
                 f"{name}_drawing", meta=_drawing_meta(bsym.sym), fn=_drawing(function, device)

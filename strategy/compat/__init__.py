@@ -9,6 +9,7 @@ from thunder_memsave.compat import (
     derivatives_by_name,
     dynamo_function_names,
     hidden_transformer_engine,
+    ordered_alias_updates,
     torch211_compile_metrics,
     torch213_named_tensors,
 )
@@ -26,4 +27,5 @@ def apply() -> None:
     cpu_scalar_gradients.apply()
     derivatives_by_name.apply()
     dynamo_function_names.apply()
+    ordered_alias_updates.apply()
     torch211_compile_metrics.apply()

@@ -1,0 +1,164 @@
+"""Tiny models of many families, and modules with operations that Thunder does not know, each with a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from harness.models import VOCAB_SIZE, token_batch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A module, and the arguments of one call of it."""
+
+    module: nn.Module
+    arguments: Mapping[str, Any]
+
+    def loss(self, output: Any) -> Tensor:
+        """One number of what a call returned."""
+        return output.loss if hasattr(output, "loss") else output
+
+
+class Unknown(nn.Module):
+    """A linear layer, and what `compute` makes of its result and of numbers without a gradient."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.first(x))
+        return self.second(hidden + self.compute(hidden, x)).square().mean()
+
+
+def _scaled(hidden: Tensor, x: Tensor) -> Tensor:
+    return hidden * torch.tensor(3.0) + torch.ones(8) * torch.arange(8.0)
+
+
+def _sampled(hidden: Tensor, x: Tensor) -> Tensor:
+    image = x.reshape(1, 1, 6, 8)
+    grid = torch.linspace(-1.0, 1.0, 6 * 8 * 2).reshape(1, 6, 8, 2)
+    return F.grid_sample(image, grid, align_corners=False).reshape(6, 8)
+
+
+def _scattered(hidden: Tensor, x: Tensor) -> Tensor:
+    index = (torch.arange(48) % 6).reshape(6, 8)
+    return torch.zeros(6, 8).scatter_add(0, index, x) + x.scatter_reduce(0, index, x, "amax")
+
+
+def _bucketed(hidden: Tensor, x: Tensor) -> Tensor:
+    buckets = torch.bucketize(x, torch.tensor([-0.5, 0.0, 0.5]))
+    return buckets.float() + torch.searchsorted(torch.tensor([-0.3, 0.3]), x.contiguous())
+
+
+def _rotated(hidden: Tensor, x: Tensor) -> Tensor:
+    turn = torch.polar(torch.ones(6, 4), x[:, :4])
+    return torch.view_as_real(turn * turn).flatten(1)
+
+
+def _overwritten(hidden: Tensor, x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied.mul_(2.0)
+    rows, columns, flat = copied[:3], copied[:, :4], copied.reshape(48)
+    copied.add_(1.0)
+    return copied + hidden
+
+
+def _drawn(hidden: Tensor, x: Tensor) -> Tensor:
+    return F.dropout(hidden, 0.3, True) + torch.bernoulli(torch.full((6, 8), 0.5)) + torch.poisson(x.abs())
+
+
+_UNKNOWN = {
+    "tensor": _scaled,
+    "grid_sample": _sampled,
+    "scatter_add": _scattered,
+    "bucketize": _bucketed,
+    "polar": _rotated,
+    "in place": _overwritten,
+    "random": _drawn,
+}
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+_GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+_CAUSAL: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "gpt2": _GPT,
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "gpt_neox": {},
+    "gpt_neo": {"num_layers": 1, "num_heads": 2, "attention_types": [[["local"], 1]]},
+    "gpt_bigcode": _GPT,
+    "bloom": {"n_layer": 1, "n_head": 2},
+    "falcon": {"head_dim": None},
+    "phi": {},
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 4},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "sliding_window": 4},
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3": {},
+    "olmo2": {},
+    "cohere": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "granite": {},
+}
+_MASKED: dict[str, dict[str, Any]] = {
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 8,
+        "max_relative_positions": 16,
+    },
+    "roberta": {},
+    "distilbert": {"dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2},
+    "electra": {"embedding_size": 8},
+    "albert": {"embedding_size": 8},
+}
+
+
+def names() -> list[str]:
+    """All samples."""
+    return [*_UNKNOWN, *_CAUSAL, *_MASKED]
+
+
+def sample(name: str) -> Sample:
+    """Build one, with the weights of seed 0."""
+    torch.manual_seed(0)
+    if name in _UNKNOWN:
+        return Sample(Unknown(_UNKNOWN[name]).train(), {"x": torch.randn(6, 8)})
+    ids = token_batch(2, 8)
+    return Sample(_transformer(name).train(), {"input_ids": ids, "labels": ids})
+
+
+def _transformer(name: str) -> nn.Module:
+    changes = {**_CAUSAL, **_MASKED}[name]
+    sizes = {key: value for key, value in {**_SIZES, **changes}.items() if value is not None}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    config.loss_type = "ForCausalLM" if name in _CAUSAL else "ForMaskedLM"
+    if name in _MASKED:
+        return transformers.AutoModelForMaskedLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if hasattr(config, "num_local_experts"):
+        model.set_experts_implementation("batched_mm")
+    return model
