@@ -92,8 +92,8 @@ class MemoryConfig(Section):
     """How much device memory a training step may take, and what backward keeps from forward."""
 
     budget: BytesOrFraction | Literal["auto"] = "auto"
-    """The most that tensors may take on each device: bytes, or a fraction of what the device has;
-    `auto` is all that it has less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
+    """The most that tensors may take on each device: bytes, or a part of what the device has, `80%`
+    or `0.8`; `auto` is all that it has less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
 
     policy: Literal["plan", "keep_all", "recompute_all"] = "plan"
     """`plan` computes again in backward what must be to stay within the budget, where that costs
@@ -101,7 +101,7 @@ class MemoryConfig(Section):
     layer. The last two have no budget."""
 
     reserve: BytesOrFraction = _RESERVE
-    """What `budget: auto` leaves to fragmentation and other libraries: bytes, or a fraction of what
+    """What `budget: auto` leaves to fragmentation and other libraries: bytes, or a part of what
     the device has."""
 
     keep: tuple[str, ...] = ()

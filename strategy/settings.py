@@ -17,20 +17,27 @@ _SECONDS_PER_UNIT = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 
 Bytes = NewType("Bytes", int)
-"""A number of bytes; users write `256MiB`, `60GB` or a whole number."""
+"""A number of bytes; users write `256MiB`, `8G`, `60GB` or a whole number."""
 
 BytesOrFraction = NewType("BytesOrFraction", float)
-"""A number of bytes as `Bytes` (an int), or what part of a whole as a float above 0, at most 1."""
+"""A number of bytes as `Bytes` (an int), or what part of a whole as a float above 0, at most 1: `0.8` or `80%`."""
 
 Whole = NewType("Whole", int)
 """A whole number, 0 too; a plain int is one of at least 1."""
 
+# A letter alone is what `docker run --memory` and Slurm's `--mem` take it for: 1024 of the next smaller one.
 _BYTES_PER_UNIT = {
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+    **dict.fromkeys(("b", "byte", "bytes"), 1),
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{
+        f"{letter}{ending}": 1024**power
+        for power, letter in enumerate("kmgt", start=1)
+        for ending in ("ib", "i", "")
+    },
 }
-_BYTES = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES_PER_UNIT)})")
+_NUMBER = r"((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))"
+_BYTES = re.compile(rf"{_NUMBER}\s*([a-z]+)", re.IGNORECASE)
+_PART = re.compile(rf"{_NUMBER}\s*(%)|(0?\.[0-9]+|1\.0*)")
 
 
 class ConfigError(ValueError):
@@ -133,37 +140,54 @@ def parse_duration(text: str | timedelta) -> timedelta:
 
 
 def parse_bytes(value: str | int) -> int:
-    """Turn `256MiB` (1024 * 1024 bytes each), `60GB` (10**9 each) or a whole number into bytes.
+    """Turn `256MiB` or `256M` (1024 * 1024 bytes each), `60GB` (10**9 each) or a whole number into bytes.
+
+    A part of a byte is left out: `1.3GiB` is 1,395,864,371 bytes.
 
     Raises:
-        ConfigError: there is no unit, it is another one, or the number is negative or a fraction.
+        ConfigError: there is no unit, it is another one, or the number is negative or less than a byte.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
-    num_bytes = Fraction(match[1]) * _BYTES_PER_UNIT[match[2]] if match else Fraction(1, 2)
-    if num_bytes.denominator != 1:
+    unit = _BYTES_PER_UNIT.get(match[2].lower()) if match else None
+    num_bytes = Fraction(match[1]) * unit if match and unit else Fraction(-1)
+    if num_bytes < 0 or 0 < num_bytes < 1:
         raise ConfigError(
-            f"{value!r} is not a number of bytes; write a number and one of the units "
-            f"{', '.join(_BYTES_PER_UNIT)}, such as '256MiB', or a whole number."
+            f"{value!r} is not a number of bytes; write a number and one of the units KiB, MiB, GiB, TiB or K, M, G, T "
+            "(1024 each), KB, MB, GB, TB (1000 each) or B, such as '256MiB', '1.5G' or '60GB', or a whole number."
         )
     return int(num_bytes)
 
 
 def parse_bytes_or_fraction(value: str | int | float) -> int | float:
-    """Turn `60GiB` or a whole number into bytes, and leave a fraction such as 0.85 as it is.
+    """Turn `60GiB` or a whole number into bytes, `80%` into 0.8, and leave a fraction such as 0.85 as it is.
 
     Raises:
         ConfigError: it is neither, or a fraction that is not above 0 and at most 1.
     """
-    if not isinstance(value, float):
-        return parse_bytes(value)
-    if not 0 < value <= 1:
+    part = _part(value)
+    if part is None:
+        try:
+            return parse_bytes(value)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"{error} Or a part of the device's memory, such as '80%' or 0.8.") from None
+    if not 0 < part <= 1:
         raise ConfigError(
-            f"{value!r} is not a fraction of the device's memory; write a number above 0 and at most 1, such as 0.85, "
-            "or bytes, such as '60GiB'."
+            f"{value!r} is not a fraction of the device's memory; write a number above 0 and at most 1, such as 0.8 or "
+            "'80%', or bytes, such as '60GiB'."
         )
-    return value
+    return part
+
+
+def _part(value: str | int | float) -> float | None:
+    """What is written as a part of a whole; None for anything else."""
+    if isinstance(value, float):
+        return value
+    match = _PART.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return None
+    return float(Fraction(match[1]) / 100 if match[2] else Fraction(match[3]))
 
 
 def _convert(hint: Any, value: Any, *, where: str) -> Any:

@@ -87,7 +87,7 @@ _WHAT = {
         "processes that need not be here. Downloads nothing; reads no data.\n\n"
         "  --world-size N    processes; else what `devices` says\n"
         "  --device NAME     h100, h200 (the default), b200, a100, l40s or cpu\n"
-        "  --budget BYTES    the same as --memory.budget, such as 60GiB\n"
+        "  --budget BYTES    the same as --memory.budget, such as 60GiB, 60G or 80%\n"
         "  --json FILE       the plan as JSON\n"
         "  --html FILE       a report: memory over the step, other budgets, what is computed again\n"
     ),

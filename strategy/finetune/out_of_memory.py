@@ -11,10 +11,10 @@ import torch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.devices import total_bytes
 from thunder_memsave.explain import in_units
+from thunder_memsave.settings import parse_bytes
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
-_AMOUNT = re.compile(r"(?:Tried to allocate|of which) ([\d.]+) (GiB|MiB|KiB|bytes)")
-_BYTES_PER_UNIT = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+_AMOUNT = re.compile(r"(?:Tried to allocate|of which) ([\d.]+ (?:GiB|MiB|KiB|bytes))")
 _MIB = 2**20
 
 
@@ -23,11 +23,11 @@ def missing_bytes(message: str) -> int | None:
 
     `Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.50 MiB is free.`
     """
-    amounts = [float(number) * _BYTES_PER_UNIT[unit] for number, unit in _AMOUNT.findall(message)]
+    amounts = [parse_bytes(amount) for amount in _AMOUNT.findall(message)]
     if not amounts:
         return None
-    asked, free = amounts[0], amounts[1] if len(amounts) > 1 else 0.0
-    return max(int(asked - free), 1)
+    asked, free = amounts[0], amounts[1] if len(amounts) > 1 else 0
+    return max(asked - free, 1)
 
 
 def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str:

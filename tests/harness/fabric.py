@@ -54,7 +54,11 @@ def on_fabric_rank(fn: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_on_fabric_ranks(
-    fn: Callable[..., None], world_size: int, *args: object, hang_s: float = HANG_S
+    fn: Callable[..., None],
+    world_size: int,
+    *args: object,
+    hang_s: float = HANG_S,
+    hash_seeds: Sequence[int] = (),
 ) -> None:
     """Call `fn(*args)` in `world_size` processes; each builds its Fabric with `make_fabric`.
 
@@ -63,12 +67,16 @@ def run_on_fabric_ranks(
         world_size: The number of processes.
         *args: What `fn` is called with.
         hang_s: After this time the processes are killed.
+        hash_seeds: As for `run_on_ranks`.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; carries its traceback.
         TimeoutError: the ranks hung; they were killed.
     """
-    run_on_ranks(fn, world_size, Path(), world_size, free_port(), *args, init=False, hang_s=hang_s)
+    arguments = (world_size, free_port(), *args)
+    run_on_ranks(
+        fn, world_size, Path(), *arguments, init=False, hang_s=hang_s, hash_seeds=hash_seeds
+    )
 
 
 def all_reduced(fabric: Fabric, value: Tensor, **arguments: Any) -> Tensor:

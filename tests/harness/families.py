@@ -1,4 +1,7 @@
-"""Tiny models of many families, and modules with operations that Thunder does not know, each with a batch."""
+"""Tiny models of many families, and modules with operations that Thunder does not know, each with a batch.
+
+For what must hold whatever a model computes; `models.py` has those that tests look into.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,12 @@ def _drawn(hidden: Tensor, x: Tensor) -> Tensor:
     return F.dropout(hidden, 0.3, True) + torch.bernoulli(torch.full((6, 8), 0.5)) + torch.poisson(x.abs())
 
 
-_UNKNOWN = {
+def _all(hidden: Tensor, x: Tensor) -> Tensor:
+    parts = [compute for name, compute in UNKNOWN.items() if name not in ("all", "in place")]
+    return torch.stack([compute(hidden, x).expand(6, 8) for compute in parts]).mean(0)
+
+
+UNKNOWN = {
     "tensor": _scaled,
     "grid_sample": _sampled,
     "scatter_add": _scattered,
@@ -84,7 +92,9 @@ _UNKNOWN = {
     "polar": _rotated,
     "in place": _overwritten,
     "random": _drawn,
+    "all": _all,
 }
+"""What modules compute of which Thunder does not know some operation."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -139,14 +149,14 @@ _MASKED: dict[str, dict[str, Any]] = {
 
 def names() -> list[str]:
     """All samples."""
-    return [*_UNKNOWN, *_CAUSAL, *_MASKED]
+    return [*UNKNOWN, *_CAUSAL, *_MASKED]
 
 
 def sample(name: str) -> Sample:
     """Build one, with the weights of seed 0."""
     torch.manual_seed(0)
-    if name in _UNKNOWN:
-        return Sample(Unknown(_UNKNOWN[name]).train(), {"x": torch.randn(6, 8)})
+    if name in UNKNOWN:
+        return Sample(Unknown(UNKNOWN[name]).train(), {"x": torch.randn(6, 8)})
     ids = token_batch(2, 8)
     return Sample(_transformer(name).train(), {"input_ids": ids, "labels": ids})
 

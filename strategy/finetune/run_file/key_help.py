@@ -27,9 +27,9 @@ _OWN_WORDS: dict[Any, str] = {
     list[ClassSpec]: "a list of classes",
     timedelta: "a duration",
     Bytes | Literal["auto"]: "auto or bytes, such as 256MiB",
-    BytesOrFraction: "bytes or a fraction",
+    BytesOrFraction: "bytes or a part, such as 80%",
     Whole: "a whole number, 0 too",
-    BytesOrFraction | Literal["auto"]: "auto, bytes such as 60GiB, or a fraction",
+    BytesOrFraction | Literal["auto"]: "auto, bytes such as 60GiB, or a part such as 80%",
 }
 
 
