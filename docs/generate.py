@@ -29,9 +29,9 @@ _INTRODUCTION = """\
 
 Written by `docs/generate.py` from the dataclasses that read the file. Needed are `model.name_or_path`, `data.dataset`
 and `output_dir`; an unknown key is refused, with the nearest that there is. On the command line, a key is
-`--section.key=value`. Values are YAML; `1e-4` is a number. Bytes are a whole number, or a number and a unit: `1.3GiB` and
-`1.3G` are 1.3 * 1024**3 (a letter alone means what it does to Docker and Slurm), `1.4GB` is 1.4 * 10**9; a part of a byte is
-left out.
+`--section.key=value`. Values are YAML; `1e-4` is a number. Bytes are a whole number, or a number and a unit: `1.3GiB`
+and `1.3G` are 1.3 x 1024^3 (a letter alone means what it does to Docker and Slurm), `1.4GB` is 1.4 x 10^9; a part of
+a byte is left out.
 """
 
 _TABLE_HEAD = "| key | values | default | meaning |\n|---|---|---|---|"

@@ -44,7 +44,6 @@ from thunder_memsave.aten_record import (  # noqa: E402
 )
 from thunder_memsave.errors import CompileError  # noqa: E402
 
-
 _WRITTEN_OUT = (
     *(bool, int, float, complex, str, bytes, Enum, type(None), type(...)),
     *(torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Size),

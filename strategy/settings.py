@@ -171,7 +171,9 @@ def parse_bytes_or_fraction(value: str | int | float) -> int | float:
         try:
             return parse_bytes(value)  # type: ignore[arg-type]
         except ConfigError as error:
-            raise ConfigError(f"{error} Or a part of the device's memory, such as '80%' or 0.8.") from None
+            raise ConfigError(
+                f"{error} Or a part of the device's memory, such as '80%' or 0.8."
+            ) from None
     if not 0 < part <= 1:
         raise ConfigError(
             f"{value!r} is not a fraction of the device's memory; write a number above 0 and at most 1, such as 0.8 or "

@@ -20,7 +20,9 @@ def names_of(*functions: Callable[..., Any]) -> list[str]:
     return [bsym.sym.name for bsym in trace.scopes[-1]]
 
 
-def test_operations_are_named_after_their_function_and_numbered_in_the_order_of_their_calls() -> None:
+def test_operations_are_named_after_their_function_and_numbered_in_the_order_of_their_calls() -> (
+    None
+):
     expected = ["ones_of_torch_0", "grid_sample_of_torch_nn_functional_1", "ones_of_torch_2"]
     assert names_of(torch.ones, torch.nn.functional.grid_sample, torch.ones) == expected
 

@@ -81,7 +81,21 @@ def test_bytes_have_a_unit_or_are_a_whole_number(text: str | int, num_bytes: int
     assert parse_bytes(text) == num_bytes
 
 
-NO_BYTES = ["60", "60GiBs", "12 parsecs", "8,5G", "-1KiB", "0.3B", "GiB", "1e3G", "1.G.", "\u0663G", "", -1, True]
+NO_BYTES = [
+    "60",
+    "60GiBs",
+    "12 parsecs",
+    "8,5G",
+    "-1KiB",
+    "0.3B",
+    "GiB",
+    "1e3G",
+    "1.G.",
+    "\u0663G",
+    "",
+    -1,
+    True,
+]
 
 
 @pytest.mark.parametrize("text", [*NO_BYTES, "80%", 1.5])
@@ -102,9 +116,7 @@ def test_other_numbers_of_bytes_are_refused(text: str | int) -> None:
         (1, 1),
     ],
 )
-def test_a_part_of_a_whole_is_a_fraction_or_a_percentage(
-    text: str | float, value: float
-) -> None:
+def test_a_part_of_a_whole_is_a_fraction_or_a_percentage(text: str | float, value: float) -> None:
     found = parse_bytes_or_fraction(text)
     assert (found, type(found)) == (value, type(value))
 
@@ -118,7 +130,9 @@ def test_parts_that_are_none_are_refused(text: str | float) -> None:
 
 @pytest.mark.parametrize("text", [*NO_BYTES, "-5%", "%", "1.5"])
 def test_what_is_neither_bytes_nor_a_part_is_refused_with_examples_of_both(text: str) -> None:
-    message = r"is not a number of bytes; .* Or a part of the device's memory, such as '80%' or 0\.8\.$"
+    message = (
+        r"is not a number of bytes; .* Or a part of the device's memory, such as '80%' or 0\.8\.$"
+    )
     with pytest.raises(ConfigError, match=message):
         parse_bytes_or_fraction(text)
 

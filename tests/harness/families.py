@@ -71,12 +71,17 @@ def _overwritten(hidden: Tensor, x: Tensor) -> Tensor:
     copied = x.clone()
     copied.mul_(2.0)
     rows, columns, flat = copied[:3], copied[:, :4], copied.reshape(48)
+    total = rows.sum() + columns.sum() + flat.sum()
     copied.add_(1.0)
-    return copied + hidden
+    return copied + total * hidden
 
 
 def _drawn(hidden: Tensor, x: Tensor) -> Tensor:
-    return F.dropout(hidden, 0.3, True) + torch.bernoulli(torch.full((6, 8), 0.5)) + torch.poisson(x.abs())
+    return (
+        F.dropout(hidden, 0.3, True)
+        + torch.bernoulli(torch.full((6, 8), 0.5))
+        + torch.poisson(x.abs())
+    )
 
 
 def _all(hidden: Tensor, x: Tensor) -> Tensor:
