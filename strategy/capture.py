@@ -26,6 +26,7 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
 from thunder_memsave.errors import CaptureError, user_frame
+from thunder_memsave.returned_weights import returned_from_graph
 from thunder_memsave.sharded_parameter import unquantized_dtype
 from thunder_memsave.sharding import is_sharded, whole_shape
 
@@ -52,6 +53,11 @@ class GraphInput:
     """Dotted name in the module; the placeholder's name for user inputs."""
     tensor: Tensor
     """The parameter or buffer itself; a user input's FakeTensor (its data is not kept)."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the graph reads the tensor as it is: neither this rank's rows, nor fp8 numbers of a weight."""
+        return self.kind != "parameter" or not _has_stand_in(self.tensor)
 
 
 @dataclass(slots=True)
@@ -185,7 +191,8 @@ def capture(
     """
     grad_enabled = torch.is_grad_enabled()
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
-        output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
+        with returned_from_graph(originals):
+            output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
         if output.backend_input is None:
             raise CaptureError(
                 f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
@@ -298,7 +305,7 @@ def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
             parameters[name] = p
 
 
-def _has_stand_in(p: nn.Parameter) -> bool:
+def _has_stand_in(p: Tensor) -> bool:
     """Whether the graph is to see another tensor than what is kept: the whole weight, in its own dtype."""
     return is_sharded(p) or unquantized_dtype(p) is not None
 

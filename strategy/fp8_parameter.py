@@ -8,13 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_memsave.row_operations import name_of
 from thunder_memsave.sharded_parameter import (
-    computing_operation,
     first_of,
     is_sharded,
     mark_quantized,
+    tensors_in,
     unquantized_dtype,
 )
+
+# These read a weight as a whole even where the shapes of a shard happen to fit.
+_REFUSED = frozenset(
+    {"linear", "bilinear", "embedding", "embedding_bag", "one_hot", "multi_head_attention_forward"}
+    | {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm"}
+    | {"baddbmm", "einsum", "tensordot", "outer", "kron", "chain_matmul", "multi_dot"}
+    | {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+    | {"layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "prelu"}
+    | {"scaled_dot_product_attention", "t", "transpose", "permute", "swapaxes", "movedim"}
+    # Random initialisation computes fans from the shape, and would fill the padding rows.
+    | {"uniform_", "normal_", "xavier_uniform_", "xavier_normal_"}
+    | {"kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_"}
+)
+_REFUSED_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 
 
 class Fp8ParameterError(ValueError):
@@ -40,7 +55,7 @@ class Fp8Parameter(nn.Parameter):
         """Runs `func` on plain tensors, or refuses it."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            name = computing_operation(func, args, kwargs)
+            name = _computing_operation(func, args, kwargs)
             found = None if name is None else first_of(Fp8Parameter, [*args, kwargs])
             if found is not None:
                 raise Fp8ParameterError(_message(str(name), found))
@@ -91,6 +106,36 @@ def _rebuild(values: Tensor, name: str, dtype: torch.dtype) -> Fp8Parameter:
     mark_whole(p, name=name)
     assert isinstance(p, Fp8Parameter)
     return p
+
+
+def _computing_operation(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """The name of an operation that computes with weights as a model's forward does; None: another one.
+
+    Args:
+        func: As `__torch_function__` gets it, and so are the others.
+        args: What it is called with.
+        kwargs: Likewise.
+    """
+    name = name_of(func)
+    if name in _REFUSED_ATTRIBUTES:
+        return name
+    if name not in _REFUSED and (_is_in_place(name) or not _mixes_shapes([*args, kwargs])):
+        return None
+    return name
+
+
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") or name in ("__set__", "__setitem__")
+    return name.endswith("_") or name.startswith("_foreach")
+
+
+def _mixes_shapes(values: Sequence[Any]) -> bool:
+    """Whether an activation, an index or a full tensor meets the shard: scalars do not count."""
+    shapes = {t.shape for t in tensors_in(values) if t.dim() > 0}
+    return len(shapes) > 1
 
 
 def _message(operation: str, p: Fp8Parameter) -> str:

@@ -1,8 +1,8 @@
-"""What a captured graph returns: values that its trace computes, inputs as they are, plain Python values."""
+"""What a captured graph returns: values that its trace computes, whole inputs as they are, plain Python values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,10 +16,17 @@ from thunder.core import prims  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 
 
-def graph_outputs(graph: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
-    """The outputs in order, and the nodes among them that are computed, each once."""
+def graph_outputs(
+    graph: fx.GraphModule, *, as_they_are: Collection[fx.Node]
+) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
+    """The outputs in order, and the nodes among them that are computed, each once.
+
+    Args:
+        graph: What was captured.
+        as_they_are: The inputs that are returned without a computation; the others are gathered first.
+    """
     outputs = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
-    computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
+    computed = (o for o in outputs if isinstance(o, fx.Node) and o not in as_they_are)
     return outputs, tuple(dict.fromkeys(computed))
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thunder_memsave.sharded_parameter import mark_state
 from thunder_memsave.sharding import ShardedParameter, is_sharded, local_rows
 
 
 def hide_padding(module: nn.Module) -> None:
     """Install hooks: `state_dict()` gives this rank's rows without padding, and takes them back.
 
-    No communication. With `keep_vars=True` the parameters themselves come out, padding included.
+    No communication. What it gives refuses to be written to a file, where it would look whole. With `keep_vars=True`
+    the parameters themselves come out, padding included.
     """
     for submodule in module.modules():
         if any(is_sharded(p) for p in submodule._parameters.values() if p is not None):
@@ -28,7 +30,7 @@ def _cut_padding(
         value = state_dict.get(prefix + name)
         # With keep_vars the value is the parameter.
         if isinstance(parameter, ShardedParameter) and not isinstance(value, nn.Parameter | None):
-            state_dict[prefix + name] = local_rows(value, parameter)
+            state_dict[prefix + name] = mark_state(local_rows(value, parameter), parameter)
 
 
 def _add_padding(

@@ -69,6 +69,8 @@ from thunder_memsave.sharding import DataParallel, is_sharded  # noqa: E402
 from thunder_memsave.unshard import unshard  # noqa: E402
 
 _IGNORED = {torch._C._log_api_usage_once}
+# The last is how Dynamo writes `x.data`.
+_DETACHES = (torch.Tensor.detach, torch.detach, torch._C._autograd._get_data_attr)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,15 @@ def lower(
     return lowering.run()
 
 
+def _whole_inputs(capture: Capture) -> frozenset[fx.Node]:
+    """What a graph may return as it is: of any other input, the caller would get this rank's rows."""
+    placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
+    pairs = zip(placeholders, capture.inputs, strict=True)
+    return frozenset(node for node, graph_input in pairs if graph_input.is_whole)
+
+
 def _refuse_gradients_under_no_grad(capture: Capture) -> None:
-    outputs, _ = graph_outputs(capture.graph)
+    outputs = capture.graph.graph.output_node().args[0]
     computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
     if not capture.grad_enabled and any(map(value_needs_grad, example_values(computed))):
         raise CompileError(
@@ -171,11 +180,12 @@ class _Lowering:
             self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
             for proxy in self.trace.args:
                 prims.unpack_trivial(proxy, name=proxy.name)
-            outputs, computed = graph_outputs(self.capture.graph)
+            as_they_are = _whole_inputs(self.capture)
+            outputs, computed = graph_outputs(self.capture.graph, as_they_are=as_they_are)
             values = self._values(self.capture.graph, inputs)
             with self._grad(enabled=True):
                 prims.python_return(
-                    tuple(map(distinct_values(), (values[node] for node in computed)))
+                    tuple(map(distinct_values(), (self._force(values[node]) for node in computed)))
                 )
         return Lowered(
             trace=self.trace,
@@ -274,7 +284,7 @@ class _Lowering:
         kwargs: Mapping[str, Any],
     ) -> Any:
         expected = node.meta.get("example_value")
-        if function is torch.Tensor.detach or function is torch.detach:
+        if function in _DETACHES:
             return prims.shallow_copy(args[0])
         if function is getattr and args[1] in ("T", "mT") and args[0].ndim == 2:
             return args[0].transpose(0, 1)

@@ -1,45 +1,37 @@
-"""A parameter that holds this rank's rows and refuses to be computed with as if it were whole."""
+"""A parameter that holds this rank's rows, and tensors made of them: each operation on one is right, or raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import GetSetDescriptorType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thunder_memsave.compat import foreach_subclasses
+from thunder_memsave.row_operations import Kind, kind_of, name_of
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
-# These read a weight as a whole even where the shapes of a shard happen to fit.
-_REFUSED = frozenset(
-    {"linear", "bilinear", "embedding", "embedding_bag", "one_hot", "multi_head_attention_forward"}
-    | {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm"}
-    | {"baddbmm", "einsum", "tensordot", "outer", "kron", "chain_matmul", "multi_dot"}
-    | {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
-    | {"layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "prelu"}
-    | {"scaled_dot_product_attention", "t", "transpose", "permute", "swapaxes", "movedim"}
-    # Random initialisation computes fans from the shape, and would fill the padding rows.
-    | {"uniform_", "normal_", "xavier_uniform_", "xavier_normal_"}
-    | {"kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_"}
-)
-_REFUSED_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 _STATE = ("unsharded_shape", "_first_row", "_num_real_rows", "_parameter_name")
 _UNQUANTIZED = "unquantized_dtype"
+# Who asks a value of `state_dict()` for its memory is about to write a file.
+_GIVES_BYTES = frozenset(
+    {"data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__dlpack__"}
+)
 
 
 class ShardedParameterError(ValueError):
-    """A weight of which this rank holds only some rows was used as if it were whole."""
+    """Rows of a weight, which are all that this rank holds, were used as if they were the whole weight."""
 
 
 class ShardedParameter(nn.Parameter):
     """This rank's rows of a parameter: real rows first, then padding rows of zeros.
 
-    Made in place by assigning `__class__`, so that the object keeps its identity. Optimizer
-    operations, inspection and copies see a plain tensor; operations that would compute a model's
-    forward with it raise `ShardedParameterError`. `p.data` is the way around that.
+    Made in place by assigning `__class__`, so that the object keeps its identity. What is right when each rank does it
+    with its rows is done: an optimizer's arithmetic, copies, inspection. What that gives is marked as rows too. All
+    other operations raise `ShardedParameterError`, and so does what would record a gradient. `p.data` is the one way
+    around that: a plain tensor of the rows.
     """
 
     unsharded_shape: torch.Size
@@ -56,10 +48,7 @@ class ShardedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Runs `func` on plain tensors, or refuses it."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            _refuse_compute(func, args, kwargs)
-            return func(*args, **kwargs)
+        return _run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         """Copies the rows and what is known about the whole."""
@@ -77,6 +66,71 @@ class ShardedParameter(nn.Parameter):
     def _state(self) -> dict[str, Any]:
         state = {k.lstrip("_"): vars(self)[k] for k in _STATE}
         return {**state, _UNQUANTIZED: unquantized_dtype(self)}
+
+
+class ShardedRows(Tensor):
+    """A tensor made of a sharded parameter's rows, such as `p.detach()`: the same operations are right, no others.
+
+    It is written to no file, where it would look whole. `t.data` is a plain tensor of the rows.
+    """
+
+    unsharded_shape: torch.Size
+    _num_real_rows: int
+    _parameter_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs `func` on plain tensors, or refuses it."""
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copies the rows, marked as this tensor is."""
+        if id(self) not in memo:
+            memo[id(self)] = _marked(self.data.clone(), self, type(self))
+        copied_once: Tensor = memo[id(self)]
+        return copied_once
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuses to be pickled, which is how `torch.save` writes."""
+        raise ShardedParameterError(_message_of_file(self))
+
+
+class StateRows(ShardedRows):
+    """A value of a sharded module's `state_dict()`: this rank's rows without padding, as documented.
+
+    It is a plain tensor to what reads it, but what is made of it is written to no file either.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs `func` on plain tensors, unless it hands out the memory."""
+        kwargs = kwargs or {}
+        if any(not issubclass(t, StateRows) and issubclass(t, _STRICT) for t in types):
+            return _run(func, args, kwargs)
+        rows = first_of(StateRows, [*args, kwargs])
+        assert rows is not None
+        if name_of(func) in _GIVES_BYTES:
+            raise ShardedParameterError(_message_of_file(rows))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if kind_of(func) is Kind.INSPECTS or "out" in kwargs:
+                return result
+            return _mark_each(result, rows, args)
+
+
+_STRICT = (ShardedParameter, ShardedRows)
 
 
 def mark_sharded(
@@ -121,73 +175,177 @@ def is_sharded(p: Tensor) -> bool:
     return isinstance(p, ShardedParameter)
 
 
-def computing_operation(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str | None:
-    """The name of an operation that computes with weights as a model's forward does; None: another one.
-
-    Args:
-        func: As `__torch_function__` gets it, and so are the others.
-        args: What it is called with.
-        kwargs: Likewise.
-    """
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        name = _attribute_name(func)
-        return name if name in _REFUSED_ATTRIBUTES else None
-    if name not in _REFUSED and (_is_in_place(name) or not _mixes_shapes([*args, kwargs])):
-        return None
-    return name
-
-
 def first_of(kind: type[TensorT], args: Sequence[Any]) -> TensorT | None:
     """The first tensor of this type among arguments, also within lists and mappings."""
-    return next((a for a in _tensors(args) if isinstance(a, kind)), None)
+    return next((a for a in tensors_in(args) if isinstance(a, kind)), None)
 
 
-def _refuse_compute(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    name = computing_operation(func, args, kwargs)
-    if name is None:
-        return
-    shard = first_of(ShardedParameter, [*args, kwargs])
-    if shard is not None:
-        raise ShardedParameterError(_message(name, shard))
-
-
-def _attribute_name(func: Callable[..., Any]) -> str:
-    descriptor = getattr(func, "__self__", None)
-    return descriptor.__name__ if isinstance(descriptor, GetSetDescriptorType) else ""
-
-
-def _is_in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name.startswith("__i") or name in ("__set__", "__setitem__")
-    return name.endswith("_") or name.startswith("_foreach")
-
-
-def _mixes_shapes(values: Sequence[Any]) -> bool:
-    """Whether an activation, an index or a full tensor meets the shard: scalars do not count."""
-    shapes = {t.shape for t in _tensors(values) if t.dim() > 0}
-    return len(shapes) > 1
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, also within lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
-def _message(operation: str, p: ShardedParameter) -> str:
+def as_rows(t: Tensor) -> Tensor:
+    """The rows themselves as a plain tensor, which shares memory and version with `t`; any other tensor detached."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.detach()
+
+
+def mark_state(rows: Tensor, p: ShardedParameter) -> StateRows:
+    """`rows`, which are plain, as a value of `state_dict()`."""
+    marked = _marked(rows, p, StateRows)
+    assert isinstance(marked, StateRows)
+    return marked
+
+
+def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    kind = kind_of(func)
+    with torch._C.DisableTorchFunctionSubclass():
+        if kind is Kind.INSPECTS or (kind is Kind.DIFFERENTIATES and not _gives_rows(args, kwargs)):
+            return func(*args, **kwargs)
+        operands = [*args, kwargs]
+        of = next(t for t in tensors_in(operands) if _is_rows(t))
+        if kind is None or kind is Kind.DIFFERENTIATES:
+            raise ShardedParameterError(_message(name_of(func), of))
+        if args and isinstance(args[0], list | tuple):
+            return _run_each(func, kind, args, kwargs, of)
+        if kind is Kind.COPIES:
+            return _copied(func(*args, **kwargs), of, args)
+        _refuse_misfit(func, of, operands)
+        if kind is not Kind.COMPARES:
+            _refuse_gradient(func, of, operands)
+        result = func(*args, **kwargs)
+        if kind is Kind.CHANGES or "out" in kwargs or (kind is Kind.ADDS and _is_plain(args, of)):
+            return result
+        if not isinstance(
+            result, Tensor
+        ):  # such as the row numbers that `torch.where(p > 0)` gives
+            raise ShardedParameterError(_message(name_of(func), of))
+        return _marked(result, of, ShardedRows)
+
+
+def _gives_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    outputs = args[0] if args else kwargs["outputs"]
+    return any(map(_is_rows, tensors_in(outputs)))
+
+
+def _copied(result: Any, of: Tensor, args: Sequence[Any]) -> Any:
+    """Mark a copy of rows; `x.type_as(p)` is none."""
+    is_own = bool(args) and not _is_rows(args[0])
+    if is_own or _is_rows(result) or not isinstance(result, Tensor):
+        return result
+    return _marked(result, of, ShardedRows)
+
+
+def _run_each(
+    func: Callable[..., Any],
+    kind: Kind,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    of: Tensor,
+) -> Any:
+    """Run an operation on lists of tensors, such as an optimizer's `_foreach_add_`."""
+    _refuse_gradient(func, of, [*args, kwargs])
+    results = func(*args, **kwargs)
+    if kind is Kind.CHANGES:
+        return results
+    marked = []
+    for number, result in enumerate(results):
+        operands = [a[number] for a in args if isinstance(a, list | tuple) and number < len(a)]
+        rows = next((t for t in operands if _is_rows(t)), None)
+        if rows is not None:
+            _refuse_misfit(func, rows, operands)
+        is_rows = rows is not None and not (kind is Kind.ADDS and _is_plain(operands, rows))
+        marked.append(
+            _marked(result, rows, ShardedRows) if is_rows and rows is not None else result
+        )
+    return type(results)(marked)
+
+
+def _is_rows(t: Any) -> bool:
+    return isinstance(t, _STRICT)
+
+
+def _is_plain(operands: Sequence[Any], of: Tensor) -> bool:
+    """Whether the first operand is the caller's own, of the rows' shape: a gradient, or an optimizer's state."""
+    first = operands[0] if operands else None
+    return isinstance(first, Tensor) and not _is_rows(first) and first.shape == of.shape
+
+
+def _refuse_misfit(func: Callable[..., Any], of: Tensor, operands: Sequence[Any]) -> None:
+    """Raise where another operand is not one row for each row of `of`, or one for all of them."""
+    for t in tensors_in(operands):
+        is_other_weight = _is_rows(t) and whole_rows(t) != whole_rows(of)
+        if is_other_weight or not (t.shape == of.shape or _is_one_for_all(t, of)):
+            raise ShardedParameterError(_message(name_of(func), of))
+
+
+def whole_rows(t: Any) -> int:
+    """The number of rows of the weight of which `t` holds some."""
+    rows: int = t.unsharded_shape[0]
+    return rows
+
+
+def _is_one_for_all(t: Tensor, of: Tensor) -> bool:
+    return t.dim() < of.dim() or (t.dim() == of.dim() and t.shape[:1] in ((), (1,)))
+
+
+def _refuse_gradient(func: Callable[..., Any], of: Tensor, operands: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(operands)):
+        raise ShardedParameterError(
+            f"{_message(name_of(func), of)} Its gradient would be that of these rows alone: compute a penalty in the "
+            "module's forward, or of the weight as forward returns it; arithmetic on rows goes under torch.no_grad()."
+        )
+
+
+def _mark_each(result: Any, of: StateRows, args: Sequence[Any]) -> Any:
+    """Mark what has elements of a state dict's value; a single number is read, not written."""
+    if isinstance(result, Tensor):
+        is_new = not any(result is a for a in tensors_in(args))
+        return _marked(result, of, StateRows) if is_new and result.dim() else result
+    if isinstance(result, list | tuple):
+        marked = [_mark_each(r, of, args) for r in result]
+        return marked if isinstance(result, list) else tuple(marked)
+    return result
+
+
+def _marked(t: Tensor, of: Tensor, cls: type[Tensor]) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        marked: Any = t.as_subclass(cls)
+    whole = vars(of)["unsharded_shape"]
+    marked.unsharded_shape = torch.Size((whole[0], *t.shape[1:])) if t.dim() else whole
+    marked._num_real_rows = vars(of)["_num_real_rows"]
+    marked._parameter_name = vars(of)["_parameter_name"]
+    return marked  # type: ignore[no-any-return]
+
+
+def _rows_held(of: Tensor) -> str:
+    rows = vars(of)
+    whole = rows["unsharded_shape"]
     return (
-        f"{operation}() was asked to use {p._parameter_name!r} of shape "
-        f"{tuple(p.unsharded_shape)} outside the compiled forward; this rank holds only "
-        f"{p._num_real_rows} of its {p.unsharded_shape[0]} rows. Run it inside "
+        f"{rows['_parameter_name']!r} of shape {tuple(whole)} {{}}; this rank holds only {rows['_num_real_rows']} of "
+        f"its {whole[0]} rows."
+    )
+
+
+def _message(operation: str, of: Tensor) -> str:
+    return (
+        f"{operation}() was asked to use {_rows_held(of).format('outside the compiled forward')} Run it inside "
         "`with strategy.summon_full(module):`, on every rank, which gathers the whole weights."
+    )
+
+
+def _message_of_file(of: Tensor) -> str:
+    return (
+        f"A file was to get {_rows_held(of).format('as state_dict() gives it')} Gather the whole weights first, on "
+        "every rank: `with strategy.summon_full(module):` around what writes, such as save_pretrained, or "
+        "strategy.get_module_state_dict(module), or fabric.save with state_dict_type='full'. To write these rows "
+        "alone, pass on `value.data`."
     )

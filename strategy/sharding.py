@@ -16,6 +16,7 @@ from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharded_parameter import (
     ShardedParameter,
     ShardedParameterError,
+    as_rows,
     is_sharded,
     mark_sharded,
     unquantized_dtype,
@@ -27,6 +28,7 @@ __all__ = [
     "ShardedParameter",
     "ShardedParameterError",
     "all_gather",
+    "as_rows",
     "can_shard",
     "fill_meta",
     "gather_full",
@@ -138,7 +140,7 @@ def num_real_rows(p: Tensor) -> int:
 
 def local_rows(t: Tensor, p: Tensor) -> Tensor:
     """The real rows of `t`, which has the shape of `p`: the parameter, its grad, its moments."""
-    return t.detach()[: num_real_rows(p)] if is_sharded(p) else t.detach()
+    return as_rows(t)[: num_real_rows(p)] if is_sharded(p) else as_rows(t)
 
 
 def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
@@ -206,8 +208,8 @@ def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
     Replicated parameters come back as they are, not copied: do not write to the result.
     """
     if data_parallel is None or not isinstance(p, ShardedParameter):
-        return p.detach()
-    return gather_rows(p.detach(), p.unsharded_shape, data_parallel)
+        return as_rows(p)
+    return gather_rows(as_rows(p), p.unsharded_shape, data_parallel)
 
 
 def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataParallel) -> Tensor:
@@ -289,7 +291,7 @@ class _Summoned:
         assert isinstance(p, ShardedParameter)
         kept = cls(
             parameter=p,
-            shard=p.detach(),
+            shard=as_rows(p),
             grad=p.grad,
             name=p._parameter_name,
             unsharded_shape=p.unsharded_shape,

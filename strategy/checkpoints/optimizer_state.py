@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from thunder_memsave.checkpoints.module_state import Problem
 from thunder_memsave.sharding import (
     DataParallel,
+    as_rows,
     gather_rows,
     is_sharded,
     local_rows,
@@ -215,7 +216,7 @@ def _state_problem(p: Tensor | None, shape: torch.Size | None) -> str | None:
 
 def _gather(value: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
     if data_parallel is not None and is_sharded(p) and value.shape == p.shape:
-        return gather_rows(value.detach(), whole_shape(p), data_parallel)
+        return gather_rows(as_rows(value), whole_shape(p), data_parallel)
     return local_rows(value, value)
 
 

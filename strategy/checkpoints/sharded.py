@@ -46,7 +46,7 @@ from thunder_memsave.checkpoints.optimizer_state import (
 )
 from thunder_memsave.checkpoints.safe_reader import SafePlanner, SafeReader, read_metadata
 from thunder_memsave.checkpoints.sources import TensorSpec, load_mapped
-from thunder_memsave.sharding import DataParallel, is_sharded, local_rows, whole_shape
+from thunder_memsave.sharding import DataParallel, as_rows, is_sharded, local_rows, whole_shape
 
 META_FILE = "meta.pt"
 # What needs no words around it: of the disk, of the memory, of our own reader.
@@ -302,7 +302,7 @@ def _optimizer_for_dcp(
 def _for_dcp(t: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
     """`t`, which belongs to parameter `p`, as DCP is to see it: without padding, in its place."""
     if data_parallel is None or not is_sharded(p) or t.shape != p.shape:
-        return t.detach()
+        return as_rows(t)
     shape = whole_shape(p)
     mesh = DeviceMesh.from_group(data_parallel.group, t.device.type)
     stride = torch.empty(shape, device="meta").stride()
