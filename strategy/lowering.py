@@ -130,9 +130,10 @@ def _whole_inputs(capture: Capture) -> frozenset[fx.Node]:
 
 
 def _refuse_gradients_under_no_grad(capture: Capture) -> None:
-    outputs = capture.graph.graph.output_node().args[0]
-    computed = (o for o in outputs if isinstance(o, fx.Node) and o.op != "placeholder")
-    if not capture.grad_enabled and any(map(value_needs_grad, example_values(computed))):
+    outputs, _ = graph_outputs(capture.graph, as_they_are=())
+    # A view of a weight says so too under no_grad, but has no graph.
+    recorded = (v for v in example_values(outputs) if getattr(v, "grad_fn", None) is not None)
+    if not capture.grad_enabled and any(map(value_needs_grad, recorded)):
         raise CompileError(
             "The method was called under no_grad and returns a tensor that requires a gradient, because it turns "
             "gradients on itself. Call it with gradients enabled."

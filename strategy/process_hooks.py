@@ -28,6 +28,7 @@ from thunder_memsave.process_group import (
     make_data_parallel,
     needs_process_group,
 )
+from thunder_memsave.sharded_parameter import refuse_rows
 from thunder_memsave.sharding import DataParallel
 
 T = TypeVar("T")
@@ -170,6 +171,7 @@ class ProcessHooks(ParallelStrategy):
         reduce_op: ReduceOp | str | None = "mean",
     ) -> Tensor | Any:
         if isinstance(tensor, Tensor):
+            refuse_rows(tensor, operation="fabric.all_reduce")
             with collective("fabric.all_reduce", group):
                 return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor

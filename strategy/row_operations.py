@@ -41,7 +41,8 @@ _ATTRIBUTES = (
 )
 _INSPECTS = (
     "__repr__ __str__ __format__ __hash__ __len__ __dir__ __setstate__ _is_view _typed_storage can_cast "
-    "constant_ _clear_non_serializable_cached_data _has_compatible_shallow_copy_type dense_dim dim element_size empty_like "
+    "constant_ _clear_non_serializable_cached_data _has_compatible_shallow_copy_type dense_dim dim element_size "
+    "empty_like "
     "full_like get_device has_names is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point "
     "is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement new_empty "
     "new_empty_strided new_full new_ones new_zeros numel ones_like register_hook register_post_accumulate_grad_hook "

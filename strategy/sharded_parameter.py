@@ -198,6 +198,20 @@ def as_rows(t: Tensor) -> Tensor:
         return t.detach()
 
 
+def refuse_rows(t: Tensor, *, operation: str) -> None:
+    """Raise where ranks would mix different rows of a weight; torch's own collectives do not ask.
+
+    Args:
+        t: Anything's argument.
+        operation: What the error calls it.
+
+    Raises:
+        ShardedParameterError: `t` is a sharded parameter, or made of its rows.
+    """
+    if _is_rows(t):
+        raise ShardedParameterError(_message(operation, t))
+
+
 def mark_state(rows: Tensor, p: ShardedParameter) -> StateRows:
     """`rows`, which are plain, as a value of `state_dict()`."""
     marked = _marked(rows, p, StateRows)
@@ -210,25 +224,34 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     with torch._C.DisableTorchFunctionSubclass():
         if kind is Kind.INSPECTS or (kind is Kind.DIFFERENTIATES and not _gives_rows(args, kwargs)):
             return func(*args, **kwargs)
-        operands = [*args, kwargs]
-        of = next(t for t in tensors_in(operands) if _is_rows(t))
+        of = next(t for t in tensors_in([*args, kwargs]) if _is_rows(t))
         if kind is None or kind is Kind.DIFFERENTIATES:
             raise ShardedParameterError(_message(name_of(func), of))
         if args and isinstance(args[0], list | tuple):
             return _run_each(func, kind, args, kwargs, of)
         if kind is Kind.COPIES:
             return _copied(func(*args, **kwargs), of, args)
-        _refuse_misfit(func, of, operands)
-        if kind is not Kind.COMPARES:
-            _refuse_gradient(func, of, operands)
-        result = func(*args, **kwargs)
-        if kind is Kind.CHANGES or "out" in kwargs or (kind is Kind.ADDS and _is_plain(args, of)):
-            return result
-        if not isinstance(
-            result, Tensor
-        ):  # such as the row numbers that `torch.where(p > 0)` gives
-            raise ShardedParameterError(_message(name_of(func), of))
-        return _marked(result, of, ShardedRows)
+        return _computed(func, kind, args, kwargs, of)
+
+
+def _computed(
+    func: Callable[..., Any],
+    kind: Kind,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    of: Tensor,
+) -> Any:
+    _refuse_misfit(func, of, [*args, kwargs])
+    if kind is not Kind.COMPARES:
+        _refuse_gradient(func, of, [*args, kwargs])
+    result = func(*args, **kwargs)
+    is_callers = kind is Kind.CHANGES or "out" in kwargs or result is NotImplemented
+    if is_callers or (kind is Kind.ADDS and _is_plain(args, of)):
+        return result
+    # Such as the row numbers that `torch.where(p > 0)` gives.
+    if not isinstance(result, Tensor):
+        raise ShardedParameterError(_message(name_of(func), of))
+    return _marked(result, of, ShardedRows)
 
 
 def _gives_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -51,7 +51,7 @@ class Trained:
         """Parameters and the optimizer's state."""
         states = self.optimizer.state.values()
         state = [t for values in states for t in values.values() if isinstance(t, Tensor)]
-        return [t.detach().clone() for t in (*self.net.parameters(), *state)]
+        return [t.data.clone() for t in (*self.net.parameters(), *state)]
 
 
 def same(before: list[Tensor], after: list[Tensor]) -> bool:
