@@ -200,6 +200,7 @@ def capture(
         guards = _build_guards(output, call, swapped=originals) if is_guarded else None
         make_callable = _callable_maker(output, call)
         flat = _flat_inputs(make_callable, call)
+        _refuse_rows(flat, call)
     graph = output.backend_input.graph_module
     inputs = _name_inputs(module, graph, [originals.get(id(t), t) for t in flat])
     return Capture(
@@ -265,6 +266,18 @@ def _flat_inputs(
         except _InputsSeen:
             return flat
     raise AssertionError("Dynamo's bytecode did not call the graph")
+
+
+def _refuse_rows(flat: Sequence[Tensor], call: Call) -> None:
+    """Raise where a shard has come in by another way than the module's parameters: a list, a closure, an argument."""
+    for tensor in flat:
+        if is_sharded(tensor):
+            name = vars(tensor)["_parameter_name"]
+            raise CaptureError(
+                f"{_describe(call)} reads the sharded parameter {name!r} from elsewhere than a module's parameters, "
+                "such as a list, an argument or another model, where it would be this rank's rows. Read it as an "
+                "attribute of the module that holds it, or use nn.ParameterList."
+            )
 
 
 def _name_inputs(

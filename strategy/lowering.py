@@ -192,11 +192,18 @@ class _Lowering:
             trace=self.trace,
             constants=tuple(t for t, _ in constants),
             input_names=tuple(i.name for i in self.capture.inputs),
-            depends_on=output_dependencies(self.capture.graph, computed),
+            depends_on=self._dependencies(computed),
             training=self.capture.training,
             outputs=OutputOrder.of(self.capture.graph, outputs, computed),
             state=tuple if self.fp8 is None else self.fp8.tensors,
         )
+
+    def _dependencies(self, computed: Sequence[fx.Node]) -> tuple[frozenset[int], ...]:
+        if (
+            not self.capture.grad_enabled
+        ):  # where a returned weight still says that it requires a gradient
+            return tuple(frozenset() for _ in computed)
+        return output_dependencies(self.capture.graph, computed)
 
     def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
         """Run the body of a higher-order operator on values."""

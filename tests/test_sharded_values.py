@@ -226,7 +226,7 @@ def check_outside(fabric: Fabric) -> None:
 
 def refuses(name: str) -> Any:
     text = (
-        r"was asked to use 'linear.weight' of shape \(5, 4\).*of its 5 rows.*summon_full\(module\)"
+        r"was asked to use 'tied' of shape \(5, 4\).*of its 5 rows.*summon_full\(module\)"
     )
     assert name
     return pytest.raises(ShardedParameterError, match=text)
