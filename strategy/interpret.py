@@ -157,8 +157,9 @@ def _parameters(prologue: TraceCtx) -> dict[str, str]:
 
 def _check_shards(module: nn.Module, prologue: TraceCtx) -> None:
     """Let the prologue check each sharded parameter for its shard's shape."""
+    named = dict(module.named_parameters(remove_duplicate=False))
     for name, (check, _) in get_checks(prologue).items():
-        parameter = dict(module.named_parameters()).get(name)
+        parameter = named.get(name)
         if parameter is not None and is_sharded(parameter):
             proxy, _, *rest = check.args
             check.args = (proxy, tuple(parameter.shape), *rest)

@@ -226,7 +226,9 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             return func(*args, **kwargs)
         of = next(t for t in tensors_in([*args, kwargs]) if _is_rows(t))
         if kind is None or kind is Kind.DIFFERENTIATES:
-            raise ShardedParameterError(_message(name_of(func), of))
+            is_for_a_file = func is Tensor.data_ptr  # safetensors copies from there
+            text = _message_of_file(of) if is_for_a_file else _message(name_of(func), of)
+            raise ShardedParameterError(text)
         if args and isinstance(args[0], list | tuple):
             return _run_each(func, kind, args, kwargs, of)
         if kind is Kind.COPIES:
@@ -367,7 +369,7 @@ def _message(operation: str, of: Tensor) -> str:
 
 def _message_of_file(of: Tensor) -> str:
     return (
-        f"A file was to get {_rows_held(of).format('as state_dict() gives it')} Gather the whole weights first, on "
+        f"A file was to get rows of {_rows_held(of).format('as if they were all')} Gather the whole weights first, on "
         "every rank: `with strategy.summon_full(module):` around what writes, such as save_pretrained, or "
         "strategy.get_module_state_dict(module), or fabric.save with state_dict_type='full'. To write these rows "
         "alone, pass on `value.data`."
