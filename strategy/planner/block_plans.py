@@ -201,7 +201,7 @@ class BlockPlans:
     def evaluate(self, keep: frozenset[int]) -> BlockPlan:
         """The plan that keeps these storages of the whole graph."""
         result = self._simulation(keep)
-        kept = keep & result.read
+        kept = result.kept
         ops, storages = self.cut.graph.ops, self.cut.graph.storages
         replayed = sum(ops[o].repeat == "replay" for o in result.again)
         return BlockPlan(

@@ -75,7 +75,7 @@ class Evaluator:
     _known: dict[frozenset[int], Evaluated] = field(default_factory=dict)
 
     def __call__(self, keep: Set[int]) -> Evaluated:
-        """Evaluate the plan that keeps these storages."""
+        """Evaluate the plan that keeps these storages, and what nothing gives a second time."""
         wanted = frozenset(keep)
         if wanted not in self._known:
             self._known[wanted] = self._evaluated(wanted)
@@ -116,7 +116,7 @@ class Evaluator:
     def _evaluated(self, keep: frozenset[int]) -> Evaluated:
         result = self._simulation(keep)
         return Evaluated(
-            keep=keep & result.read,
+            keep=result.kept,
             decided=result.read,
             peak_bytes=result.peak_bytes,
             recompute_us=sum(self.costs_us[number] for number in result.again),

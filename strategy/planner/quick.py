@@ -1,4 +1,8 @@
-"""Simulates the peak of many plans for one graph, as `order` and `simulate` do, but without making programs."""
+"""Simulates the peak of many plans for one graph, as `order` and `simulate` do, but without making programs.
+
+A plan may name what it keeps or not: what nothing gives a second time (`Needs.must_keep`) is kept wherever the plan reads
+it. A search that takes a plan, of which only what it reads is known, and lets it compute more again needs no care then.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from itertools import accumulate
 
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.needs import Needs
-from thunder_memsave.planner.order import OrderError, order, producers
+from thunder_memsave.planner.order import order, producers
 from thunder_memsave.planner.simulate import simulate
 
 
@@ -21,6 +25,8 @@ class QuickResult:
     """Operations that run a second time."""
     read: frozenset[int]
     """Storages of forward that backward reads, kept or computed again."""
+    kept: frozenset[int]
+    """Of these, the ones that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +74,8 @@ class QuickSimulation:
         self._start(memory)
 
     def __call__(self, keep: Set[int]) -> QuickResult:
-        """Simulate the plan that keeps these storages.
-
-        Raises:
-            OrderError: an operation that cannot be repeated would have to be.
-        """
+        """Simulate the plan that keeps these storages."""
+        keep = keep | self._needs.must_keep
         steps, again = self._steps(keep)
         last, read = self._last_reads(steps)
         kept = [s for s in self._needs.storages if s in keep and s in read]
@@ -80,10 +83,13 @@ class QuickSimulation:
         peak = self._backward_peak(steps, last, keep, kept, len(replayed))
         if self._elsewhere_bytes is None:
             peak = max(*self._forward_during(kept, replayed), peak, self._update_bytes)
-        return QuickResult(peak_bytes=peak, again=tuple(again), read=read)
+        return QuickResult(
+            peak_bytes=peak, again=tuple(again), read=read, kept=frozenset(kept)
+        )
 
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
         """What a plan needs beyond so much, summed over all moments: it falls before the peak itself does."""
+        keep = keep | self._needs.must_keep
         steps, again = self._steps(keep)
         last, read = self._last_reads(steps)
         kept = [s for s in self._needs.storages if s in keep and s in read]
@@ -107,6 +113,7 @@ class QuickSimulation:
 
     def backward(self, keep: Set[int]) -> QuickBackward:
         """Follow a plan through backward."""
+        keep = keep | self._needs.must_keep
         steps, again = self._steps(keep)
         last, read = self._last_reads(steps)
         kept = [s for s in self._needs.storages if s in keep and s in read]
@@ -139,10 +146,7 @@ class QuickSimulation:
         again: list[int] = []
         for number in range(graph.num_forward, len(graph.ops)):
             missing = self._missing(number, keep, done)
-            for op in missing:
-                if graph.ops[op].repeat == "no":
-                    raise OrderError(f"{graph.ops[op].results} cannot be computed again")
-                steps.append((op, True))
+            steps += [(op, True) for op in missing]
             again += missing
             steps.append((number, False))
         return steps, again
