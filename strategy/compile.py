@@ -210,16 +210,19 @@ def compile_call(
         traced = _interpreter(module, call, reason, executors, data_parallel)
     else:
         traced = _dynamo(module, call, reason, executors, data_parallel, target, fp8)
+    passes, plan = _passes(data_parallel, planner), None
+    if planner is not None:
+        arguments = _arguments(module, traced)
+        passes = (partial(planner.prepared, arguments=arguments), *passes)
+        plan = partial(planner.recomputed, arguments=arguments)
     with compile_data_and_stats(traced.compile_data, CompileStats()):
         graph = compile_trace(
             traced.lowered,
             traced.compile_data,
-            joint_passes=_passes(data_parallel, planner),
+            joint_passes=passes,
             schedule=_schedule(module, data_parallel),
             unreduced=unreduced or UnreducedGradients(data_parallel),
-            plan=None
-            if planner is None
-            else partial(planner.recomputed, arguments=_arguments(module, traced)),
+            plan=plan,
             is_run=target is None,
         )
     return Compiled(

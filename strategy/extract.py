@@ -39,6 +39,8 @@ from thunder_memsave.op_profile import (  # noqa: E402
     layout_of,
     no_scratch,
 )
+from thunder_memsave.passes.out_of_place import TraceMemory  # noqa: E402
+from thunder_memsave.passes.repeatable import why_not_repeatable  # noqa: E402
 from thunder_memsave.passes.symbols import (  # noqa: E402
     decisive_args,
     forward_symbols,
@@ -112,7 +114,7 @@ def training_graph(
     values.set_kind(gradients, "gradient")
     return TrainingGraph(
         storages=tuple(values.storages),
-        ops=tuple(_with_overwritten(ops, values.written_at)),
+        ops=tuple(_with_unrepeatable(ops, symbols, values.written_at)),
         num_forward=num_forward,
         storage_of={name: v.storage for name, v in values.by_name.items()},
         inputs=frozenset(values.inputs),
@@ -120,6 +122,25 @@ def training_graph(
         gradients=gradients,
         cotangents=frozenset(cotangents),
     )
+
+
+def memory_of(
+    trace: TraceCtx,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    known: OpProfiles | None = None,
+) -> TraceMemory:
+    """Where the tensors of a joint trace are, and how they are laid out; the arguments are those of `training_graph`.
+
+    Raises:
+        CompileError: an operation does not run on tensors without data.
+    """
+    values = _Values(trace.args, {}, tensors or {}, known or profiles())
+    _cotangents(trace.bound_symbols, values)
+    for index, bsym in enumerate(trace.bound_symbols):
+        if not _is_bookkeeping(bsym):
+            values.run(bsym, index, "activation")
+    return TraceMemory(values.by_name, values.inputs)
 
 
 def program(
@@ -370,13 +391,22 @@ def _cotangents(symbols: Sequence[BoundSymbol], values: _Values) -> list[int]:
     return [values.add_cotangent(b.output) for b in symbols if b.sym.id is PrimIDs.GET_GRAD]
 
 
-def _with_overwritten(ops: Sequence[Op], written_at: Mapping[int, Sequence[int]]) -> Iterator[Op]:
-    """Yield the operations; what reads a storage that is written to later cannot be computed again."""
+def _with_unrepeatable(
+    ops: Sequence[Op], symbols: Sequence[BoundSymbol], written_at: Mapping[int, Sequence[int]]
+) -> Iterator[Op]:
+    """Yield the operations, saying of each that `recompute` would refuse that it cannot be computed again.
+
+    That pass knows names only, and so takes more for one memory than is. What reads a storage that is written to later
+    is of no use the second time, and a view that waits for what is in other storages would need these.
+    """
+    refused = why_not_repeatable(symbols)
     position = {op.index: place for place, op in enumerate(ops)}
     last = {s: max(position[i] for i in indices) for s, indices in written_at.items()}
     for place, op in enumerate(ops):
         is_overwritten = any(last.get(s, -1) > place for s in op.reads)
-        yield replace(op, repeat="no") if is_overwritten else op
+        is_joining = op.repeat == "free" and len(op.reads) > 1
+        is_refused = is_overwritten or is_joining or id(symbols[op.index]) in refused
+        yield replace(op, repeat="no") if is_refused else op
 
 
 class _Running:

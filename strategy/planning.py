@@ -23,11 +23,12 @@ from thunder.core.trace import TraceCtx  # noqa: E402
 from thunder_memsave.agreement import OtherRankError, broadcast, is_rank_zero, together  # noqa: E402
 from thunder_memsave.config import MemoryConfig  # noqa: E402
 from thunder_memsave.errors import BudgetError, PlanError  # noqa: E402
-from thunder_memsave.extract import profiles, training_graph  # noqa: E402
+from thunder_memsave.extract import memory_of, profiles, training_graph  # noqa: E402
 from thunder_memsave.missing_ranks import collective  # noqa: E402
 from thunder_memsave.op_profile import Operation, OpProfile  # noqa: E402
 from thunder_memsave.op_times import MeasuredTimes  # noqa: E402
 from thunder_memsave.passes.checkpoint_regions import checkpointed  # noqa: E402
+from thunder_memsave.passes.out_of_place import out_of_place  # noqa: E402
 from thunder_memsave.passes.room import NO_ROOM, Room  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
 from thunder_memsave.pins import pin_of  # noqa: E402
@@ -121,6 +122,11 @@ class MemoryPlanner:
         copied = copy.copy(self)
         copied._agreed, copied._asked, copied.calls = {}, None, []
         return copied
+
+    def prepared(self, trace: TraceCtx, *, arguments: Arguments) -> TraceCtx:
+        """Let as much as possible be computed again; comes before all other joint passes."""
+        find = partial(memory_of, tensors=arguments.tensors, known=self._known)
+        return out_of_place(trace, memory=find)
 
     def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
         """Make the plan of a joint trace, and do what it says. A collective, the first time for each structure.
