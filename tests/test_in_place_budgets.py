@@ -23,7 +23,7 @@ from thunder_memsave.planning import MemoryPlanner
 
 # Of what keeping all takes, in percent.
 PARTS = (*range(100, 55, -5), 45, 30)
-FEW_PARTS = (90, 75, 60)
+SMALLEST = (30,)  # for none of these models is there so small a plan
 NUM_DRAWN = 60
 
 
@@ -38,7 +38,9 @@ def planner(policy: str, budget_bytes: int | None = None) -> MemoryPlanner:
     return MemoryPlanner(memory, device=device("cpu"), budget_bytes=budget_bytes)
 
 
-def step(build: Callable[[], nn.Module], by: MemoryPlanner | None) -> tuple[nn.Module, list[Tensor]]:
+def step(
+    build: Callable[[], nn.Module], by: MemoryPlanner | None
+) -> tuple[nn.Module, list[Tensor]]:
     """The compiled module, and what a step of it computes: loss, gradients, buffers, the generator's state."""
     torch.manual_seed(0)
     model = build().train()
@@ -61,33 +63,44 @@ def check_memory(compiled: nn.Module, call: PlannedCall) -> None:
 
 
 def check(build: Callable[[], nn.Module], parts: Sequence[int]) -> list[float]:
-    """The time of computing again of each budget for which there is a plan."""
+    """The time of computing again for each budget, or the smallest one that the error names, which has a plan."""
     _, in_place = step(build, None)
     by = planner("keep_all")
     compiled, kept = step(build, by)
     assert len(kept) == len(in_place)
     assert all(map(torch.equal, kept, in_place))
     check_memory(compiled, by.calls[-1])
+    largest_bytes, smallest_bytes = by.calls[-1].profile.peak_bytes, 0
     times = []
     for part in parts:
-        budget_bytes = by.calls[-1].profile.peak_bytes * part // 100
-        planned = planner("plan", budget_bytes)
-        try:
-            compiled, computed = step(build, planned)
-        except BudgetError:
+        budget_bytes = largest_bytes * part // 100
+        if budget_bytes < smallest_bytes:
             continue
-        assert all(map(torch.equal, computed, kept)), part
-        assert planned.calls[-1].profile.peak_bytes <= budget_bytes
-        check_memory(compiled, planned.calls[-1])
-        plan = planned.calls[-1].plan
-        assert plan is not None
-        times.append(plan.recompute_us)
+        try:
+            times.append(check_plan(build, budget_bytes, kept))
+        except BudgetError as error:
+            assert error.smallest_bytes is not None
+            smallest_bytes = error.smallest_bytes
+            times.append(check_plan(build, smallest_bytes, kept))
     return times
 
 
+def check_plan(
+    build: Callable[[], nn.Module], budget_bytes: int, expected: Sequence[Tensor]
+) -> float:
+    by = planner("plan", budget_bytes)
+    compiled, computed = step(build, by)
+    assert all(map(torch.equal, computed, expected)), budget_bytes
+    assert by.calls[-1].profile.peak_bytes <= budget_bytes
+    check_memory(compiled, by.calls[-1])
+    plan = by.calls[-1].plan
+    assert plan is not None
+    return plan.recompute_us
+
+
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_a_few_budgets_give_the_bits_of_keeping_all(build: Callable[[], nn.Module]) -> None:
-    assert max(check(build, FEW_PARTS[:1])) > 0
+def test_the_smallest_budget_gives_the_bits_of_keeping_all(build: Callable[[], nn.Module]) -> None:
+    assert max(check(build, SMALLEST)) > 0
 
 
 @pytest.mark.soak
@@ -98,7 +111,7 @@ def test_every_budget_gives_the_bits_of_keeping_all(build: Callable[[], nn.Modul
 
 @pytest.mark.parametrize("seed", range(2))
 def test_so_do_models_that_are_drawn(seed: int) -> None:
-    check(partial(drawn, seed), FEW_PARTS[:2])
+    check(partial(drawn, seed), SMALLEST)
 
 
 @pytest.mark.soak

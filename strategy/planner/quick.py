@@ -83,9 +83,7 @@ class QuickSimulation:
         peak = self._backward_peak(steps, last, keep, kept, len(replayed))
         if self._elsewhere_bytes is None:
             peak = max(*self._forward_during(kept, replayed), peak, self._update_bytes)
-        return QuickResult(
-            peak_bytes=peak, again=tuple(again), read=read, kept=frozenset(kept)
-        )
+        return QuickResult(peak_bytes=peak, again=tuple(again), read=read, kept=frozenset(kept))
 
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
         """What a plan needs beyond so much, summed over all moments: it falls before the peak itself does."""

@@ -120,7 +120,7 @@ _CHANGES = (
     "{c} = F.relu({c}, inplace=True)",
     "F.silu({c}, inplace=True)",
     "{c} = F.dropout({c}, 0.5, True, True)",
-    "{c} = F.mish({c}.view(-1, 8), True).view(2, 6, 8)",
+    "{c} = F.mish({c}.reshape(-1, 8), True).reshape(2, 6, 8)",
     "{c}.copy_({b})",
     "{c} -= {b}",
 )

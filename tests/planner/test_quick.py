@@ -31,7 +31,9 @@ def test_it_gives_what_the_simulation_of_a_program_gives(seed: int) -> None:
         assert sorted(op.index for op in again) == sorted(result.again)
 
 
-def test_what_nothing_gives_a_second_time_is_kept_where_a_plan_that_read_none_of_it_reads_it() -> None:
+def test_what_nothing_gives_a_second_time_is_kept_where_a_plan_that_read_none_of_it_reads_it() -> (
+    None
+):
     """Backward reads `result` only; that is computed again from what a write in place has left."""
     b = GraphBuilder()
     b.input("x")
@@ -49,6 +51,8 @@ def test_what_nothing_gives_a_second_time_is_kept_where_a_plan_that_read_none_of
     assert evaluate({result}).keep == {result}  # nothing reads the other one
     again = evaluate(evaluate({result}).keep - {result})
     assert again.keep == {hidden}
-    assert evaluate.excess_bytes(set(), over_bytes=0) == evaluate.excess_bytes({hidden}, over_bytes=0)
+    assert evaluate.excess_bytes(set(), over_bytes=0) == evaluate.excess_bytes(
+        {hidden}, over_bytes=0
+    )
     assert [step.op.results for step in again.program.steps if step.is_repeated] == [("result",)]
     assert evaluate.backward(set()) == evaluate.backward({hidden})
