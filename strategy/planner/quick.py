@@ -1,6 +1,7 @@
 """Simulates the peak of many plans for one graph, as `order` and `simulate` do, but without making programs.
 
-A plan need not name what nothing gives a second time (`Needs.must_keep`): that is kept wherever the plan reads it. A search that takes a plan, of which only what it reads is known, and lets it compute more again needs no care then.
+A plan need not name what nothing gives a second time (`Needs.must_keep`): that is kept wherever the plan reads it. A
+search that takes a plan, of which only what it reads is known, and lets it compute more again needs no care then.
 """
 
 from __future__ import annotations
