@@ -14,10 +14,10 @@ After:
     t3 = torch.add(t1, x)
     t5 = torch.sin(t3)
 
-So no operation between `t1` and `t5` is one that must not run again, backward reads `t1` without a copy of it, and one
-copy less is made. A write stays where something else would notice: what is written to is an argument, another view of
-it is read later, the caller gets what is copied, too, or that is laid out otherwise, so that the bits of later sums could
-differ.
+So no operation between `t1` and `t5` is one that must not run again, backward reads `t1` without a copy of it, and
+one copy less is made. A write stays where something else would notice: what is written to is an argument, another
+view of it is read later, the caller gets what is copied, too, or that is laid out otherwise, so that the bits of
+later sums could differ.
 """
 
 from __future__ import annotations

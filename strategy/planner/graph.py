@@ -27,11 +27,11 @@ StorageKind = Literal[
 ]
 
 Repeat = Literal["free", "yes", "replay", "no"]
-"""Whether an operation can be computed again: `free` moves no data (a view); `yes` gives the same bits; `replay` draws
-random numbers, and gives the same ones from a saved generator state; `no`: it communicates (but for gathers of
+"""Whether an operation can be computed again: `free` moves no data (a view); `yes` gives the same bits; `replay`
+draws random numbers, and gives the same ones from a saved generator state; `no`: it communicates (but for gathers of
 parameters, which are `yes`), writes to what exists, reads what is overwritten later, leaves the device, or is a view
-that also reads other storages. A storage that a `no` makes, or a part of whose values one does, is kept wherever backward
-or what is computed again reads it. The passes refuse no operation that a graph does not call `no`."""
+that also reads other storages. A storage that a `no` makes, or a part of whose values one does, is kept wherever
+backward or what is computed again reads it. The passes refuse no operation that a graph does not call `no`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
