@@ -18,6 +18,7 @@ compat.apply()
 
 from thunder.common import CompileData  # noqa: E402
 from thunder.core import dtypes  # noqa: E402
+from thunder.core.prims import PrimIDs  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
@@ -153,7 +154,7 @@ def _executed(trace: TraceCtx, executors: Sequence[Executor], *, is_run: bool) -
 
     What is left to Python's own operations at the end matters to what is run, and to nothing that is planned.
     """
-    trace = dce(_transform_for_operator_executor_execution(dce(trace), executors))
+    trace = dce(_claimed(dce(trace), executors))
     for executor in executors:
         if isinstance(executor, FusionExecutor):
             trace = executor.fusion_pass(trace)
@@ -162,6 +163,26 @@ def _executed(trace: TraceCtx, executors: Sequence[Executor], *, is_run: bool) -
         if is_run
         else trace
     )
+
+
+def _claimed(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
+    """Let executors claim operations, and then those of which their own rules are made.
+
+    Thunder offers to no executor what a rule for execution records in place of an operation: a cast before a kernel, or
+    the whole forward of a user's `autograd.Function`. Rules for gradients have run before, so their parts are claimed.
+    """
+    trace = _transform_for_operator_executor_execution(trace, executors)
+    while any(_is_unclaimed(b, executors) for b in trace.bound_symbols):
+        trace = _transform_for_operator_executor_execution(trace, executors)
+    return trace
+
+
+def _is_unclaimed(bsym: BoundSymbol, executors: Sequence[Executor]) -> bool:
+    """Whether nothing can run it yet, and nobody left it for a fusion."""
+    symbol = bsym.sym
+    if symbol.executor or symbol.python_impl or symbol.id is PrimIDs.GET_GRAD:
+        return False
+    return not any(isinstance(e, FusionExecutor) and e.can_fuse(bsym) for e in executors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,23 +87,42 @@ class MeasuredScratch:
     """Runs every kind of operation once, on zeros, and remembers what it took."""
 
     def __init__(self, *, directory: Path | None = None) -> None:
-        """`directory`: of the table; the user's cache unless given."""
-        self._table = DiskTable("scratch", environment(), directory=directory)
+        """`directory`: of the tables; the user's cache unless given."""
+        self._directory = directory
+        self._tables: dict[str, DiskTable] = {}
 
     def __call__(self, operation: Operation, found: OpProfile) -> int:
         """Bytes at the operation's peak beside what `found` says; fewer than 0 where FakeTensors show too many."""
         if found.is_view or not operation.can_run_alone:
             return 0
-        if (known := self._table.get(found.key)) is None:
+        table = self._table()
+        if (known := table.get(found.key)) is None:
             known = _measured(operation, found)
             if known is None:
                 return bounded_scratch(operation, found)
-            self._table.put(found.key, known)
+            table.put(found.key, known)
         return max(int(known) - found.peak_bytes, sum(found.made_bytes) - found.peak_bytes)
 
     def save(self) -> None:
         """Write what was measured."""
-        self._table.save()
+        for table in self._tables.values():
+            table.save()
+
+    def _table(self) -> DiskTable:
+        """Of what holds now: `torch.set_num_threads` may be called at any time, and kernels have buffers per thread."""
+        now = f"{environment()}, {_chosen_kernels()}"
+        if now not in self._tables:
+            self._tables[now] = DiskTable("scratch", now, directory=self._directory)
+        return self._tables[now]
+
+
+def _chosen_kernels() -> str:
+    """The user's settings that decide between kernels of one operation, some with buffers and some without."""
+    mkldnn = "mkldnn" if torch.backends.mkldnn.enabled else "no mkldnn"
+    cudnn = f"cudnn {torch.backends.cudnn.enabled} {torch.backends.cudnn.benchmark}"
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    precision = torch.get_float32_matmul_precision()
+    return f"{mkldnn}, {cudnn}, deterministic {deterministic}, {precision} float32 products"
 
 
 def _measured(operation: Operation, found: OpProfile) -> int | None:

@@ -89,6 +89,31 @@ def test_an_operation_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
     assert len(runs) == num_runs
 
 
+def test_what_was_measured_holds_for_that_number_of_threads_and_these_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A depthwise convolution's gradient, of which each thread has a buffer; a plan for fewer threads counted all."""
+    x, weight = torch.zeros(4, 16, 16, 16), torch.zeros(16, 1, 3, 3)
+
+    def differentiate(x: Tensor, weight: Tensor) -> Any:
+        settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 16, [True, True, False])
+        return torch.ops.aten.convolution_backward(x, x, weight, None, *settings)
+
+    measuring = MeasuredScratch(directory=tmp_path)
+    found, one = profile_of("convolution_backward[]", x, weight), operation(differentiate, x, weight)
+    peaks = {}
+    for num_threads, is_enabled in ((2, True), (1, True), (1, False), (2, False)):
+        torch.set_num_threads(num_threads)
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", is_enabled)
+        scratch_bytes = measuring(one, found)
+        peak_bytes = measured_peak_bytes(lambda: differentiate(x, weight))
+        assert scratch_bytes == peak_bytes - found.peak_bytes
+        peaks[num_threads, is_enabled] = peak_bytes
+    assert len(set(peaks.values())) > 1
+    measuring.save()
+    assert len(list(tmp_path.iterdir())) == len(peaks)
+
+
 def test_the_users_random_numbers_stay_the_same(tmp_path: Path) -> None:
     x = torch.randn(8)
     before = torch.random.get_rng_state()
