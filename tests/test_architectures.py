@@ -1,8 +1,8 @@
-"""Encoders and mixtures of experts have the bits of keeping all at every budget; routes of Python are refused."""
+"""Encoders, mixtures of experts and models of images: bits and bytes are as planned; routes of Python are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import models
+from harness.memory import measured_peak_bytes
 from harness.parity import Twins
 from thunder_memsave import plan_question
 from thunder_memsave.compile import CompiledModule
@@ -25,9 +26,9 @@ from thunder_memsave.planning import MemoryPlanner
 BERT: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
-def experts(implementation: str) -> Any:
+def experts(implementation: str, build: Callable[[], Any] = models.mixtral) -> Any:
     """Each of transformers' implementations routes tokens to experts in its own way."""
-    model: Any = models.mixtral()
+    model = build()
     model.set_experts_implementation(implementation)
     return model
 
@@ -38,10 +39,35 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+SOFTMAX_IN_FP32: dict[str, Callable[[], nn.Module]] = {
+    "bloom": models.bloom,
+    "gpt_oss": partial(experts, "batched_mm", models.gpt_oss),
+    "qwen2_moe": partial(experts, "batched_mm", models.qwen2_moe),
+    "qwen3_moe": partial(experts, "batched_mm", models.qwen3_moe),
+}
+"""They ask softmax for another dtype than that of their numbers."""
+
+WITH_CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
+    "segformer": models.segformer,
+    "vit": models.vit,
+    "clip": models.clip,
+}
+
+
 @pytest.fixture(autouse=True)
 def _good_enough_plans() -> Iterator[None]:
     with patch.object(plan_question, "solve", partial(solve, time_limit_s=1.0)):
         yield
+
+
+def first_at_once(names: Iterable[str]) -> list[Any]:
+    """The others take as many seconds each, and are left to `make soak`."""
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.soak) for name in others)]
+
+
+def keep_all() -> MemoryPlanner:
+    return MemoryPlanner(MemoryConfig(policy="keep_all"), device=device("cpu"), budget_bytes=None)
 
 
 def step(
@@ -89,3 +115,41 @@ def test_experts_that_python_chooses_by_the_values_of_tensors_are_refused() -> N
     text = r"cannot be captured as one graph: .*modeling_mixtral.py:\d+ in forward\)\. Move that code out"
     with pytest.raises(CaptureError, match=text):
         CompiledModule(experts("eager"))(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("name", first_at_once(SOFTMAX_IN_FP32))
+def test_planned_training_and_evaluation_are_those_of_eager(name: str) -> None:
+    ids = models.token_batch()
+    twins = Twins(SOFTMAX_IN_FP32[name]().train(), planner=keep_all())
+    twins.assert_equal(input_ids=ids, labels=ids, loss=lambda output: output.loss)
+    twins.change(lambda m: m.eval())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            twins.assert_equal(input_ids=ids, labels=ids, rtol=0.0, atol=0.0)
+    assert twins.num_captures == 3
+
+
+@pytest.mark.parametrize("name", first_at_once(WITH_CONVOLUTIONS))
+def test_a_step_of_a_model_with_convolutions_takes_the_bytes_that_were_predicted(name: str) -> None:
+    model, batch = WITH_CONVOLUTIONS[name]().train(), images()
+    if name == "clip":
+        batch = {**batch, "input_ids": models.token_batch(), "return_loss": True}
+        del batch["labels"]
+    model(**batch)  # transformers puts its hooks in place, which Dynamo refuses
+    planner = keep_all()
+    compiled = CompiledModule(model, planner=planner)
+
+    def run() -> None:
+        outputs = compiled(**batch)  # the caller is taken to hold all of them
+        outputs.loss.backward()
+
+    run()
+    model.zero_grad()
+    call = planner.calls[-1]
+    held_bytes = sum(call.program.storages[s].nbytes for s in call.program.held)
+    held_bytes += call.memory.other_bytes
+    assert measured_peak_bytes(run) == call.profile.peak_bytes - held_bytes > 100_000
+
+
+def images() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}

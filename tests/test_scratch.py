@@ -100,7 +100,10 @@ def test_what_was_measured_holds_for_that_number_of_threads_and_these_kernels(
         return torch.ops.aten.convolution_backward(x, x, weight, None, *settings)
 
     measuring = MeasuredScratch(directory=tmp_path)
-    found, one = profile_of("convolution_backward[]", x, weight), operation(differentiate, x, weight)
+    found, one = (
+        profile_of("convolution_backward[]", x, weight),
+        operation(differentiate, x, weight),
+    )
     peaks = {}
     for num_threads, is_enabled in ((2, True), (1, True), (1, False), (2, False)):
         torch.set_num_threads(num_threads)

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.compile import CompiledModule
+from thunder_memsave.planning import MemoryPlanner
 
 
 class Twins:
     """A compiled module and a deep copy of it that stays eager."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, planner: MemoryPlanner | None = None) -> None:
         self.model = model
         self.eager = copy.deepcopy(model)
-        self.compiled = CompiledModule(model)
+        self.compiled = CompiledModule(model, planner=planner)
 
     def change(self, change: Callable[[Any], object]) -> None:
         """Apply the same change to both."""
