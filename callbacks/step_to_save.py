@@ -160,9 +160,9 @@ def _sharding_of(fabric: Fabric) -> str:
 
 
 def _plan_hash(fabric: Fabric) -> str | None:
-    """Which values backward keeps, and within which budget; of strategies that plan."""
+    """Of what happens to what backward needs, and the budget; of strategies that plan."""
     plan = getattr(fabric.strategy, "plan", None)
     if plan is None:
         return None
-    kept = repr((plan.budget_bytes, sorted(plan.keep)))
-    return hashlib.sha256(kept.encode()).hexdigest()
+    planned = repr((plan.budget_bytes, plan.actions))
+    return hashlib.sha256(planned.encode()).hexdigest()

@@ -10,7 +10,7 @@
        lowering.py   torch-level graph -> Thunder trace, unshard.py: one gather per parameter
        compile.py    captures per call; compile_trace.py: the one ordered list of passes
        planning.py   extract.py: joint trace -> storages and operations, each run once without data
-                     planner/: what to keep, pure Python; agreed on by all ranks, cached on disk,
+                     planner/: an action for each storage, pure Python; agreed on by all ranks, cached on disk,
                      simulated on the traces that run
        passes/       trace -> trace, one file each: gather_dtype, regather, recompute, schedule, ...
                                               v

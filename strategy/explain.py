@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thunder_memsave.planner.graph import Decision, Plan
@@ -45,12 +45,12 @@ class Folded:
     reason: str
 
 
-def folded(decisions: Iterable[Decision]) -> list[Folded]:
+def folded(plan: Plan) -> list[Folded]:
     """Put together what differs in the number of the layer only, the most bytes first."""
     groups: dict[tuple[str, str, str, int, str], list[Decision]] = {}
-    for each in decisions:
+    for each in plan.decisions:
         module = _LAYER.sub("*", each.module)
-        key = (each.action, module, each.source, each.nbytes, each.reason)
+        key = (plan.actions[each.name].kind, module, each.source, each.nbytes, each.reason)
         groups.setdefault(key, []).append(each)
     rows = [
         Folded(
@@ -74,7 +74,7 @@ def explain(plan: Plan, *, num_rows: int = 40) -> str:
         plan: What is kept and what is computed again.
         num_rows: Of the table; the rest is counted.
     """
-    return "\n".join([*_summary(plan), "", *_decisions(plan.decisions, num_rows)])
+    return "\n".join([*_summary(plan), "", *_decisions(plan, num_rows)])
 
 
 def kinds_table(profile: Profile) -> str:
@@ -116,9 +116,9 @@ def _summary(plan: Plan) -> list[str]:
     return _table(rows)
 
 
-def _decisions(decisions: Sequence[Decision], num_rows: int) -> list[str]:
-    rows = folded(decisions)
-    counts: Mapping[str, int] = Counter(each.action for each in decisions)
+def _decisions(plan: Plan, num_rows: int) -> list[str]:
+    rows = folded(plan)
+    counts: Mapping[str, int] = Counter(plan.actions[each.name].kind for each in plan.decisions)
     heading = ", ".join(f"{action} {count}" for action, count in sorted(counts.items()))
     shown = [
         [

@@ -5,17 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from thunder_memsave.config import MemoryConfig
+from thunder_memsave.planner.actions import KEEP, RECOMPUTE, Action
 from thunder_memsave.settings import ConfigError
-
-Pin = Literal["keep", "recompute"]
 
 _NUM_SHOWN = 3
 
 
-def pin_of(memory: MemoryConfig, module: str) -> Pin | None:
+def pin_of(memory: MemoryConfig, module: str) -> Action | None:
     """What is asked for a module's activations, by its own name or that of a module around it.
 
     Args:
@@ -24,8 +22,8 @@ def pin_of(memory: MemoryConfig, module: str) -> Pin | None:
     """
     names = tuple(_with_ancestors(module))
     if _any_matches(memory.keep, names):
-        return "keep"
-    return "recompute" if _any_matches(memory.recompute, names) else None
+        return KEEP
+    return RECOMPUTE if _any_matches(memory.recompute, names) else None
 
 
 def check_pins(memory: MemoryConfig, modules: Iterable[str]) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from thunder_memsave.disk_table import DiskTable, cache_directory, replace_file
+from thunder_memsave.planner.actions import Action, Actions
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
+
+_FORMAT = 2
+"""Of the files. Those of another one are never looked for."""
 
 
 def plan_key(
@@ -21,13 +25,12 @@ def plan_key(
     budget_bytes: int | None,
     costs_us: Sequence[float],
     memory: StepMemory,
-    keep: Set[str],
-    recompute: Set[str],
+    pinned: Actions,
 ) -> str:
-    """A hash of all that a plan within a budget depends on, the versions of torch and of this package included."""
+    """A hash of all that a plan within a budget depends on; versions of torch, this package and the files included."""
     digest = hashlib.sha256()
-    versions = (torch.__version__, importlib.metadata.version("thunder-memsave"))
-    asked = (versions, budget_bytes, memory, sorted(keep), sorted(recompute), graph.num_forward)
+    versions = (torch.__version__, importlib.metadata.version("thunder-memsave"), _FORMAT)
+    asked = (versions, budget_bytes, memory, pinned, graph.num_forward)
     roles = map(sorted, (graph.inputs, graph.outputs, graph.gradients, graph.cotangents))
     for part in (asked, graph.storages, graph.ops, costs_us, *roles):
         digest.update(repr(part).encode())
@@ -44,8 +47,9 @@ def cached_plan(key: str, *, directory: Path | None = None) -> Plan | None:
     try:
         values = json.loads(_path(key, directory).read_text(encoding="utf-8"))
         decisions = tuple(Decision(**d) for d in values.pop("decisions"))
-        return Plan(**{**values, "keep": frozenset(values["keep"]), "decisions": decisions})
-    except (OSError, ValueError, KeyError, TypeError):
+        actions = Actions({name: Action(**a) for name, a in values.pop("actions").items()})
+        return Plan(**values, actions=actions, decisions=decisions)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -54,7 +58,8 @@ def cache_plan(key: str, plan: Plan, *, directory: Path | None = None) -> None:
     path = _path(key, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps({**asdict(plan), "keep": sorted(plan.keep)}))
+        actions = {name: asdict(action) for name, action in plan.actions.items()}
+        replace_file(path, json.dumps({**asdict(plan), "actions": actions}))
     except OSError:
         return
 

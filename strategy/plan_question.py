@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from thunder_memsave.errors import BudgetError
@@ -13,6 +13,7 @@ from thunder_memsave.plan_cache import (
     remember_budget,
     smaller_budgets,
 )
+from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.solve import Policy, solve
 
@@ -40,9 +41,7 @@ class Question:
     policy: Policy
     costs_us: Sequence[float]
     memory: StepMemory
-    keep: Set[str]
-    recompute: Set[str]
-    regather: bool
+    pinned: Actions
     generator_state_bytes: int
     costs: str
     """Where `costs_us` come from."""
@@ -54,14 +53,14 @@ class Question:
         target_bytes: int | None,
         *,
         budget_bytes: int | None,
-        too_large: Collection[Set[str]] = (),
+        too_large: Collection[Actions] = (),
     ) -> Offer:
         """A plan within `target_bytes`, else the smallest that was found, by earlier runs too.
 
         Args:
             target_bytes: The budget, less what runs has needed beyond what was planned; None: no limit.
             budget_bytes: What is asked for.
-            too_large: What plans keep that did not fit, though they had fitted an earlier run.
+            too_large: Those of plans that did not fit, though they had fitted an earlier run.
         """
         if target_bytes is None or budget_bytes is None:
             return Offer(plan=replace(self.solved(None), costs=self.costs))
@@ -105,12 +104,12 @@ class Question:
         return Offer(plan=plan)
 
     def _or_one_that_ran(
-        self, offer: Offer, budget_bytes: int, too_large: Collection[Set[str]]
+        self, offer: Offer, budget_bytes: int, too_large: Collection[Actions]
     ) -> Offer:
         """A plan that is no slower and ran within the budget: a corrected target may be below what it was made for."""
         peaks = smaller_budgets(self._run_key(None), budget_bytes)[:_MOST_KNOWN]
         ran = [plan for peak in peaks if (plan := cached_plan(self._run_key(peak))) is not None]
-        ran = [plan for plan in ran if plan.keep not in too_large]
+        ran = [plan for plan in ran if plan.actions not in too_large]
         if not ran:
             return offer
         plan = min(ran, key=lambda p: p.recompute_us)
@@ -156,8 +155,7 @@ class Question:
             budget_bytes=target_bytes,
             costs_us=self.costs_us,
             memory=self.memory,
-            keep=self.keep,
-            recompute=self.recompute,
+            pinned=self.pinned,
         )
 
     def solved(
@@ -170,9 +168,7 @@ class Question:
             budget_bytes=target_bytes,
             costs_us=self.costs_us,
             memory=self.memory,
-            keep=self.keep,
-            recompute=self.recompute,
-            regather=self.regather,
+            pinned=self.pinned,
             known=known,
             generator_state_bytes=self.generator_state_bytes,
             **limits,

@@ -210,7 +210,7 @@ def _svg(figure: Figure) -> str:
 def _decisions(plan: Plan) -> str:
     head = ("action", "layers", "bytes", "cost", "module", "line", "reason")
     rows = []
-    for row in folded(plan.decisions):
+    for row in folded(plan):
         texts = [
             ("", row.action),
             ("number", f"x{row.count}" if row.count > 1 else ""),

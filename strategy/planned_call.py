@@ -22,6 +22,7 @@ from thunder_memsave.op_profile import OpProfiles  # noqa: E402
 from thunder_memsave.passes.recompute import recompute  # noqa: E402
 from thunder_memsave.passes.room import Room  # noqa: E402
 from thunder_memsave.passes.symbols import is_joint  # noqa: E402
+from thunder_memsave.planner.actions import Actions  # noqa: E402
 from thunder_memsave.planner.graph import (  # noqa: E402
     Op,
     Plan,
@@ -96,7 +97,7 @@ class Attempt:
             plan: None for a call without backward.
             room: For collectives that run beside computation; None: they are limited by their window alone.
         """
-        trace = self.trace if plan is None else recompute(self.trace, keep=self._values(plan))
+        trace = self.trace if plan is None else recompute(self.trace, actions=self._of_values(plan))
         forward, backward = self.finish(trace, room)
         ran = program(
             forward,
@@ -119,11 +120,11 @@ class Attempt:
             profile=profile,
         )
 
-    def _values(self, plan: Plan) -> frozenset[str]:
-        """Names of all values in the storages that a plan keeps."""
-        storages = self.graph.storages
-        storage_of = self.graph.storage_of.items()
-        return frozenset(name for name, s in storage_of if storages[s].name in plan.keep)
+    def _of_values(self, plan: Plan) -> Actions:
+        """A plan's actions for all values in its storages: passes know values only."""
+        storages, planned = self.graph.storages, plan.actions
+        names = [(name, storages[s].name) for name, s in self.graph.storage_of.items()]
+        return Actions({name: planned[storage] for name, storage in names if storage in planned})
 
 
 def flat_outputs(trace: TraceCtx) -> Sequence[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NoReturn
@@ -40,6 +40,7 @@ from thunder_memsave.planned_call import (  # noqa: E402
     PlannedCall,
     with_zeros,
 )
+from thunder_memsave.planner.actions import RECOMPUTE, REGATHER, Action, Actions  # noqa: E402
 from thunder_memsave.planner.cost import costs_us  # noqa: E402
 from thunder_memsave.planner.graph import (  # noqa: E402
     Device,
@@ -208,7 +209,7 @@ class MemoryPlanner:
         """Plan until what runs fits on every rank: passes that come later move the peak."""
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
-        too_large: list[frozenset[str]] = []
+        too_large: list[Actions] = []
         while True:
             stage("solve")
             offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
@@ -221,7 +222,7 @@ class MemoryPlanner:
                 if self._asked is not None:
                     self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + more_bytes)
                 return run
-            too_large.append(offer.plan.keep)
+            too_large.append(offer.plan.actions)
             if offer.bound_bytes is not None:
                 self._refuse(offer, smallest_bytes=budget_bytes + more_bytes)
             num_rounds += 1
@@ -259,7 +260,7 @@ class MemoryPlanner:
         attempt: Attempt,
         structure: str,
         target_bytes: int | None,
-        too_large: Collection[Set[str]],
+        too_large: Collection[Actions],
     ) -> Offer:
         """What rank 0 offers; the last two as `Question.answer` has them."""
 
@@ -304,15 +305,12 @@ class MemoryPlanner:
         raise AssertionError("rank 0 raises, and so do all")
 
     def _question(self, attempt: Attempt, target_bytes: int | None) -> Question:
-        keep, again = self._pinned(attempt)
         question = Question(
             graph=attempt.graph,
             policy=self._memory.policy,
             costs_us=costs_us(attempt.graph, self._device),
             memory=attempt.memory,
-            keep=keep,
-            recompute=again,
-            regather=self._regathers,
+            pinned=self._pinned(attempt),
             generator_state_bytes=self._generator_state_bytes,
             costs=f"rates of {self._device.name}",
         )
@@ -320,9 +318,8 @@ class MemoryPlanner:
             question = self._timed(question, self._times)
         if not self.decides_gathers:
             return question
-        return replace(
-            question, narrowed=replace(question, recompute=again | _gathered(attempt.graph))
-        )
+        pinned = Actions({**question.pinned, **_regathered(attempt.graph)})
+        return replace(question, narrowed=replace(question, pinned=pinned))
 
     def _timed(self, question: Question, times: MeasuredTimes) -> Question:
         stage("time operations")
@@ -333,18 +330,23 @@ class MemoryPlanner:
             costs=f"{found.num_timed} of {found.num_kinds} kinds of operations timed here",
         )
 
-    def _pinned(self, attempt: Attempt) -> tuple[frozenset[str], frozenset[str]]:
-        """Names of the storages that are kept, and of those that are computed again, whatever the budget."""
+    def _pinned(self, attempt: Attempt) -> Actions:
+        """Of the storages whose action no budget changes."""
         graph = attempt.graph
-        pins = {module: pin_of(self._memory, module) for module in {op.module for op in graph.ops}}
-        keep = _made_in(graph, pins, "keep")
-        again = _made_in(graph, pins, "recompute") | checkpointed(attempt.trace)
-        gathered = _gathered(graph)
+        pinned = dict.fromkeys(checkpointed(attempt.trace), RECOMPUTE)
+        modules = {op.module for op in graph.ops}
+        pins = {module: pin for module in modules if (pin := pin_of(self._memory, module))}
+        for op in graph.ops[: graph.num_forward]:
+            if op.module in pins:
+                made = (graph.storages[s].name for s in op.makes)
+                pinned.update(dict.fromkeys(made, pins[op.module]))
+        regathered = _regathered(graph)
         if self._regathers:  # ZeRO-3 keeps no whole parameter
-            keep, again = keep - gathered, again | gathered
-        elif self.decides_gathers:  # pins are of what modules compute
-            keep, again = keep - gathered, again - gathered
-        return keep, again & {s.name for s in graph.storages}
+            pinned.update(regathered)
+        names = {s.name for s in graph.storages}
+        if self.decides_gathers:  # pins are of what modules compute
+            names -= regathered.keys()
+        return Actions(pinned).only(names)
 
     @property
     def _generator_state_bytes(self) -> int:
@@ -398,17 +400,9 @@ def structure_of(graph: TrainingGraph) -> str:
     return digest.hexdigest()
 
 
-def _gathered(graph: TrainingGraph) -> frozenset[str]:
-    """Names of the storages of whole parameters."""
-    return frozenset(s.name for s in graph.storages if s.kind == "gathered")
-
-
-def _made_in(graph: TrainingGraph, pins: Mapping[str, str | None], pin: str) -> frozenset[str]:
-    """Names of the storages that forward makes in modules with this pin."""
-    forward = graph.ops[: graph.num_forward]
-    return frozenset(
-        graph.storages[s].name for op in forward if pins[op.module] == pin for s in op.makes
-    )
+def _regathered(graph: TrainingGraph) -> dict[str, Action]:
+    """For all storages of whole parameters."""
+    return {s.name: REGATHER for s in graph.storages if s.kind == "gathered"}
 
 
 @cache

@@ -6,6 +6,7 @@ import pytest
 
 from thunder_memsave.config import MemoryConfig, parse_memory
 from thunder_memsave.pins import check_pins, pin_of
+from thunder_memsave.planner.actions import KEEP, RECOMPUTE
 from thunder_memsave.settings import ConfigError
 
 MODULES = ["", "model", "model.layers.0", "model.layers.0.mlp", "model.layers.0.mlp.up_proj"]
@@ -14,9 +15,9 @@ MODULES = ["", "model", "model.layers.0", "model.layers.0.mlp", "model.layers.0.
 def test_a_pattern_names_a_module_and_all_within() -> None:
     memory = MemoryConfig(keep=("*.mlp",), recompute=("model.embed",))
     check_pins(MemoryConfig(keep=("*.mlp",)), MODULES)
-    assert pin_of(memory, "model.layers.0.mlp.up_proj") == "keep"
-    assert pin_of(memory, "model.layers.0.mlp") == "keep"
-    assert pin_of(memory, "model.embed.weight") == "recompute"
+    assert pin_of(memory, "model.layers.0.mlp.up_proj") == KEEP
+    assert pin_of(memory, "model.layers.0.mlp") == KEEP
+    assert pin_of(memory, "model.embed.weight") == RECOMPUTE
     assert pin_of(memory, "model.layers.0.mlp2") is None
     assert pin_of(memory, "") is None
 

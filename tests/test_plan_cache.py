@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from thunder_memsave import plan_cache
 from thunder_memsave.plan_cache import (
     cache_plan,
     cached_plan,
@@ -14,6 +17,7 @@ from thunder_memsave.plan_cache import (
     remember_budget,
     smaller_budgets,
 )
+from thunder_memsave.planner.actions import KEEP, NO_ACTIONS, RECOMPUTE, REGATHER, Actions
 from thunder_memsave.planner.graph import Decision, Op, Plan, StepMemory, Storage, TrainingGraph
 
 GRAPH = TrainingGraph(
@@ -39,11 +43,9 @@ GRAPH = TrainingGraph(
     gradients=frozenset(),
     cotangents=frozenset(),
 )
-DECISION = Decision(
-    name="y", action="keep", nbytes=8, cost_us=0.1, reason="cheap", source="model.py:3"
-)
+DECISION = Decision(name="y", nbytes=8, cost_us=0.1, reason="cheap", source="model.py:3")
 PLAN = Plan(
-    keep=frozenset({"y"}),
+    actions=Actions({"x": REGATHER, "y": KEEP}),
     budget_bytes=100,
     predicted_peak_bytes=90,
     keep_all_peak_bytes=95,
@@ -59,8 +61,7 @@ def key(graph: TrainingGraph = GRAPH, **changes: object) -> str:
         "budget_bytes": 100,
         "costs_us": (0.5,),
         "memory": StepMemory(),
-        "keep": frozenset(),
-        "recompute": frozenset(),
+        "pinned": NO_ACTIONS,
     }
     return plan_key(graph, **{**asked, **changes})  # type: ignore[arg-type]
 
@@ -76,8 +77,8 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"budget_bytes": 101},
         {"costs_us": (0.6,)},
         {"memory": StepMemory(optimizer_bytes=1)},
-        {"keep": frozenset({"y"})},
-        {"recompute": frozenset({"y"})},
+        {"pinned": Actions({"y": KEEP})},
+        {"pinned": Actions({"y": RECOMPUTE})},
         {"graph": replace(GRAPH, ops=(replace(GRAPH.ops[0], peak_bytes=9),))},
         {"graph": replace(GRAPH, storages=(GRAPH.storages[0],))},
         {"graph": replace(GRAPH, outputs=frozenset())},
@@ -92,6 +93,29 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path) -> None:
     (path,) = tmp_path.rglob("*.json")
     path.write_text(path.read_text()[:-9])
     assert cached_plan(key(), directory=tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actions": {"y": {"kind": "shrink"}}},
+        {"actions": {"y": {"kind": "keep", "tomorrow": 1}}},
+        {"actions": ["y"]},
+        {"keep": ["y"]},
+        {"actions": None, "keep": ["y"]},
+    ],
+)
+def test_a_file_of_another_format_counts_as_none(changes: dict[str, Any], tmp_path: Path) -> None:
+    cache_plan(key(), PLAN, directory=tmp_path)
+    (path,) = tmp_path.rglob("*.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert cached_plan(key(), directory=tmp_path) is None
+
+
+def test_files_of_another_format_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key()
+    monkeypatch.setattr(plan_cache, "_FORMAT", plan_cache._FORMAT + 1)
+    assert key() != before
 
 
 def test_a_directory_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from harness.training_graphs import GraphBuilder
 from thunder_memsave import plan_question
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.plan_question import SMALLEST, Question
+from thunder_memsave.planner.actions import KEEP, NO_ACTIONS, RECOMPUTE, Actions, keeping
 from thunder_memsave.planner.graph import Plan, StepMemory
 
-FAST, SLOW = frozenset({"a", "b"}), frozenset({"a"})
+FAST, SLOW = keeping("ab"), Actions({"a": KEEP, "b": RECOMPUTE})
 
 
 @pytest.fixture
@@ -28,17 +29,15 @@ def question() -> Question:
         policy="plan",
         costs_us=(20.0, 30.0, 1.0),
         memory=StepMemory(),
-        keep=frozenset(),
-        recompute=frozenset(),
-        regather=False,
+        pinned=NO_ACTIONS,
         generator_state_bytes=0,
         costs="of this test",
     )
 
 
-def plan(keep: frozenset[str], recompute_us: float) -> Plan:
+def plan(actions: Actions, recompute_us: float) -> Plan:
     return Plan(
-        keep=keep,
+        actions=actions,
         budget_bytes=None,
         predicted_peak_bytes=50,
         keep_all_peak_bytes=60,
@@ -64,10 +63,10 @@ def test_what_ran_within_the_budget_is_taken_where_a_corrected_target_gives_a_sl
     question.remember_run(plan(FAST, 20.0), peak_bytes=95)
     solves(monkeypatch, lambda: plan(SLOW, 50.0))
     found = question.answer(85, budget_bytes=100).plan
-    assert (found.keep, found.recompute_us, found.budget_bytes) == (FAST, 20.0, 100)
+    assert (found.actions, found.recompute_us, found.budget_bytes) == (FAST, 20.0, 100)
     assert found.lower_bound_us == 0.0  # what is proven for 85 is not for 100
-    assert question.answer(85, budget_bytes=94).plan.keep == SLOW
-    assert question.answer(85, budget_bytes=100, too_large=[FAST]).plan.keep == SLOW
+    assert question.answer(85, budget_bytes=94).plan.actions == SLOW
+    assert question.answer(85, budget_bytes=100, too_large=[FAST]).plan.actions == SLOW
 
 
 def test_what_ran_is_not_taken_where_the_search_finds_a_faster_plan(
@@ -75,7 +74,7 @@ def test_what_ran_is_not_taken_where_the_search_finds_a_faster_plan(
 ) -> None:
     question.remember_run(plan(SLOW, 50.0), peak_bytes=95)
     solves(monkeypatch, lambda: plan(FAST, 20.0))
-    assert question.answer(100, budget_bytes=100).plan.keep == FAST
+    assert question.answer(100, budget_bytes=100).plan.actions == FAST
 
 
 def test_what_ran_is_taken_where_none_is_found_but_not_for_the_smallest(
@@ -84,6 +83,6 @@ def test_what_ran_is_taken_where_none_is_found_but_not_for_the_smallest(
     question.remember_run(plan(FAST, 20.0), peak_bytes=95)
     solves(monkeypatch, refuse)
     offer = question.answer(70, budget_bytes=100)
-    assert (offer.plan.keep, offer.is_smallest, offer.plan.lower_bound_us) == (FAST, False, 0.0)
+    assert (offer.plan.actions, offer.is_smallest, offer.plan.lower_bound_us) == (FAST, False, 0.0)
     smallest = question.answer(SMALLEST, budget_bytes=100)
-    assert (smallest.plan.keep, smallest.is_smallest) == (SLOW, True)
+    assert (smallest.plan.actions, smallest.is_smallest) == (SLOW, True)

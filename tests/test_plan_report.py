@@ -11,6 +11,7 @@ import pytest
 
 from thunder_memsave.explain import explain, folded, kinds_table
 from thunder_memsave.plan_report import write_report
+from thunder_memsave.planner.actions import KEEP, RECOMPUTE, Actions
 from thunder_memsave.planner.graph import Decision, Op, Plan, Program, Step, StepMemory, Storage
 from thunder_memsave.planner.simulate import Profile, simulate
 
@@ -53,7 +54,6 @@ def plan() -> Plan:
     layers = [
         Decision(
             name=f"t{i}",
-            action="recompute",
             nbytes=MIB,
             cost_us=500.0,
             reason="cheap <again>",
@@ -64,7 +64,6 @@ def plan() -> Plan:
     ]
     kept = Decision(
         name="t99",
-        action="keep",
         nbytes=7 * MIB,
         cost_us=9000.0,
         reason="dear",
@@ -72,7 +71,7 @@ def plan() -> Plan:
         module="model.head",
     )
     return Plan(
-        keep=frozenset({"t99"}),
+        actions=Actions({"t99": KEEP, **{layer.name: RECOMPUTE for layer in layers}}),
         budget_bytes=20 * MIB,
         predicted_peak_bytes=21 * MIB,
         keep_all_peak_bytes=40 * MIB,
@@ -99,7 +98,7 @@ def report(tmp_path: Path, plan: Plan, program: Program) -> Path:
 
 
 def test_layers_that_are_the_same_are_one_row(plan: Plan) -> None:
-    rows = folded(plan.decisions)
+    rows = folded(plan)
     assert [(row.action, row.count, row.nbytes, row.module) for row in rows] == [
         ("recompute", 32, 32 * MIB, "model.layers.*.mlp"),
         ("keep", 1, 7 * MIB, "model.head"),

@@ -277,7 +277,8 @@ def small() -> Model:
 
 def actions(plan: Plan, module: str) -> set[str]:
     """What happens to what a module and those within it make."""
-    return {d.action for d in plan.decisions if f"{d.module}.".startswith(f"{module}.")}
+    inside = [d for d in plan.decisions if f"{d.module}.".startswith(f"{module}.")]
+    return {plan.actions[d.name].kind for d in inside}
 
 
 def test_policies_keep_all_or_compute_all_again_with_the_same_bits(small: Model) -> None:

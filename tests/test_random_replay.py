@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from harness.recompute import Step, everything, joint_trace, nothing, run_joint
 from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.planner.actions import keeping
 from thunder_memsave.random_ops import draws_random_numbers, is_replayable, replay
 
 
@@ -48,7 +49,7 @@ MODELS = (Dropout, Attention, Bernoulli, Noise)
 
 def steps(model: nn.Module) -> tuple[Step, Step, TraceCtx]:
     trace = joint_trace(model, torch.zeros(5, 4))
-    again = recompute(trace, keep=nothing(trace))
+    again = recompute(trace, actions=keeping(nothing(trace)))
     g = torch.Generator().manual_seed(0)
     inputs = [torch.randn(tuple(a.shape), generator=g) for a in trace.args]
     return run_joint(again, inputs, seed=3), run_joint(trace, inputs, seed=3), again
@@ -75,7 +76,9 @@ def random_symbol(build: Any = Dropout) -> tuple[BoundSymbol, TraceCtx]:
 def test_where_the_mask_is_kept_nothing_is_replayed() -> None:
     symbol, trace = random_symbol()
     kept = everything(trace) - {symbol.output.name}
-    assert not any("drawing" in b.sym.name for b in recompute(trace, keep=kept).bound_symbols)
+    assert not any(
+        "drawing" in b.sym.name for b in recompute(trace, actions=keeping(kept)).bound_symbols
+    )
 
 
 def test_a_state_is_5056_bytes_of_the_cpu_and_16_of_cuda() -> None:

@@ -19,6 +19,7 @@ from harness.rank_memory import letting_go
 from harness.rates import by_rates
 from harness.traces import collectives
 from thunder_memsave.compile import Compiled
+from thunder_memsave.planner.actions import REGATHER
 from thunder_memsave.planner.graph import Plan
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -48,7 +49,7 @@ class Trained:
 
     @property
     def num_regathered(self) -> int:
-        return sum(d.action == "regather" for d in self.plan.decisions)
+        return sum(self.plan.actions[d.name] == REGATHER for d in self.plan.decisions)
 
     @property
     def capture(self) -> Compiled:
@@ -100,7 +101,7 @@ def check_auto() -> None:
 
 
 def check_equal(made: Trained, reference: Trained) -> None:
-    assert len(set(map(str, gathered(sorted(made.plan.keep))))) == 1
+    assert len(set(map(str, gathered(made.plan.actions)))) == 1
     assert len(made.gradients) == len(reference.gradients) > 10
     for measured, expected in zip(made.gradients, reference.gradients, strict=True):
         assert torch.equal(measured, expected)

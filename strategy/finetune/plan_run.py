@@ -206,9 +206,7 @@ class _Planner(MemoryPlanner):
             asked.graph,
             costs_us=asked.costs_us,
             memory=asked.memory,
-            keep=asked.keep,
-            recompute=asked.recompute,
-            regather=asked.regather,
+            pinned=asked.pinned,
             generator_state_bytes=asked.generator_state_bytes,
             time_limit_s=_CURVE_S,
         )

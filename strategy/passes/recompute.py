@@ -1,6 +1,6 @@
-"""Recompute: what backward reads of forward and is not kept is computed again, right before its first reader.
+"""Recompute: what backward reads of forward and no action keeps is computed again, right before its first reader.
 
-Before, with `keep={"t1"}`:
+Before, with `t1` kept and nothing else:
 
     t1 = torch.nn.functional.linear(x, w1, None)
     t2 = torch.nn.functional.gelu(t1)
@@ -29,10 +29,9 @@ changes.
 
 Random numbers are drawn once: see `random_ops`.
 
-Fence. Clones are tagged as backward's, for which Thunder's fusions do not join them with forward and its `cse` (which
+Fusions. Clones are tagged as backward's, for which Thunder's fusions do not join them with forward and its `cse` (which
 nvFuser's pass runs) does not merge them with their originals; they carry `RECOMPUTE_IN_BACKWARD` too, and names that
-begin with `bw_`. A fusion could still start a clone of one layer beside the backward of another. `fenced=True` is for
-traces that are fused afterwards: clones then read what is kept through a symbol that also reads the gradient at hand.
+begin with `bw_`. What fuses must see to it that a clone of one layer does not start beside the backward of another.
 """
 
 from __future__ import annotations
@@ -46,13 +45,12 @@ from thunder_memsave import compat
 compat.apply()
 
 from thunder.core import prims  # noqa: E402
-from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
+from thunder.core.proxies import Proxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 
 from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
 from thunder_memsave.errors import PlanError  # noqa: E402
-from thunder_memsave.passes.fence import Fences  # noqa: E402
 from thunder_memsave.passes.repeatable import roots, why_not_repeatable  # noqa: E402
 from thunder_memsave.passes.symbols import (  # noqa: E402
     forward_symbols,
@@ -62,36 +60,38 @@ from thunder_memsave.passes.symbols import (  # noqa: E402
     without_recording,
     written_in_place,
 )
+from thunder_memsave.planner.actions import Actions  # noqa: E402
 from thunder_memsave.random_ops import draws_random_numbers, replay  # noqa: E402
 
 PREFIX = "bw_"
 """Begins the name of every value that is computed again."""
 
 
-def recompute(trace: TraceCtx, *, keep: Set[str], fenced: bool = False) -> TraceCtx:
+def recompute(trace: TraceCtx, *, actions: Actions) -> TraceCtx:
     """Compute again in backward what it reads of forward, but for what is kept.
 
     Linear in the number of symbols.
 
     Args:
         trace: A joint trace, with operations claimed by executors; an inference trace stays as it is.
-        keep: Names of values that are saved where backward needs them. The first name of a storage keeps it.
-        fenced: Whether passes that fuse symbols come after this one.
+        actions: By names of values; what is kept is saved where backward needs it, and the first name of a storage
+            keeps that. Whatever else backward needs is computed again, as are values that no action is for.
 
     Returns:
         A trace in which each symbol of forward has at most one clone, in backward, as late as its readers allow.
 
     Raises:
-        PlanError: `keep` has a name that the trace does not, or leaves out a value that must not be computed again.
+        PlanError: there is an action for a name that the trace does not have, or a value would be computed again
+            that must not be.
     """
     symbols = trace.bound_symbols
     if not is_joint(symbols):
         return trace
-    _refuse_unknown(keep, trace)
+    _refuse_unknown(actions, trace)
     new = from_trace(trace)
     new.names = set(trace.names)  # of its own: several plans may be tried on one trace
     with tracectx(new):
-        backward = _Backward(symbols, keep, fenced=fenced)
+        backward = _Backward(symbols, actions.kept)
         rewritten = [s for bsym in symbols for s in backward.placed(bsym)]
         if not backward.clones:
             return trace
@@ -100,35 +100,25 @@ def recompute(trace: TraceCtx, *, keep: Set[str], fenced: bool = False) -> Trace
     return new
 
 
-def must_keep(trace: TraceCtx) -> frozenset[str]:
-    """Names of the values of a joint trace's forward that cannot be computed again: a plan keeps those it needs."""
-    refused = why_not_repeatable(trace.bound_symbols)
-    return frozenset(
-        o.name for b in trace.bound_symbols if id(b) in refused for o in b.flat_proxy_outs
-    )
-
-
-def _refuse_unknown(keep: Set[str], trace: TraceCtx) -> None:
+def _refuse_unknown(actions: Actions, trace: TraceCtx) -> None:
     known = {o.name for b in trace.bound_symbols for o in b.flat_proxy_outs}
-    if unknown := sorted(keep - known - {a.name for a in trace.args}):
+    if unknown := sorted(actions.keys() - known - {a.name for a in trace.args}):
         raise PlanError(
-            f"The plan keeps {unknown[0]!r} and {len(unknown) - 1} other values that the trace does not have. It was "
-            "made for another trace: make a new plan."
+            f"The plan has actions for {unknown[0]!r} and {len(unknown) - 1} other values that the trace does not "
+            "have. It was made for another trace: make a new plan."
         )
 
 
 class _Backward:
     """Places the symbols of a joint trace one after the other, clones before their first readers."""
 
-    def __init__(self, symbols: Sequence[BoundSymbol], keep: Set[str], *, fenced: bool) -> None:
+    def __init__(self, symbols: Sequence[BoundSymbol], keep: Set[str]) -> None:
         self._forward = forward_symbols(symbols)
         self._position = {id(b): i for i, b in enumerate(symbols)}
         self._refused = why_not_repeatable(symbols)
         self._producers = self._missing_values(symbols, keep)
         of_backward = [b for b in symbols if id(b) not in self._forward]
-        self._of_backward = {o.name for b in of_backward for o in b.flat_proxy_outs}
         self._gathers = _BackwardGathers(of_backward, self._position)
-        self._fenced = fenced
         self._named: dict[str, Proxy] = {}
         """What readers in backward call a value that was computed again."""
         self.clones: set[int] = set()
@@ -165,7 +155,6 @@ class _Backward:
     def _made_again(self, reader: BoundSymbol) -> Iterator[BoundSymbol]:
         """Yield what the reader needs and is not there, in the order of forward."""
         position = self._position[id(reader)]
-        fences = Fences(position, self._gradient(reader)) if self._fenced else None
         for producer in sorted(self._missing(reader), key=lambda b: self._position[id(b)]):
             self.clones.add(id(producer))
             inputs = self._names_of_inputs(producer)
@@ -174,20 +163,7 @@ class _Backward:
                 self._call(producer, same)
                 yield from self._gathers.bring_forward(same)
                 continue
-            if fences is not None and not is_all_gather(producer):
-                yield from fences.put_before(self._kept_inputs(producer))
-                inputs = {**fences.names, **inputs}
             yield self._clone(producer, inputs)
-
-    def _gradient(self, reader: BoundSymbol) -> TensorProxy | None:
-        """Something that the reader reads and backward has made."""
-        tensors = (a for a in reader.flat_proxy_args if isinstance(a, TensorProxy))
-        return next((a for a in tensors if a.name in self._of_backward), None)
-
-    def _kept_inputs(self, producer: BoundSymbol) -> Iterator[TensorProxy]:
-        for a in producer.flat_proxy_args:
-            if isinstance(a, TensorProxy) and a.name not in self._named:
-                yield a
 
     def _missing(self, reader: BoundSymbol) -> list[BoundSymbol]:
         """All that has to be computed again before the reader can run."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.model import Moment
 from thunder_memsave.planner.needs import Needs
@@ -110,8 +111,8 @@ class Evaluator:
     def program(self, keep: Set[int]) -> Program:
         """What runs under a plan."""
         graph = self.needs.graph
-        names = {graph.storages[s].name for s in keep}
-        return order(graph, names, generator_state_bytes=self.generator_state_bytes)
+        actions = keeping(graph.storages[s].name for s in keep)
+        return order(graph, actions, generator_state_bytes=self.generator_state_bytes)
 
     def _evaluated(self, keep: frozenset[int]) -> Evaluated:
         result = self._simulation(keep)

@@ -11,48 +11,35 @@ with sixteen, a step of a small GPT-2 in float32 moves 23 % more than with nothi
 
 from __future__ import annotations
 
-from collections.abc import Set
-
+from thunder_memsave.planner.actions import NO_ACTIONS, Actions
 from thunder_memsave.planner.coverage import add_coverage
 from thunder_memsave.planner.graph import Op, TrainingGraph
 from thunder_memsave.planner.linear import LinearProgram
-from thunder_memsave.planner.needs import Needs, needs
+from thunder_memsave.planner.needs import Needs
 
 MOVED_PER_KEPT_BYTE = 10
 _REDUCTION = 16
 """An operation that reads so many times what it makes is a reduction; a comparison of two int64 reads 16 times that."""
 
 
-def free_keep(
-    graph: TrainingGraph,
-    *,
-    keep: Set[str] = frozenset(),
-    recompute: Set[str] = frozenset(),
-    regather: bool = False,
-) -> frozenset[str]:
+def choose_free(needs: Needs, *, pinned: Actions = NO_ACTIONS) -> frozenset[str]:
     """Choose what is kept when there is no budget.
 
     Args:
-        graph: What is computed.
-        keep: Names of storages that are kept whatever follows from what.
-        recompute: Names of storages that are computed again, whatever that takes.
-        regather: Whether parameters are gathered again in backward (ZeRO-3), rather than kept from forward.
+        needs: What backward needs.
+        pinned: By names of storages: kept whatever follows from what, or computed again whatever that takes, as
+            parameters in ZeRO-3.
 
     Returns:
         Names of storages. Everything that backward reads is among them, or follows from them.
     """
-    return choose_free(needs(graph), keep=keep, recompute=recompute, regather=regather)
-
-
-def choose_free(
-    needs: Needs, *, keep: Set[str], recompute: Set[str], regather: bool
-) -> frozenset[str]:
-    """The same for needs that are known."""
     graph, program = needs.graph, LinearProgram()
+    keep = pinned.kept
+    recompute = pinned.keys() - keep
     ops = {
         o: program.variable(cost=_cost(graph.ops[o]), whole=True)
         for o in needs.ops
-        if _is_cheap(graph, graph.ops[o], regather=regather)
+        if _is_cheap(graph, graph.ops[o])
         or any(graph.storages[s].name in recompute for s in needs.makes[o])
     }
     kept = {s: program.variable(cost=graph.storages[s].nbytes, whole=True) for s in needs.storages}
@@ -73,9 +60,7 @@ def _cost(op: Op) -> float:
     return op.moved_bytes / MOVED_PER_KEPT_BYTE + 1.0
 
 
-def _is_cheap(graph: TrainingGraph, op: Op, *, regather: bool) -> bool:
-    if op.sent_bytes:
-        return regather and any(graph.storages[s].kind == "gathered" for s in op.makes)
+def _is_cheap(graph: TrainingGraph, op: Op) -> bool:
     made = sum(graph.storages[s].nbytes for s in op.makes)
     is_reduction = op.moved_bytes - made > _REDUCTION * made
-    return op.repeat != "replay" and not op.flops and not is_reduction
+    return op.repeat != "replay" and not (op.sent_bytes or op.flops or is_reduction)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+from thunder_memsave.planner.actions import Actions
+
 _PRECISION = 2e-6
 """Of a bound: the solver's, and what is taken off for it."""
 
@@ -169,10 +171,9 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What happens to one storage that backward needs."""
+    """Why a plan has the action that it has for one storage, and what that takes."""
 
     name: str
-    action: Literal["keep", "recompute", "regather", "replay"]
     nbytes: int
     cost_us: float
     """Time of computing it again, alone; what several share is counted with the first."""
@@ -183,10 +184,11 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What backward keeps from forward, and what that costs."""
+    """What happens to what backward needs of forward, and what that costs."""
 
-    keep: frozenset[str]
-    """Names of the storages that are kept for backward; what else it needs is computed again."""
+    actions: Actions
+    """By name, of every storage of forward that is read in backward, also to compute others again; arguments and
+    outputs, which are there anyway, are not among them."""
     budget_bytes: int | None
     """None: no limit."""
     predicted_peak_bytes: int

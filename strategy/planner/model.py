@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.coverage import add_coverage
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.linear import LinearProgram, Solution
@@ -134,8 +135,8 @@ class Constants:
 def live_anyway(needs: Needs, memory: StepMemory) -> Constants:
     """Simulate what no plan changes."""
     graph = needs.graph
-    names = {graph.storages[s].name for s in needs.first}
-    profile = simulate(order(graph, names), memory)
+    actions = keeping(graph.storages[s].name for s in needs.first)
+    profile = simulate(order(graph, actions), memory)
     during = np.array(profile.step_peak_bytes, dtype=float)
     live = np.array(profile.live_bytes[:-1], dtype=float)
     forward, backward = np.split(during, [graph.num_forward])

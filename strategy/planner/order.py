@@ -1,4 +1,4 @@
-"""Orders a plan: the program that the passes make of a graph when backward keeps some storages and nothing else.
+"""Orders a plan: the program that the passes make of a graph that says what happens to each storage.
 
 An operation that is computed again comes right before the first operation of backward that needs it, and those that
 one operation needs come in the order of forward; it is computed again at most once, and what it makes dies after its
@@ -7,9 +7,10 @@ last use. Kept storages live from forward to their last use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import Op, Program, Step, Storage, TrainingGraph
 
 CPU_GENERATOR_STATE_BYTES = 5056
@@ -22,7 +23,7 @@ class OrderError(ValueError):
 
 def order(
     graph: TrainingGraph,
-    keep: Set[str] | None = None,
+    actions: Actions | None = None,
     *,
     generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
 ) -> Program:
@@ -30,8 +31,9 @@ def order(
 
     Args:
         graph: What is computed.
-        keep: Names of the storages that forward leaves for backward; None: all that backward reads, in which case
-            the program is the graph as it is. Arguments and outputs of forward are there in any case.
+        actions: By names of storages; what backward needs and no action is for is computed again. None: all that it
+            reads is kept, in which case the program is the graph as it is. Arguments and outputs of forward are there
+            in any case.
         generator_state_bytes: What forward keeps for a random operation that backward computes again.
 
     Returns:
@@ -40,8 +42,8 @@ def order(
     Raises:
         OrderError: a name is not one of the graph's, or an operation that cannot be repeated would have to be.
     """
-    _check_names(graph, keep)
-    emitted = _Emission(graph, _kept(graph, keep), generator_state_bytes)
+    _check_names(graph, actions)
+    emitted = _Emission(graph, _kept(graph, actions), generator_state_bytes)
     for number in range(graph.num_forward):
         emitted.run(number)
     for number in range(graph.num_forward, len(graph.ops)):
@@ -65,27 +67,12 @@ def unrepeatable(graph: TrainingGraph) -> frozenset[int]:
     )
 
 
-def kept_values(graph: TrainingGraph, keep: Set[str]) -> frozenset[str]:
-    """Names of the values in the kept storages that views cannot give: for passes, which know values only.
-
-    They are the first value of each storage, and what writing to it in place has made of it.
-    """
-    kept = _kept(graph, keep)
-    return frozenset(
-        name
-        for op in graph.ops[: graph.num_forward]
-        if op.repeat != "free"
-        for name in op.results
-        if graph.storage_of.get(name) in kept
-    )
-
-
-def _check_names(graph: TrainingGraph, keep: Set[str] | None) -> None:
-    unknown = (keep or set()) - {s.name for s in graph.storages}
+def _check_names(graph: TrainingGraph, actions: Actions | None) -> None:
+    unknown = set(actions or ()) - {s.name for s in graph.storages}
     if unknown:
         raise OrderError(
-            f"the plan keeps {_listed(unknown)}, which the graph has no storages of; a plan is for the graph that it "
-            "was made for: plan again."
+            f"the plan has actions for {_listed(unknown)}, which the graph has no storages of; a plan is for the "
+            "graph that it was made for: plan again."
         )
 
 
@@ -94,10 +81,11 @@ def _listed(names: Iterable[str]) -> str:
     return f"{first!r} and {len(rest)} more" if rest else repr(first)
 
 
-def _kept(graph: TrainingGraph, keep: Set[str] | None) -> frozenset[int]:
-    if keep is None:
+def _kept(graph: TrainingGraph, actions: Actions | None) -> frozenset[int]:
+    if actions is None:
         return frozenset(range(len(graph.storages)))
-    return frozenset(n for n, s in enumerate(graph.storages) if s.name in keep)
+    kept = actions.kept
+    return frozenset(n for n, s in enumerate(graph.storages) if s.name in kept)
 
 
 @dataclass(slots=True)

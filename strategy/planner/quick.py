@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
+from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.needs import Needs
 from thunder_memsave.planner.order import order, producers
@@ -123,8 +124,8 @@ class QuickSimulation:
     def _start(self, memory: StepMemory) -> None:
         """Live bytes of forward and at the start of backward when nothing is kept."""
         graph, needs = self._graph, self._needs
-        names = {graph.storages[s].name for s in needs.first}
-        profile = simulate(order(graph, names), memory)
+        actions = keeping(graph.storages[s].name for s in needs.first)
+        profile = simulate(order(graph, actions), memory)
         waiting = [0] * (graph.num_forward + 1)
         for storage in needs.first:
             waiting[needs.last_in_forward[storage] + 1] += self._nbytes[storage]

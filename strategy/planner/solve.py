@@ -8,6 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from thunder_memsave.errors import BudgetError
+from thunder_memsave.planner.actions import (
+    KEEP,
+    NO_ACTIONS,
+    RECOMPUTE,
+    REGATHER,
+    REPLAY,
+    Action,
+    Actions,
+)
 from thunder_memsave.planner.evaluate import Evaluated, Evaluator
 from thunder_memsave.planner.free_wins import choose_free
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
@@ -39,14 +48,12 @@ def solve(
     costs_us: Sequence[float],
     memory: StepMemory = _NOTHING_ELSE,
     policy: Policy = "plan",
-    keep: Set[str] = frozenset(),
-    recompute: Set[str] = frozenset(),
-    regather: bool = False,
+    pinned: Actions = NO_ACTIONS,
     known: Sequence[Plan] = (),
     generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
     time_limit_s: float = 10.0,
 ) -> Plan:
-    """Choose what backward keeps.
+    """Choose an action for each storage that backward needs.
 
     Time is that of computing again beyond the free wins, which every plan may use and which are not counted.
 
@@ -57,9 +64,8 @@ def solve(
         memory: What a step holds besides.
         policy: `keep_all` uses the free wins only, `recompute_all` keeps only what cannot be computed again and what
             passes from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
-        keep: Names of storages that are kept where backward reads them.
-        recompute: Names of storages that are not, but for those that nothing gives a second time.
-        regather: Whether a parameter is gathered again in backward (ZeRO-3) rather than kept, as a free win.
+        pinned: By names of storages: kept where backward reads them; or computed again, but for those that nothing
+            gives a second time. What pins compute again is a free win.
         known: Other plans for this graph; one that fits is returned where the search finds none that is faster. With
             all plans for smaller budgets here, time never rises with the budget.
         generator_state_bytes: What forward keeps for a random operation that backward computes again.
@@ -71,7 +77,7 @@ def solve(
     Raises:
         BudgetError: none was found.
     """
-    problem = _problem(graph, costs_us, memory, keep, recompute, regather, generator_state_bytes)
+    problem = _problem(graph, costs_us, memory, pinned, generator_state_bytes)
     free = problem.evaluate(problem.free)
     if policy == "recompute_all":
         # With nothing kept, backward would begin with all of forward, and hold what it makes until it is read.
@@ -80,7 +86,7 @@ def solve(
     if policy == "keep_all" or budget_bytes is None or free.peak_bytes <= budget_bytes:
         return problem.plan(free, budget_bytes if policy == "plan" else None, bound_us=0.0)
     for plan in known:
-        problem.evaluate(problem.numbers(plan.keep))
+        problem.evaluate(problem.numbers(plan.actions.kept))
     search = problem.search(time.thread_time() + time_limit_s)
     search.add_moments(free, budget_bytes)
     if search.is_exhaustive:
@@ -100,9 +106,7 @@ def pareto(
     *,
     costs_us: Sequence[float],
     memory: StepMemory = _NOTHING_ELSE,
-    keep: Set[str] = frozenset(),
-    recompute: Set[str] = frozenset(),
-    regather: bool = False,
+    pinned: Actions = NO_ACTIONS,
     num_points: int = 12,
     generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
     time_limit_s: float = 5.0,
@@ -113,9 +117,7 @@ def pareto(
         graph: As for `solve`, and so are the others.
         costs_us: Of each operation.
         memory: What a step holds besides.
-        keep: Pinned.
-        recompute: Pinned.
-        regather: Whether parameters are gathered again.
+        pinned: What is not chosen.
         num_points: How many budgets, evenly from the least that can be possible to that of the free wins.
         generator_state_bytes: Of a random operation that is computed again.
         time_limit_s: For the whole curve; points for the smallest budgets are left out when it is over.
@@ -123,7 +125,7 @@ def pareto(
     Returns:
         Points with rising budgets and falling time; the last one costs nothing.
     """
-    problem = _problem(graph, costs_us, memory, keep, recompute, regather, generator_state_bytes)
+    problem = _problem(graph, costs_us, memory, pinned, generator_state_bytes)
     free = problem.evaluate(problem.free)
     search = problem.search(time.thread_time() + time_limit_s)
     least_bytes = search.least_possible()
@@ -270,7 +272,7 @@ class _Problem:
     def plan(self, found: Evaluated, budget_bytes: int | None, *, bound_us: float) -> Plan:
         storages = self.needs.graph.storages
         return Plan(
-            keep=frozenset(storages[s].name for s in found.keep),
+            actions=self.actions(found),
             budget_bytes=budget_bytes,
             predicted_peak_bytes=found.peak_bytes,
             keep_all_peak_bytes=self.evaluate(self.free).peak_bytes,
@@ -279,6 +281,12 @@ class _Problem:
             lower_bound_us=bound_us,
             decisions=tuple(self._decisions(found)),
         )
+
+    def actions(self, found: Evaluated) -> Actions:
+        """Of all that is read in backward: that is why two plans that keep the same have the same actions."""
+        storages = self.needs.graph.storages
+        read = [s for s in self.needs.storages if s in found.decided]
+        return Actions({storages[s].name: self._action(s, found.keep) for s in read})
 
     def _decisions(self, found: Evaluated) -> Iterator[Decision]:
         graph = self.needs.graph
@@ -292,7 +300,6 @@ class _Problem:
                 counted |= chain
             yield Decision(
                 name=graph.storages[storage].name,
-                action=self._action(storage, found.keep),
                 nbytes=graph.storages[storage].nbytes,
                 cost_us=sum(self.costs_us[o] for o in chain),
                 reason=self._reason(storage, found.keep),
@@ -311,15 +318,13 @@ class _Problem:
                 stack += [s for s in self.needs.inputs[op] if s not in kept]
         return found
 
-    def _action(
-        self, storage: int, kept: Set[int]
-    ) -> Literal["keep", "recompute", "regather", "replay"]:
+    def _action(self, storage: int, kept: Set[int]) -> Action:
         if storage in kept:
-            return "keep"
+            return KEEP
         op = self.needs.graph.ops[self.needs.producer[storage]]
         if self.needs.graph.storages[storage].kind == "gathered":
-            return "regather"
-        return "replay" if op.repeat == "replay" else "recompute"
+            return REGATHER
+        return REPLAY if op.repeat == "replay" else RECOMPUTE
 
     def _reason(self, storage: int, kept: Set[int]) -> str:
         if storage in self.needs.must_keep:
@@ -343,13 +348,11 @@ def _problem(
     graph: TrainingGraph,
     costs_us: Sequence[float],
     memory: StepMemory,
-    keep: Set[str],
-    recompute: Set[str],
-    regather: bool,
+    pinned: Actions,
     generator_state_bytes: int,
 ) -> _Problem:
     found = needs(graph)
-    free = choose_free(found, keep=keep, recompute=recompute, regather=regather)
+    free = choose_free(found, pinned=pinned)
     kept = frozenset(s for s in found.storages if graph.storages[s].name in free)
     evaluate = Evaluator(
         needs=found, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
@@ -360,21 +363,24 @@ def _problem(
     return _Problem(
         needs=found,
         free=kept,
-        least=frozenset(found.must_keep) | _named(found, keep),
+        least=frozenset(found.must_keep) | _read_of(found, pinned.kept),
         evaluate=evaluate,
-        pinned=_pinned(found, keep, recompute),
+        pinned=_pinned(found, pinned),
         costs_us=costs_us,
     )
 
 
-def _named(needs: Needs, names: Set[str]) -> frozenset[int]:
+def _read_of(needs: Needs, names: Set[str]) -> frozenset[int]:
+    """Those of these names that backward reads."""
     return frozenset(s for s in needs.first if needs.graph.storages[s].name in names)
 
 
-def _pinned(needs: Needs, keep: Set[str], recompute: Set[str]) -> dict[int, bool]:
+def _pinned(needs: Needs, pinned: Actions) -> dict[int, bool]:
+    """Whether those that a plan has no choice of are kept."""
+    recompute = pinned.keys() - pinned.kept
     again = {
         s
         for s in needs.storages
         if needs.graph.storages[s].name in recompute and s not in needs.must_keep
     }
-    return dict.fromkeys(again, False) | dict.fromkeys(_named(needs, keep), True)
+    return dict.fromkeys(again, False) | dict.fromkeys(_read_of(needs, pinned.kept), True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, combinations
 
 from harness.training_graphs import random_graph
+from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.model import PeakModel
 from thunder_memsave.planner.needs import needs
@@ -31,7 +32,7 @@ def all_plans(graph: TrainingGraph, costs: Sequence[float]) -> list[tuple[int, f
     plans = []
     for keep in chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)):
         try:
-            program = order(graph, set(keep), generator_state_bytes=STATE_BYTES)
+            program = order(graph, keeping(keep), generator_state_bytes=STATE_BYTES)
         except OrderError:
             continue
         us = sum(costs[s.op.index] for s in program.steps if s.is_repeated)

@@ -22,21 +22,23 @@ from torch import Tensor, nn
 import thunder_memsave.compile as compile_module
 from thunder_memsave.compile import CompiledModule
 from thunder_memsave.passes import JOINT_PASSES, JointPass
-from thunder_memsave.passes.recompute import must_keep, recompute
+from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.passes.repeatable import why_not_repeatable
 from thunder_memsave.passes.symbols import forward_symbols
+from thunder_memsave.planner.actions import keeping
 
 Choice = Callable[[TraceCtx], Set[str]]
 
 
 @contextmanager
 def recomputing(
-    choose: Choice, *, fenced: bool = False, passes: Sequence[JointPass] = JOINT_PASSES
+    choose: Choice, *, passes: Sequence[JointPass] = JOINT_PASSES
 ) -> Iterator[list[TraceCtx]]:
     """What is compiled inside keeps what `choose` says of its joint trace; yields the traces that come out."""
     seen: list[TraceCtx] = []
 
     def run(trace: TraceCtx) -> TraceCtx:
-        seen.append(recompute(trace, keep=choose(trace), fenced=fenced))
+        seen.append(recompute(trace, actions=keeping(choose(trace))))
         return seen[-1]
 
     with patch.object(compile_module, "JOINT_PASSES", (*passes, run)):
@@ -77,7 +79,10 @@ def forward_values(trace: TraceCtx) -> list[str]:
 
 def nothing(trace: TraceCtx) -> Set[str]:
     """Keep what cannot be computed again."""
-    return must_keep(trace) & set(forward_values(trace))
+    symbols = trace.bound_symbols
+    refused = why_not_repeatable(symbols)
+    names = {o.name for b in symbols if id(b) in refused for o in b.flat_proxy_outs}
+    return names & set(forward_values(trace))
 
 
 def everything(trace: TraceCtx) -> Set[str]:

@@ -21,6 +21,7 @@ from thunder_memsave.passes import (
     regather,
 )
 from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.planner.actions import NO_ACTIONS
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.
 IDLE = (gather_in_compute_dtype, regather, keep_overwritten)
@@ -33,8 +34,8 @@ def test_every_pass_satisfies_the_contract() -> None:
 
 
 def test_recompute_satisfies_the_contract() -> None:
-    contract.check(partial(recompute, keep=frozenset()), name="recompute")
-    contract.check_identity(partial(recompute, keep=frozenset()), name="recompute")
+    contract.check(partial(recompute, actions=NO_ACTIONS), name="recompute")
+    contract.check_identity(partial(recompute, actions=NO_ACTIONS), name="recompute")
 
 
 def recompute_one(trace: TraceCtx) -> TraceCtx:

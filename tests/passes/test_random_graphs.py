@@ -11,6 +11,7 @@ from harness.random_graphs import graph, source
 from harness.recompute import Choice, Step, at_random, joint_trace, nothing, run_joint
 from thunder_memsave.passes import recompute as module
 from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.planner.actions import keeping
 
 NUM_GRAPHS = 200
 NUM_ALWAYS = 60  # the others with `make soak`
@@ -40,8 +41,8 @@ def check(first: int, last: int) -> None:
         trace = joint(seed)
         reference = run_joint(trace, inputs(trace))
         choices: tuple[Choice, ...] = (nothing, at_random(0.3, seed=seed))
-        for number, choose in enumerate(choices):
-            again = recompute(trace, keep=choose(trace), fenced=(seed + number) % 2 == 1)
+        for choose in choices:
+            again = recompute(trace, actions=keeping(choose(trace)))
             ours = run_joint(again, inputs(trace))
             assert same(ours, reference), f"{choose} on graph {seed}:\n{source(seed)}"
 
@@ -76,5 +77,5 @@ def test_redrawn_numbers_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "draws_random_numbers", lambda _: False)
     seed = next(s for s in range(NUM_GRAPHS) if "dropout(y" in source(s))
     trace = joint(seed)
-    ours = run_joint(recompute(trace, keep=nothing(trace)), inputs(trace))
+    ours = run_joint(recompute(trace, actions=keeping(nothing(trace))), inputs(trace))
     assert not same(ours, run_joint(trace, inputs(trace)))

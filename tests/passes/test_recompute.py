@@ -21,7 +21,6 @@ from harness.recompute import (
     Choice,
     at_random,
     everything,
-    forward_values,
     joint_trace,
     nothing,
     recomputing,
@@ -32,8 +31,9 @@ from thunder_memsave.compile import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.devices import device_at
 from thunder_memsave.errors import PlanError
-from thunder_memsave.passes.recompute import must_keep, recompute
+from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.repeatable import why_not_repeatable
+from thunder_memsave.planner.actions import KEEP, NO_ACTIONS, RECOMPUTE, Action, Actions, keeping
 from thunder_memsave.planning import MemoryPlanner
 
 
@@ -177,7 +177,7 @@ def test_what_is_saved_is_what_is_kept_and_needed_besides_arguments_and_outputs(
     llama: TraceCtx,
 ) -> None:
     keep = at_random(0.2)(llama)
-    step = run_joint(recompute(llama, keep=keep), inputs_of(llama))
+    step = run_joint(recompute(llama, actions=keeping(keep)), inputs_of(llama))
     outputs = {o.name for o in llama.bound_symbols[-1].args[0]["fw_flat_out"]}
     there = {a.name for a in llama.args} | outputs
     assert set(step.saved) - there <= keep
@@ -185,38 +185,44 @@ def test_what_is_saved_is_what_is_kept_and_needed_besides_arguments_and_outputs(
 
 
 def test_nothing_but_arguments_and_outputs_need_be_saved(llama: TraceCtx) -> None:
-    step = run_joint(recompute(llama, keep=frozenset()), inputs_of(llama))
+    step = run_joint(recompute(llama, actions=NO_ACTIONS), inputs_of(llama))
     outputs = {o.name for o in llama.bound_symbols[-1].args[0]["fw_flat_out"]}
     assert set(step.saved) <= {a.name for a in llama.args} | outputs
 
 
 def test_where_all_is_kept_the_trace_stays_the_same(llama: TraceCtx) -> None:
-    assert recompute(llama, keep=everything(llama)) is llama
+    assert recompute(llama, actions=keeping(everything(llama))) is llama
 
 
 def test_the_trace_is_valid_and_its_provenance_names_the_pass(llama: TraceCtx) -> None:
-    again = recompute(llama, keep=at_random(0.3)(llama))
+    again = recompute(llama, actions=keeping(at_random(0.3)(llama)))
     check_trace(again)
     assert "Joint pass recompute" in str(again.get_provenance())
 
 
 def test_each_symbol_has_at_most_one_clone_with_names_of_its_own(llama: TraceCtx) -> None:
-    names = [o.name for b in clones(recompute(llama, keep=frozenset())) for o in b.flat_proxy_outs]
+    names = [
+        o.name for b in clones(recompute(llama, actions=NO_ACTIONS)) for o in b.flat_proxy_outs
+    ]
     assert len(names) == len(set(names)) > 50
     assert all(name.startswith("bw_") for name in names)
-    assert all(BoundSymbolTag.BACKWARD in b.tags for b in clones(recompute(llama, keep=set())))
+    assert all(
+        BoundSymbolTag.BACKWARD in b.tags for b in clones(recompute(llama, actions=NO_ACTIONS))
+    )
 
 
 def test_a_plan_leaves_the_trace_to_the_next_one(llama: TraceCtx) -> None:
     before = str(llama)
-    first, second = (str(recompute(llama, keep=at_random(0.3)(llama))) for _ in range(2))
+    first, second = (
+        str(recompute(llama, actions=keeping(at_random(0.3)(llama)))) for _ in range(2)
+    )
     assert first == second
     assert str(llama) == before
 
 
 def test_a_clone_runs_right_before_its_first_reader() -> None:
     trace = joint_trace(Probe(), torch.randn(5, 8))
-    again = recompute(trace, keep=everything(trace) - {linear_of(trace)})
+    again = recompute(trace, actions=keeping(everything(trace) - {linear_of(trace)}))
     (clone,) = clones(again)
     follows = again.bound_symbols[again.bound_symbols.index(clone) + 1]
     assert clone.output.name in {a.name for a in follows.flat_proxy_args}
@@ -235,20 +241,23 @@ def test_a_view_of_what_is_kept_is_made_again_instead_of_saved() -> None:
 
     trace = joint_trace(Views(3, 4), torch.randn(10, 3))
     base = next(b.output.name for b in trace.bound_symbols if b.sym.name == "exp")
-    step = run_joint(recompute(trace, keep={base}), [torch.rand(a.shape) for a in trace.args])
+    step = run_joint(
+        recompute(trace, actions=keeping({base})), [torch.rand(a.shape) for a in trace.args]
+    )
     assert set(step.saved) == {base, "t_l_x_"}
 
 
-def test_an_unknown_name_is_refused(llama: TraceCtx) -> None:
-    with pytest.raises(PlanError, match=r"keeps 'nonsense' and 0 other .* make a new plan"):
-        recompute(llama, keep={"nonsense"})
+@pytest.mark.parametrize("action", [KEEP, RECOMPUTE])
+def test_an_unknown_name_is_refused(llama: TraceCtx, action: Action) -> None:
+    with pytest.raises(PlanError, match=r"actions for 'nonsense' and 0 other .* make a new plan"):
+        recompute(llama, actions=Actions({"nonsense": action}))
 
 
 def test_what_is_read_before_it_is_overwritten_is_not_computed_again() -> None:
     trace = joint_trace(Normalized().train(), VECTORS["x"])
     reasons = why_not_repeatable(trace.bound_symbols).values()
     assert any(r.startswith("reads 't_scale', which is overwritten later") for r in reasons)
-    recompute(trace, keep=must_keep(trace))
+    recompute(trace, actions=keeping(nothing(trace)))
 
 
 class Doubling(nn.Module):
@@ -265,21 +274,14 @@ class Doubling(nn.Module):
 def test_what_was_written_to_computed_values_is_kept() -> None:
     trace = joint_trace(Doubling(), VECTORS["x"])
     with pytest.raises(PlanError, match=r"again: copy_ writes to '\w+' \(at .*\)\. Keep '\w+'"):
-        recompute(trace, keep=frozenset())
-    recompute(trace, keep=must_keep(trace))
+        recompute(trace, actions=NO_ACTIONS)
+    recompute(trace, actions=keeping(nothing(trace)))
 
 
 def test_merging_equal_expressions_leaves_the_clones() -> None:
     trace = joint_trace(Probe(), torch.randn(5, 8))
-    again = recompute(trace, keep=everything(trace) - {linear_of(trace)})
+    again = recompute(trace, actions=keeping(everything(trace) - {linear_of(trace)}))
     assert [b.sym.name for b in clones(cse(again))] == ["linear"]
-
-
-def test_a_fence_waits_for_the_gradient_that_the_reader_reads() -> None:
-    trace = joint_trace(Probe(), torch.randn(5, 8))
-    again = recompute(trace, keep=everything(trace) - {linear_of(trace)}, fenced=True)
-    fence = next(b for b in again.bound_symbols if b.sym.name == "fence")
-    assert fence.args[1].name not in forward_values(trace)
 
 
 def long_trace(num_symbols: int) -> TraceCtx:
@@ -302,7 +304,7 @@ def long_trace(num_symbols: int) -> TraceCtx:
 def test_forty_thousand_symbols_take_seconds() -> None:
     trace = long_trace(40_000)
     start = time.process_time()
-    again = recompute(trace, keep={"x"})
+    again = recompute(trace, actions=keeping({"x"}))
     assert len(again.bound_symbols) == pytest.approx(60_000, abs=10)
     assert time.process_time() - start < 15
 

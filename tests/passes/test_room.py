@@ -104,7 +104,7 @@ def test_the_budget_limits_what_is_on_its_way_and_not_what_is_kept(
     before, after = at_once[1], limited[1]
     assert before.plan is not None
     assert after.plan is not None
-    assert after.plan.keep == before.plan.keep
+    assert after.plan.actions == before.plan.actions
     assert after.profile.peak_bytes == before.profile.peak_bytes
 
 

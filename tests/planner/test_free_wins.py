@@ -6,7 +6,8 @@ from itertools import combinations
 import pytest
 
 from harness.training_graphs import GraphBuilder, random_graph
-from thunder_memsave.planner.free_wins import MOVED_PER_KEPT_BYTE, free_keep
+from thunder_memsave.planner.actions import NO_ACTIONS, RECOMPUTE, REGATHER, Actions, keeping
+from thunder_memsave.planner.free_wins import MOVED_PER_KEPT_BYTE, choose_free
 from thunder_memsave.planner.graph import TrainingGraph
 from thunder_memsave.planner.needs import needs
 from thunder_memsave.planner.order import OrderError, order
@@ -32,14 +33,19 @@ def swiglu() -> GraphBuilder:
     return b
 
 
+def free(graph: TrainingGraph) -> frozenset[str]:
+    return choose_free(needs(graph))
+
+
 def test_only_what_matrix_products_made_is_kept_of_a_gated_unit() -> None:
-    assert free_keep(swiglu().graph(outputs="y", gradients="dwd dwg")) == {"gate", "up"}
+    assert free(swiglu().graph(outputs="y", gradients="dwd dwg")) == {"gate", "up"}
 
 
 def test_what_is_pinned_is_kept_or_computed_again_in_any_case() -> None:
     graph = swiglu().graph(outputs="y", gradients="dwd dwg")
-    assert free_keep(graph, keep={"silu"}) >= {"silu", "up"}
-    assert free_keep(graph, recompute={"gate"}).isdisjoint({"gate"})
+    assert choose_free(needs(graph), pinned=keeping({"silu"})) >= {"silu", "up"}
+    again = Actions({"gate": RECOMPUTE})
+    assert choose_free(needs(graph), pinned=again).isdisjoint({"gate"})
 
 
 def test_a_mask_is_kept_where_that_is_less_than_what_it_is_made_of() -> None:
@@ -51,9 +57,9 @@ def test_a_mask_is_kept_where_that_is_less_than_what_it_is_made_of() -> None:
     b.backward(g=400)
     b.op("g mask", {"dx": 10}, kind="gradient")
     graph = b.graph(outputs="y", gradients="dx")
-    assert free_keep(graph) == {"mask"}
+    assert free(graph) == {"mask"}
     b.op("g a", {"dw": 10}, kind="gradient")
-    assert free_keep(b.graph(outputs="y", gradients="dx dw")) == {"a"}
+    assert free(b.graph(outputs="y", gradients="dx dw")) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,7 @@ def test_what_is_dear_is_kept(dear: dict[str, object]) -> None:
     b.op("a", {"y": 10})
     b.backward(g=10)
     b.op("g a", {"dx": 10}, kind="gradient")
-    assert free_keep(b.graph(outputs="y", gradients="dx")) == {"a"}
+    assert free(b.graph(outputs="y", gradients="dx")) == {"a"}
 
 
 def test_whole_parameters_are_kept_unless_they_are_gathered_again() -> None:
@@ -84,12 +90,12 @@ def test_whole_parameters_are_kept_unless_they_are_gathered_again() -> None:
     b.backward(g=10)
     b.op("g whole", {"dx": 10}, kind="gradient")
     graph = b.graph(outputs="y", gradients="dx")
-    assert free_keep(graph) == {"whole"}
-    assert free_keep(graph, regather=True) == set()
+    assert free(graph) == {"whole"}
+    assert choose_free(needs(graph), pinned=Actions({"whole": REGATHER})) == set()
 
 
-@pytest.mark.parametrize("regather", [False, True])
-def test_the_cast_of_a_parameter_is_made_again_from_the_parameter(regather: bool) -> None:
+@pytest.mark.parametrize("pinned", [NO_ACTIONS, Actions({"cast": REGATHER})])
+def test_the_cast_of_a_parameter_is_made_again_from_the_parameter(pinned: Actions) -> None:
     b = GraphBuilder()
     b.input("w")
     b.op("w", {"cast": 100}, kind="gathered", moved_bytes=300)
@@ -97,7 +103,7 @@ def test_the_cast_of_a_parameter_is_made_again_from_the_parameter(regather: bool
     b.backward(g=10)
     b.op("g cast", {"dx": 10}, kind="gradient")
     graph = b.graph(outputs="y", gradients="dx")
-    assert free_keep(graph, regather=regather) == set()
+    assert choose_free(needs(graph), pinned=pinned) == set()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -106,15 +112,16 @@ def test_nothing_keeps_less_for_what_it_moves(seed: int) -> None:
     names = [graph.storages[s].name for s in needs(graph).storages]
     subsets = joined.from_iterable(combinations(names, k) for k in range(len(names) + 1))
     best = min(cost for keep in subsets if (cost := price(graph, set(keep))) is not None)
-    assert price(graph, set(free_keep(graph))) == pytest.approx(best)
+    assert price(graph, set(free(graph))) == pytest.approx(best)
 
 
 def price(graph: TrainingGraph, keep: set[str]) -> float | None:
     """Kept bytes and what computing again moves; None where that takes what is dear."""
     try:
-        again = [step.op for step in order(graph, keep).steps if step.is_repeated and step.makes]
+        steps = order(graph, keeping(keep)).steps
     except OrderError:
         return None
+    again = [step.op for step in steps if step.is_repeated and step.makes]
     if any(op.repeat == "replay" or op.sent_bytes or op.flops for op in again):
         return None
     moved = sum(op.moved_bytes / MOVED_PER_KEPT_BYTE + 1 for op in again)

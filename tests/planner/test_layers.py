@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from harness.training_graphs import GraphBuilder, chain, llama_like
+from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.block_plans import BlockPlan, BlockPlans, BlockPrices, block_graph
 from thunder_memsave.planner.blocks import Block, find_blocks
 from thunder_memsave.planner.cost import costs_us
@@ -161,7 +162,7 @@ def test_layers_put_together_fit_and_are_near_their_bound(part: float, most: flo
     )
     best = evaluate.fastest_within(budget)
     assert best is not None
-    program = order(model().needs.graph, set(names(model().needs.graph, sorted(best.keep))))
+    program = order(model().needs.graph, keeping(names(model().needs.graph, sorted(best.keep))))
     assert simulate(program).peak_bytes <= budget
     assert 0 < bound_us <= best.recompute_us <= most * bound_us
 

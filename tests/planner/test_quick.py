@@ -5,6 +5,7 @@ import random
 import pytest
 
 from harness.training_graphs import GraphBuilder, random_graph
+from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.evaluate import Evaluator
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.planner.needs import needs
@@ -24,7 +25,7 @@ def test_it_gives_what_the_simulation_of_a_program_gives(seed: int) -> None:
     for _ in range(8):
         keep = {s for s in found.storages if draw.random() < 0.6}
         names = {graph.storages[s].name for s in keep | found.must_keep}
-        program = order(graph, names, generator_state_bytes=16)
+        program = order(graph, keeping(names), generator_state_bytes=16)
         result = simulation(keep)
         assert result.peak_bytes == simulate(program, memory).peak_bytes
         again = [step.op for step in program.steps if step.is_repeated]

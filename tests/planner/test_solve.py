@@ -12,9 +12,10 @@ import pytest
 
 from harness.training_graphs import GraphBuilder, chain, llama_like, random_graph
 from thunder_memsave.errors import BudgetError
+from thunder_memsave.planner.actions import KEEP, RECOMPUTE, REGATHER, REPLAY, Actions, keeping
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
-from thunder_memsave.planner.free_wins import free_keep
+from thunder_memsave.planner.free_wins import choose_free
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.needs import needs
 from thunder_memsave.planner.order import OrderError, order
@@ -42,11 +43,13 @@ def all_plans(seed: int) -> Sequence[tuple[int, float]]:
     graph = random_graph(seed)
     costs = drawn_costs(graph, seed)
     names = [graph.storages[s].name for s in needs(graph).storages]
-    free = {s.op.index for s in order(graph, free_keep(graph)).steps if s.is_repeated}
+    free = {
+        s.op.index for s in order(graph, keeping(choose_free(needs(graph)))).steps if s.is_repeated
+    }
     plans = []
     for keep in joined.from_iterable(combinations(names, k) for k in range(len(names) + 1)):
         try:
-            program = order(graph, set(keep), generator_state_bytes=STATE_BYTES)
+            program = order(graph, keeping(keep), generator_state_bytes=STATE_BYTES)
         except OrderError:
             continue
         again = [s.op.index for s in program.steps if s.is_repeated]
@@ -114,7 +117,7 @@ def test_a_budget_that_needs_nothing_computed_again_costs_nothing() -> None:
     free = solve(graph, budget_bytes=None, costs_us=costs)
     assert (free.recompute_us, free.lower_bound_us, free.gap) == (0.0, 0.0, 0.0)
     enough = solve(graph, budget_bytes=free.predicted_peak_bytes, costs_us=costs)
-    assert enough.keep == free.keep
+    assert enough.actions == free.actions
     assert enough.recompute_us == 0.0
 
 
@@ -164,7 +167,7 @@ def smallest_of_blocks() -> BudgetError:
 def test_plans_for_blocks_stay_within_their_budgets() -> None:
     for plan in plans_of_blocks():
         assert plan.budget_bytes is not None
-        simulated = simulate(order(blocks(), plan.keep)).peak_bytes
+        simulated = simulate(order(blocks(), plan.actions)).peak_bytes
         assert plan.predicted_peak_bytes == simulated <= plan.budget_bytes
 
 
@@ -242,12 +245,13 @@ def test_decisions_say_what_happens_to_what_backward_reads() -> None:
     graph = dropout()
     costs = [3.0, 5.0, 7.0, 1.0, 1.0, 1.0]
     plan = solve(graph, budget_bytes=None, policy="recompute_all", costs_us=costs)
-    found = {d.name: (d.action, d.cost_us) for d in plan.decisions}
-    assert found == {"whole": ("regather", 3.0), "a": ("recompute", 5.0), "mask": ("replay", 7.0)}
+    found = {d.name: (plan.actions[d.name], d.cost_us) for d in plan.decisions}
+    assert found == {"whole": (REGATHER, 3.0), "a": (RECOMPUTE, 5.0), "mask": (REPLAY, 7.0)}
     decision = next(d for d in plan.decisions if d.name == "a")
     assert (decision.nbytes, decision.source, decision.module) == (400, "model.py:7", "layers.0")
     kept = solve(graph, budget_bytes=None, costs_us=costs)
-    assert {(d.name, d.action) for d in kept.decisions} == {(n, "keep") for n in found}
+    assert kept.actions == keeping(found)
+    assert {d.name for d in kept.decisions} == kept.actions.keys()
     assert kept.saved_bytes == 1200
 
 
@@ -256,17 +260,34 @@ def test_policies_look_at_no_budget() -> None:
     costs = [1.0] * len(graph.ops)
     everything = solve(graph, policy="keep_all", budget_bytes=1, costs_us=costs)
     least = solve(graph, policy="recompute_all", budget_bytes=1, costs_us=costs)
-    assert everything.keep == {"a1", "a2", "a3", "a4"}
-    assert least.keep < everything.keep
+    assert everything.actions == keeping({"a1", "a2", "a3", "a4"})
+    assert least.actions.kept < everything.actions.kept
     assert least.predicted_peak_bytes <= everything.predicted_peak_bytes
     assert everything.budget_bytes is None
     assert (everything.gap, least.gap) == (0.0, inf)  # no bound was looked for
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_has_an_action_for_all_that_backward_needs_and_for_nothing_else(seed: int) -> None:
+    graph = random_graph(seed)
+    plan = solve(
+        graph, budget_bytes=None, policy="recompute_all", costs_us=drawn_costs(graph, seed)
+    )
+    made = {graph.storages[s].name for op in graph.ops[: graph.num_forward] for s in op.makes}
+    there = {graph.storages[s].name for s in graph.inputs | graph.outputs | graph.cotangents}
+    program = order(graph, plan.actions)
+    again = {step.op.index for step in program.steps if step.is_repeated}
+    backward = [op for op in graph.ops if op.index in again or op.index >= graph.num_forward]
+    read = {graph.storages[s].name for op in backward for s in op.reads}
+    assert plan.actions.keys() == (read & made) - there
+
+
 def test_pinned_storages_are_decided_as_asked() -> None:
     graph = dropout()
-    plan = solve(graph, budget_bytes=None, costs_us=[1.0] * 6, recompute={"a"})
-    assert plan.keep == {"whole", "mask"}
+    again = Actions({"a": RECOMPUTE})
+    plan = solve(graph, budget_bytes=None, costs_us=[1.0] * 6, pinned=again)
+    assert plan.actions == {"a": RECOMPUTE, "whole": KEEP, "mask": KEEP}
     assert {d.name: d.reason for d in plan.decisions}["a"] == "pinned"
-    least = solve(graph, budget_bytes=None, policy="recompute_all", costs_us=[1.0] * 6, keep={"a"})
-    assert least.keep == {"a"}
+    kept = keeping({"a"})
+    least = solve(graph, budget_bytes=None, policy="recompute_all", costs_us=[1.0] * 6, pinned=kept)
+    assert least.actions == {"a": KEEP, "whole": REGATHER, "mask": REPLAY}

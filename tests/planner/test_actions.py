@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from thunder_memsave.planner.actions import (
+    KEEP,
+    NO_ACTIONS,
+    RECOMPUTE,
+    REGATHER,
+    REPLAY,
+    Action,
+    Actions,
+    keeping,
+)
+
+
+def test_actions_are_the_same_in_whatever_order_they_are_given() -> None:
+    first, second = Actions({"b": KEEP, "a": REPLAY}), Actions({"a": REPLAY, "b": KEEP})
+    assert first == second
+    assert {first, second, Actions({"a": KEEP, "b": KEEP})} == {first, keeping("ba")}
+    assert (list(first), str(first)) == (["a", "b"], str(second))
+
+
+def test_actions_do_not_follow_what_they_were_made_of() -> None:
+    given = {"a": KEEP}
+    actions = Actions(given)
+    given["a"] = RECOMPUTE
+    assert actions == {"a": KEEP}
+
+
+def test_actions_are_the_same_on_another_rank() -> None:
+    actions = Actions({"a": REGATHER, "b": KEEP})
+    other = pickle.loads(pickle.dumps(actions))
+    assert (other, hash(other)) == (actions, hash(actions))
+
+
+def test_what_is_not_kept_is_computed_again_in_one_way_or_another() -> None:
+    actions = Actions({"a": KEEP, "b": RECOMPUTE, "c": REGATHER, "d": REPLAY})
+    assert actions.kept == {"a"}
+    assert actions.only(["d", "a", "x"]) == {"a": KEEP, "d": REPLAY}
+    assert NO_ACTIONS.kept == frozenset()
+
+
+def test_an_unknown_action_is_refused() -> None:
+    message = "no action is called 'shrink'; there are keep, recompute, regather, replay."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Action("shrink")  # type: ignore[arg-type]
