@@ -10,7 +10,9 @@
                           v
     train.py          the steps of a run in their order
       processes.py    the other processes of this machine; launch.py: how many there are
-      loop.py         rows in, optimizer steps out; loss.py, evaluate.py, schedule.py
+      loop.py         rows in, optimizer steps out; evaluate.py, guards.py, schedule.py
+      objective.py    what a batch, its loss and its weight are, for the loop and for plans
+      supervised.py   the first of them: the next token; loss.py
       watchers.py     the callbacks and loggers of the run
       export.py       what was trained, in the formats of transformers and peft
 

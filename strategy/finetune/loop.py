@@ -15,8 +15,8 @@ which a callback takes those it names:
 
 `step` counts finished optimizer steps. `metrics` is one dict for all callbacks of a hook: the ones
 that measure add to it, so they stand before the ones that write in `Fabric(callbacks=[...])`.
-A step has `loss`, `grad_norm`, `epoch`, `num_tokens` (target tokens of all ranks) and
-`num_input_tokens` (with prompts and padding), an evaluation `val_loss` and `val_perplexity`.
+A step has `loss`, `grad_norm`, `epoch` and an evaluation `val_loss`, and both what the objective
+reports besides. What a row means, `Plan.objective` alone knows.
 
 A step that the guards leave out has a `loss` or `grad_norm` that is not finite, or a spike.
 
@@ -49,16 +49,13 @@ from thunder_memsave.finetune.data.batches import (
     num_steps_per_epoch,
     step_rows,
 )
-from thunder_memsave.finetune.data.packing import Batch, Rows
-from thunder_memsave.finetune.evaluate import evaluate, perplexity
+from thunder_memsave.finetune.evaluate import evaluate
 from thunder_memsave.finetune.guards import BadStep, count_rollbacks, finite_mark, judge
 from thunder_memsave.finetune.loop_state import LoopState
-from thunder_memsave.finetune.loss import MaskKind, loss_sum, num_targets
+from thunder_memsave.finetune.objective import Objective, RowSet
 from thunder_memsave.finetune.schedule import lr_factor, set_learning_rate
 from thunder_memsave.finetune.stop import BadStepError, NotFiniteError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
-
-EVALUATION_METRICS = ("val_loss", "val_perplexity")
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class Plan:
     num_steps: int
     sharding: Sharding
     seed: int
-    mask: MaskKind
+    objective: Objective[Any]
     max_grad_norm: float | None
     lr_scheduler: LRSchedulerConfig
     eval: EvalConfig
@@ -95,8 +92,8 @@ def fit(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    train_rows: Rows,
-    validation_rows: Rows | None,
+    train_rows: RowSet[Any],
+    validation_rows: RowSet[Any] | None,
     plan: Plan,
     state: dict[str, Any],
     loop_state: LoopState | None = None,
@@ -147,8 +144,8 @@ class _Loop:
     fabric: Fabric
     model: nn.Module
     optimizer: Optimizer
-    train_rows: Rows
-    validation_rows: Rows | None
+    train_rows: RowSet[Any]
+    validation_rows: RowSet[Any] | None
     plan: Plan
     state: dict[str, Any]
     memory: LoopState
@@ -220,13 +217,13 @@ class _Loop:
         fabric, optimizer, plan, step = self.fabric, self.optimizer, self.plan, self.step
         factor = lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps)
         set_learning_rate(optimizer, factor)
-        total = _accumulate(fabric, self.model, work, mask=plan.mask)
+        total = _accumulate(fabric, self.model, work, plan.objective)
         self._call("on_before_optimizer_step", model=self.model, optimizer=optimizer)
         norm = _clip(fabric, self.model, optimizer, max_norm=plan.max_grad_norm)
         # In one collective: a rank may be alone with gradients that are not finite.
         marked = torch.stack([total, total.new_tensor(finite_mark(norm))])
         total, num_not_finite = _sum_over_ranks(fabric, marked)
-        loss = float(total / work.num_tokens)
+        loss = float(total / work.weight)
         bad = self._judged(loss, norm, is_finite=math.isfinite(loss) and not num_not_finite)
         if bad is None:
             optimizer.step()
@@ -234,14 +231,10 @@ class _Loop:
         else:
             self._leave_out(bad)
         optimizer.zero_grad()
-        num_inputs = sum(batch.input_ids.numel() for batch in work.batches) * fabric.world_size
-        metrics = {
-            "grad_norm": norm,
-            "loss": loss,
-            "num_input_tokens": float(num_inputs),
-            "num_tokens": float(work.num_tokens),
-        }
-        return metrics, bad
+        measured = plan.objective.step_metrics(
+            work.batches, weight=float(work.weight), num_ranks=fabric.world_size
+        )
+        return {"grad_norm": norm, "loss": loss, **measured}, bad
 
     def _judged(self, loss: float, norm: float, *, is_finite: bool) -> BadStep | None:
         try:
@@ -294,21 +287,19 @@ class _Loop:
         self._start()
 
     def _next_step(self) -> _Work:
-        """Lay out the step, and agree with the other ranks on its tokens and on whether to take it."""
-        rows, plan, device = self.train_rows, self.plan, self.fabric.device
+        """Lay out the step, and agree with the other ranks on its weight and on whether to take it."""
+        fabric, rows, plan = self.fabric, self.train_rows, self.plan
         position = self.memory.data_position(self.step)
         chosen = step_rows(len(rows), plan.sharding, seed=plan.seed, step=position)
-        batches = [make_batch(rows, numbers).to(device) for numbers in chosen]
-        num_tokens = num_targets(batches)
+        batches = [fabric.to_device(make_batch(rows, numbers)) for numbers in chosen]
+        own = torch.stack([plan.objective.weight(batch) for batch in batches]).sum()
         flags = (self.control.is_asked, signals.received() is not None)
-        num_flags = [torch.full_like(num_tokens, int(flag)) for flag in flags]
-        tokens, asked, signalled = _sum_over_ranks(
-            self.fabric, torch.stack([num_tokens, *num_flags])
-        )
+        counted = torch.stack([own, *(torch.full_like(own, int(flag)) for flag in flags)])
+        weight, asked, signalled = _sum_over_ranks(fabric, counted)
         return _Work(
             position=position,
             batches=batches,
-            num_tokens=tokens,
+            weight=weight,
             is_stopped=bool(asked),
             is_signalled=bool(signalled),
         )
@@ -321,19 +312,19 @@ class _Loop:
         if self.validation_rows is None:
             return
         self._call("on_validation_start")
-        loss = evaluate(
+        metrics = evaluate(
             self.fabric,
             self.model,
             self.validation_rows,
+            objective=self.plan.objective,
             sharding=self.plan.sharding,
-            mask=self.plan.mask,
             max_batches=self.plan.eval.max_batches,
             is_cut_short=lambda: _agreed_signal(self.fabric) is not None,
         )
-        self.memory.validation_is_due = loss is None
-        if loss is None:
+        self.memory.validation_is_due = metrics is None
+        if metrics is None:
             return  # the run ends, and takes it when it goes on
-        metrics = dict(zip(EVALUATION_METRICS, (loss, perplexity(loss)), strict=True))
+        loss = metrics["val_loss"]
         self._call("on_validation_end", metrics=metrics, control=True)
         if not math.isfinite(loss):
             raise NotFiniteError(
@@ -354,11 +345,11 @@ class _Work:
     position: int
     """Its number among the global batches of the data."""
 
-    batches: list[Batch]
+    batches: list[Any]
     """This rank's micro-batches."""
 
-    num_tokens: Tensor
-    """Target tokens of all ranks."""
+    weight: Tensor
+    """The objective's, of all ranks."""
 
     is_stopped: bool
     """A callback of some rank has asked for the end: the step is not to be taken."""
@@ -389,15 +380,15 @@ def _clip(
     return float(norm)
 
 
-def _accumulate(fabric: Fabric, model: nn.Module, work: _Work, *, mask: MaskKind) -> Tensor:
-    """Add up the gradients of the global batch's mean loss per token, and return this rank's loss, summed."""
-    # The strategy averages gradients over the ranks, where a mean over all tokens needs their sum.
-    scale = fabric.world_size / work.num_tokens
+def _accumulate(fabric: Fabric, model: nn.Module, work: _Work, objective: Objective[Any]) -> Tensor:
+    """Add up the gradients of the global batch's mean loss, and return this rank's loss, summed."""
+    # The strategy averages gradients over the ranks, where a mean over all rows needs their sum.
+    scale = fabric.world_size / work.weight
     total = torch.zeros((), device=fabric.device)
     for number, batch in enumerate(work.batches, start=1):
         is_last = number == len(work.batches)
         with fabric.no_backward_sync(model, enabled=not is_last):  # type: ignore[arg-type]
-            loss = loss_sum(model, batch, mask=mask)
+            loss = objective.loss(objective.output(model, batch), batch)
             fabric.backward(loss * scale)
         total += loss.detach()
     return total

@@ -1,12 +1,11 @@
-"""The loss as a sum over target tokens, which every mean over a global batch starts from."""
+"""How a causal language model is called for rows of documents, and the cross-entropy of what it predicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from thunder_memsave.finetune.config import RunConfig
@@ -16,11 +15,6 @@ from thunder_memsave.finetune.data.tokenize import IGNORED
 MaskKind = Literal["none", "boolean", "additive"]
 """How documents of a row are kept apart: not at all, or by a mask that SDPA, or that eager
 attention takes (given a boolean one, transformers' eager attention adds it to the scores)."""
-
-
-def loss_sum(model: nn.Module, batch: Batch, *, mask: MaskKind) -> Tensor:
-    """Run the model and add up the cross-entropy of all target tokens, in float32."""
-    return loss_of_logits(model(**model_inputs(batch, mask=mask)).logits, batch.targets)
 
 
 def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -54,11 +48,6 @@ def mask_kind(config: RunConfig) -> MaskKind:
     if not config.data.packing:
         return "none"
     return "boolean" if config.model.attn_implementation == "sdpa" else "additive"
-
-
-def num_targets(batches: Sequence[Batch]) -> Tensor:
-    """Count the tokens that the loss of these batches sums over."""
-    return torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
 
 
 def _additive(allowed: Tensor) -> Tensor:

@@ -2,73 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten_record import AtenRecord, allocated_bytes
-from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.data.packing import Batch
-from thunder_memsave.finetune.loss import loss_of_logits
-from thunder_memsave.finetune.model.build import precision_of
+from thunder_memsave.finetune.objective import Objective
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
 from thunder_memsave.planner.graph import StepMemory
 
 
 def caller_memory(
-    config: RunConfig, model: Any, sizes: BatchSizes, *, device_type: str
+    objective: Objective[Any],
+    model: Any,
+    sizes: BatchSizes,
+    *,
+    autocast: torch.dtype | None,
+    device_type: str,
 ) -> StepMemory:
-    """What the training loop holds itself.
+    """What the training loop holds itself: found on tensors without data.
 
     Args:
-        config: The run.
-        model: A transformers causal language model.
-        sizes: Of its batches.
+        objective: Of the run.
+        model: Which is trained; it is not called.
+        sizes: Of its batches; those of a step all lie on the device.
+        autocast: The format that autocast computes in, if it is on.
         device_type: Of the device that holds them.
     """
-    text = model.config.get_text_config()
-    shape = torch.Size((sizes.micro_batch_size, config.data.max_seq_length, text.vocab_size))
+    num_rows = sizes.micro_batch_size
+    # On the CPU, where backward runs without a GPU too; the operators are the same.
+    record = AtenRecord(allocated=lambda nbytes, _: allocated_bytes(nbytes, device_type))
+    with FakeTensorMode(), record:
+        batch = objective.blank(num_rows)
+        batch_bytes = record.live_bytes
+        output = objective.blank_output(model, num_rows, autocast=autocast)
+        between_bytes = _loss_bytes(objective, output, batch, record)
+        del output
+        inputs = objective.model_inputs(batch)
+        others_bytes = record.live_bytes - batch_bytes
+        del batch
+        # The model's call counts what it is given itself.
+        given_bytes = record.live_bytes - others_bytes
+        del inputs
     return StepMemory(
-        between_bytes=loss_bytes(shape, _logits_dtype(config, model), device_type=device_type),
-        other_bytes=_batch_bytes(config, sizes, device_type=device_type),
+        between_bytes=between_bytes,
+        other_bytes=sizes.gradient_accumulation_steps * batch_bytes - given_bytes,
     )
 
 
-def loss_bytes(shape: torch.Size, dtype: torch.dtype, *, device_type: str) -> int:
-    """The most that the loss of a micro-batch takes beside its logits, the gradient of the logits included.
-
-    It is computed and differentiated on tensors without data.
-
-    Args:
-        shape: Of the logits: rows, tokens, vocabulary.
-        dtype: Of the logits.
-        device_type: Of the device that holds them.
-    """
-    # On the CPU, where backward runs without a GPU too; the operators are the same.
-    with FakeTensorMode():
-        logits = torch.empty(shape, dtype=dtype, requires_grad=True)
-        targets = torch.zeros(shape[:2], dtype=torch.int64)
-        scale = torch.ones(())
-        record = AtenRecord(
-            (logits, targets, scale), allocated=lambda n, _: allocated_bytes(n, device_type)
-        )
-        with record:
-            torch.autograd.grad(loss_of_logits(logits, targets) * scale, logits)
-    return record.peak_bytes
-
-
-def _batch_bytes(config: RunConfig, sizes: BatchSizes, *, device_type: str) -> int:
-    """What the batches of a step take that no call of the model is given: targets, and those that wait."""
-    tensor = sizes.micro_batch_size * config.data.max_seq_length * torch.int64.itemsize
-    num_given = 2 if config.data.packing else 1  # input_ids, and position_ids
-    num_tensors = len(fields(Batch)) * sizes.gradient_accumulation_steps - num_given
-    return num_tensors * allocated_bytes(tensor, device_type)
-
-
-def _logits_dtype(config: RunConfig, model: Any) -> torch.dtype:
-    if precision_of(config) == "bf16-mixed":
-        return torch.bfloat16
-    dtype: torch.dtype = model.get_output_embeddings().weight.dtype
-    return dtype
+def _loss_bytes(objective: Objective[Any], output: Any, batch: Any, record: AtenRecord) -> int:
+    """The most that the loss takes beside batch and output, the gradient of the output included."""
+    leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    differentiated = [each for each in leaves if each.requires_grad]
+    scale = torch.ones(())
+    before = record.peak_bytes = record.live_bytes
+    torch.autograd.grad(objective.loss(output, batch) * scale, differentiated)
+    return record.peak_bytes - before

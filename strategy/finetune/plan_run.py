@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from thunder_memsave import compat
@@ -24,9 +26,10 @@ from thunder_memsave.config import StrategyConfig, parse_strategy  # noqa: E402
 from thunder_memsave.errors import BudgetError  # noqa: E402
 from thunder_memsave.finetune.config import RunConfig  # noqa: E402
 from thunder_memsave.finetune.fp8_planned import planned_fp8, refuse_without_fp8  # noqa: E402
-from thunder_memsave.finetune.loss import MaskKind, mask_kind  # noqa: E402
 from thunder_memsave.finetune.loss_memory import caller_memory  # noqa: E402
-from thunder_memsave.finetune.model.build import describe_model, precision_of  # noqa: E402
+from thunder_memsave.finetune.model.build import autocast_of, describe_model  # noqa: E402
+from thunder_memsave.finetune.objective import Objective  # noqa: E402
+from thunder_memsave.finetune.objectives import objective_of  # noqa: E402
 from thunder_memsave.finetune.optimizer import make_optimizer  # noqa: E402
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes  # noqa: E402
 from thunder_memsave.fp8.recipe import refuse_own_scales  # noqa: E402
@@ -103,19 +106,20 @@ def plan_run(
     refuse_own_scales(strategy.fp8, num_ranks=num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
     budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
+    objective = objective_of(config)
     stage("describe the model")
     model = describe_model(config)
     check_pins(strategy.memory, (name for name, _ in model.named_modules()))
     model.train()
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
-        memory = _step_memory(config, model, device, sizes)
+        memory = _step_memory(config, objective, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
-        batch = _batch(config, num_rows=sizes.micro_batch_size)
+        inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
         with _precision(config):
             compile_call(
                 model,
-                Call.of(model, (), batch),
+                Call.of(model, (), inputs),
                 name="forward",
                 reason="plan",
                 config=strategy.compile,
@@ -240,36 +244,31 @@ def _target(device: Device) -> torch.device:
 
 def _precision(config: RunConfig) -> AbstractContextManager[object]:
     """Fabric's, for tensors that say that they are on the CPU."""
-    if precision_of(config) == "bf16-mixed":
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-    return nullcontext()
+    dtype = autocast_of(config)
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
-def _batch(config: RunConfig, *, num_rows: int) -> dict[str, Any]:
-    length = config.data.max_seq_length
-    ids = without_memory(torch.Size((num_rows, length)), torch.int64)
-    kind: MaskKind = mask_kind(config)
-    if kind == "none":
-        return {"input_ids": ids, "use_cache": False}
-    dtype = torch.bool if kind == "boolean" else torch.float32
-    mask = without_memory(torch.Size((num_rows, 1, length, length)), dtype)
-    positions = without_memory(ids.shape, torch.int64)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": positions,
-        "use_cache": False,
-    }
+def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:
+    """What the loop calls the model with, without memory."""
+    with FakeTensorMode():
+        inputs = objective.model_inputs(objective.blank(num_rows))
+    return tree_map_only(Tensor, lambda each: without_memory(each.shape, each.dtype), inputs)
 
 
 def _step_memory(
-    config: RunConfig, model: nn.Module, device: Device, sizes: BatchSizes
+    config: RunConfig,
+    objective: Objective[Any],
+    model: nn.Module,
+    device: Device,
+    sizes: BatchSizes,
 ) -> StepMemory:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device_type = _target(device).type
     optimizer = make_optimizer(config, trained, device_type=device_type)
     max_norm = config.train.max_grad_norm
-    own = caller_memory(config, model, sizes, device_type=device_type)
+    own = caller_memory(
+        objective, model, sizes, autocast=autocast_of(config), device_type=device_type
+    )
     return step_memory(
         [optimizer],
         clip=None if max_norm is None else partial(_clip, max_norm=max_norm),

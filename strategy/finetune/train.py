@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import logging
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from thunder_memsave.agreement import OtherRankError
 from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
-from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
 from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
@@ -33,9 +31,10 @@ from thunder_memsave.finetune.fabric import build_fabric
 from thunder_memsave.finetune.job import Job, prepare
 from thunder_memsave.finetune.loop import Plan, fit
 from thunder_memsave.finetune.loop_state import LoopState
-from thunder_memsave.finetune.loss import mask_kind
 from thunder_memsave.finetune.loss_memory import caller_memory
+from thunder_memsave.finetune.model.build import autocast_of
 from thunder_memsave.finetune.model.trained_part import trained_part
+from thunder_memsave.finetune.objectives import objective_of
 from thunder_memsave.finetune.optimizer import IMPLEMENTATION, make_optimizer, place_steps, says_how
 from thunder_memsave.finetune.plan_shown import PlanShown
 from thunder_memsave.finetune.processes import LocalProcesses, local_processes
@@ -217,28 +216,7 @@ def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> No
         if isinstance(monitor, ThroughputMonitor):
             monitor.matmul_format = job.config.model.dtype
             if monitor.flops_per_token is None and monitor.peak_of(fabric.device) is not None:
-                monitor.flops_per_token = _flops_per_token(job)
-
-
-def _flops_per_token(job: Job) -> float | None:
-    """Count on one row; a model that decides by values of tensors cannot be counted."""
-    length = job.data.train.length
-    model: Any = job.model
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    with torch.device("meta"):
-        ids = torch.zeros(1, length, dtype=torch.long)
-        mask = torch.zeros(1, 1, length, length, dtype=dtype)
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
-    try:
-        return training_flops(model, lambda: cast(Tensor, model(**inputs).logits)) / length
-    # The last two are of models that do not take such a mask, or positions.
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        warnings.warn(
-            f"there is no MFU, because the FLOPs of a {type(model).__name__} cannot be counted "
-            f"({error}); give ThroughputMonitor its flops_per_token under 'callbacks'.",
-            stacklevel=2,
-        )
-        return None
+                monitor.flops_per_token = objective_of(job.config).flops_per_token(job.model)
 
 
 def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
@@ -253,7 +231,13 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
         ) from error
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(job.config, trained, device_type=fabric.device.type)
-    own = caller_memory(job.config, job.model, job.batch_sizes, device_type=fabric.device.type)
+    own = caller_memory(
+        objective_of(job.config),
+        job.model,
+        job.batch_sizes,
+        autocast=autocast_of(job.config),
+        device_type=fabric.device.type,
+    )
     cast(ThunderMemsaveStrategy, fabric.strategy).count_caller(
         between_bytes=own.between_bytes, other_bytes=own.other_bytes
     )
@@ -416,7 +400,7 @@ def _plan(job: Job, fabric: Fabric) -> Plan:
         num_steps=job.num_steps,
         sharding=job.sharding(rank=fabric.global_rank),
         seed=config.train.seed,
-        mask=mask_kind(config),
+        objective=objective_of(config),
         max_grad_norm=config.train.max_grad_norm,
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,

@@ -23,7 +23,7 @@ from thunder_memsave.callbacks import (
 from thunder_memsave.callbacks.loss_curve import LossCurve
 from thunder_memsave.config import parse_fp8
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
-from thunder_memsave.finetune.loop import EVALUATION_METRICS
+from thunder_memsave.finetune.objectives import objective_of
 from thunder_memsave.finetune.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.class_kinds import CALLBACK, LOGGER
 from thunder_memsave.finetune.run_file.class_spec import build, import_class
@@ -82,15 +82,15 @@ def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
         where: import_class(spec, where=where, default_module=module)
         for where, spec in places.items()
     }
-    is_known = _has_own_callbacks_only(config)
+    is_known, known = _has_own_callbacks_only(config), objective_of(config).evaluation_metrics
     for where, cls in classes.items():
         if cls is EarlyStopping:
             _check_watches_something(config, has_validation=has_validation, where=where)
             monitor = build(places[where], where=where, default_module=module).monitor
-            if is_known and monitor not in EVALUATION_METRICS:
+            if is_known and monitor not in known:
                 raise ConfigError(
                     f"EarlyStopping monitors {monitor!r}, which evaluations do not have; "
-                    f"monitor {' or '.join(map(repr, EVALUATION_METRICS))}.",
+                    f"monitor {' or '.join(map(repr, known))}.",
                     key=where,
                 )
 
@@ -109,11 +109,11 @@ def check_keep_best(config: RunConfig, *, has_validation: bool) -> None:
             "data.dataset.init_args a val_path or a val_fraction, or leave checkpoint.keep_best out.",
             key="checkpoint.keep_best",
         )
-    metric = config.checkpoint.best_of
-    if _has_own_callbacks_only(config) and metric not in EVALUATION_METRICS:
+    metric, known = config.checkpoint.best_of, objective_of(config).evaluation_metrics
+    if _has_own_callbacks_only(config) and metric not in known:
         raise ConfigError(
             f"checkpoint.best_of is {metric!r}, which evaluations do not have; write "
-            f"{' or '.join(map(repr, EVALUATION_METRICS))}.",
+            f"{' or '.join(map(repr, known))}.",
             key="checkpoint.best_of",
         )
 

@@ -27,6 +27,7 @@ from thunder_memsave.finetune.guards import BadStep, count_rollbacks, judge, spi
 from thunder_memsave.finetune.loop import Ending, Plan, fit
 from thunder_memsave.finetune.loop_state import LoopState
 from thunder_memsave.finetune.stop import BadStepError, LossSpikeError, NotFiniteError
+from thunder_memsave.finetune.supervised import SupervisedFineTuning
 
 NUM_TOKENS, NUM_ROWS, BATCH = 11, 40, 4
 
@@ -175,7 +176,7 @@ class Run:
                 world_size=devices,
             ),
             seed=0,
-            mask="none",
+            objective=SupervisedFineTuning(mask="none", length=4),
             max_grad_norm=None,
             lr_scheduler=LRSchedulerConfig(name="constant", warmup_steps=0),
             eval=EvalConfig(every_n_steps=None),

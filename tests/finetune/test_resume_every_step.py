@@ -29,6 +29,7 @@ from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.data.batches import Sharding
 from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.loop import Plan, fit
+from thunder_memsave.finetune.supervised import SupervisedFineTuning
 
 NUM_STEPS, NUM_TOKENS = 20, 32
 Optimizer = Literal["AdamW", "SGD"]
@@ -159,7 +160,7 @@ def take_steps(fabric: Fabric, state: dict[str, Any]) -> None:
         num_steps=NUM_STEPS,
         sharding=sharding,
         seed=0,
-        mask="none",
+        objective=SupervisedFineTuning(mask="none", length=16),
         max_grad_norm=1.0,
         lr_scheduler=LRSchedulerConfig(),
         eval=EvalConfig(),

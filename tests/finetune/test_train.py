@@ -17,7 +17,6 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.language_model import (
     prompt_rows,
@@ -47,7 +46,7 @@ from thunder_memsave.finetune.data.formats import PromptJSONL
 from thunder_memsave.finetune.loop import Ending, fit
 from thunder_memsave.finetune.model.build import build_model
 from thunder_memsave.finetune.run_file.parse import load_run_config
-from thunder_memsave.finetune.train import _does_not_fit, _flops_per_token
+from thunder_memsave.finetune.train import _does_not_fit
 from thunder_memsave.materialize import materialize
 from thunder_memsave.planner.solve import solve
 
@@ -563,13 +562,3 @@ def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(one_rank: Path
     output = run_here(one_rank / "run" / "config.yaml", "--resume=auto")
     assert "all steps are done" in output
     assert (one_rank / "run" / "metrics.csv").read_text() == metrics
-
-
-def test_a_model_whose_flops_cannot_be_counted_is_trained_without_mfu() -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
-    with torch.device("meta"):  # its distances come from a mask of two dimensions
-        architecture = AutoConfig.for_model("falcon", alibi=True, **sizes)
-        model = AutoModelForCausalLM.from_config(architecture)
-    job: Any = SimpleNamespace(model=model, data=SimpleNamespace(train=SimpleNamespace(length=16)))
-    with pytest.warns(UserWarning, match="no MFU, because the FLOPs of a FalconForCausalLM cannot"):
-        assert _flops_per_token(job) is None

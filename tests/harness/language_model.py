@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, set_seed
 
+from thunder_memsave.finetune.data.packing import Batch
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
+from thunder_memsave.finetune.loss import MaskKind
+from thunder_memsave.finetune.supervised import SupervisedFineTuning
 
 VOCAB_SIZE = 320
 
@@ -124,3 +128,9 @@ def write_run_file(directory: Path, values: Mapping[str, Any]) -> Path:
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
     return path
+
+
+def loss_sum(model: nn.Module, batch: Batch, *, mask: MaskKind) -> Tensor:
+    """Run the model as the loop does, and add up the cross-entropy of all target tokens."""
+    objective = SupervisedFineTuning(mask=mask, length=batch.input_ids.shape[1])
+    return objective.loss(objective.output(model, batch), batch)

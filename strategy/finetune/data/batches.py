@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thunder_memsave.finetune.data.packing import Batch, Rows
+from thunder_memsave.finetune.objective import BatchT, RowSet
 
 NO_ROW = -1
 """Stands for a row of padding, which fills the last batch and counts nowhere."""
@@ -63,8 +63,8 @@ def ordered_rows(num_rows: int, sharding: Sharding) -> Iterator[list[int]]:
         yield from _rank_share(chosen, one_pass)
 
 
-def make_batch(rows: Rows, chosen: Sequence[int]) -> Batch:
-    """Lay out rows by number; `NO_ROW` gives a row without targets."""
+def make_batch(rows: RowSet[BatchT], chosen: Sequence[int]) -> BatchT:
+    """Lay out rows by number; `NO_ROW` gives a row that counts nowhere."""
     return rows.lay_out([None if row == NO_ROW else row for row in chosen])
 
 

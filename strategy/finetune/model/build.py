@@ -106,6 +106,11 @@ def precision_of(config: RunConfig) -> str:
     return "bf16-mixed" if is_mixed and not casts_its_inputs(config) else "32-true"
 
 
+def autocast_of(config: RunConfig) -> torch.dtype | None:
+    """Give the format that autocast computes in, with that precision; None is without autocast."""
+    return torch.bfloat16 if precision_of(config) == "bf16-mixed" else None
+
+
 def _architecture_without_hub(settings: ModelConfig) -> Any:
     if settings.config is None and settings.architecture is not None:
         return _inline_config(settings.architecture, key="model.architecture")

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
-from harness.language_model import prompt_rows, write_jsonl
+from harness.language_model import loss_sum, prompt_rows, write_jsonl
 from thunder_memsave.finetune import loop
 from thunder_memsave.finetune.config import (
     ClassSpec,
@@ -35,8 +35,9 @@ from thunder_memsave.finetune.data.batches import (
 from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
-from thunder_memsave.finetune.loss import MaskKind, loss_sum, model_inputs, num_targets
+from thunder_memsave.finetune.loss import MaskKind, model_inputs
 from thunder_memsave.finetune.model.build import load_tokenizer
+from thunder_memsave.finetune.supervised import SupervisedFineTuning
 
 NUM_DOCUMENTS = 23
 FORMATS = ("TextJSONL", "PromptJSONL", "ChatJSONL")
@@ -171,7 +172,7 @@ def test_the_mean_per_token_is_that_of_plain_transformers_document_by_document(
     )
     mask = MASKS[attention] if layout == "pack" else "none"
     batch = make_batch(rows, [*range(min(len(rows), 6)), -1])
-    measured = loss_sum(model, batch, mask=mask) / num_targets([batch])
+    measured = loss_sum(model, batch, mask=mask) / (batch.targets != IGNORED).sum()
     assert float(measured) == pytest.approx(reference_mean(model, [batch]), rel=1e-6)
 
 
@@ -235,7 +236,7 @@ def _train_and_record(model_directory: Path, path: Path) -> None:
         num_steps=2 * num_steps,
         sharding=sharding,
         seed=7,
-        mask="boolean",
+        objective=SupervisedFineTuning(mask="boolean", length=rows.length),
         max_grad_norm=None,
         lr_scheduler=LRSchedulerConfig(),
         eval=EvalConfig(),

@@ -6,11 +6,11 @@ import random
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-from harness.language_model import llama_config, sample_of
+from harness.language_model import llama_config, loss_sum, sample_of
 from thunder_memsave.finetune.data.batches import make_batch
 from thunder_memsave.finetune.data.packing import Batch, Rows, block_diagonal_mask, pack, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
-from thunder_memsave.finetune.loss import MaskKind, loss_sum
+from thunder_memsave.finetune.loss import MaskKind
 
 
 def samples_of(lengths: list[int], *, seed: int = 0) -> list[Sample]:

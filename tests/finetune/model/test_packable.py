@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from harness.language_model import sample_of
+from harness.language_model import loss_sum, sample_of
 from thunder_memsave.finetune.config import DataConfig, RunConfig
 from thunder_memsave.finetune.data.packing import pack, pad
-from thunder_memsave.finetune.loss import MaskKind, loss_sum
+from thunder_memsave.finetune.loss import MaskKind
 from thunder_memsave.finetune.model.packable import check_packable
 from thunder_memsave.settings import ConfigError
 
