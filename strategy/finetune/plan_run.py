@@ -252,7 +252,10 @@ def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:
     """What the loop calls the model with, without memory."""
     with FakeTensorMode():
         inputs = objective.model_inputs(objective.blank(num_rows))
-    return tree_map_only(Tensor, lambda each: without_memory(each.shape, each.dtype), inputs)
+    planned: dict[str, Any] = tree_map_only(
+        Tensor, lambda each: without_memory(each.shape, each.dtype), inputs
+    )
+    return planned
 
 
 def _step_memory(
