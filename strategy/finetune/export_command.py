@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from thunder_memsave.finetune.export_directory import check_out, directory_for
+from thunder_memsave.finetune.run_file.arguments import split_arguments
 from thunder_memsave.settings import ConfigError, parse_bytes, suggestion
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from thunder_memsave.finetune.verified_export import Verified
 
 _OPTIONS = ("--out", "--merge", "--dtype", "--max-file-size")
+_FLAGS = ("--merge",)
 _DTYPES = ("float32", "bfloat16")
 _OVERRIDES = ("--model.name_or_path=", "--model.revision=")
 _USAGE = "thunder-memsave export RUN --out DIR [--merge]"
@@ -45,26 +47,20 @@ def parse_export_options(arguments: Sequence[str]) -> ExportOptions:
     given: dict[str, str] = {}
     runs: list[str] = []
     overrides: list[str] = []
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
-        name, equals, value = argument.partition("=")
-        if argument.startswith(_OVERRIDES):
-            overrides.append(argument)
-        elif not argument.startswith("--"):
-            runs.append(argument)
+    for each in split_arguments(arguments, flags=_FLAGS):
+        name, word = each.name, each.typed[0]
+        if word.startswith(_OVERRIDES):
+            overrides.append(word)
+        elif not word.startswith("--"):
+            runs.append(word)
         elif name not in _OPTIONS:
             raise ConfigError(
                 f"export has no option {name!r}{suggestion(name, _OPTIONS)} Write {_USAGE}."
             )
-        elif name == "--merge":
-            given[name] = ""
-        elif equals:
-            given[name] = value
-        elif remaining and not remaining[0].startswith("--"):
-            given[name] = remaining.pop(0)
-        else:
+        elif each.value is None and name not in _FLAGS:
             raise ConfigError(f"{name} needs a value; write {_USAGE}.")
+        else:
+            given[name] = each.value or ""
     if len(runs) != 1 or "--out" not in given:
         raise ConfigError(f"export needs one run and where to write: {_USAGE}.")
     return ExportOptions(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.explain import explain, in_units, kinds_table
 from thunder_memsave.finetune.plan_progress import Progress
+from thunder_memsave.finetune.run_file.arguments import split_arguments
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.settings import ConfigError, suggestion
 from thunder_memsave.stages import stage
@@ -52,18 +53,15 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     """
     given: dict[str, str] = {}
     rest: list[str] = []
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
-        name, equals, value = argument.partition("=")
-        if name not in _OPTIONS:
-            rest.append(argument)
-            continue
-        if not equals:
-            if not remaining or remaining[0].startswith("--"):
-                raise ConfigError(f"{name} needs a value, such as {name}={_example(name)}.")
-            value = remaining.pop(0)
-        given[name] = value
+    for each in split_arguments(arguments):
+        if each.name not in _OPTIONS:
+            rest += each.typed
+        elif each.value is None:
+            raise ConfigError(
+                f"{each.name} needs a value, such as {each.name}={_example(each.name)}."
+            )
+        else:
+            given[each.name] = each.value
     if "--budget" in given:
         rest.append(f"--memory.budget={given['--budget']}")
     return _options(given), rest

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.arguments import split_arguments
 from thunder_memsave.finetune.run_file.unknown_keys import unknown_key
 from thunder_memsave.finetune.run_file.value_kinds import fits
 from thunder_memsave.settings import ConfigError, ConfigErrors, field_names
@@ -30,19 +31,15 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     Raises:
         ConfigErrors: something is no override.
     """
-    overrides, problems, rest = [], [], list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        key, equals, text = argument.removeprefix("--").partition("=")
-        if not equals and argument.startswith("--") and rest and not rest[0].startswith("--"):
-            text = rest.pop(0)
-            argument, equals = f"{argument} {text}", " "
-        if equals and key:
+    overrides, problems = [], []
+    for each in split_arguments(arguments):
+        key, typed = each.name.removeprefix("--"), " ".join(each.typed)
+        if key and each.value is not None:
             # A dash within a key is how other tools spell an underscore on the command line.
-            overrides.append(Override(key=key.replace("-", "_"), text=text, argument=argument))
+            overrides.append(Override(key=key.replace("-", "_"), text=each.value, argument=typed))
         else:
             message = (
-                f"{argument!r} is not an override; write --key=value, such as --train.max_steps=10."
+                f"{typed!r} is not an override; write --key=value, such as --train.max_steps=10."
             )
             problems.append(ConfigError(message))
     if problems:
