@@ -1,7 +1,7 @@
 """Callbacks for any Lightning Fabric loop that calls Lightning's hook names by `fabric.call`.
 
-The loop passes keyword arguments (see `thunder_memsave.finetune.loop`); each callback names those
-it needs. Callbacks that measure add to `metrics` and stand before the ones that write it.
+The loop passes keyword arguments (`TrainingHooks` lists them), of which each callback names those it
+needs. Callbacks that measure add to `metrics` and stand before the ones that write it.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from thunder_memsave.callbacks.control import TrainingControl
 from thunder_memsave.callbacks.early_stopping import EarlyStopping
 from thunder_memsave.callbacks.fp8 import Fp8Monitor
 from thunder_memsave.callbacks.gradient_norm import GradientNormMonitor
+from thunder_memsave.callbacks.hooks import TrainingHooks
 from thunder_memsave.callbacks.learning_rate import LearningRateMonitor
 from thunder_memsave.callbacks.memory import MemoryMonitor
 from thunder_memsave.callbacks.metrics_csv import MetricsCSV
@@ -36,6 +37,7 @@ __all__ = [
     "ProgressBar",
     "ThroughputMonitor",
     "TrainingControl",
+    "TrainingHooks",
 ]
 
 

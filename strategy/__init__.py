@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         ShardingConfig,
         StrategyConfig,
     )
-    from thunder_memsave.errors import BudgetError
+    from thunder_memsave.errors import BudgetError, ThunderMemsaveError
     from thunder_memsave.materialize import load_on_setup
     from thunder_memsave.recompute import checkpoint
     from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -52,6 +52,7 @@ __all__ = [
     "MemoryConfig",
     "ShardingConfig",
     "StrategyConfig",
+    "ThunderMemsaveError",
     "ThunderMemsaveStrategy",
     "__version__",
     "checkpoint",
@@ -66,6 +67,7 @@ _HOME = {
     "MemoryConfig": "thunder_memsave.config",
     "ShardingConfig": "thunder_memsave.config",
     "StrategyConfig": "thunder_memsave.config",
+    "ThunderMemsaveError": "thunder_memsave.errors",
     "ThunderMemsaveStrategy": "thunder_memsave.strategy",
     "checkpoint": "thunder_memsave.recompute",
     "load_on_setup": "thunder_memsave.materialize",

@@ -8,12 +8,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.missing_ranks import named_ranks
 
 _POLL_SECONDS = 0.02
 
 
-class StartError(RuntimeError):
+class StartError(ThunderMemsaveError, RuntimeError):
     """Some ranks of this attempt never came to its start."""
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_memsave.foreign_messages import says_saved_were_freed, says_saved_were_overwritten
+
 _log = logging.getLogger(__name__)
 
 
@@ -101,19 +103,19 @@ def _take_saved(ctx: Any) -> list[Tensor]:
     try:
         saved = list(ctx.saved_tensors)
     except RuntimeError as error:
-        raise RuntimeError(f"{error} {_what_it_means(str(error))}".rstrip()) from error
+        raise RuntimeError(f"{error} {_what_it_means(error)}".rstrip()) from error
     ctx.maybe_clear_saved_tensors()
     return saved
 
 
-def _what_it_means(message: str) -> str:
-    """Of PyTorch's message about saved tensors, for a compiled module; empty: nothing more is known."""
-    if "second time" in message or "freed" in message:
+def _what_it_means(error: RuntimeError) -> str:
+    """Of PyTorch's error about saved tensors, for a compiled module; empty: nothing more is known."""
+    if says_saved_were_freed(error):
         return (
             "This was the backward of a compiled module. One forward of it is one node of the graph: pass "
             "retain_graph=True to every backward but the last, also when two losses share no layer."
         )
-    if "inplace operation" in message:
+    if says_saved_were_overwritten(error):
         return (
             "This was the backward of a compiled module, and what it reads was overwritten since its forward, by "
             "an optimizer step (with new scales of fp8), or a write to a parameter or a result. Run the forward again "

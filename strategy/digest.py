@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.missing_ranks import collective
 from thunder_memsave.sharding import DataParallel, is_sharded
 
@@ -34,7 +35,7 @@ _SEED_ADVICE = (
 )
 
 
-class RankMismatchError(ValueError):
+class RankMismatchError(ThunderMemsaveError, ValueError):
     """Two ranks were about to train different models, or one model in different ways."""
 
 

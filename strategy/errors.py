@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thunder_memsave.planner.graph import Plan
 
+DOES_NOT_FIT = 3
+"""The exit status of a command whose run does not fit its memory budget."""
+
 _LIBRARIES = (
     sysconfig.get_paths()["purelib"],
     sysconfig.get_paths()["stdlib"],
@@ -18,24 +21,59 @@ _LIBRARIES = (
 )
 
 
-class CaptureError(RuntimeError):
+class ThunderMemsaveError(Exception):
+    """Something that a user should know; `str(error)` says all of it, and the fields what a program decides by.
+
+    Every error of this package derives from it, and from the built-in error that fits.
+
+    Args:
+        message: What was asked, what is true, and what to do next.
+        key: The setting that it is about, by its dotted name in the run file, such as `train.epochs`.
+        place: Where the mistake stands, if that is known, such as `rows.jsonl:7`.
+        advice: What to do next, where only a caller can tell: it follows the message.
+    """
+
+    code: int | None = 1
+    """The exit status of a command that ends with it; None: a traceback says more, of a defect or of a user's code."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | None = None,
+        place: str | None = None,
+        advice: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.key = key
+        self.place = place
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return self.message if self.advice is None else f"{self.message} {self.advice}"
+
+
+class CaptureError(ThunderMemsaveError, RuntimeError):
     """A module method cannot be captured as one graph."""
 
 
-class CompileError(RuntimeError):
+class CompileError(ThunderMemsaveError, RuntimeError):
     """A captured graph cannot be compiled, or would not compute what eager PyTorch computes."""
 
 
-class PlanError(RuntimeError):
+class PlanError(ThunderMemsaveError, RuntimeError):
     """A plan asks for what a trace cannot do."""
 
 
-class ExportError(RuntimeError):
+class ExportError(ThunderMemsaveError, RuntimeError):
     """What was written is not what was trained."""
 
 
-class BudgetError(ValueError):
+class BudgetError(ThunderMemsaveError, ValueError):
     """No plan for the memory of a step was found that stays within the budget."""
+
+    code = DOES_NOT_FIT
 
     def __init__(
         self,

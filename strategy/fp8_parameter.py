@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.row_operations import name_of
 from thunder_memsave.sharded_parameter import (
     first_of,
@@ -32,8 +33,10 @@ _REFUSED = frozenset(
 _REFUSED_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 
 
-class Fp8ParameterError(ValueError):
+class Fp8ParameterError(ThunderMemsaveError, ValueError):
     """A weight of which only fp8 numbers are kept was used as if it were the weight itself."""
+
+    code = None  # the traceback shows who did
 
 
 class Fp8Parameter(nn.Parameter):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from thunder_memsave import compat
+from thunder_memsave.foreign_messages import first_line
 
 compat.apply()
 
@@ -64,7 +65,7 @@ class Interpretation:
         try:
             self._prologue(*call.args, **call.kwargs)
         except Exception as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         return "autocast was turned on"
 
     def callable(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:

@@ -238,12 +238,11 @@ def _plan_reads(module: nn.Module) -> Iterator[_Read]:
             for read in _reads_of(owner, prefix, pending, problems):
                 planned.setdefault(id(read.target), read)
     if problems:
-        lines = "".join(f"\n  {p.name}: {p.text}" for p in problems[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise StateMismatchError(
-            f"the weight files do not fit the model in {len(problems)} places; nothing was changed."
-            f"{lines}{more}\nBuild the model from the config that belongs to the files, or map its "
-            "names to theirs with rename=."
+        raise StateMismatchError.listing(
+            problems,
+            what="the weight files do not fit the model",
+            advice="Build the model from the config that belongs to the files, or map its names to theirs with "
+            "rename=.",
         )
     yield from planned.values()
 

@@ -7,7 +7,6 @@ and the collective. Nothing of what is here runs then, except for collectives th
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -15,6 +14,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
+
+from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.foreign_messages import first_line, says_peer_failed, says_timeout
 
 _GRACE_SECONDS = 0.8
 _GRACE_SECONDS_OF_SERVER = 1.2
@@ -24,13 +26,20 @@ _LONGEST_SECONDS = 1.5
 
 _MOST_LISTED = 8
 
-_ABOUT_PEERS = re.compile(r"(?i)timed? ?out|connection|socket|broken pipe|gloo/transport|peer")
-
 _num_failures = 0
 
 
-class CollectiveError(RuntimeError):
-    """A collective did not end well, because of another rank."""
+class CollectiveError(ThunderMemsaveError, RuntimeError):
+    """A collective did not end well, because of another rank.
+
+    Args:
+        message: For the user.
+        is_timeout: Nobody came in time, rather than that a connection broke.
+    """
+
+    def __init__(self, message: str, *, is_timeout: bool = False) -> None:
+        super().__init__(message)
+        self.is_timeout = is_timeout
 
 
 class Waitable(Protocol):
@@ -54,9 +63,11 @@ def collective(name: str, group: dist.ProcessGroup | None = None) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, CollectiveError) or not _ABOUT_PEERS.search(str(error)):
+        if isinstance(error, CollectiveError) or not says_peer_failed(error):
             raise
-        raise CollectiveError(_explain(name, group, error)) from error
+        raise CollectiveError(
+            _explain(name, group, error), is_timeout=says_timeout(error)
+        ) from error
 
 
 class NoticingHandle:
@@ -91,7 +102,7 @@ def _explain(name: str, group: dist.ProcessGroup | None, error: RuntimeError) ->
     rank = dist.get_rank()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     others = named_ranks([r for r in ranks if r != rank])
-    reason = str(error).strip().splitlines()[0]
+    reason = first_line(error)
     silent = _silent_ranks(f"{name} with {others}")
     return (
         f"rank {rank} waited for the {name} with {others}, which failed: {reason} {_who(silent)} Its own output says "

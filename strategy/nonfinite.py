@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.config import ConfigError
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.gradients import are_finite
 from thunder_memsave.sharding import DataParallel, is_sharded
 
@@ -22,7 +23,7 @@ Policy = Literal["ignore", "skip", "stop"]
 _log = logging.getLogger(__name__)
 
 
-class NonfiniteGradientsError(ArithmeticError):
+class NonfiniteGradientsError(ThunderMemsaveError, ArithmeticError):
     """An optimizer step would have made weights infinite or not a number; no rank took it."""
 
 

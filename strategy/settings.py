@@ -7,9 +7,12 @@ import difflib
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from fractions import Fraction
 from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from thunder_memsave.errors import ThunderMemsaveError
 
 SectionT = TypeVar("SectionT")
 
@@ -40,20 +43,13 @@ _BYTES = re.compile(rf"{_NUMBER}\s*([a-z]+)", re.IGNORECASE)
 _PART = re.compile(rf"{_NUMBER}\s*(%)|(0?\.[0-9]+|1\.0*)")
 
 
-class ConfigError(ValueError):
+class ConfigError(ThunderMemsaveError, ValueError):
     """A setting cannot be used; the message says which, why, and what to write instead.
 
-    Args:
-        message: For the user.
-        key: The setting's dotted name in the run file, such as `train.epochs`, where it has one;
-            reports find the line by it.
-        place: Where the mistake stands if that is known, such as `rows.jsonl:7`.
+    Reports find the line by its `key`, unless it has a `place`.
     """
 
-    def __init__(self, message: str, *, key: str | None = None, place: str | None = None) -> None:
-        super().__init__(message)
-        self.key = key
-        self.place = place
+    code = 2
 
 
 class ConfigErrors(ConfigError):  # noqa: N818 - several of them
@@ -67,10 +63,24 @@ class ConfigErrors(ConfigError):  # noqa: N818 - several of them
         self.problems: tuple[ConfigError, ...] = tuple(_flattened(problems))
         super().__init__("\n".join(map(str, self.problems)))
 
+    def __reduce__(self) -> tuple[type[ConfigErrors], tuple[Sequence[ConfigError]], dict[str, Any]]:
+        return ConfigErrors, (self.problems,), vars(self)
+
 
 def _flattened(problems: Sequence[ConfigError]) -> Iterator[ConfigError]:
     for problem in problems:
         yield from problem.problems if isinstance(problem, ConfigErrors) else (problem,)
+
+
+@contextmanager
+def belongs_to(key: str) -> Iterator[None]:
+    """Let what is found inside belong to this key, unless it says to which."""
+    try:
+        yield
+    except ConfigError as error:
+        for problem in ConfigErrors([error]).problems:
+            problem.key = problem.key or key
+        raise
 
 
 class Section:

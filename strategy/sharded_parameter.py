@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.compat import foreach_subclasses
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.row_operations import Kind, kind_of, name_of
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -21,8 +22,10 @@ _GIVES_BYTES = frozenset(
 )
 
 
-class ShardedParameterError(ValueError):
+class ShardedParameterError(ThunderMemsaveError, ValueError):
     """Rows of a weight, which are all that this rank holds, were used as if they were the whole weight."""
+
+    code = None  # the traceback shows who did
 
 
 class ShardedParameter(nn.Parameter):

@@ -18,13 +18,14 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
 
 from thunder_memsave.aten_record import AtenRecord, allocated_bytes
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.planner.graph import StepMemory
 
 Clip = Callable[[Sequence[nn.Parameter]], object]
 """Clips the gradients of parameters, in place."""
 
 
-class StepMemoryError(RuntimeError):
+class StepMemoryError(ThunderMemsaveError, RuntimeError):
     """What an optimizer needs cannot be found out."""
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from thunder_memsave.foreign_messages import error_numbers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_DISKS = (
@@ -20,8 +21,6 @@ _OF_DISKS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EMFILE, errno.ENFILE),
 )
-# For errors of which only the text is left: another rank's, those that torch has caught, and safetensors'.
-_NUMBERED = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
 def disk_error(error: BaseException) -> OSError | None:
@@ -29,8 +28,8 @@ def disk_error(error: BaseException) -> OSError | None:
     for before in _chain(error):
         if isinstance(before, OSError) and before.errno in _OF_DISKS:
             return before
-        for found in _NUMBERED.finditer(str(before)):
-            number = int(found[1] or found[2])
+        # Only the text is left of another rank's, of those that torch has caught, and of safetensors'.
+        for number in error_numbers(before):
             if number in _OF_DISKS:
                 return OSError(number, str(before))
     return None

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thunder_memsave.errors import ThunderMemsaveError
+
 MANIFEST = "manifest.json"
 STATE = "state"
 """The one directory within a checkpoint: what `fabric.save` wrote."""
@@ -32,11 +34,11 @@ _FILE_NAME = re.compile(rf"(?:{STATE}/)?[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class DamagedCheckpointError(ValueError):
+class DamagedCheckpointError(ThunderMemsaveError, ValueError):
     """A file of a checkpoint is not what was written; the message says which, and how."""
 
 
-class UnverifiableCheckpointError(ValueError):
+class UnverifiableCheckpointError(ThunderMemsaveError, ValueError):
     """A checkpoint was written by another version, before there were manifests or with newer ones."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.checkpoints.sources import StateDictSource, TensorSource, TensorSpec
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.fp8.loaded import weight_of_scale, which_half
 from thunder_memsave.sharding import (
     DataParallel,
@@ -20,11 +21,42 @@ from thunder_memsave.sharding import (
     whole_shape,
 )
 
+_MOST_LISTED = 20
+
 Keep = Callable[[str, Tensor], bool]
 
 
-class StateMismatchError(ValueError):
-    """What is stored does not fit the module or optimizer; nothing was changed."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that does not fit."""
+
+    name: str
+    text: str
+
+
+class StateMismatchError(ThunderMemsaveError, ValueError):
+    """What is stored does not fit the module or optimizer; nothing was changed.
+
+    Args:
+        message: For the user.
+        places: What does not fit where, a line for each of the first.
+    """
+
+    def __init__(self, message: str, *, places: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.places = tuple(places)
+
+    @classmethod
+    def listing(cls, problems: Sequence[Problem], *, what: str, advice: str) -> StateMismatchError:
+        """Say that `what` does not fit, and list the first problems."""
+        places = [f"{each.name}: {each.text}" for each in problems[:_MOST_LISTED]]
+        if len(problems) > _MOST_LISTED:
+            places.append(f"and {len(problems) - _MOST_LISTED} more")
+        lines = "".join(f"\n  {place}" for place in places)
+        return cls(
+            f"{what} in {len(problems)} places; nothing was changed.{lines}\n{advice}",
+            places=places,
+        )
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -121,14 +153,6 @@ def first_stored_names(wanted: Mapping[str, Tensor], stored: Iterable[str]) -> d
     return chosen
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """One thing that does not fit."""
-
-    name: str
-    text: str
-
-
 def compare(
     wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec], *, strict: bool
 ) -> list[Problem]:
@@ -142,17 +166,13 @@ def compare(
 
 def raise_problems(problems: list[Problem], *, what: str) -> None:
     """Raises all problems as one error, the first ones spelled out."""
-    if not problems:
-        return
-    lines = [f"\n  {p.name}: {p.text}" for p in problems[:20]]
-    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-    raise StateMismatchError(
-        f"the stored state does not fit {what} in {len(problems)} places; nothing was changed."
-        + "".join(lines)
-        + more
-        + "\nBuild the same model as when it was saved, or pass strict=False to skip missing and "
-        "unexpected names and to convert dtypes."
-    )
+    if problems:
+        raise StateMismatchError.listing(
+            problems,
+            what=f"the stored state does not fit {what}",
+            advice="Build the same model as when it was saved, or pass strict=False to skip missing and unexpected "
+            "names and to convert dtypes.",
+        )
 
 
 def _name_problems(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]) -> list[Problem]:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from thunder_memsave import __version__
-from thunder_memsave.errors import BudgetError, CaptureError, CompileError, ExportError, PlanError
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.finetune.export_command import parse_export_options, run_export
 from thunder_memsave.finetune.launch import is_first_local, is_under_torchrun
-from thunder_memsave.finetune.plan_command import DOES_NOT_FIT, parse_options, run_plan
+from thunder_memsave.finetune.plan_command import parse_options, run_plan
 from thunder_memsave.finetune.run_file.parse import RunFile, read_run_file
 from thunder_memsave.finetune.run_file.report import Source, report
 from thunder_memsave.finetune.run_file.shipped import (
@@ -120,7 +120,6 @@ The run files that come with the package; `thunder-memsave train NAME` runs one 
 # torchrun ends all ranks as soon as one has ended with an error.
 _SECONDS_TO_REPORT = 15.0
 
-_FAILURE = 1
 _USER_ERROR = 2
 
 
@@ -153,10 +152,10 @@ def _main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _stopped(_ended_at_once(is_run=arguments[:1] == ["train"]))
     except Exception as error:
-        message = _message_for_user(error)
-        if message is None:
+        told = _told(error)
+        if told is None:
             raise
-        code = _failed(message, _exit_code(error))
+        code = _failed(*told)
         _let_failed_rank_end(error)
     return code
 
@@ -303,14 +302,6 @@ def _refused(message: str) -> int:
     return _USER_ERROR
 
 
-def _exit_code(error: Exception) -> int:
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError):
-        return OUT_OF_MEMORY
-    return DOES_NOT_FIT if isinstance(error, BudgetError) else _FAILURE
-
-
 def _failed(message: str, code: int) -> int:
     """Print what went wrong; the other ranks in a line, because it may have happened there only."""
     if is_first_local():
@@ -330,22 +321,22 @@ def _let_failed_rank_end(error: Exception) -> None:
 
 
 def _stopped(stop: RunStoppedError) -> int:
-    end_as(stop.exit_code)
+    end_as(stop.code)
     if not stop.is_of_all_ranks:
-        return _failed(str(stop), stop.exit_code)
+        return _failed(str(stop), stop.code)
     if isinstance(stop, RunInterruptedError):
         # Where all ranks got the signal, torchrun waits for them.
         _print_on("RANK", str(stop), waits=not stop.is_own)
     else:
         _print_on("RANK", f"error: {stop}")
-    return stop.exit_code
+    return stop.code
 
 
 def _ended_at_once(*, is_run: bool) -> RunInterruptedError:
     number = received() or signal.SIGINT
     what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     when = " before training began; start it again." if is_run else "."
-    return RunInterruptedError(f"{what}{when}", exit_code=128 + number)
+    return RunInterruptedError(f"{what}{when}", code=128 + number)
 
 
 def _reader_left() -> int:
@@ -363,31 +354,18 @@ def _print_on(variable: str, message: str, *, waits: bool = True) -> None:
         time.sleep(_SECONDS_TO_REPORT)
 
 
-def _message_for_user(error: Exception) -> str | None:
-    """Return a message that says all that a user needs; None where a traceback says more."""
+def _told(error: Exception) -> tuple[str, int] | None:
+    """Return all that a user needs to read, and the exit code; None where a traceback says more."""
     import torch
 
-    from thunder_memsave.agreement import OtherRankError
-    from thunder_memsave.checkpoints import StateMismatchError
-    from thunder_memsave.digest import RankMismatchError
-    from thunder_memsave.step_memory import StepMemoryError
+    from thunder_memsave.foreign_messages import first_sentence
 
-    ours = (
-        BudgetError,
-        CaptureError,
-        CompileError,
-        ExportError,
-        OtherRankError,
-        PlanError,
-        StepMemoryError,
-        StateMismatchError,
-        RankMismatchError,
-    )
-    if isinstance(error, ours):
-        return str(error)
+    if isinstance(error, ThunderMemsaveError):
+        return None if error.code is None else (str(error), error.code)
     if isinstance(error, torch.OutOfMemoryError):
-        return (
-            f"{str(error).partition('. ')[0]}. To need less, {LESS_MEMORY}, a smaller train.micro_batch_size "
+        message = (
+            f"{first_sentence(error)}. To need less, {LESS_MEMORY}, a smaller train.micro_batch_size "
             f"(train.global_batch_size stays), {LESS_MEMORY_OF_A_NEW_RUN}."
         )
+        return message, OUT_OF_MEMORY
     return None

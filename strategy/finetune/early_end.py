@@ -28,6 +28,7 @@ from thunder_memsave.finetune.stop import (
     RunInterruptedError,
     RunStoppedError,
 )
+from thunder_memsave.foreign_messages import first_line, says_timeout
 from thunder_memsave.missing_ranks import CollectiveError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -43,7 +44,7 @@ def as_told(
         return interrupted(fabric, job, state, signals.received() or signal.SIGINT)
     if isinstance(error, BadStepError):
         how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
-        return type(error)(f"{error} After that, {how}")
+        return type(error)(error.message, advice=f"After that, {how}")
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(_out_of_memory(error, fabric, job, state))
     # As collectives raise when another process is gone, rather than when it told its reason.
@@ -51,10 +52,10 @@ def as_told(
         died = processes.died(wait_seconds=0 if _is_timeout(error) else 3)
         if died is not None:
             message = explained(died, fabric, job, state)
-            return ProcessDiedError(message, exit_code=processes.exit_code)
+            return ProcessDiedError(message, code=processes.exit_code)
     if isinstance(error, dist.DistStoreError):
         return RankLostError(
-            f"not all processes came to the start within strategy.timeout: {str(error).splitlines()[0]} Look at the "
+            f"not all processes came to the start within strategy.timeout: {first_line(error)} Look at the "
             "output of the others; then start again."
         )
     if isinstance(error, CollectiveError):
@@ -74,7 +75,7 @@ def interrupted(
         if number != signal.SIGINT and is_saved(job, state):
             code = signals.EXIT_SAVED
         message = f"{what} at step {state['step']}: {_how_to_go_on(fabric, job)}"
-    return RunInterruptedError(message, exit_code=code, is_own=signals.received() is not None)
+    return RunInterruptedError(message, code=code, is_own=signals.received() is not None)
 
 
 def is_saved(job: Job, state: Mapping[str, Any]) -> bool:
@@ -99,7 +100,7 @@ def explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> 
 
 def _is_timeout(error: RuntimeError) -> bool:
     """A process that is waited for until the timeout has not ended: that is noticed at once."""
-    return "timed out" in str(error).lower()
+    return error.is_timeout if isinstance(error, CollectiveError) else says_timeout(error)
 
 
 def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:

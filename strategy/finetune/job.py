@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import constants
 from torch import nn
@@ -35,9 +33,6 @@ from thunder_memsave.finetune.watchers import (
     check_keep_best,
     check_logger_package,
 )
-from thunder_memsave.settings import ConfigError, ConfigErrors
-
-T = TypeVar("T")
 
 _BATCH_SIZES = (
     "train.global_batch_size",
@@ -204,7 +199,7 @@ def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData
     data, spec = None, config.data.dataset
     if tokenizer is not None:
         data = problems.check(
-            lambda: _about_argument(spec, lambda: prepare_data(config, tokenizer)),
+            lambda: prepare_data(config, tokenizer),
             reads=("data", "train.seed"),
             about="data.dataset",
         )
@@ -212,24 +207,11 @@ def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData
         sound = _without_broken_arguments(spec, problems)
         paths = _keys("data.dataset.init_args", "path", "val_path")
         problems.check(
-            lambda: _about_argument(spec, lambda: _check_rows(sound)),
+            lambda: _check_rows(sound),
             reads=("data.dataset.class_path", *paths),
             about="data.dataset",
         )
     return data
-
-
-def _about_argument(spec: ClassSpec, step: Callable[[], T]) -> T:
-    """Let problems with a file belong to the argument that names the file."""
-    try:
-        return step()
-    except ConfigError as error:
-        for problem in ConfigErrors([error]).problems:
-            for name, value in (spec.get("init_args") or {}).items():
-                is_named = re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", str(problem))
-                if problem.key is None and isinstance(value, str) and is_named:
-                    problem.key = f"data.dataset.init_args.{name}"
-        raise
 
 
 def _without_broken_arguments(spec: ClassSpec, problems: Problems) -> ClassSpec:

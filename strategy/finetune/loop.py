@@ -1,20 +1,7 @@
 """The training loop: rows in, optimizer steps out; what watches it are Fabric callbacks.
 
-One optimizer step is one "batch" of Lightning's hook names. Hooks, all with keyword arguments of
-which a callback takes those it names:
-
-    on_train_start(fabric, step, num_steps, state, control)    again after a rollback
-    on_train_batch_start(fabric, step)
-    on_before_optimizer_step(fabric, step, model, optimizer)    the step's gradients are there
-    on_validation_start(fabric, step), on_validation_end(fabric, step, metrics, control)
-    on_train_batch_end(fabric, step, num_steps, metrics, state, optimizer, control)
-    on_train_end(fabric, step, num_steps, state)
-    on_rollback_start(fabric)                 before the run goes back to a checkpoint
-    on_save_checkpoint(fabric, step, path)    from the callback that saves
-    on_exception(fabric)                      instead of on_train_end
-
-`step` counts finished optimizer steps. `metrics` is one dict for all callbacks of a hook: the ones
-that measure add to it, so they stand before the ones that write in `Fabric(callbacks=[...])`.
+`callbacks/hooks.py` lists the hooks and their arguments. `metrics` is one dict for all callbacks of a
+hook: the ones that measure add to it, so they stand before the ones that write in `Fabric(callbacks=[...])`.
 A step has `loss`, `grad_norm`, `epoch` and an evaluation `val_loss`, and both what the objective
 reports besides. What a row means, `Plan.objective` alone knows.
 
@@ -247,7 +234,7 @@ class _Loop:
                 max_nonfinite_skips=self.plan.max_nonfinite_skips,
             )
         except BadStepError as error:
-            raise type(error)(self._refusal(str(error))) from None
+            raise type(error)(self._refusal(error.message)) from None
 
     def _refusal(self, reason: str) -> str:
         lr = self.optimizer.param_groups[0]["lr"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 
 import torch
@@ -11,23 +10,10 @@ import torch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.devices import total_bytes
 from thunder_memsave.explain import in_units
-from thunder_memsave.settings import parse_bytes
+from thunder_memsave.foreign_messages import first_sentence, missing_bytes
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
-_AMOUNT = re.compile(r"(?:Tried to allocate|of which) ([\d.]+ (?:GiB|MiB|KiB|bytes))")
 _MIB = 2**20
-
-
-def missing_bytes(message: str) -> int | None:
-    """What torch asked for beyond what was free, from its message; None where that says nothing.
-
-    `Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.50 MiB is free.`
-    """
-    amounts = [parse_bytes(amount) for amount in _AMOUNT.findall(message)]
-    if not amounts:
-        return None
-    asked, free = amounts[0], amounts[1] if len(amounts) > 1 else 0
-    return max(asked - free, 1)
 
 
 def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str:
@@ -36,7 +22,7 @@ def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str
     predicted = "there was no plan yet"
     if plan is not None:
         predicted = f"the plan predicts a peak of {in_units(plan.predicted_peak_bytes)}"
-    return f"{str(error).partition('. ')[0].rstrip('.')}; {predicted}, {_measured()}"
+    return f"{first_sentence(error)}; {predicted}, {_measured()}"
 
 
 def changes(
@@ -78,7 +64,7 @@ def write_snapshot(directory: Path, *, rank: int) -> Path | None:
 
 def _smaller_budget(error: BaseException, strategy: ThunderMemsaveStrategy) -> int | None:
     """In MiB; None without a plan that a smaller budget could change."""
-    missing = missing_bytes(str(error))
+    missing = missing_bytes(error)
     plan = strategy.plan
     if missing is None or plan is None:
         return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thunder_memsave.errors import BudgetError
+from thunder_memsave.errors import DOES_NOT_FIT, BudgetError
 from thunder_memsave.explain import explain, in_units, kinds_table
 from thunder_memsave.finetune.plan_progress import Progress
 from thunder_memsave.finetune.run_file.arguments import split_arguments
@@ -27,8 +27,6 @@ from thunder_memsave.stages import stage
 if TYPE_CHECKING:
     from thunder_memsave.finetune.config import RunConfig
     from thunder_memsave.finetune.plan_run import RunPlan
-
-DOES_NOT_FIT = 3
 
 _OPTIONS = ("--world-size", "--device", "--budget", "--json", "--html")
 _DEFAULT_DEVICE = "h200"

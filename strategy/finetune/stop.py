@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from thunder_memsave.errors import ThunderMemsaveError
+
 OUT_OF_MEMORY = 4
 """The exit code; 3 is a budget that no plan fits."""
 
@@ -13,10 +15,10 @@ LESS_MEMORY = "use more processes with strategy.sharding zero3"
 LESS_MEMORY_OF_A_NEW_RUN = "a smaller data.max_seq_length, or lora"
 
 
-class RunStoppedError(Exception):
+class RunStoppedError(ThunderMemsaveError):
     """A run ended before its last step; the message says at which one, and what to do."""
 
-    exit_code: int = 1
+    code: int = 1
     is_of_all_ranks: ClassVar[bool] = True
     """Whether every rank ends for this reason, so that one message is enough."""
 
@@ -26,13 +28,13 @@ class RunInterruptedError(RunStoppedError):
 
     Args:
         message: For the user.
-        exit_code: 130 for Ctrl-C, `signals.EXIT_SAVED` for the others where all is saved, else 128 and the signal.
+        code: 130 for Ctrl-C, `signals.EXIT_SAVED` for the others where all is saved, else 128 and the signal.
         is_own: This process got the signal, rather than hearing of it from another rank.
     """
 
-    def __init__(self, message: str = "", *, exit_code: int = 130, is_own: bool = True) -> None:
+    def __init__(self, message: str = "", *, code: int = 130, is_own: bool = True) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.code = code
         self.is_own = is_own
 
 
@@ -51,9 +53,9 @@ class LossSpikeError(BadStepError):
 class ProcessDiedError(RunStoppedError):
     """Another process of this machine ended, so that the run cannot go on."""
 
-    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+    def __init__(self, message: str, *, code: int = 1) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.code = code
 
 
 class RankLostError(RunStoppedError):
@@ -65,5 +67,5 @@ class RankLostError(RunStoppedError):
 class DeviceMemoryError(RunStoppedError):
     """The device had less memory left than the plan expected, on this rank at least."""
 
-    exit_code = OUT_OF_MEMORY
+    code = OUT_OF_MEMORY
     is_of_all_ranks = False

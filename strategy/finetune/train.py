@@ -280,10 +280,9 @@ def _arguments(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
-    places = [line.strip() for line in str(error).splitlines() if line.startswith("  ")]
     return (
         f"{checkpoint.path} holds another model or optimizer than this run file describes "
-        f"({'; '.join(places) or error}); restore 'model', 'lora', 'adapter' and 'optimizer' as "
+        f"({'; '.join(error.places)}); restore 'model', 'lora', 'adapter' and 'optimizer' as "
         "in the config.yaml beside its checkpoints, or start a new run in another output_dir."
     )
 

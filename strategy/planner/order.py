@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import Op, Program, Step, Storage, TrainingGraph
 
@@ -17,8 +18,10 @@ CPU_GENERATOR_STATE_BYTES = 5056
 """What torch's generator of the CPU takes; one of CUDA takes 16 (seed and offset)."""
 
 
-class OrderError(ValueError):
+class OrderError(ThunderMemsaveError, ValueError):
     """Backward needs what is neither kept nor can be computed again."""
+
+    code = None
 
 
 def order(

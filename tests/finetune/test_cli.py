@@ -15,15 +15,24 @@ import torch
 from harness.language_model import run_values, write_run_file
 from thunder_memsave import __version__
 from thunder_memsave.agreement import OtherRankError
+from thunder_memsave.attempt import StartError
 from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.checkpoints.manifest import Manifest, write_manifest
-from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
+from thunder_memsave.errors import (
+    BudgetError,
+    CaptureError,
+    CompileError,
+    PlanError,
+    ThunderMemsaveError,
+)
 from thunder_memsave.finetune import cli
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.job import prepare
 from thunder_memsave.finetune.run_file.key_help import key_helps
 from thunder_memsave.finetune.run_file.parse import load_run_config
 from thunder_memsave.finetune.run_file.shipped import shipped_configs
+from thunder_memsave.nonfinite import NonfiniteGradientsError
+from thunder_memsave.planner.order import OrderError
 from thunder_memsave.step_memory import StepMemoryError
 
 
@@ -201,17 +210,28 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
         CompileError("cannot compile forward"),
         CheckpointError("cannot save"),
         StateMismatchError("other names"),
+        NonfiniteGradientsError("the step was not taken"),
+        StartError("rank 1 never came"),
+        BudgetError("it does not fit"),
     ],
 )
 def test_an_error_of_ours_in_a_run_is_one_message(
-    error: Exception,
+    error: ThunderMemsaveError,
     run_file: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fail_in_train(monkeypatch, error)
-    assert main(["train", str(run_file)]) == 1
+    assert main(["train", str(run_file)]) == (3 if isinstance(error, BudgetError) else 1)
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_defect_of_ours_keeps_its_traceback(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_train(monkeypatch, OrderError("cannot be computed again"))
+    with pytest.raises(OrderError, match="cannot be computed again"):
+        main(["train", str(run_file)])
 
 
 def test_an_error_on_another_rank_is_one_line(

@@ -19,6 +19,7 @@ from typing_extensions import override
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import sample_of
 from thunder_memsave.callbacks import TrainingControl
+from thunder_memsave.callbacks.hooks import HOOKS
 from thunder_memsave.finetune import signals
 from thunder_memsave.finetune.config import EvalConfig, GuardsConfig, LRSchedulerConfig
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
@@ -183,6 +184,31 @@ class Stopper(Witness):
     ) -> None:
         super().on_train_batch_end(step=step, metrics=metrics)
         self._ask("step", step, control)
+
+
+class AfterOptimizer(Witness):
+    """Hears of what Fabric calls without `Fabric.call`."""
+
+    passed: frozenset[str] = frozenset()
+
+    def on_after_optimizer_step(self, **arguments: Any) -> None:
+        self.passed = frozenset(arguments)
+
+
+def test_a_run_passes_to_each_hook_what_the_protocol_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: dict[str, set[str]] = {}
+    call = Fabric.call
+
+    def noted(fabric: Fabric, hook_name: str, /, **arguments: Any) -> None:
+        passed[hook_name] = set(arguments)
+        call(fabric, hook_name, **arguments)
+
+    monkeypatch.setattr(Fabric, "call", noted)
+    rows = rows_of(3, 4, 5, 6)
+    witness = train(rows, rows, plan(), witness=AfterOptimizer())
+    passed["on_after_optimizer_step"] = set(witness.passed)  # type: ignore[attr-defined]
+    elsewhere = {"on_save_checkpoint", "on_rollback_start", "on_exception"}
+    assert passed == {name: set(HOOKS[name]) for name in HOOKS.keys() - elsewhere}
 
 
 def test_a_callback_that_asks_for_the_end_gets_it_with_an_evaluation() -> None:

@@ -12,7 +12,7 @@ import torch
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.config import parse_memory
 from thunder_memsave.finetune.cli import main
-from thunder_memsave.finetune.out_of_memory import changes, missing_bytes, write_snapshot
+from thunder_memsave.finetune.out_of_memory import changes, write_snapshot
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 MESSAGE = (
@@ -20,12 +20,6 @@ MESSAGE = (
     "free. Of the allocated memory 76.00 GiB is allocated by PyTorch."
 )
 ERROR = torch.OutOfMemoryError(MESSAGE)
-
-
-def test_what_is_missing_is_what_was_asked_for_beyond_what_was_free() -> None:
-    assert missing_bytes(MESSAGE) == 3 * 2**29
-    assert missing_bytes("CUDA out of memory. Tried to allocate 20.00 MiB.") == 20 * 2**20
-    assert missing_bytes("CUDA error: out of memory") is None
 
 
 def planned(*, peak_bytes: int, **memory: Any) -> ThunderMemsaveStrategy:

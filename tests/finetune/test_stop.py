@@ -415,7 +415,7 @@ def test_an_error_that_a_library_made_of_a_signal_is_told_as_the_signal(
     fabric = Fabric(accelerator="cpu", devices=1)
     told = as_told(RuntimeError("sorry"), fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RunInterruptedError)
-    assert (told.exit_code, told.is_own) == (143, True)
+    assert (told.code, told.is_own) == (143, True)
 
 
 def test_a_process_that_never_came_is_one_message(tmp_path: Path) -> None:

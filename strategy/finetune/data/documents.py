@@ -46,4 +46,4 @@ class Dataset(Protocol):
     """Whether a document longer than a row goes on in the next one, instead of being cut."""
 
     def load(self, tokenizer: Any) -> DataSplit:
-        """Read everything; raise `ConfigError` with file and line for rows that cannot be used."""
+        """Read everything; raise `ConfigError` for rows that cannot be used, its `place` the file and line."""

@@ -12,11 +12,12 @@ from typing_extensions import override
 from thunder_memsave.finetune.data.chat import check_chat, check_variables, render_chat
 from thunder_memsave.finetune.data.documents import DataSplit, Document, Part
 from thunder_memsave.finetune.data.jsonl import read_jsonl, read_text, string_of
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.settings import ConfigError, belongs_to
 
 # Not the run's seed: runs that differ in seed only are compared on the same validation set.
 _SPLIT_SEED = 0
 _ARGUMENTS = "data.dataset.init_args"
+_PATH, _VAL_PATH = f"{_ARGUMENTS}.path", f"{_ARGUMENTS}.val_path"
 
 
 class _JSONL:
@@ -35,9 +36,11 @@ class _JSONL:
 
     def load(self, tokenizer: Any) -> DataSplit:
         """Read the file, or both files."""
-        train = self._read(self.path, tokenizer)
+        with belongs_to(_PATH):
+            train = self._read(self.path, tokenizer)
         if self.val_path is not None:
-            return DataSplit(train=train, validation=self._read(self.val_path, tokenizer))
+            with belongs_to(_VAL_PATH):
+                return DataSplit(train=train, validation=self._read(self.val_path, tokenizer))
         return _split(train, self.val_fraction, path=self.path)
 
     def check_rows(self) -> None:
@@ -117,9 +120,10 @@ class ChatJSONL(_JSONL):
 
     @override
     def check_rows(self) -> None:
-        for path in (self.path, self.val_path):
+        for key, path in ((_PATH, self.path), (_VAL_PATH, self.val_path)):
             if path is not None:
-                read_jsonl(path, check_chat, rendered=True)
+                with belongs_to(key):
+                    read_jsonl(path, check_chat, rendered=True)
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
@@ -148,7 +152,8 @@ class PlainText:
         """Read the files and cut the end off each."""
         train, validation = [], []
         for file in _text_files(self.path):
-            text = read_text(file)
+            with belongs_to(_PATH):
+                text = read_text(file)
             cut = max(len(text) - round(len(text) * self.val_fraction), 1)
             train.append(Document(parts=(Part(text=text[:cut]),), origin=str(file)))
             if cut < len(text):
@@ -172,13 +177,13 @@ def _check_one_source(*, path: str, val_path: str | None, val_fraction: float) -
     if val_fraction:
         raise ConfigError(
             "val_path and val_fraction are both given; give one of them.",
-            key=f"{_ARGUMENTS}.val_path",
+            key=_VAL_PATH,
         )
     if Path(val_path).resolve() == Path(path).resolve():
         raise ConfigError(
             f"val_path is {val_path}, the file that is trained on; give another file, or hold a "
             "part of it out by val_fraction.",
-            key=f"{_ARGUMENTS}.val_path",
+            key=_VAL_PATH,
         )
 
 
@@ -205,5 +210,5 @@ def _text_files(path: Path) -> list[Path]:
         return [path]
     files = sorted(path.glob("*.txt"))
     if not files:
-        raise ConfigError(f"the directory {path} has no .txt files.", key=f"{_ARGUMENTS}.path")
+        raise ConfigError(f"the directory {path} has no .txt files.", key=_PATH)
     return files

@@ -53,7 +53,7 @@ def read_jsonl(
             _check_encodable(made)
             documents.append(Document(parts=made, origin=origin, rendered=rendered))
         except ConfigError as error:
-            problems.append(ConfigError(f"{origin}: {error}"))
+            problems.append(ConfigError(f"{origin}: {error}", place=origin))
     if problems:
         raise _bad_rows(path, problems)
     if not documents:
@@ -78,7 +78,8 @@ def read_text(path: Path) -> str:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}: {_not_utf8(error)}") from error
+        place = f"{path}:{line}"
+        raise ConfigError(f"{place}: {_not_utf8(error)}", place=place) from error
     if not text.strip():
         raise ConfigError(f"the data file {path} is empty.")
     return text

@@ -53,7 +53,8 @@ def _check_train_on(dataset: Dataset, config: RunConfig) -> None:
     if config.data.train_on == "assistant" and not dataset.has_assistant_part:
         raise ConfigError(
             f"data.train_on is 'assistant', but rows of {type(dataset).__name__} do not tell apart "
-            "what an assistant wrote; set it to 'all' or leave it out."
+            "what an assistant wrote; set it to 'all' or leave it out.",
+            key="data.train_on",
         )
 
 

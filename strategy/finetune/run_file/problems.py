@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from thunder_memsave.finetune.run_file.unknown_keys import UnknownKeyError, schema_keys
-from thunder_memsave.settings import ConfigError, ConfigErrors
+from thunder_memsave.finetune.run_file.unknown_keys import UnknownKeyError
+from thunder_memsave.settings import ConfigError, ConfigErrors, belongs_to
 
 T = TypeVar("T")
 
@@ -44,10 +44,9 @@ class Problems:
         if any(self.is_broken(key) for key in reads):
             return None
         try:
-            return step()
+            with belongs_to(about):
+                return step()
         except ConfigError as error:
-            for problem in ConfigErrors([error]).problems:
-                problem.key = problem.key or _key_at_start(str(problem)) or about
             self.add(error)
             return None
 
@@ -77,12 +76,6 @@ class Problems:
                 yield problem.key
             if isinstance(problem, UnknownKeyError):
                 yield from problem.meant
-
-
-def _key_at_start(message: str) -> str | None:
-    """Return the key with which a message begins, if it does."""
-    first = message.partition(" ")[0].rstrip(":;,")
-    return first if first in schema_keys() else None
 
 
 def _contains(outer: str, inner: str) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.launch import is_under_torchrun
 from thunder_memsave.finetune.model.adapters import check_adapter
+from thunder_memsave.finetune.run_file.callback_hooks import check_hooks
 from thunder_memsave.finetune.run_file.class_kinds import (
     CALLBACK,
     DATASET,
@@ -47,9 +48,10 @@ def check_references(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_callback(spec: ClassSpec, *, where: str) -> None:
-    """Make a callback of ours, which writes nothing by that and knows which values it takes."""
+    """Look at the hooks, and make a callback of ours: it writes nothing by that, and knows which values it takes."""
     module = CALLBACK.default_module
     cls = import_class(spec, where=where, default_module=module)
+    check_hooks(cls, where=where)
     if cls.__module__.startswith(f"{module}."):
         takes = inspect.signature(cls).parameters
         filled = {name: os.curdir for name in CALLBACK.filled if name in takes}

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from thunder_memsave.settings import ConfigError, ConfigErrors
 
-# Messages about rows of data begin with the file and the line.
-_PLACE = re.compile(r"(?P<place>(?P<file>\S[^:\n]*):(?P<line>\d+)): (?P<text>.*)", re.DOTALL)
 _MAX_WIDTH = 60
 
 
@@ -59,29 +57,24 @@ def report(error: ConfigError, source: Source) -> str:
 
 
 def _entry(problem: ConfigError, source: Source) -> _Entry:
-    message, place = str(problem), problem.place
-    if place is not None and place.partition(":")[0] == str(source.path):
-        place = source.shown + place.removeprefix(str(source.path))
-    match = _PLACE.fullmatch(message if place is None else f"{place}: {message}")
-    if match is not None:
-        is_run_file = match["file"] == source.shown
-        return _Entry(
-            group=0 if is_run_file else 2,
-            file=match["file"],
-            line=int(match["line"]),
-            place=match["place"],
-            message=match["text"],
-        )
-    if place is not None:
-        is_run_file = place == source.shown
-        return _Entry(
-            group=0 if is_run_file else 2,
-            file=place,
-            line=0 if is_run_file else sys.maxsize,  # the rest of a data file's problems
-            place=place,
-            message=message.removeprefix(f"{place}: "),
-        )
-    return _entry_of_key(problem.key, message, source)
+    if problem.place is None:
+        return _entry_of_key(problem.key, str(problem), source)
+    message = str(problem).removeprefix(f"{problem.place}: ")
+    file, line = _file_and_line(problem.place)
+    is_run_file = source.path is not None and file in (str(source.path), source.shown)
+    file = source.shown if is_run_file else file
+    if line is None:
+        line = 0 if is_run_file else sys.maxsize  # the rest of a data file's problems
+        place = file
+    else:
+        place = f"{file}:{line}"
+    group = 0 if is_run_file else 2
+    return _Entry(group=group, file=file, line=line, place=place, message=message)
+
+
+def _file_and_line(place: str) -> tuple[str, int | None]:
+    file, _, line = place.rpartition(":")
+    return (file, int(line)) if file and line.isdecimal() else (place, None)
 
 
 def _entry_of_key(key: str | None, message: str, source: Source) -> _Entry:

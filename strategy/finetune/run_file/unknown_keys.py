@@ -27,7 +27,7 @@ class UnknownKeyError(ConfigError):
         meant: The keys that it probably stands for; what their absence leads to is no mistake.
     """
 
-    def __init__(self, message: str, *, key: str, meant: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, key: str | None = None, meant: Sequence[str] = ()) -> None:
         super().__init__(message, key=key)
         self.meant = tuple(meant)
 

@@ -20,8 +20,8 @@ def test_problems_stand_in_the_order_of_their_places() -> None:
     assert lines_of(
         ConfigError("the environment"),
         ConfigError("rows.jsonl: 5 more", place="rows.jsonl"),
-        ConfigError("rows.jsonl:10: ten"),
-        ConfigError("rows.jsonl:9: nine"),
+        ConfigError("rows.jsonl:10: ten", place="rows.jsonl:10"),
+        ConfigError("rows.jsonl:9: nine", place="rows.jsonl:9"),
         ConfigError("r is wrong", key="lora.r"),
         ConfigError("steps are wrong", key="train.max_steps"),
         ConfigError("seed is wrong", key="train.seed"),

@@ -1,0 +1,91 @@
+"""The hooks that a run calls, with what it passes to each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import Strategy
+from torch import nn
+from torch.optim import Optimizer
+
+from thunder_memsave.callbacks.control import TrainingControl
+
+
+class TrainingHooks(Protocol):
+    """All hooks of `thunder-memsave train`; a callback has those that it needs, and derives from nothing.
+
+    One optimizer step is one "batch" of these names. Arguments go by keyword, and a hook names those
+    that it needs. `step` counts finished optimizer steps; `metrics` is one dict for all callbacks of a hook.
+    """
+
+    def on_after_setup(self, *, fabric: Fabric, module: nn.Module) -> None:
+        """The model is sharded. From Fabric itself, after `fabric.setup`."""
+
+    def on_train_start(
+        self,
+        *,
+        fabric: Fabric,
+        step: int,
+        num_steps: int,
+        state: dict[str, Any],
+        control: TrainingControl,
+    ) -> None:
+        """Training begins; again after a rollback."""
+
+    def on_train_batch_start(self, *, fabric: Fabric, step: int) -> None:
+        """A step begins."""
+
+    def on_before_optimizer_step(
+        self, *, fabric: Fabric, step: int, model: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """The step's gradients are there, and not clipped yet."""
+
+    def on_after_optimizer_step(self, *, strategy: Strategy, optimizer: Optimizer) -> None:
+        """The weights are changed. From Fabric itself, which passes both arguments to everyone."""
+
+    def on_validation_start(self, *, fabric: Fabric, step: int) -> None:
+        """An evaluation begins."""
+
+    def on_validation_end(
+        self, *, fabric: Fabric, step: int, metrics: dict[str, Any], control: TrainingControl
+    ) -> None:
+        """An evaluation has ended, before the end of the step that it belongs to."""
+
+    def on_train_batch_end(
+        self,
+        *,
+        fabric: Fabric,
+        step: int,
+        num_steps: int,
+        metrics: dict[str, Any],
+        state: dict[str, Any],
+        optimizer: Optimizer,
+        control: TrainingControl,
+    ) -> None:
+        """A step has ended, and counts in `step`."""
+
+    def on_save_checkpoint(self, *, fabric: Fabric, step: int, path: Path) -> None:
+        """A checkpoint is complete. From the callback that saved it."""
+
+    def on_rollback_start(self, *, fabric: Fabric) -> None:
+        """The run is about to go back to a checkpoint."""
+
+    def on_train_end(
+        self, *, fabric: Fabric, step: int, num_steps: int, state: dict[str, Any]
+    ) -> None:
+        """Training has ended as it should."""
+
+    def on_exception(self, *, fabric: Fabric) -> None:
+        """Training has ended otherwise, instead of `on_train_end`."""
+
+
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(inspect.signature(hook).parameters)[1:]
+    for name, hook in vars(TrainingHooks).items()
+    if name.startswith("on_")
+}
+"""The names of the arguments of each hook, in the order in which a run calls them."""

@@ -1,0 +1,36 @@
+"""What the protocol of the hooks says is what a run does, and what the documentation says."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from thunder_memsave.callbacks.hooks import HOOKS
+
+ROOT = Path(__file__).parents[2]
+
+
+def calls_by_name() -> Iterator[tuple[str, set[str]]]:
+    """Every `fabric.call("on_...", ...)` of the source, with the arguments."""
+    for folder in ("strategy", "callbacks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fabric.call"):
+                    (hook, *rest) = node.args
+                    if isinstance(hook, ast.Constant):
+                        assert not rest
+                        yield str(hook.value), {str(each.arg) for each in node.keywords}
+
+
+def test_hooks_that_are_called_by_name_get_what_the_protocol_names() -> None:
+    found = dict(calls_by_name())
+    assert found == {name: set(HOOKS[name]) for name in found}
+    assert found.keys() == {"on_save_checkpoint", "on_rollback_start", "on_exception"}
+
+
+def test_the_documentation_lists_the_hooks_and_their_arguments() -> None:
+    lines = (ROOT / "docs" / "callbacks.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.replace("`", "").strip("|").split("|") for line in lines if "| `on_" in f"|{line}"]
+    written = {name.strip(): tuple(each.strip() for each in args.split(",")) for name, args in rows}
+    assert written == dict(HOOKS)
