@@ -56,10 +56,12 @@ def together(
     Raises:
         OtherRankError: `act` raised on another rank; the rank itself raises the original.
     """
+    if data_parallel is None:
+        return act()
     result, _ = together_telling(
         act,
-        num_ranks=1 if data_parallel is None else data_parallel.num_ranks,
-        group=None if data_parallel is None else data_parallel.everyone,
+        num_ranks=data_parallel.num_ranks,
+        group=data_parallel.everyone,
         tell=lambda _: None,  # results may be large, and of no use elsewhere
         error_elsewhere=error_elsewhere,
     )

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.aten_record import once_through_memory
 from thunder_memsave.config import ConfigError
+from thunder_memsave.foreign_messages import first_line
 from thunder_memsave.fp8.torch_backend import whole_rows
 from thunder_memsave.fp8.torch_support import HOPPER, Chip, chip_of, dotted
 
@@ -226,7 +227,7 @@ def _library() -> _Library:
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise ConfigError(
             f"TransformerEngine {version} is installed, but cannot be loaded with PyTorch {torch.__version__} "
-            f"({type(error).__name__}: {_first_line(error)}): install its extension, built for this PyTorch, with "
+            f"({type(error).__name__}: {first_line(error)}): install its extension, built for this PyTorch, with "
             f"`pip install --no-build-isolation 'transformer-engine[pytorch]=={version}'`"
         ) from error
 
@@ -249,10 +250,6 @@ def _installed_version() -> Version:
             "workspace of its own: `pip install --upgrade 'thunder-memsave[te]'`"
         )
     return version
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

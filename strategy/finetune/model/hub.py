@@ -29,6 +29,7 @@ from huggingface_hub.utils import tqdm as hub_tqdm  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 
 from thunder_memsave.finetune.config import ModelConfig
+from thunder_memsave.foreign_messages import first_line
 from thunder_memsave.settings import ConfigError
 
 _KEY = "model.name_or_path"
@@ -172,8 +173,7 @@ def _why(error: Exception, name: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return f"{text.splitlines()[0].rstrip('.')}."
+    return f"{first_line(error).rstrip('.')}."
 
 
 class _NoBar(hub_tqdm):

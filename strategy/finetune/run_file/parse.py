@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-import jsonargparse
 import yaml
 
 from thunder_memsave.config import CompileConfig, StrategyConfig, parse_strategy
@@ -125,7 +122,7 @@ def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dic
 def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
     sound = _sound_section(values, RunConfig, problems, where="")
     _complete_optimizer(sound)
-    config = _instantiate(sound, problems)
+    config: RunConfig = _made(RunConfig, sound)
     _check_strategy(config.strategy, problems)
     for name, own in OWN_SECTIONS.items():
         _check_own(getattr(config, name), own, problems, where=name)
@@ -257,31 +254,16 @@ def _complete_optimizer(values: dict[str, Any]) -> None:
         values["optimizer"] = {"class_path": default["class_path"], "init_args": arguments}
 
 
-def _instantiate(values: dict[str, Any], problems: Problems) -> RunConfig:
-    """Make the dataclasses of values that are known to fit, as jsonargparse converts them."""
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(RunConfig, nested_key=None, fail_untyped=True)
-    try:
-        # The dataclasses have the defaults; jsonargparse would merge a default class's arguments.
-        parsed = parser.parse_object(deepcopy(values), defaults=False)
-    except ArgumentError as error:
-        problems.add(ConfigError(" ".join(str(error).split())))
-        return RunConfig()
-    # `instantiate_classes` is the older name; jsonargparse 5 removes it.
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    fields = instantiate(parsed)
-    config = RunConfig(**{name: fields[name] for name in values})
-    whole: RunConfig = _with_free_values(config, values)
-    return whole
+def _made(cls: Any, values: Mapping[str, Any]) -> Any:
+    """Make the dataclasses of values that are known to fit; arguments of classes stay as YAML gave them."""
+    hints = get_type_hints(cls)
+    return cls(**{name: _as_field(hints[name], value) for name, value in values.items()})
 
 
-def _with_free_values(section: Any, values: Mapping[str, Any]) -> Any:
-    """Put arguments of classes back as YAML gave them: jsonargparse makes numbers of quoted texts."""
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
-        held = getattr(section, name)
-        if dataclasses.is_dataclass(held):
-            changes[name] = _with_free_values(held, value)
-        elif isinstance(value, dict | list):
-            changes[name] = value
-    return dataclasses.replace(section, **changes)
+def _as_field(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _made(hint, value)
+    alternatives = get_args(hint) or (hint,)
+    # A checkpoint's run file says 1.0 however it was written, so that runs compare equal.
+    is_number = float in alternatives and int not in alternatives and value is not None
+    return float(value) if is_number else value

@@ -47,6 +47,25 @@ def test_a_text_in_quotes_stays_a_text_among_the_arguments_of_a_class(tmp_path: 
     assert config.model.config == {"a": "1"}
 
 
+def test_a_text_in_quotes_stays_a_text_in_sections_of_ours(tmp_path: Path) -> None:
+    text = GOOD.replace("some/model}", "some/model, revision: 'null'}") + "resume: 'true'\n"
+    config = load(tmp_path, text)
+    assert (config.model.revision, config.resume) == ("null", "true")
+
+
+def test_a_whole_number_where_one_with_a_fraction_may_stand_is_kept_as_one(tmp_path: Path) -> None:
+    text = GOOD + "train: {max_grad_norm: 2}\nlr_scheduler: {warmup_steps: 3}\n"
+    config = load(tmp_path, text)
+    assert dump_run_config(config).count("max_grad_norm: 2.0\n") == 1
+    assert dump_run_config(config).count("warmup_steps: 3\n") == 1  # steps, and no part of the run
+
+
+def test_a_number_beyond_all_floats_is_refused(tmp_path: Path) -> None:
+    text = GOOD + f"train: {{max_grad_norm: {10**400}}}\n"
+    with pytest.raises(ConfigErrors, match=r"train\.max_grad_norm is 1000*, but must be a number"):
+        load(tmp_path, text)
+
+
 def test_overrides_replace_keys_of_the_file_and_add_new_ones(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD, "--train.max_steps=7", "lora.r=8", "--model.dtype=float32")
     assert config.train.max_steps == 7
