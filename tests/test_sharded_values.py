@@ -307,8 +307,9 @@ def check_files(fabric: Fabric, directory: Path) -> None:
     own.mkdir()
     refused = pytest.raises(
         ShardedParameterError,
-        match=r"A file was to get rows of '\S+' of shape .* as if they were all; this rank holds only .*strategy.summon_full\(module\).*"
-        r"strategy.get_module_state_dict\(module\).*fabric.save with state_dict_type='full'",
+        match=r"A file was to get rows of '\S+' of shape .* as if they were all; this rank holds only .*"
+        r"strategy.summon_full\(module\).*strategy.get_module_state_dict\(module\).*"
+        r"fabric.save with state_dict_type='full'",
     )
     with refused:
         model.module.save_pretrained(own / "out")
