@@ -120,17 +120,14 @@ def _fits_plain(hint: Any, value: object) -> bool:
     if hint is None or hint is types.NoneType:
         return value is None
     if hint is float:
-        return isinstance(value, float) or (_fits_plain(int, value) and _is_float(value))
+        if isinstance(value, int) and not isinstance(value, bool):
+            return abs(value) <= sys.float_info.max  # it is made a float
+        return isinstance(value, float)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if isinstance(hint, type) and issubclass(hint, enum.Enum | os.PathLike):
         return isinstance(value, str)
     return isinstance(value, hint)
-
-
-def _is_float(value: Any) -> bool:
-    """Tell whether a whole number is small enough to be one with a fraction."""
-    return abs(value) <= sys.float_info.max
 
 
 def _fits_tuple(arguments: tuple[Any, ...], value: object) -> bool:

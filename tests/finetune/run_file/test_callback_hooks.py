@@ -6,6 +6,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from thunder_memsave import callbacks
+from thunder_memsave.callbacks.hooks import HOOKS
 from thunder_memsave.finetune.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.callback_hooks import check_hooks
 from thunder_memsave.finetune.run_file.problems import Problems
@@ -55,14 +56,17 @@ class TakesTooLittle:
     def on_after_optimizer_step(self, *, optimizer: Any) -> None: ...
 
 
+def hook(self: Any, *, fabric: Any) -> None: ...
+
+
 class OfLightning(Callback):
     """Overrides what a run calls, and has Lightning's other hooks."""
 
-    on_train_start = on_train_end = on_exception = on_save_checkpoint = lambda self, fabric: None  # type: ignore[assignment]
-    on_train_batch_start = on_train_batch_end = on_validation_start = lambda self, fabric: None  # type: ignore[assignment]
-    on_validation_end = on_before_optimizer_step = lambda self, fabric: None  # type: ignore[assignment]
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None: ...
+
+
+for name in HOOKS.keys() - {"on_after_optimizer_step"}:
+    setattr(OfLightning, name, hook)
 
 
 class ForTheTrainer(Callback):
