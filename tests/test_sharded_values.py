@@ -297,7 +297,12 @@ def pairs(model: nn.Module, reference: nn.Module) -> Any:
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 31, "num_hidden_layers": 1}
+    sizes: Any = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "vocab_size": 31,
+        "num_hidden_layers": 1,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         for linear in self.linears:
-            h = F.linear(x, linear.weight)
+            h = F.linear(x, cast(nn.Linear, linear).weight)
             h += x
             x = F.dropout(torch.sin(h), 0.1)
         return (x.square().mean(),)
