@@ -115,7 +115,7 @@ def _compile(variant: str, model: Any) -> Any:
     import torch
 
     if variant == "ours":
-        from thunder_memsave.compile import CompiledModule
+        from thunder_memsave.compiler.compiled_module import CompiledModule
 
         return CompiledModule(model)
     if variant == "thunder.jit":

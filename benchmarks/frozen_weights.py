@@ -139,7 +139,7 @@ def _measure(method: str, dtype: str, trained: str, *, has_times: bool) -> None:
 @contextmanager
 def _emulated_te() -> Iterator[None]:
     from harness.te_on_cpu import transformer_engine
-    from thunder_memsave.fp8 import te_backend
+    from thunder_memsave.fp8.kernels import te_backend
 
     with transformer_engine(), patch.object(te_backend, "DEVICE_TYPES", frozenset({"cpu"})):
         yield
@@ -200,7 +200,7 @@ def _compiled(method: str, dtype: str, model: Any) -> Any:
         import thunder
 
         return thunder.jit(model)
-    from thunder_memsave.compile import CompiledModule
+    from thunder_memsave.compiler.compiled_module import CompiledModule
 
     return CompiledModule(model, planner=_planner(None), fp8=_fp8_linears(dtype, model))
 
@@ -208,9 +208,9 @@ def _compiled(method: str, dtype: str, model: Any) -> Any:
 def _fp8_linears(dtype: str, model: Any) -> Any:
     """All linears but the head and the adapters."""
     from thunder_memsave.config import Fp8Config
-    from thunder_memsave.fp8.layers import choose
-    from thunder_memsave.fp8.linears import Fp8Linears
+    from thunder_memsave.fp8.compute.linears import Fp8Linears
     from thunder_memsave.fp8.recipe import recipe_of
+    from thunder_memsave.fp8.weights.layers import choose
 
     if not dtype.startswith("fp8 "):
         return None
@@ -251,7 +251,7 @@ def _frozen_in_fp8(module: Any) -> Iterator[Any]:
 @contextmanager
 def _counted_calls() -> Iterator[dict[str, int]]:
     """How often each kind of operation of the fp8 backends is called."""
-    from thunder_memsave.fp8 import te_backend, torch_backend
+    from thunder_memsave.fp8.kernels import te_backend, torch_backend
 
     calls = {"quantize": 0, "transpose": 0}
 

@@ -307,15 +307,15 @@ def _ours(name: str, arguments: argparse.Namespace) -> Run:
 
 
 def _planned(model: Any, budget_bytes: int | None) -> Any:
-    from thunder_memsave.compile import CompiledModule
+    from thunder_memsave.compiler.compiled_module import CompiledModule
 
     return CompiledModule(model, planner=_planner(budget_bytes))
 
 
 def _planner(budget_bytes: int | None) -> Any:
+    from thunder_memsave.budget.memory_planner import MemoryPlanner
     from thunder_memsave.config import MemoryConfig
     from thunder_memsave.planner.devices import device
-    from thunder_memsave.planning import MemoryPlanner
 
     return MemoryPlanner(MemoryConfig(), device=device("cpu"), budget_bytes=budget_bytes)
 

@@ -16,7 +16,7 @@ from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, TrainingGraph
-from thunder_memsave.planner.solve import solve
+from thunder_memsave.planner.search.solve import solve
 
 
 def main() -> None:

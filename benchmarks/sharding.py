@@ -128,7 +128,7 @@ def _set_up(name: str) -> tuple[Callable[[Any], None], Any]:
     if name == "eager alone":
         return _step(model, lambda loss: loss.backward()), model
     if name == "ours alone":
-        from thunder_memsave.compile import CompiledModule
+        from thunder_memsave.compiler.compiled_module import CompiledModule
 
         return _step(CompiledModule(model), lambda loss: loss.backward()), model
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=_strategy(name))

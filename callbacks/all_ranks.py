@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from thunder_memsave.agreement import CheckpointError, together_telling
 from thunder_memsave.checkpoints.disk_errors import disk_error, is_disk_full, told
+from thunder_memsave.distributed.agreement import CheckpointError, together_telling
 
 T = TypeVar("T")
 

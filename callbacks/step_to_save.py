@@ -31,7 +31,7 @@ from thunder_memsave.checkpoints.manifest import (
     share_of_files,
     write_manifest,
 )
-from thunder_memsave.sharding import whole_shape
+from thunder_memsave.sharding.rows import whole_shape
 
 _PACKAGES = ("thunder-memsave", "torch", "lightning-thunder", "lightning")
 

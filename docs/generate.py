@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 from thunder_memsave.finetune import data
-from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.finetune.run_file.foreign_names import FOREIGN_NAMES, ForeignName
-from thunder_memsave.finetune.run_file.key_help import KeyHelp, sections
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.keys.foreign_names import FOREIGN_NAMES, ForeignName
+from thunder_memsave.finetune.run_file.keys.key_help import KeyHelp, sections
 
 DOCS = Path(__file__).parent
 

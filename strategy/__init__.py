@@ -1,23 +1,27 @@
 """Lightning Fabric strategy that trains within a memory budget.
 
-    configs/*.yaml - finetune/config --+
-                                       +-- strategy.py (Fabric hooks, nothing else)
-    Fabric(strategy=...) - config.py --+      | setup_module
-                                              v
-       sharding.py   parameters become shards, in place; process_group.py the groups of ranks,
-                     transport.py their collectives, missing_ranks.py who gave no sign
-       capture.py    module + first batch -> torch-level graph (Dynamo, guards kept)
-       lowering.py   torch-level graph -> Thunder trace, unshard.py: one gather per parameter
-       compile.py    captures per call; compile_trace.py: the one ordered list of passes
-       planning.py   extract.py: joint trace -> storages and operations, each run once without data
-                     planner/: an action for each storage, pure Python; agreed on by all ranks, cached on disk,
-                     simulated on the traces that run
-       passes/       trace -> trace, one file each: gather_dtype, regather, recompute, schedule, ...
-                                              v
-       one training step: forward, backward (accumulation.py), clip, optimizer (nonfinite.py)
-                                              v
-       recompute.py  `checkpoint`: the same for eager code, which no plan covers
-       callbacks/    what watches the loop - checkpoints/ atomic, sharded, resumable
+    run file - finetune/ ---+
+                            +-- strategy.py (Fabric's hooks; fabric/: the rest of its contract)
+    Fabric(strategy=...) ---+        |
+                                     v
+    materialize/   a module on the meta device gets its values
+    sharding/      parameters become shards, in place; distributed/: the ranks and their collectives
+                                     v
+    frontend/      a call -> a torch-level graph (Dynamo, guards kept) -> a Thunder trace
+    ops/, fp8/     the operations that Thunder does not have
+                                     v
+    compiler/      the one ordered list of steps; passes/: trace -> trace, one file each
+    budget/        a trace and a budget -> a plan that all ranks agree on
+      measure/     what an operation takes, found without data
+      planner/     what to keep, pure Python
+                                     v
+    one training step: forward, backward, clip, optimizer
+                                     v
+    checkpoints/   atomic, sharded, resumable; callbacks/: what watches the loop
+    eager_checkpoint.py   `checkpoint`: recomputation for eager code, which no plan covers
+
+Each package's `__init__.py` says what flows in and out. Which may import which is a contract in pyproject.toml:
+the imports point down.
 
 `import thunder_memsave` is cheap: it registers the strategy's name (`autoload.py`) and imports
 PyTorch, Thunder and Lightning only when one of the public names is used.
@@ -37,9 +41,9 @@ if TYPE_CHECKING:
         ShardingConfig,
         StrategyConfig,
     )
+    from thunder_memsave.eager_checkpoint import checkpoint
     from thunder_memsave.errors import BudgetError, ThunderMemsaveError
-    from thunder_memsave.materialize import load_on_setup
-    from thunder_memsave.recompute import checkpoint
+    from thunder_memsave.materialize.pending_weights import load_on_setup
     from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 __version__ = "0.1.0"
@@ -69,8 +73,8 @@ _HOME = {
     "StrategyConfig": "thunder_memsave.config",
     "ThunderMemsaveError": "thunder_memsave.errors",
     "ThunderMemsaveStrategy": "thunder_memsave.strategy",
-    "checkpoint": "thunder_memsave.recompute",
-    "load_on_setup": "thunder_memsave.materialize",
+    "checkpoint": "thunder_memsave.eager_checkpoint",
+    "load_on_setup": "thunder_memsave.materialize.pending_weights",
 }
 
 _install()

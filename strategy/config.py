@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from thunder_memsave.settings import (
+from thunder_memsave.settings.section import (
     Bytes,
     BytesOrFraction,
     ConfigError,
@@ -24,7 +24,7 @@ from thunder_memsave.settings import (
     suggestion,
     unknown_keys,
 )
-from thunder_memsave.yaml_file import load_yaml
+from thunder_memsave.settings.yaml_file import load_yaml
 
 __all__ = [
     "CompileConfig",

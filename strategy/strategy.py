@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from thunder_memsave.accumulation import whole_gradient_bytes
-from thunder_memsave.agreement import OtherRankError, broadcast, together
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.pins import check_pins
+from thunder_memsave.budget.planned_call import PlannedCall
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import (
     Fp8Config,
     MemoryConfig,
@@ -34,35 +35,35 @@ from thunder_memsave.config import (
     load_strategy_config,
     parse_strategy,
 )
-from thunder_memsave.devices import device_at, total_bytes
-from thunder_memsave.digest import check_choices_agree, check_ranks_agree
-from thunder_memsave.explain import explain, kinds_table
-from thunder_memsave.forward_methods import take_redirection
-from thunder_memsave.fp8.backends import choose_backend
-from thunder_memsave.fp8.frozen import FrozenInFp8
-from thunder_memsave.fp8.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
-from thunder_memsave.fp8.recipe import refuse_own_scales
-from thunder_memsave.fp8.steps import Fp8Steps
-from thunder_memsave.fp8.symbols import Backend
-from thunder_memsave.fp8.te_settings import refuse_contradiction
-from thunder_memsave.gradients import clip_norm, clip_value
-from thunder_memsave.local_state import hide_padding
-from thunder_memsave.materialize import materialize
-from thunder_memsave.nonfinite import (
+from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.fabric.forward_methods import take_redirection
+from thunder_memsave.fabric.nonfinite import (
     NonfiniteGradients,
     refuse_closure,
     refuse_stop_with_scaler,
 )
-from thunder_memsave.op_times import MeasuredTimes
-from thunder_memsave.pins import check_pins
-from thunder_memsave.planned_call import PlannedCall
+from thunder_memsave.fabric.precision import fp8_of, share_found_inf, taken_over
+from thunder_memsave.fabric.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
+from thunder_memsave.fabric.state_hooks import StateHooks
+from thunder_memsave.fp8.compute.backends import choose_backend
+from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
+from thunder_memsave.fp8.compute.steps import Fp8Steps
+from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
+from thunder_memsave.fp8.recipe import refuse_own_scales
+from thunder_memsave.fp8.weights.frozen import FrozenInFp8
+from thunder_memsave.materialize.fill import materialize
+from thunder_memsave.measure.devices import device_at, total_bytes
+from thunder_memsave.measure.op_times import MeasuredTimes
+from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
+from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.planner.graph import Plan, StepMemory
-from thunder_memsave.planning import MemoryPlanner
-from thunder_memsave.precision import fp8_of, share_found_inf, taken_over
-from thunder_memsave.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
-from thunder_memsave.sharding import DataParallel, shard_module
-from thunder_memsave.state_hooks import StateHooks
-from thunder_memsave.step_memory import StepMemoryError, step_memory
+from thunder_memsave.planner.report.explain import explain, kinds_table
+from thunder_memsave.sharding.gradients import clip_norm, clip_value
+from thunder_memsave.sharding.local_state import hide_padding
+from thunder_memsave.sharding.rows import shard_module
+from thunder_memsave.sharding.same_on_all_ranks import check_choices_agree, check_ranks_agree
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from thunder_memsave.config import (
     parse_memory,
     parse_strategy,
 )
-from thunder_memsave.settings import Bytes, BytesOrFraction, ConfigErrors
+from thunder_memsave.settings.section import Bytes, BytesOrFraction, ConfigErrors
 
 
 def write(folder: Path, text: str) -> Path:

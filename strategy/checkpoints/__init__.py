@@ -1,6 +1,8 @@
-"""What `fabric.save` and `fabric.load` do."""
+"""What `fabric.save` and `fabric.load` do: sharded and full checkpoints, whole or not there at all.
 
-from thunder_memsave.agreement import CheckpointError
+In: modules, optimizers and other state on all ranks. Out: files, and the same state again on any number of ranks.
+"""
+
 from thunder_memsave.checkpoints.module_state import (
     StateMismatchError,
     load_state_dict,
@@ -8,6 +10,7 @@ from thunder_memsave.checkpoints.module_state import (
     unsharded_state_dict,
 )
 from thunder_memsave.checkpoints.save_load import load_checkpoint, load_raw, save_checkpoint
+from thunder_memsave.distributed.agreement import CheckpointError
 
 __all__ = [
     "CheckpointError",

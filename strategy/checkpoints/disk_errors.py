@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from thunder_memsave.foreign_messages import error_numbers
+from thunder_memsave.compat.foreign_messages import error_numbers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_DISKS = (

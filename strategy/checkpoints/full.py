@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_memsave.agreement import is_rank_zero, once, together
 from thunder_memsave.checkpoints.commit import save_synced, write_file
 from thunder_memsave.checkpoints.contents import Contents
 from thunder_memsave.checkpoints.module_state import (
@@ -31,7 +30,8 @@ from thunder_memsave.checkpoints.optimizer_state import (
     set_optimizer_state,
 )
 from thunder_memsave.checkpoints.sources import StateDictSource, load_mapped, require_tensors
-from thunder_memsave.sharding import DataParallel
+from thunder_memsave.distributed.agreement import is_rank_zero, once, together
+from thunder_memsave.distributed.data_parallel import DataParallel
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 

@@ -8,18 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.agreement import is_rank_zero
 from thunder_memsave.checkpoints.sources import StateDictSource, TensorSource, TensorSpec
+from thunder_memsave.distributed.agreement import is_rank_zero
+from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import ThunderMemsaveError
-from thunder_memsave.fp8.loaded import weight_of_scale, which_half
-from thunder_memsave.sharding import (
-    DataParallel,
-    ShardedParameter,
-    gather_full,
-    local_rows,
-    num_real_rows,
-    whole_shape,
-)
+from thunder_memsave.fp8.weights.loaded import weight_of_scale, which_half
+from thunder_memsave.sharding.rows import gather_full, local_rows, num_real_rows, whole_shape
+from thunder_memsave.sharding.sharded_parameter import ShardedParameter
 
 _MOST_LISTED = 20
 

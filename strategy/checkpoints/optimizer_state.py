@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_memsave.checkpoints.module_state import Problem
-from thunder_memsave.sharding import (
-    DataParallel,
-    as_rows,
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.sharding.rows import (
     gather_rows,
-    is_sharded,
     local_rows,
     own_rows,
     take_rows,
     whole_shape,
 )
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -9,13 +9,13 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from thunder_memsave.agreement import broadcast, together
 from thunder_memsave.checkpoints.contents import Contents
 from thunder_memsave.checkpoints.full import Filter, load_full, save_full
 from thunder_memsave.checkpoints.module_state import load_state_dict
 from thunder_memsave.checkpoints.sharded import is_sharded_checkpoint, load_sharded, save_sharded
 from thunder_memsave.checkpoints.sources import open_source
-from thunder_memsave.sharding import DataParallel
+from thunder_memsave.distributed.agreement import broadcast, together
+from thunder_memsave.distributed.data_parallel import DataParallel
 
 
 def save_checkpoint(

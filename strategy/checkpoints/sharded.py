@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from thunder_memsave.agreement import CheckpointError, broadcast, is_rank_zero, once, together
 from thunder_memsave.checkpoints.commit import commit, remove, save_synced, temporary_name
 from thunder_memsave.checkpoints.contents import Contents
 from thunder_memsave.checkpoints.disk_errors import TellingWriter
@@ -46,7 +45,16 @@ from thunder_memsave.checkpoints.optimizer_state import (
 )
 from thunder_memsave.checkpoints.safe_reader import SafePlanner, SafeReader, read_metadata
 from thunder_memsave.checkpoints.sources import TensorSpec, load_mapped
-from thunder_memsave.sharding import DataParallel, as_rows, is_sharded, local_rows, whole_shape
+from thunder_memsave.distributed.agreement import (
+    CheckpointError,
+    broadcast,
+    is_rank_zero,
+    once,
+    together,
+)
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.sharding.rows import local_rows, whole_shape
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 META_FILE = "meta.pt"
 # What needs no words around it: of the disk, of the memory, of our own reader.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from thunder_memsave.checkpoints.contents import Contents
 from thunder_memsave.checkpoints.sharded import state_for_dcp, write_sharded
-from thunder_memsave.sharding import DataParallel
+from thunder_memsave.distributed.data_parallel import DataParallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

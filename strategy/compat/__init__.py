@@ -17,7 +17,7 @@ from thunder_memsave.compat import (
 
 @functools.cache
 def apply() -> None:
-    """Import thunder; every module of ours that needs it calls this before its own imports."""
+    """Import thunder; each package of ours that needs it calls this before its modules are imported."""
     with (
         torch213_named_tensors.stubs(),
         absent_transformer_engine.silence(),

@@ -11,11 +11,24 @@ from dataclasses import replace
 
 from thunder_memsave import __version__
 from thunder_memsave.errors import ThunderMemsaveError
-from thunder_memsave.finetune.export_command import parse_export_options, run_export
-from thunder_memsave.finetune.launch import is_first_local, is_under_torchrun
-from thunder_memsave.finetune.plan_command import parse_options, run_plan
-from thunder_memsave.finetune.run_file.parse import RunFile, read_run_file
-from thunder_memsave.finetune.run_file.report import Source, report
+from thunder_memsave.finetune.export.export_command import parse_export_options, run_export
+from thunder_memsave.finetune.plan.plan_command import parse_options, run_plan
+from thunder_memsave.finetune.process.signals import (
+    end_as,
+    received,
+    stop_watching,
+    watch_signals,
+)
+from thunder_memsave.finetune.process.stop import (
+    LESS_MEMORY,
+    LESS_MEMORY_OF_A_NEW_RUN,
+    OUT_OF_MEMORY,
+    RunInterruptedError,
+    RunStoppedError,
+)
+from thunder_memsave.finetune.run_file.launch import is_first_local, is_under_torchrun
+from thunder_memsave.finetune.run_file.reading.parse import RunFile, read_run_file
+from thunder_memsave.finetune.run_file.reading.report import Source, report
 from thunder_memsave.finetune.run_file.shipped import (
     copy_shipped,
     find_config,
@@ -24,15 +37,7 @@ from thunder_memsave.finetune.run_file.shipped import (
     shipped_configs,
     shown_name,
 )
-from thunder_memsave.finetune.signals import end_as, received, stop_watching, watch_signals
-from thunder_memsave.finetune.stop import (
-    LESS_MEMORY,
-    LESS_MEMORY_OF_A_NEW_RUN,
-    OUT_OF_MEMORY,
-    RunInterruptedError,
-    RunStoppedError,
-)
-from thunder_memsave.settings import ConfigError, ConfigErrors, suggestion
+from thunder_memsave.settings.section import ConfigError, ConfigErrors, suggestion
 
 _USAGE = """\
 usage: thunder-memsave train CONFIG [--key=value ...]
@@ -265,9 +270,9 @@ def _with_run_file(
 def _run(run_file: RunFile) -> None:
     watch_signals()
     # These imports take seconds; mistakes in the arguments are known before.
-    from thunder_memsave.finetune.job import prepare
-    from thunder_memsave.finetune.run_file.problems import Problems
-    from thunder_memsave.finetune.train import train
+    from thunder_memsave.finetune.run.job import prepare
+    from thunder_memsave.finetune.run.train import train
+    from thunder_memsave.finetune.run_file.reading.problems import Problems
 
     if run_file.problems:
         # What else is wrong is found by preparing, which then does not start.
@@ -276,9 +281,9 @@ def _run(run_file: RunFile) -> None:
 
 
 def _describe(run_file: RunFile) -> None:
-    from thunder_memsave.finetune.describe_job import describe_job
-    from thunder_memsave.finetune.job import prepare
-    from thunder_memsave.finetune.run_file.problems import Problems
+    from thunder_memsave.finetune.run.describe_job import describe_job
+    from thunder_memsave.finetune.run.job import prepare
+    from thunder_memsave.finetune.run_file.reading.problems import Problems
 
     job = prepare(run_file.config, Problems(run_file.problems))
     if is_first_local():
@@ -286,7 +291,7 @@ def _describe(run_file: RunFile) -> None:
 
 
 def _print_key_help(command: str) -> int:
-    from thunder_memsave.finetune.run_file.key_help import help_text
+    from thunder_memsave.finetune.run_file.keys.key_help import help_text
 
     print(_TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text()), end="")
     return 0
@@ -314,7 +319,7 @@ def _failed(message: str, code: int) -> int:
 
 def _let_failed_rank_end(error: Exception) -> None:
     """A rank that only heard of it must not end before the one that failed has said so and cleaned up."""
-    from thunder_memsave.agreement import OtherRankError
+    from thunder_memsave.distributed.agreement import OtherRankError
 
     if isinstance(error, OtherRankError) and is_under_torchrun():
         time.sleep(_SECONDS_TO_REPORT)
@@ -358,7 +363,7 @@ def _told(error: Exception) -> tuple[str, int] | None:
     """Return all that a user needs to read, and the exit code; None where a traceback says more."""
     import torch
 
-    from thunder_memsave.foreign_messages import first_sentence
+    from thunder_memsave.compat.foreign_messages import first_sentence
 
     if isinstance(error, ThunderMemsaveError):
         return None if error.code is None else (str(error), error.code)

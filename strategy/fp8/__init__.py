@@ -1,1 +1,4 @@
-"""Linears that compute in fp8: recipes, scaling state, backends, and their Thunder operators."""
+"""Linears that compute in fp8: recipes and scaling here, kernels, weights and the compiled linears in packages.
+
+In: the `fp8` section. Out: which dtype and which scale each tensor of a linear has.
+"""

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from thunder_memsave import compat
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
-compat.apply()
-
-from thunder.core.proxies import Proxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx  # noqa: E402
-
-from thunder_memsave.passes.symbols import forward_symbols, is_joint, is_tensor  # noqa: E402
+from thunder_memsave.passes.symbols import forward_symbols, is_joint, is_tensor
 
 
 @dataclass(frozen=True, slots=True)

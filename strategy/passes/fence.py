@@ -5,14 +5,9 @@ bw_f0_t1 = fence(t1, g)     # t1 itself, but no pass knows, and not before g is 
 
 from __future__ import annotations
 
+from thunder.core.proxies import TensorProxy
+from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
-
-from thunder_memsave import compat
-
-compat.apply()
-
-from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.extend import OperatorExecutor, register_executor  # noqa: E402
 
 _executor = OperatorExecutor("thunder_memsave_fence", version="0")
 register_executor(_executor)

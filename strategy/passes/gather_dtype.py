@@ -21,18 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from thunder_memsave import compat
+from thunder.core import prims
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.transform_common import dce
 
-compat.apply()
-
-from thunder.core import prims  # noqa: E402
-from thunder.core.dtypes import to_torch_dtype  # noqa: E402
-from thunder.core.proxies import Proxy, TensorProxy, variableify  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
-from thunder.core.transform_common import dce  # noqa: E402
-
-from thunder_memsave.collectives import cast_and_all_gather, is_all_gather, is_wait  # noqa: E402
+from thunder_memsave.ops.collectives import cast_and_all_gather, is_all_gather, is_wait
 
 
 def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from thunder_memsave import compat
+from thunder.core.trace import TraceCtx
 
-compat.apply()
-
-from thunder.core.trace import TraceCtx  # noqa: E402
-
-from thunder_memsave.collectives import is_all_gather  # noqa: E402
-from thunder_memsave.errors import CompileError  # noqa: E402
-from thunder_memsave.passes.repeatable import roots  # noqa: E402
-from thunder_memsave.passes.symbols import forward_symbols, written_in_place  # noqa: E402
+from thunder_memsave.errors import CompileError
+from thunder_memsave.ops.collectives import is_all_gather
+from thunder_memsave.passes.repeatable import roots
+from thunder_memsave.passes.symbols import forward_symbols, written_in_place
 
 
 def refuse_lost_writes(trace: TraceCtx) -> None:

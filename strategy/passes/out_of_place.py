@@ -26,17 +26,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from thunder_memsave import compat
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
-compat.apply()
-
-from thunder.core import prims  # noqa: E402
-from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace  # noqa: E402
-
-from thunder_memsave.op_profile import Layout, Value  # noqa: E402
-from thunder_memsave.passes.symbols import (  # noqa: E402
+from thunder_memsave.measure.op_profile import Layout, Value
+from thunder_memsave.passes.symbols import (
     forward_symbols,
     is_joint,
     renamed,

@@ -17,19 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from thunder_memsave import compat
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.executors import torchex
 
-compat.apply()
-
-from thunder.core import prims  # noqa: E402
-from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
-from thunder.executors import torchex  # noqa: E402
-
-from thunder_memsave.passes.fence import fence  # noqa: E402
-from thunder_memsave.passes.repeatable import roots  # noqa: E402
-from thunder_memsave.passes.symbols import (  # noqa: E402
+from thunder_memsave.passes.fence import fence
+from thunder_memsave.passes.repeatable import roots
+from thunder_memsave.passes.symbols import (
     forward_symbols,
     is_joint,
     renamed,

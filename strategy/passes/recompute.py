@@ -40,19 +40,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from thunder_memsave import compat
+from thunder.core import prims
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
-compat.apply()
-
-from thunder.core import prims  # noqa: E402
-from thunder.core.proxies import Proxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
-
-from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
-from thunder_memsave.errors import PlanError  # noqa: E402
-from thunder_memsave.passes.repeatable import roots, why_not_repeatable  # noqa: E402
-from thunder_memsave.passes.symbols import (  # noqa: E402
+from thunder_memsave.errors import PlanError
+from thunder_memsave.ops.collectives import is_all_gather, is_wait
+from thunder_memsave.ops.random_ops import draws_random_numbers, replay
+from thunder_memsave.passes.repeatable import roots, why_not_repeatable
+from thunder_memsave.passes.symbols import (
     forward_symbols,
     is_joint,
     is_tensor,
@@ -60,8 +57,7 @@ from thunder_memsave.passes.symbols import (  # noqa: E402
     without_recording,
     written_in_place,
 )
-from thunder_memsave.planner.actions import Actions  # noqa: E402
-from thunder_memsave.random_ops import draws_random_numbers, replay  # noqa: E402
+from thunder_memsave.planner.actions import Actions
 
 PREFIX = "bw_"
 """Begins the name of every value that is computed again."""

@@ -35,21 +35,17 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from thunder_memsave import compat
-
-compat.apply()
-
-from thunder.core import prims  # noqa: E402
-from thunder.core.prims import OpTags  # noqa: E402
-from thunder.core.proxies import (  # noqa: E402
+from thunder.core import prims
+from thunder.core.prims import OpTags
+from thunder.core.proxies import (
     Proxy,
     variableify,
 )
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
-from thunder_memsave.collectives import is_all_gather  # noqa: E402
-from thunder_memsave.passes.symbols import (  # noqa: E402
+from thunder_memsave.ops.collectives import is_all_gather
+from thunder_memsave.passes.symbols import (
     decisive_args,
     forward_symbols,
     is_tensor,

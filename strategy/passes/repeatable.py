@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from thunder_memsave import compat
+from thunder.core import prims
+from thunder.core.prims import OpTags
+from thunder.core.symbol import BoundSymbol
 
-compat.apply()
-
-from thunder.core import prims  # noqa: E402
-from thunder.core.prims import OpTags  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-
-from thunder_memsave.collectives import is_all_gather, is_wait  # noqa: E402
-from thunder_memsave.passes.symbols import is_tensor, written_in_place  # noqa: E402
-from thunder_memsave.random_ops import draws_random_numbers, is_replayable  # noqa: E402
+from thunder_memsave.ops.collectives import is_all_gather, is_wait
+from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
+from thunder_memsave.passes.symbols import is_tensor, written_in_place
 
 # Of the executors' operators, which do not carry Thunder's tags; `broadcast_in_dim` is none of these.
 _COMMUNICATES = (

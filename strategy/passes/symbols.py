@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thunder_memsave import compat
-
-compat.apply()
-
-from thunder.core import prims  # noqa: E402
-from thunder.core.proxies import (  # noqa: E402
+from thunder.core import prims
+from thunder.core.proxies import (
     CollectionProxy,
     FutureTensorProxy,
     Proxy,
     TensorProxy,
 )
-from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.symbol import BoundSymbol
 
 
 def is_tensor(proxy: object) -> bool:
@@ -31,7 +27,7 @@ def written_in_place(bsym: BoundSymbol) -> str | None:
 
 
 def records_amax(bsym: BoundSymbol) -> bool:
-    """Whether what it writes is a running maximum only (fp8/symbols.py), so that it may run any number of times."""
+    """Whether what it writes is a running maximum only (fp8/compute/symbols.py), so that it may run many times."""
     return str(bsym.sym.name).startswith("fp8_quantize_delayed_")
 
 

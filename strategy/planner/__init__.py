@@ -1,1 +1,5 @@
-"""Decides what backward keeps and what it computes again: pure Python on plain data, no torch, no Thunder."""
+"""Decides what backward keeps, from plain data: no torch in here.
+
+In: a graph of storages and operations, their costs, a budget. Out: a plan, with its simulated peak and time.
+`search/` finds plans, `linear/` bounds them, `report/` shows them.
+"""

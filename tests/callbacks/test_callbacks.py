@@ -27,7 +27,7 @@ from thunder_memsave.callbacks.checkpoint import read_info
 from thunder_memsave.callbacks.random_state import random_state, set_random_state
 from thunder_memsave.callbacks.step_directories import Best, best_checkpoints, list_checkpoints
 from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
-from thunder_memsave.finetune.run_directory import RunDirectory, how_to_go_on
+from thunder_memsave.finetune.output.run_directory import RunDirectory, how_to_go_on
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,6 @@ import pytest
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.run_checkpoints import make_state, save, weight_of
-from thunder_memsave.agreement import CheckpointError
 from thunder_memsave.callbacks import ModelCheckpoint
 from thunder_memsave.callbacks.all_ranks import DiskError, DiskFullError, on_all_ranks
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, read_info
@@ -22,6 +21,7 @@ from thunder_memsave.callbacks.verified import (
     refuse_only_damaged,
 )
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, read_manifest
+from thunder_memsave.distributed.agreement import CheckpointError
 
 
 def damage(path: Path) -> None:

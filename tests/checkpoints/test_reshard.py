@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from harness.distributed import SOAK_HANG_S, run_on_ranks
 from harness.odd_model import Net, OptimizerName, assert_same, fresh, train, trained
 from thunder_memsave.checkpoints import load_checkpoint, save_checkpoint
-from thunder_memsave.sharding import DataParallel
+from thunder_memsave.distributed.data_parallel import DataParallel
 
 Trained = tuple[Net, Optimizer]
 TIMEOUT = timedelta(seconds=120)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from harness.distributed import run_on_ranks
 from harness.odd_model import Net, assert_same, fresh, make_net, train, trained
-from thunder_memsave.agreement import once
 from thunder_memsave.checkpoints import (
     CheckpointError,
     StateMismatchError,
@@ -24,12 +23,9 @@ from thunder_memsave.checkpoints import (
     save_checkpoint,
     unsharded_state_dict,
 )
-from thunder_memsave.sharding import (
-    DataParallel,
-    gather_full,
-    num_real_rows,
-    shard_module,
-)
+from thunder_memsave.distributed.agreement import once
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.sharding.rows import gather_full, num_real_rows, shard_module
 
 FORMATS: tuple[Literal["sharded", "full"], ...] = ("sharded", "full")
 

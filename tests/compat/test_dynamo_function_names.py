@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 from torch._dynamo import funcname_cache, symbolic_convert
 
-from thunder_memsave import compat
-
-compat.apply()
-
 
 @pytest.fixture
 def logged() -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from thunder_memsave.compat import foreach_subclasses
-from thunder_memsave.sharded_parameter import ShardedParameter, mark_sharded
+from thunder_memsave.sharding.sharded_parameter import ShardedParameter, mark_sharded
 
 
 class Subclass(nn.Parameter):

@@ -12,7 +12,7 @@ from thunder.core.trace import TraceCtx
 from torch import Tensor, nn
 
 from thunder_memsave.compat import ordered_alias_updates
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.compiler.compiled_module import CompiledModule
 
 NUM_VIEWS = 12
 

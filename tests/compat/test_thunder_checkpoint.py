@@ -1,27 +1,24 @@
 """Thunder draws the dropout of a `torch.utils.checkpoint` region again in backward, which gives wrong gradients.
 
-That is why such regions are ours (`strategy/higher_order.py`, `strategy/passes/checkpoint_regions.py`): random numbers
-are drawn once, and backward replays them. Found in Thunder 0.2.6: its rule clones `uniform` like any other operation.
+That is why such regions are ours (`strategy/frontend/higher_order.py`, `strategy/passes/checkpoint_regions.py`): random
+numbers are drawn once, and backward replays them. Found in Thunder 0.2.6: its rule clones `uniform` like any other
+operation.
 """
 
 from __future__ import annotations
 
 import pytest
+import thunder
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from harness.fabric import make_fabric
-from thunder_memsave import compat
-
-compat.apply()
-
-import thunder  # noqa: E402
 
 HEALED = (
-    "Thunder is healed: delete this file, and the reason in `inline_checkpoints` (strategy/higher_order.py); look "
-    "whether its rule for regions could be used instead."
+    "Thunder is healed: delete this file, and the reason in `inline_checkpoints` (strategy/frontend/higher_order.py); "
+    "look whether its rule for regions could be used instead."
 )
 WIDTH = 256
 

@@ -1,8 +1,8 @@
 """Thunder's own FSDP keeps every weight, gathers all of them first, joins nothing, drops gradients, forgets timeouts.
 
-Each of these is why sharding is ours (`unshard.py`, `passes/regather.py`, `passes/schedule.py`, `accumulation.py`,
-`process_group.py`). Found in Thunder 0.2.6, whose tests of them are marked as expected failures since the early split
-of traces was removed (Thunder's pull request 2375).
+Each of these is why sharding is ours (`unshard.py`, `passes/regather.py`, `passes/overlap/schedule.py`,
+`accumulation.py`, `process_group.py`). Found in Thunder 0.2.6, whose tests of them are marked as expected failures
+since the early split of traces was removed (Thunder's pull request 2375).
 """
 
 from __future__ import annotations
@@ -12,23 +12,18 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from thunder_memsave import compat
-
-compat.apply()
-
-import thunder  # noqa: E402
-from thunder.core import prims  # noqa: E402
-from thunder.distributed import (  # noqa: E402
+from thunder.core import prims
+from thunder.distributed import (
     FSDPBucketingStrategy,
     FSDPType,
     copy_default_process_group,
     fsdp,
 )
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 HEALED = "If this fails, Thunder is healed: look whether it can do what is ours now."
 NUM_LAYERS = 3

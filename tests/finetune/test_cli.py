@@ -14,10 +14,10 @@ import torch
 
 from harness.language_model import run_values, write_run_file
 from thunder_memsave import __version__
-from thunder_memsave.agreement import OtherRankError
-from thunder_memsave.attempt import StartError
 from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.checkpoints.manifest import Manifest, write_manifest
+from thunder_memsave.distributed.agreement import OtherRankError
+from thunder_memsave.distributed.restart_store import StartError
 from thunder_memsave.errors import (
     BudgetError,
     CaptureError,
@@ -25,15 +25,15 @@ from thunder_memsave.errors import (
     PlanError,
     ThunderMemsaveError,
 )
+from thunder_memsave.fabric.nonfinite import NonfiniteGradientsError
 from thunder_memsave.finetune import cli
 from thunder_memsave.finetune.cli import main
-from thunder_memsave.finetune.job import prepare
-from thunder_memsave.finetune.run_file.key_help import key_helps
-from thunder_memsave.finetune.run_file.parse import load_run_config
+from thunder_memsave.finetune.run.job import prepare
+from thunder_memsave.finetune.run_file.keys.key_help import key_helps
+from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.finetune.run_file.shipped import shipped_configs
-from thunder_memsave.nonfinite import NonfiniteGradientsError
+from thunder_memsave.measure.step_memory import StepMemoryError
 from thunder_memsave.planner.order import OrderError
-from thunder_memsave.step_memory import StepMemoryError
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def train(config: object) -> None:
         raise error
 
-    monkeypatch.setattr("thunder_memsave.finetune.train.train", train)
+    monkeypatch.setattr("thunder_memsave.finetune.run.train.train", train)
     # It would watch for Ctrl-C, and the tests' own handling is to stay.
     monkeypatch.setattr("thunder_memsave.finetune.cli.watch_signals", lambda: None)
 

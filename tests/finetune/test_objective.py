@@ -14,13 +14,13 @@ from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
 from harness.memory import measured_memory
-from thunder_memsave.finetune.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.data.batches import Sharding, make_batch, step_rows
-from thunder_memsave.finetune.loop import Plan, fit
-from thunder_memsave.finetune.loss_memory import caller_memory
-from thunder_memsave.finetune.objective import Objective
-from thunder_memsave.finetune.plan_run import _inputs
+from thunder_memsave.finetune.data.objective import Objective
+from thunder_memsave.finetune.plan.plan_run import _inputs
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
+from thunder_memsave.finetune.run_file.config import EvalConfig, LRSchedulerConfig
+from thunder_memsave.finetune.training.loop import Plan, fit
+from thunder_memsave.finetune.training.loss_memory import caller_memory
 
 NUM_STEPS, NUM_FEATURES, NUM_TOKENS, LENGTH = 30, 5, 13, 6
 SHARDING = Sharding(global_batch_size=4, micro_batch_size=2)

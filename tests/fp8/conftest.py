@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from harness import te_on_cpu
-from thunder_memsave.fp8 import te_backend
+from thunder_memsave.fp8.kernels import te_backend
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harness.fp8_linears import EagerTwin, Shape, fp8_module, linears_of, ops, results, saved
 from harness.models import llama, token_batch
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.compiler.compiled_module import CompiledModule
 
 ROWS = 24
 """No linear has as many features."""

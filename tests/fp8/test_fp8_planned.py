@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from harness.fp8_linears import fp8_module, linears_of, ops, saved, state_of
 from harness.memory import measured_memory
 from harness.models import llama, token_batch
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.budget.extract import profiles
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.running_program import program
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.devices import device_at
 from thunder_memsave.errors import BudgetError
-from thunder_memsave.extract import profiles, program
-from thunder_memsave.op_profile import OpProfiles
+from thunder_memsave.measure.devices import device_at
+from thunder_memsave.measure.op_profile import OpProfiles
+from thunder_memsave.measure.scratch import MeasuredScratch
 from thunder_memsave.passes.recompute import PREFIX
 from thunder_memsave.planner.simulate import simulate
-from thunder_memsave.planning import MemoryPlanner
-from thunder_memsave.scratch import MeasuredScratch
-from thunder_memsave.settings import BytesOrFraction
+from thunder_memsave.settings.section import BytesOrFraction
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from thunder_memsave.fp8.scaling import (
     reduce_amax,
     update_scales,
 )
-from thunder_memsave.settings import Whole
+from thunder_memsave.settings.section import Whole
 
 RECIPE = recipe_of(Fp8Config(amax_history_len=3))
 INF = float("inf")

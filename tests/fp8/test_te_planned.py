@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from harness import te_kernels
 from harness.fp8_linears import fp8_module, linears_of, state_of
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.devices import device_at
 from thunder_memsave.errors import BudgetError
-from thunder_memsave.planning import MemoryPlanner
-from thunder_memsave.settings import BytesOrFraction
+from thunder_memsave.measure.devices import device_at
+from thunder_memsave.settings.section import BytesOrFraction
 
 
 def deep_model() -> nn.Module:

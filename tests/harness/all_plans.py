@@ -7,9 +7,9 @@ from itertools import chain, combinations
 
 from harness.training_graphs import random_graph
 from thunder_memsave.planner.actions import keeping
+from thunder_memsave.planner.choices import needs
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
-from thunder_memsave.planner.model import PeakModel
-from thunder_memsave.planner.needs import needs
+from thunder_memsave.planner.linear.peak_program import PeakModel
 from thunder_memsave.planner.order import OrderError, order
 from thunder_memsave.planner.simulate import simulate
 

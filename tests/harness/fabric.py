@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.distributed import HANG_S, run_on_ranks
 from thunder_memsave import ThunderMemsaveStrategy
-from thunder_memsave.process_group import destroy_groups
+from thunder_memsave.distributed.process_group import destroy_groups
 
 
 def make_fabric(*, devices: int = 1, **arguments: Any) -> Fabric:

@@ -18,14 +18,15 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch import Tensor, nn
 
-from thunder_memsave.compile import Compiled, CompiledModule
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compile_call import Compiled
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import Fp8Config
-from thunder_memsave.fp8 import torch_backend
-from thunder_memsave.fp8.layers import choose
-from thunder_memsave.fp8.linears import Fp8Linear, Fp8Linears, frozen_in_fp8
+from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, frozen_in_fp8
+from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen
+from thunder_memsave.fp8.kernels import torch_backend
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
-from thunder_memsave.fp8.symbols import Backend, quantize_frozen
-from thunder_memsave.planning import MemoryPlanner
+from thunder_memsave.fp8.weights.layers import choose
 
 Shape = tuple[int, ...]
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 from thunder.core.trace import TraceCtx
 from torch.profiler import ProfilerActivity, profile
 
-import thunder_memsave.compile as compile_module
-from thunder_memsave.passes import JOINT_PASSES
+import thunder_memsave.compiler.pipeline as pipeline_module
+from thunder_memsave.passes.joint_passes import JOINT_PASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +56,5 @@ def joint_traces() -> Iterator[list[TraceCtx]]:
         seen.append(trace)
         return trace
 
-    with patch.object(compile_module, "JOINT_PASSES", (record, *JOINT_PASSES)):
+    with patch.object(pipeline_module, "JOINT_PASSES", (record, *JOINT_PASSES)):
         yield seen

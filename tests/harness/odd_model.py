@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from thunder_memsave.checkpoints import unsharded_state_dict
 from thunder_memsave.config import Fp8Config
-from thunder_memsave.fp8.linears import STATE_NAME
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.fp8.compute.linears import STATE_NAME
 from thunder_memsave.fp8.recipe import recipe_of
 from thunder_memsave.fp8.scaling import ScalingState
-from thunder_memsave.sharding import (
-    DataParallel,
+from thunder_memsave.sharding.rows import (
     gather_rows,
-    is_sharded,
     num_real_rows,
     own_rows,
     shard_module,
     take_rows,
 )
+from thunder_memsave.sharding.sharded_parameter import is_sharded
 
 OptimizerName = Literal["AdamW", "SGD"]
 

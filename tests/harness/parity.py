@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from thunder_memsave.compile import CompiledModule
-from thunder_memsave.planning import MemoryPlanner
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
 
 
 class Twins:

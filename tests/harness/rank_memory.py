@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_memsave import transport
+from thunder_memsave.distributed import transport
 
 _LONGEST_S = 20.0
 

@@ -19,9 +19,9 @@ from thunder.extend import get_always_executors
 from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch import Tensor, nn
 
-import thunder_memsave.compile as compile_module
-from thunder_memsave.compile import CompiledModule
-from thunder_memsave.passes import JOINT_PASSES, JointPass
+import thunder_memsave.compiler.pipeline as pipeline_module
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.repeatable import why_not_repeatable
 from thunder_memsave.passes.symbols import forward_symbols
@@ -41,7 +41,7 @@ def recomputing(
         seen.append(recompute(trace, actions=keeping(choose(trace))))
         return seen[-1]
 
-    with patch.object(compile_module, "JOINT_PASSES", (*passes, run)):
+    with patch.object(pipeline_module, "JOINT_PASSES", (*passes, run)):
         yield seen
 
 
@@ -58,7 +58,7 @@ def joint_trace(module: nn.Module, *args: Any, **kwargs: Any) -> TraceCtx:
         raise _SeenError
 
     with (
-        patch.object(compile_module, "JOINT_PASSES", (*JOINT_PASSES, stop)),
+        patch.object(pipeline_module, "JOINT_PASSES", (*JOINT_PASSES, stop)),
         suppress(_SeenError),
     ):
         CompiledModule(module)(*args, **kwargs)

@@ -17,9 +17,9 @@ from thunder.core.trace import TraceCtx
 from thunder.dev_utils.check_trace import check_trace
 from torch import Tensor, nn
 
-import thunder_memsave.compile as compile_module
-from thunder_memsave.compile import CompiledModule
-from thunder_memsave.passes import JointPass
+import thunder_memsave.compiler.pipeline as pipeline_module
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.passes.joint_passes import JointPass
 
 
 class Probe(nn.Module):
@@ -86,5 +86,5 @@ def _gradients(passes: tuple[JointPass, ...]) -> list[Tensor]:
 
 @contextmanager
 def _passes(passes: tuple[JointPass, ...]) -> Iterator[None]:
-    with patch.object(compile_module, "JOINT_PASSES", passes):
+    with patch.object(pipeline_module, "JOINT_PASSES", passes):
         yield

@@ -13,14 +13,11 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
 
 from passes import contract
-from thunder_memsave.passes import (
-    JOINT_PASSES,
-    JointPass,
-    gather_in_compute_dtype,
-    keep_overwritten,
-    regather,
-)
+from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype
+from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
+from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.passes.regather import regather
 from thunder_memsave.planner.actions import NO_ACTIONS
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.

@@ -7,8 +7,9 @@ import torch
 
 from harness import models
 from harness.traces import collectives, fake_ranks
-from thunder_memsave.compile import Compiled, CompiledModule
-from thunder_memsave.sharding import shard_module
+from thunder_memsave.compiler.compile_call import Compiled
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.sharding.rows import shard_module
 
 IDS = models.token_batch()
 MODEL = models.llama()

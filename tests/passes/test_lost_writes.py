@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.traces import fake_ranks
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.errors import CompileError
-from thunder_memsave.sharding import shard_module
+from thunder_memsave.sharding.rows import shard_module
 
 
 class Counter(nn.Module):

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-import thunder_memsave.compile as compile_module
+import thunder_memsave.compiler.pipeline as pipeline_module
 from harness import models
 from harness.distributed import run_on_ranks
-from thunder_memsave.compile import CompiledModule
-from thunder_memsave.passes import JOINT_PASSES, JointPass, gather_in_compute_dtype
-from thunder_memsave.sharding import DataParallel, shard_module
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype
+from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
+from thunder_memsave.sharding.rows import shard_module
 
 
 class Reader(nn.Module):
@@ -84,7 +86,7 @@ def five_steps(
     results: list[Tensor] = []
     with ExitStack() as stack:
         passes = tuple(run for run in JOINT_PASSES if run is not without)
-        stack.enter_context(patch.object(compile_module, "JOINT_PASSES", passes))
+        stack.enter_context(patch.object(pipeline_module, "JOINT_PASSES", passes))
         stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=autocast))
         for _ in range(5):
             loss = module(**named)[0]

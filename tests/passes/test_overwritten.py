@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from harness.memory import joint_traces
 from harness.parity import Twins
 from passes.contract import check, check_identity
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.passes import keep_overwritten
+from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.planner.devices import device
-from thunder_memsave.planning import MemoryPlanner
 
 WIDTH = 6
 

@@ -27,14 +27,14 @@ from harness.recompute import (
     run_joint,
 )
 from passes.contract import Probe
-from thunder_memsave.compile import CompiledModule
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.devices import device_at
 from thunder_memsave.errors import PlanError
+from thunder_memsave.measure.devices import device_at
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.repeatable import why_not_repeatable
 from thunder_memsave.planner.actions import KEEP, NO_ACTIONS, RECOMPUTE, Action, Actions, keeping
-from thunder_memsave.planning import MemoryPlanner
 
 
 class DenseExperts(nn.Module):

@@ -17,11 +17,13 @@ from harness import models
 from harness.distributed import run_on_ranks
 from harness.recompute import Choice, at_random, everything, forward_values, nothing, recomputing
 from harness.traces import collectives, fake_ranks, saved_for_backward
-from thunder_memsave.accumulation import accumulated_names
-from thunder_memsave.compile import Compiled, CompiledModule
-from thunder_memsave.passes import JOINT_PASSES, JointPass, regather
-from thunder_memsave.passes.regather import regather_forward
-from thunder_memsave.sharding import DataParallel, shard_module
+from thunder_memsave.compiler.compile_call import Compiled
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.ops.accumulation import accumulated_names
+from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
+from thunder_memsave.passes.regather import regather, regather_forward
+from thunder_memsave.sharding.rows import shard_module
 
 IDS = models.token_batch()
 PLANNED_GATHERS = tuple(regather_forward if run is regather else run for run in JOINT_PASSES)

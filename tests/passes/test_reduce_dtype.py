@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.distributed import run_on_ranks
-from thunder_memsave.compile import CompiledModule
-from thunder_memsave.sharding import DataParallel, own_rows, shard_module, take_rows
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.sharding.rows import own_rows, shard_module, take_rows
 
 WORLD = 3  # so that already the division rounds
 

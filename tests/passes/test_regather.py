@@ -14,7 +14,7 @@ from thunder.core.trace import TraceCtx
 from thunder.dev_utils.check_trace import check_trace
 from torch import nn
 
-import thunder_memsave.compile as compile_module
+import thunder_memsave.compiler.compile_call as compile_call_module
 from harness import models
 from harness.traces import (
     collectives,
@@ -23,15 +23,17 @@ from harness.traces import (
     saved_for_backward,
     unlimited_planner,
 )
-from thunder_memsave.capture import Call
-from thunder_memsave.collectives import gathers
-from thunder_memsave.compile import Compiled, CompiledModule, compile_call
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compile_call import Compiled, compile_call
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
-from thunder_memsave.devices import device_at
-from thunder_memsave.passes import regather
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.frontend.capture import Call
+from thunder_memsave.measure.devices import device_at
+from thunder_memsave.ops.collectives import gathers
 from thunder_memsave.passes.recompute import PREFIX
-from thunder_memsave.planning import MemoryPlanner
-from thunder_memsave.sharding import DataParallel, shard_module
+from thunder_memsave.passes.regather import regather
+from thunder_memsave.sharding.rows import shard_module
 
 IDS = models.token_batch()
 
@@ -172,7 +174,7 @@ def test_the_joint_trace_stays_valid() -> None:
 
     with (
         fake_ranks(2) as data_parallel,
-        patch.object(compile_module, "_passes", lambda *_: (recorded,)),
+        patch.object(compile_call_module, "joint_passes_of", lambda *_: (recorded,)),
     ):
         compiled(tied(), data_parallel)
     assert "Joint pass regather" in str(seen[0].get_provenance())

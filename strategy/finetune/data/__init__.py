@@ -1,4 +1,7 @@
-"""The data formats that a run file names, and what a format of one's own is made of."""
+"""The data formats that a run file names, and what a format of one's own is made of.
+
+In: JSONL and text. Out: documents, tokens, rows of one length and batches.
+"""
 
 from thunder_memsave.finetune.data.documents import Dataset, DataSplit, Document, Part
 from thunder_memsave.finetune.data.formats import (

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thunder_memsave.finetune.objective import BatchT, RowSet
+from thunder_memsave.finetune.data.objective import BatchT, RowSet
 
 NO_ROW = -1
 """Stands for a row of padding, which fills the last batch and counts nowhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from thunder_memsave.finetune.launch import is_first_local
+from thunder_memsave.finetune.run_file.launch import is_first_local
 
 _FIRST_AFTER_S = 3.0
 _THEN_EVERY_S = 5.0

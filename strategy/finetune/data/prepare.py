@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.data.documents import Dataset, Document
 from thunder_memsave.finetune.data.packing import Rows, pack, pad
 from thunder_memsave.finetune.data.tokenize import Sample, TokenizedData, tokenize
-from thunder_memsave.finetune.run_file.class_spec import build
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.finetune.run_file.classes.class_spec import build
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.settings.section import ConfigError
 
 DATA_MODULE = "thunder_memsave.finetune.data"
 

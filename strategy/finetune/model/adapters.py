@@ -13,16 +13,16 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.finetune.config import RunConfig
 from thunder_memsave.finetune.model.hub import is_hub_name
 from thunder_memsave.finetune.model.task import CAUSAL_LM
-from thunder_memsave.finetune.run_file.class_spec import (
+from thunder_memsave.finetune.run_file.classes.class_spec import (
     argument_problems,
     checked_init_args,
     import_class,
 )
-from thunder_memsave.materialize import load_on_setup
-from thunder_memsave.settings import ConfigError, raise_all, suggestion
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.materialize.pending_weights import load_on_setup
+from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
 
 # One step of each was compared with eager peft, and its start with peft's on a loaded model.
 _METHODS = (

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from thunder_memsave.checkpoints.sources import open_source
-from thunder_memsave.finetune.config import ModelConfig, RunConfig
 from thunder_memsave.finetune.model.adapters import (
     add_adapter,
     casts_its_inputs,
@@ -26,8 +25,9 @@ from thunder_memsave.finetune.model.hub import model_directory
 from thunder_memsave.finetune.model.packable import check_packable
 from thunder_memsave.finetune.model.task import CAUSAL_LM
 from thunder_memsave.finetune.model.weight_names import stored_names
-from thunder_memsave.materialize import load_on_setup
-from thunder_memsave.settings import ConfigError, refuse_unknown, suggestion
+from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig
+from thunder_memsave.materialize.pending_weights import load_on_setup
+from thunder_memsave.settings.section import ConfigError, refuse_unknown, suggestion
 
 _GENERATION_CONFIG = "generation_config.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

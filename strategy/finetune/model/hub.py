@@ -28,9 +28,9 @@ from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from huggingface_hub.utils import tqdm as hub_tqdm  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 
-from thunder_memsave.finetune.config import ModelConfig
-from thunder_memsave.foreign_messages import first_line
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.compat.foreign_messages import first_line
+from thunder_memsave.finetune.run_file.config import ModelConfig
+from thunder_memsave.settings.section import ConfigError
 
 _KEY = "model.name_or_path"
 _WEIGHTS = "model.safetensors"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from thunder_memsave.finetune.config import RunConfig
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.settings.section import ConfigError
 
 # What a layer's attention is called in `layer_types`; others pass a state along the row.
 _MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}

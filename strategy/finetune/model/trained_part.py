@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from thunder_memsave.fp8.loaded import weight_of_scale
+from thunder_memsave.fp8.weights.loaded import weight_of_scale
 
 
 def trained_part(model: nn.Module, *, in_files: Collection[str]) -> nn.Module:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 from thunder_memsave.callbacks.hooks import HOOKS
-from thunder_memsave.settings import ConfigError, raise_all, suggestion
+from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
 
 # Fabric's optimizer passes everything to it, where `fabric.call` passes what a hook names.
 _TAKES_ALL = "on_after_optimizer_step"

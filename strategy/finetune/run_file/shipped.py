@@ -7,7 +7,7 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-from thunder_memsave.settings import ConfigError, suggestion
+from thunder_memsave.settings.section import ConfigError, suggestion
 
 _ENDINGS = (".yaml", ".yml")
 

@@ -15,16 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import loss_sum, prompt_rows, write_jsonl
-from thunder_memsave.finetune import loop
-from thunder_memsave.finetune.config import (
-    ClassSpec,
-    DataConfig,
-    EvalConfig,
-    LRSchedulerConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
 from thunder_memsave.finetune.data.batches import (
     Sharding,
     make_batch,
@@ -35,9 +25,19 @@ from thunder_memsave.finetune.data.batches import (
 from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
-from thunder_memsave.finetune.loss import MaskKind, model_inputs
 from thunder_memsave.finetune.model.build import load_tokenizer
-from thunder_memsave.finetune.supervised import SupervisedFineTuning
+from thunder_memsave.finetune.run_file.config import (
+    ClassSpec,
+    DataConfig,
+    EvalConfig,
+    LRSchedulerConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from thunder_memsave.finetune.training import loop
+from thunder_memsave.finetune.training.loss import MaskKind, model_inputs
+from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
 
 NUM_DOCUMENTS = 23
 FORMATS = ("TextJSONL", "PromptJSONL", "ChatJSONL")

@@ -12,11 +12,16 @@ from transformers import AutoModelForCausalLM
 
 from harness.fabric import make_fabric
 from harness.language_model import loss_sum, sample_of, write_model
-from thunder_memsave.finetune.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.finetune.data.packing import Batch, pad
-from thunder_memsave.finetune.export import export
+from thunder_memsave.finetune.export.export import export
 from thunder_memsave.finetune.model.build import build_model, load_tokenizer, precision_of
-from thunder_memsave.settings import ConfigError, ConfigErrors
+from thunder_memsave.finetune.run_file.config import (
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from thunder_memsave.settings.section import ConfigError, ConfigErrors
 
 SEED = 5
 TARGET = {"target_modules": ["q_proj"]}

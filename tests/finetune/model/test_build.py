@@ -11,15 +11,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import VOCAB_SIZE, llama_config
-from thunder_memsave.finetune.config import ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.finetune.model.build import (
     build_model,
     describe_model,
     load_tokenizer,
     precision_of,
 )
-from thunder_memsave.materialize import materialize
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
+from thunder_memsave.materialize.fill import materialize
+from thunder_memsave.settings.section import ConfigError
 
 
 def run_config(directory: Path, *, lora: dict[str, Any] | None, **model: Any) -> RunConfig:

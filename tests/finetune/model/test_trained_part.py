@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import write_model
 from thunder_memsave.finetune.model.trained_part import trained_part
-from thunder_memsave.materialize import (
+from thunder_memsave.materialize.fill import materialize
+from thunder_memsave.materialize.pending_weights import (
     fingerprint_of_files,
     load_on_setup,
-    materialize,
     names_in_files,
 )
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from thunder_memsave.finetune.run_file.arguments import split_arguments
+from thunder_memsave.finetune.run_file.reading.arguments import split_arguments
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from thunder_memsave.finetune.config import TrainConfig
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.finetune.run_file.config import TrainConfig
+from thunder_memsave.settings.section import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from lightning.pytorch import Callback
 
 from thunder_memsave import callbacks
 from thunder_memsave.callbacks.hooks import HOOKS
-from thunder_memsave.finetune.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run.references import check_references
 from thunder_memsave.finetune.run_file.callback_hooks import check_hooks
-from thunder_memsave.finetune.run_file.problems import Problems
-from thunder_memsave.finetune.run_file.references import check_references
-from thunder_memsave.settings import ConfigError
+from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.reading.problems import Problems
+from thunder_memsave.settings.section import ConfigError
 
 
 class Good:

@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from harness.language_model import run_values
-from thunder_memsave.finetune.config import ClassSpec, RunConfig
-from thunder_memsave.finetune.job import prepare
-from thunder_memsave.finetune.run_file.parse import read_run_file
-from thunder_memsave.finetune.run_file.problems import Problems
-from thunder_memsave.finetune.run_file.references import check_references
-from thunder_memsave.settings import ConfigError, ConfigErrors
+from thunder_memsave.finetune.run.job import prepare
+from thunder_memsave.finetune.run.references import check_references
+from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.reading.parse import read_run_file
+from thunder_memsave.finetune.run_file.reading.problems import Problems
+from thunder_memsave.settings.section import ConfigError, ConfigErrors
 
 # One of each type that YAML has; of a key, those are wrong whose type it does not take.
 VALUES: tuple[Any, ...] = ("nonsense", 7, 1.5, True, None, [1, 2], {"a": 1}, [[]], {"a": {"b": []}})

@@ -1,0 +1,373 @@
+"""Extracts what the planner plans with from traces: storages, operations, and when what dies.
+
+`training_graph` reads the joint trace, before anything is computed again; `running_program.py` reads the
+traces that run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from torch import Tensor
+
+from thunder_memsave.aten_record import FP8_DTYPES
+from thunder_memsave.measure.collective_memory import CollectiveRules
+from thunder_memsave.measure.op_profile import (
+    Layout,
+    OpProfile,
+    OpProfiles,
+    Scratch,
+    Value,
+    contiguous,
+    layout_of,
+    no_scratch,
+)
+from thunder_memsave.ops.collectives import gathers, is_wait
+from thunder_memsave.ops.location import Location, location
+from thunder_memsave.passes.out_of_place import TraceMemory
+from thunder_memsave.passes.repeatable import why_not_repeatable
+from thunder_memsave.passes.symbols import (
+    decisive_args,
+    forward_symbols,
+    is_tensor,
+    records_amax,
+)
+from thunder_memsave.planner.graph import (
+    Op,
+    Repeat,
+    Storage,
+    StorageKind,
+    TrainingGraph,
+)
+
+_BOOKKEEPING = {
+    PrimIDs.UNPACK_TRIVIAL,
+    PrimIDs.UNPACK_SEQUENCE,
+    PrimIDs.COMMENT,
+    PrimIDs.RETURN,
+    PrimIDs.GET_GRAD,
+}
+_NAMES = {"clear_mutable_collection"}
+
+
+def profiles(*, scratch: Scratch = no_scratch, device_type: str = "") -> OpProfiles:
+    """What a symbol does, remembered; to be shared by all extractions of one compiled call.
+
+    Args:
+        scratch: What kernels take inside of themselves (`scratch.py`).
+        device_type: Of the planned device, where the trace's tensors live on another one, such as meta.
+    """
+    found = OpProfiles(scratch=scratch, device_type=device_type)
+    found.rules = (CollectiveRules(found.allocated_bytes, device_type=device_type),)
+    return found
+
+
+def training_graph(
+    trace: TraceCtx,
+    *,
+    kinds: Mapping[str, StorageKind] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    known: OpProfiles | None = None,
+) -> TrainingGraph:
+    """The storages and operations of a joint trace, forward first, in the order that Thunder's split gives them.
+
+    Args:
+        trace: A joint trace with operations claimed by executors; or an inference trace, which has no backward.
+        kinds: Of the trace's arguments by name; others are parameters where they need a gradient, else the batch.
+        tensors: The arguments' tensors where they are known: which share memory, and how they are laid out.
+        known: `profiles(...)`, to share what was found out.
+
+    Raises:
+        CompileError: an operation does not run on tensors without data.
+    """
+    values = Values(trace.args, kinds or {}, tensors or {}, known or profiles())
+    symbols = trace.bound_symbols
+    forward = forward_symbols(symbols)
+    order = sorted(range(len(symbols)), key=lambda i: id(symbols[i]) not in forward)
+    cotangents = _cotangents(symbols, values)
+    ops, num_forward = [], 0
+    for index in order:
+        if not is_bookkeeping(symbols[index]):
+            is_forward = id(symbols[index]) in forward
+            num_forward += is_forward
+            kind: StorageKind = "activation" if is_forward else "temporary"
+            ops.append(values.run(symbols[index], index, kind).op)
+    returned = returned_by(trace)
+    gradients = values.storages_of(returned.gradients) - values.inputs
+    values.set_kind(gradients, "gradient")
+    return TrainingGraph(
+        storages=tuple(values.storages),
+        ops=tuple(_with_unrepeatable(ops, symbols, values.written_at)),
+        num_forward=num_forward,
+        storage_of={name: v.storage for name, v in values.by_name.items()},
+        inputs=frozenset(values.inputs),
+        outputs=values.storages_of(returned.outputs),
+        gradients=gradients,
+        cotangents=frozenset(cotangents),
+    )
+
+
+def memory_of(
+    trace: TraceCtx,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    known: OpProfiles | None = None,
+) -> TraceMemory:
+    """Where the tensors of a joint trace are, and how they are laid out; the arguments are those of `training_graph`.
+
+    Raises:
+        CompileError: an operation does not run on tensors without data.
+    """
+    values = Values(trace.args, {}, tensors or {}, known or profiles())
+    _cotangents(trace.bound_symbols, values)
+    for index, bsym in enumerate(trace.bound_symbols):
+        if not is_bookkeeping(bsym):
+            values.run(bsym, index, "activation")
+    return TraceMemory(values.by_name, values.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A symbol that ran."""
+
+    op: Op
+    made: tuple[int, ...]
+    """Storages, also those without a name of their own."""
+    is_repeated: bool
+
+
+@dataclass(slots=True)
+class Values:
+    """The tensors of a trace by name, and their storages."""
+
+    arguments: Sequence[Proxy]
+    kinds: Mapping[str, StorageKind]
+    tensors: Mapping[str, Tensor]
+    known: OpProfiles
+    storages: list[Storage] = field(default_factory=list)
+    by_name: dict[str, Value] = field(default_factory=dict)
+    held_by: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Storages that the future of a collective keeps alive beside its own."""
+    inputs: set[int] = field(default_factory=set)
+    written_at: dict[int, list[int]] = field(default_factory=dict)
+    """Indices of the symbols that write to a storage that exists."""
+    _futures: set[str] = field(default_factory=set)
+    """Names of gathers under way."""
+    _fresh: Iterator[int] = field(default_factory=itertools.count)
+    _numbers: dict[Hashable, list[int]] = field(default_factory=dict)
+    """Of the results of a symbol, by what it does to which values."""
+    _number_of: dict[str, int] = field(default_factory=dict)
+    """Equal for values that are computed alike from equal ones."""
+    _last_location: Location = field(default_factory=Location)
+
+    def __post_init__(self) -> None:
+        shared: dict[int, int] = {}
+        for proxy in self.arguments:
+            if isinstance(proxy, TensorProxy):
+                self._add_argument(proxy, shared)
+        self.inputs = set(range(len(self.storages)))
+
+    def _add_argument(self, proxy: TensorProxy, shared: dict[int, int]) -> None:
+        default: StorageKind = "parameter" if proxy.requires_grad else "batch"
+        kind = self.kinds.get(proxy.name, default)
+        if (tensor := self.tensors.get(proxy.name)) is None:
+            self.by_name[proxy.name] = self.new(contiguous(proxy), kind, proxy.name)
+            return
+        layout, memory = layout_of(tensor), tensor.untyped_storage()._cdata
+        if memory not in shared:
+            shared[memory] = self.new(layout, kind, proxy.name).storage
+        self.by_name[proxy.name] = Value(layout, shared[memory])
+
+    def new(self, layout: Layout, kind: StorageKind, name: str) -> Value:
+        """Give a value a storage of its own."""
+        device_type = layout.device.partition(":")[0]
+        nbytes = self.known.allocated_bytes(layout.storage_bytes, device_type)
+        return Value(layout, self._add(nbytes, kind, name))
+
+    def _add(self, nbytes: int, kind: StorageKind, name: str) -> int:
+        self.storages.append(Storage(nbytes=nbytes, kind=kind, name=name))
+        return len(self.storages) - 1
+
+    def add_cotangent(self, proxy: TensorProxy) -> int:
+        """What the caller passes for one output."""
+        value = self.new(contiguous(proxy), "cotangent", proxy.name)
+        self.by_name[proxy.name] = value
+        return value.storage
+
+    def storages_of(self, proxies: Sequence[Any]) -> frozenset[int]:
+        """Each once; numbers have none."""
+        names = (p.name for p in proxies if is_tensor(p))
+        return frozenset(self.by_name[name].storage for name in names)
+
+    def kept_by(self, name: str) -> tuple[int, ...]:
+        """Storages that live while this name does; a number has none."""
+        value = self.by_name.get(name)
+        own = () if value is None else (value.storage,)
+        return (*own, *self.held_by.get(name, ()))
+
+    def set_kind(self, storages: Collection[int], kind: StorageKind) -> None:
+        """Change of which kind storages are."""
+        for index in storages:
+            self.storages[index] = replace(self.storages[index], kind=kind)
+
+    def run(self, bsym: BoundSymbol, index: int, kind: StorageKind) -> _Ran:
+        """Give the symbol's results their storages, and say what it does."""
+        arguments = [self.by_name.get(a.name) for a in bsym.flat_proxy_args]
+        profile = self.known.profile(bsym, arguments)
+        if records_amax(bsym):
+            profile = replace(profile, written=frozenset())
+        tensors = [a for a in arguments if a is not None]
+        numbers = list(dict.fromkeys(a.storage for a in tensors))
+        for storage in profile.written:
+            self.written_at.setdefault(numbers[storage], []).append(index)
+        repeat = self._repeat(bsym, profile)
+        decisive = [self.by_name[a.name] for a in decisive_args(bsym) if a.name in self.by_name]
+        makes = self._make(bsym, profile, numbers, self._kind(decisive, profile, repeat, kind))
+        is_repeated = self._number(bsym, profile)
+        place = self._last_location = location(bsym) or self._last_location
+        op = Op(
+            symbol=bsym.sym.name,
+            index=index,
+            arguments=tuple(dict.fromkeys(a.name for a in bsym.flat_proxy_args if is_tensor(a))),
+            results=tuple(o.name for o in bsym.flat_proxy_outs if is_tensor(o)),
+            reads=tuple(numbers),
+            makes=makes,
+            peak_bytes=profile.peak_bytes,
+            scratch_bytes=profile.scratch_bytes,
+            repeat=repeat,
+            flops=profile.flops,
+            moved_bytes=profile.moved_bytes,
+            sent_bytes=profile.sent_bytes,
+            dtype=profile.dtype,
+            key=profile.key,
+            source=place.source,
+            module=place.module,
+        )
+        return _Ran(op, makes, is_repeated)
+
+    def _make(
+        self, bsym: BoundSymbol, profile: OpProfile, numbers: list[int], kind: StorageKind
+    ) -> tuple[int, ...]:
+        """Storages that are new, by the names that are in them."""
+        storages, made = list(numbers), []
+        names = [o.name for o in bsym.flat_proxy_outs]
+        for name, result in zip(names, profile.results, strict=True):
+            if result is None:
+                continue
+            if result.storage == len(storages):
+                nbytes = profile.made_bytes[result.storage - profile.num_argument_storages]
+                storages.append(self._add(nbytes, kind, name))
+                made.append(storages[-1])
+            self.by_name[name] = Value(result.layout, storages[result.storage])
+        held = [numbers[storage] for storage in sorted(profile.held)]
+        if profile.held_bytes:
+            made.append(self._add(profile.held_bytes, kind, f"{names[0]}.held"))
+            held.append(made[-1])
+        if held:
+            self.held_by.update((name, tuple(held)) for name in names)
+        return tuple(made)
+
+    def _kind(
+        self, arguments: Sequence[Value], profile: OpProfile, repeat: Repeat, kind: StorageKind
+    ) -> StorageKind:
+        """What is made of one parameter alone, and has as many elements, is the parameter once more."""
+        if len(arguments) != 1 or repeat == "no" or not profile.made_bytes:
+            return kind
+        if self.storages[arguments[0].storage].kind not in ("parameter", "gathered"):
+            return kind
+        results = [r.layout for r in profile.results if r is not None]
+        if results[0].dtype in FP8_DTYPES:  # the scale beside it is no part of it
+            results = results[:1]
+        sizes = set(map(numel_of, results))
+        grows = profile.is_collective
+        return "gathered" if grows or sizes == {numel_of(arguments[0].layout)} else kind
+
+    def _repeat(self, bsym: BoundSymbol, profile: OpProfile) -> Repeat:
+        if gathers(bsym):
+            self._futures.update(o.name for o in bsym.flat_proxy_outs)
+            return "yes"
+        if is_wait(bsym):
+            return "free" if bsym.flat_proxy_args[0].name in self._futures else "no"
+        if profile.is_collective or profile.changes_device or profile.written:
+            return "no"
+        if profile.is_random:
+            return "replay"
+        return "free" if profile.is_view else "yes"
+
+    def _number(self, bsym: BoundSymbol, profile: OpProfile) -> bool:
+        """Whether the same was computed before, from the same."""
+        inputs = tuple(self._number_of_value(a.name) for a in bsym.flat_proxy_args)
+        key = (profile.key, inputs)
+        is_known = key in self._numbers
+        if not is_known or profile.is_random:
+            self._numbers[key] = [next(self._fresh) for _ in bsym.flat_proxy_outs]
+        for result, number in zip(bsym.flat_proxy_outs, self._numbers[key], strict=True):
+            self._number_of[result.name] = number
+        return is_known and not profile.is_random
+
+    def _number_of_value(self, name: str) -> int:
+        if name not in self._number_of:
+            self._number_of[name] = next(self._fresh)
+        return self._number_of[name]
+
+
+def numel_of(layout: Layout) -> int:
+    """Count the elements."""
+    result = 1
+    for length in layout.shape:
+        result *= length
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    outputs: Sequence[Any]
+    gradients: Sequence[Any]
+    saved: Sequence[Any] = ()
+
+
+def returned_by(trace: TraceCtx) -> _Returned:
+    """What forward and backward return, of any of the traces that a compiled call goes through."""
+    result, *saved = trace.bound_symbols[-1].args
+    if not isinstance(result, dict):
+        return _Returned(tree_flatten((result, *saved))[0], ())
+    if "fw_flat_out" in result:
+        return _Returned(tree_flatten(result["fw_flat_out"])[0], list(result["output"]))
+    held = list(saved[0][0]) if saved else []
+    return _Returned(tree_flatten(result["output"])[0], (), held)
+
+
+def is_bookkeeping(bsym: BoundSymbol) -> bool:
+    """Whether nothing runs."""
+    return bsym.sym.id in _BOOKKEEPING or bsym.sym is prims.python_del or bsym.sym.name in _NAMES
+
+
+def _cotangents(symbols: Sequence[BoundSymbol], values: Values) -> list[int]:
+    return [values.add_cotangent(b.output) for b in symbols if b.sym.id is PrimIDs.GET_GRAD]
+
+
+def _with_unrepeatable(
+    ops: Sequence[Op], symbols: Sequence[BoundSymbol], written_at: Mapping[int, Sequence[int]]
+) -> Iterator[Op]:
+    """Yield the operations, saying of each that `recompute` would refuse that it cannot be computed again.
+
+    That pass knows names only, and so takes more for one memory than is. What reads a storage that is written to later
+    is of no use the second time, and a view that waits for what is in other storages would need these.
+    """
+    refused = why_not_repeatable(symbols)
+    position = {op.index: place for place, op in enumerate(ops)}
+    last = {s: max(position[i] for i in indices) for s, indices in written_at.items()}
+    for place, op in enumerate(ops):
+        is_overwritten = any(last.get(s, -1) > place for s in op.reads)
+        is_joining = op.repeat == "free" and len(op.reads) > 1
+        is_refused = is_overwritten or is_joining or id(symbols[op.index]) in refused
+        yield replace(op, repeat="no") if is_refused else op

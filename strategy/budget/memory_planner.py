@@ -1,0 +1,411 @@
+"""Plans what backward keeps of a call's forward: on all ranks the same, and checked on the traces that will run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from thunder.core.trace import TraceCtx
+from torch import Tensor
+
+from thunder_memsave.budget.extract import memory_of, profiles, training_graph
+from thunder_memsave.budget.pins import pin_of
+from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
+from thunder_memsave.budget.planned_call import (
+    Arguments,
+    Attempt,
+    Finish,
+    PlannedCall,
+    with_zeros,
+)
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.distributed.agreement import (
+    OtherRankError,
+    broadcast,
+    is_rank_zero,
+    together,
+)
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.errors import BudgetError, PlanError
+from thunder_memsave.measure.op_profile import Operation, OpProfile
+from thunder_memsave.measure.op_times import MeasuredTimes
+from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
+from thunder_memsave.passes.checkpoint_regions import checkpointed
+from thunder_memsave.passes.out_of_place import out_of_place
+from thunder_memsave.passes.overlap.room import NO_ROOM, Room
+from thunder_memsave.passes.symbols import is_joint
+from thunder_memsave.planner.actions import RECOMPUTE, REGATHER, Action, Actions
+from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.graph import (
+    Device,
+    Plan,
+    StepMemory,
+    TrainingGraph,
+)
+from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
+from thunder_memsave.progress import stage
+
+_MOST_ROUNDS = 8
+_MOST_ROOMS = 3
+_CUDA_GENERATOR_BYTES = 16  # seed and offset
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A plan, or a call without backward, as it runs."""
+
+    call: PlannedCall
+    room: Room | None
+    """For what is on its way; equal on all ranks."""
+    more_bytes: int = 0
+    """Beyond the budget, on the rank that needs the most."""
+
+
+class MemoryPlanner:
+    """Plans the calls of one module."""
+
+    def __init__(
+        self,
+        memory: MemoryConfig,
+        *,
+        device: Device,
+        budget_bytes: int | None,
+        data_parallel: DataParallel | None = None,
+        step_memory: Callable[[], StepMemory] = StepMemory,
+        device_type: str = "",
+        times: MeasuredTimes | None = None,
+    ) -> None:
+        """Remember what plans depend on besides the call.
+
+        Args:
+            memory: Policy and pins.
+            device: Whose rates decide what is cheap.
+            budget_bytes: The most that a step may take; None: no limit.
+            data_parallel: The ranks that must run the same plan.
+            step_memory: What a step holds besides; asked for whenever a call is planned.
+            device_type: Of the planned device, where that is not here; scratch inside of kernels is bounded then
+                instead of measured.
+            times: Decide what is cheap where a plan is to run; without, `device` does.
+        """
+        self._memory = memory
+        self._device = device
+        self._budget_bytes = budget_bytes
+        self._data_parallel = data_parallel
+        self._step_memory = step_memory
+        self._device_type = device_type
+        self._times = times
+        self._known = profiles(scratch=self._scratch, device_type=device_type)
+        self._agreed: dict[str, _Run] = {}
+        self._asked: Question | None = None
+        """What the last plan was asked for, on rank 0."""
+        self.calls: list[PlannedCall] = []
+        """In the order in which they were planned."""
+
+    def _scratch(self, operation: Operation, found: OpProfile) -> int:
+        """Of each kind of operation, when it is seen first: that is when it can be run."""
+        if self._times is not None:
+            self._times.remember(operation, found)
+        measure = bounded_scratch if self._device_type else _measured_scratch()
+        return measure(operation, found)
+
+    def for_copy(self) -> MemoryPlanner:
+        """A planner like this one that has planned nothing, for a copy of the module."""
+        copied = copy.copy(self)
+        copied._agreed, copied._asked, copied.calls = {}, None, []
+        return copied
+
+    def prepared(self, trace: TraceCtx, *, arguments: Arguments) -> TraceCtx:
+        """Let as much as possible be computed again; comes before all other joint passes."""
+        find = partial(memory_of, tensors=arguments.tensors, known=self._known)
+        return out_of_place(trace, memory=find)
+
+    def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
+        """Make the plan of a joint trace, and do what it says. A collective, the first time for each structure.
+
+        Args:
+            trace: A joint trace after all other joint passes, or an inference trace, of which only what is on its way
+                can be less.
+            arguments: What is known of its arguments.
+            finish: Makes the traces that run.
+
+        Returns:
+            The trace with what is computed again in backward.
+
+        Raises:
+            BudgetError: no plan fits the budget.
+            OtherRankError: rank 0 found none.
+        """
+        stage("extract")
+        graph = training_graph(
+            trace, kinds=arguments.kinds, tensors=arguments.tensors, known=self._known
+        )
+        graph = with_zeros(graph, trace)
+        memory = self._step_memory()
+        memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
+        attempt = Attempt(trace, graph, arguments, finish, self._known, memory)
+        plan = self._planned if is_joint(trace.bound_symbols) else self._evaluated
+        call = plan(attempt)
+        self.calls.append(call)
+        if not self._device_type:
+            _measured_scratch().save()
+        return call.trace
+
+    def _planned(self, attempt: Attempt) -> PlannedCall:
+        """The plan of a structure is agreed on once: only some of the ranks may see a batch of another length."""
+        structure = structure_of(attempt.graph)
+        if (agreed := self._agreed.get(structure)) is None:
+            run = self._agreed[structure] = self._fitting(attempt, structure)
+            return run.call
+        call = attempt.run(agreed.call.plan, agreed.room)
+        if self._budget_bytes is not None and call.profile.peak_bytes > self._budget_bytes:
+            _log.warning(
+                "this batch needs %s bytes with the plan that the ranks agreed on for another length, and the budget "
+                "is %s; start with the longest batch, or pad batches to one length.",
+                f"{call.profile.peak_bytes:,}",
+                f"{self._budget_bytes:,}",
+            )
+        return call
+
+    def _evaluated(self, attempt: Attempt) -> PlannedCall:
+        """A call without backward: agreed on as plans are, where every rank is here to gather its parameters."""
+        budget_bytes = self._budget_bytes
+        if budget_bytes is not None and self._mode != "none" and attempt.communicates:
+            call = self._evaluated_alike(attempt, budget_bytes)
+        else:
+            call = attempt.run(None)
+        if budget_bytes is not None and call.profile.peak_bytes > budget_bytes:
+            _log.warning(
+                "this call without gradients needs %s bytes, and the budget is %s; evaluate smaller batches, the "
+                "longest of them first, or give a larger memory.budget.",
+                f"{call.profile.peak_bytes:,}",
+                f"{budget_bytes:,}",
+            )
+        return call
+
+    def _evaluated_alike(self, attempt: Attempt, budget_bytes: int) -> PlannedCall:
+        """With the same room on all ranks; with none where they compute otherwise, as one room is not for all then."""
+        structure = structure_of(attempt.graph)
+        if (agreed := self._agreed.get(structure)) is not None:
+            return attempt.run(None, agreed.room)
+        is_other = structure != broadcast(structure, self._data_parallel)
+        if self._most(int(is_other)):
+            run = self._run(attempt, None, NO_ROOM, budget_bytes)
+        else:
+            run = self._within(attempt, None, budget_bytes)
+        self._agreed[structure] = run
+        return run.call
+
+    def _fitting(self, attempt: Attempt, structure: str) -> _Run:
+        """Plan until what runs fits on every rank: passes that come later move the peak."""
+        budget_bytes = target_bytes = self._budget_bytes
+        num_rounds = 0
+        too_large: list[Actions] = []
+        while True:
+            stage("solve")
+            offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
+            stage("simulate")
+            run = self._within(attempt, offer.plan, budget_bytes)
+            if budget_bytes is None or target_bytes is None:
+                return run
+            more_bytes = run.more_bytes
+            if more_bytes <= 0:
+                if self._asked is not None:
+                    self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + more_bytes)
+                return run
+            too_large.append(offer.plan.actions)
+            if offer.bound_bytes is not None:
+                self._refuse(offer, smallest_bytes=budget_bytes + more_bytes)
+            num_rounds += 1
+            is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
+            target_bytes = SMALLEST if is_last else max(target_bytes - more_bytes, SMALLEST)
+
+    def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> _Run:
+        """Communicate beside computation as far as the budget has room, on all ranks alike. A collective."""
+        run = self._run(attempt, plan, None, budget_bytes)
+        if run.more_bytes <= 0 or budget_bytes is None or not attempt.communicates:
+            return run
+        at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
+        if at_once.more_bytes > 0:
+            return at_once
+        room = self._everywhere(at_once.call.room(budget_bytes))
+        for _ in range(_MOST_ROOMS):
+            run = self._run(attempt, plan, room, budget_bytes)
+            if run.more_bytes <= 0:
+                return run
+            room = room.without(run.more_bytes)
+        return self._run(attempt, plan, NO_ROOM, budget_bytes)
+
+    def _run(
+        self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
+    ) -> _Run:
+        call = together(
+            partial(attempt.run, plan, room), self._data_parallel, error_elsewhere=OtherRankError
+        )
+        if budget_bytes is None:
+            return _Run(call, room)
+        return _Run(call, room, self._most(call.profile.peak_bytes - budget_bytes))
+
+    def _rank_zeros(
+        self,
+        attempt: Attempt,
+        structure: str,
+        target_bytes: int | None,
+        too_large: Collection[Actions],
+    ) -> Offer:
+        """What rank 0 offers; the last two as `Question.answer` has them."""
+
+        def make() -> Offer | None:
+            if not is_rank_zero(self._data_parallel):
+                return None
+            self._asked = self._question(attempt, target_bytes)
+            return self._asked.answer(
+                target_bytes, budget_bytes=self._budget_bytes, too_large=too_large
+            )
+
+        own = together(make, self._data_parallel, error_elsewhere=OtherRankError)
+        rank_zeros, offer = broadcast((structure, own), self._data_parallel)
+
+        def check() -> None:
+            if structure != rank_zeros:
+                raise PlanError(
+                    "this rank runs other operations than rank 0, so it cannot run rank 0's plan; run the same code "
+                    "on every rank, and give all ranks batches that take the same branches."
+                )
+
+        together(check, self._data_parallel, error_elsewhere=OtherRankError)
+        assert offer is not None
+        return offer
+
+    def _refuse(self, offer: Offer, *, smallest_bytes: int) -> NoReturn:
+        """Name the budget for which the smallest plan runs: whoever asks for that gets this plan."""
+        assert self._budget_bytes is not None
+        assert offer.bound_bytes is not None
+        error = BudgetError.no_plan(
+            budget_bytes=self._budget_bytes,
+            smallest_bytes=smallest_bytes,
+            bound_bytes=min(offer.bound_bytes, smallest_bytes),
+            smallest_plan=offer.plan,
+        )
+
+        def say() -> None:
+            if is_rank_zero(self._data_parallel):
+                raise error
+
+        together(say, self._data_parallel, error_elsewhere=OtherRankError)
+        raise AssertionError("rank 0 raises, and so do all")
+
+    def _question(self, attempt: Attempt, target_bytes: int | None) -> Question:
+        question = Question(
+            graph=attempt.graph,
+            policy=self._memory.policy,
+            costs_us=costs_us(attempt.graph, self._device),
+            memory=attempt.memory,
+            pinned=self._pinned(attempt),
+            generator_state_bytes=self._generator_state_bytes,
+            costs=f"rates of {self._device.name}",
+        )
+        if self._times is not None and question.is_tight(target_bytes):
+            question = self._timed(question, self._times)
+        if not self.decides_gathers:
+            return question
+        pinned = Actions({**question.pinned, **_regathered(attempt.graph)})
+        return replace(question, narrowed=replace(question, pinned=pinned))
+
+    def _timed(self, question: Question, times: MeasuredTimes) -> Question:
+        stage("time operations")
+        found = times.of(question.graph, self._device)
+        return replace(
+            question,
+            costs_us=costs_us(question.graph, self._device, found.us),
+            costs=f"{found.num_timed} of {found.num_kinds} kinds of operations timed here",
+        )
+
+    def _pinned(self, attempt: Attempt) -> Actions:
+        """Of the storages whose action no budget changes."""
+        graph = attempt.graph
+        pinned = dict.fromkeys(checkpointed(attempt.trace), RECOMPUTE)
+        modules = {op.module for op in graph.ops}
+        pins = {module: pin for module in modules if (pin := pin_of(self._memory, module))}
+        for op in graph.ops[: graph.num_forward]:
+            if op.module in pins:
+                made = (graph.storages[s].name for s in op.makes)
+                pinned.update(dict.fromkeys(made, pins[op.module]))
+        regathered = _regathered(graph)
+        if self._regathers:  # ZeRO-3 keeps no whole parameter
+            pinned.update(regathered)
+        names = {s.name for s in graph.storages}
+        if self.decides_gathers:  # pins are of what modules compute
+            names -= regathered.keys()
+        return Actions(pinned).only(names)
+
+    @property
+    def _generator_state_bytes(self) -> int:
+        return CPU_GENERATOR_STATE_BYTES if self._device.name == "cpu" else _CUDA_GENERATOR_BYTES
+
+    @property
+    def decides_gathers(self) -> bool:
+        """Whether plans say of each parameter whether backward gathers it again; else the sharding mode does."""
+        return self._mode == "auto" and self._budget_bytes is not None
+
+    @property
+    def _regathers(self) -> bool:
+        return self._mode in ("zero3", "auto") and not self.decides_gathers
+
+    @property
+    def _mode(self) -> str:
+        return "none" if self._data_parallel is None else self._data_parallel.mode
+
+    def _most(self, nbytes: int) -> int:
+        """The largest over the ranks. A collective."""
+        if self._data_parallel is None:
+            return nbytes
+        return int(_reduced(torch.tensor(nbytes), dist.ReduceOp.MAX, self._data_parallel))
+
+    def _everywhere(self, own: Room) -> Room:
+        """What every rank has left: batches may differ in length. A collective."""
+        room = broadcast(own, self._data_parallel)
+        if self._data_parallel is None:
+            return room
+        left = torch.tensor([own.left_bytes.get(name, 0) for name in room.left_bytes])
+        least = _reduced(left, dist.ReduceOp.MIN, self._data_parallel).tolist()
+        return replace(room, left_bytes=dict(zip(room.left_bytes, least, strict=True)))
+
+
+def _reduced(
+    nbytes: Tensor, operation: dist.ReduceOp.RedOpType, data_parallel: DataParallel
+) -> Tensor:
+    """Over all ranks. A collective."""
+    device = "cuda" if dist.get_backend(data_parallel.everyone) == "nccl" else "cpu"
+    reduced = nbytes.to(device)
+    with collective("agreement on a plan", data_parallel.everyone):
+        dist.all_reduce(reduced, operation, group=data_parallel.everyone)
+    return reduced
+
+
+def structure_of(graph: TrainingGraph) -> str:
+    """A hash of which operations run on which values, whatever their shapes: a plan holds for all that share it."""
+    digest = hashlib.sha256()
+    for op in graph.ops:
+        digest.update(repr((op.symbol, op.arguments, op.results)).encode())
+    return digest.hexdigest()
+
+
+def _regathered(graph: TrainingGraph) -> dict[str, Action]:
+    """For all storages of whole parameters."""
+    return {s.name: REGATHER for s in graph.storages if s.kind == "gathered"}
+
+
+@cache
+def _measured_scratch() -> MeasuredScratch:
+    """One for all models of this process."""
+    return MeasuredScratch()

@@ -1,0 +1,70 @@
+"""Which modules a user has pinned: their activations are kept, or computed again, whatever the plan would choose."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.planner.actions import KEEP, RECOMPUTE, Action
+from thunder_memsave.settings.section import ConfigError
+
+_NUM_SHOWN = 3
+
+
+def pin_of(memory: MemoryConfig, module: str) -> Action | None:
+    """What is asked for a module's activations, by its own name or that of a module around it.
+
+    Args:
+        memory: The patterns.
+        module: Dotted name of the module; the model itself is ''.
+    """
+    names = tuple(_with_ancestors(module))
+    if _any_matches(memory.keep, names):
+        return KEEP
+    return RECOMPUTE if _any_matches(memory.recompute, names) else None
+
+
+def check_pins(memory: MemoryConfig, modules: Iterable[str]) -> None:
+    """Refuse patterns that name no module, and modules that both lists name.
+
+    Args:
+        memory: The patterns.
+        modules: Dotted names of all modules of the model, as `named_modules` gives them.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or a module is to be kept and computed again.
+    """
+    names = tuple(modules)
+    for key, patterns in (("keep", memory.keep), ("recompute", memory.recompute)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise _matches_nothing(key, pattern, names)
+    for name in names:
+        around = tuple(_with_ancestors(name))
+        if _any_matches(memory.keep, around) and _any_matches(memory.recompute, around):
+            raise ConfigError(
+                f"memory.keep and memory.recompute both name {name!r}, or a module around it; remove one of them.",
+                key="memory.recompute",
+            )
+
+
+def _matches_nothing(key: str, pattern: str, names: Sequence[str]) -> ConfigError:
+    nearest = difflib.get_close_matches(pattern, names, n=_NUM_SHOWN, cutoff=0.3)
+    examples = ", ".join(map(repr, nearest or [name for name in names if name][:_NUM_SHOWN]))
+    return ConfigError(
+        f"memory.{key} has {pattern!r}, which names no module of this model; its modules are such as {examples}, and "
+        "'*' stands for any part of a name.",
+        key=f"memory.{key}",
+    )
+
+
+def _with_ancestors(module: str) -> Iterator[str]:
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _any_matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

@@ -1,0 +1,91 @@
+"""Plans in the user's cache directory: a run that was planned before starts without solving again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from thunder_memsave.measure.disk_table import DiskTable, cache_directory, replace_file
+from thunder_memsave.planner.actions import Action, Actions
+from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
+
+_FORMAT = 2
+"""Of the files. Those of another one are never looked for."""
+
+
+def plan_key(
+    graph: TrainingGraph,
+    *,
+    budget_bytes: int | None,
+    costs_us: Sequence[float],
+    memory: StepMemory,
+    pinned: Actions,
+) -> str:
+    """A hash of all that a plan within a budget depends on; versions of torch, this package and the files included."""
+    digest = hashlib.sha256()
+    versions = (torch.__version__, importlib.metadata.version("thunder-memsave"), _FORMAT)
+    asked = (versions, budget_bytes, memory, pinned, graph.num_forward)
+    roles = map(sorted, (graph.inputs, graph.outputs, graph.gradients, graph.cotangents))
+    for part in (asked, graph.storages, graph.ops, costs_us, *roles):
+        digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def cached_plan(key: str, *, directory: Path | None = None) -> Plan | None:
+    """The plan of an earlier run; None where there is none that can be read.
+
+    Args:
+        key: `plan_key(...)`.
+        directory: Of the files; that of this user's caches unless given.
+    """
+    try:
+        values = json.loads(_path(key, directory).read_text(encoding="utf-8"))
+        decisions = tuple(Decision(**d) for d in values.pop("decisions"))
+        actions = Actions({name: Action(**a) for name, a in values.pop("actions").items()})
+        return Plan(**values, actions=actions, decisions=decisions)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def cache_plan(key: str, plan: Plan, *, directory: Path | None = None) -> None:
+    """Write a plan. A directory that cannot be written to is no error: the next run solves again."""
+    path = _path(key, directory)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        actions = {name: asdict(action) for name, action in plan.actions.items()}
+        replace_file(path, json.dumps({**asdict(plan), "actions": actions}))
+    except OSError:
+        return
+
+
+def remember_budget(key: str, budget_bytes: int, *, directory: Path | None = None) -> None:
+    """Note that there is a plan for a budget.
+
+    Args:
+        key: `plan_key(...)` of what was planned for, whatever the budget.
+        budget_bytes: That of the plan.
+        directory: As for `cached_plan`.
+    """
+    table = _budgets(key, directory)
+    table.put(str(budget_bytes), 1)
+    table.save()
+
+
+def smaller_budgets(key: str, budget_bytes: int, *, directory: Path | None = None) -> Sequence[int]:
+    """Budgets up to this one for which there are plans, the largest first; the arguments as for `remember_budget`."""
+    budgets = map(int, _budgets(key, directory).keys())
+    return sorted((b for b in budgets if b <= budget_bytes), reverse=True)
+
+
+def _budgets(key: str, directory: Path | None) -> DiskTable:
+    return DiskTable("plans/budgets", key, directory=directory)
+
+
+def _path(key: str, directory: Path | None) -> Path:
+    return (directory or cache_directory()) / "plans" / f"{key}.json"

@@ -1,0 +1,177 @@
+"""One call to plan: its trace and graph, and what runs once a plan is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from thunder.core import dtypes
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.trace import TraceCtx
+from torch import Tensor
+
+from thunder_memsave.budget.running_program import program
+from thunder_memsave.measure.op_profile import OpProfiles
+from thunder_memsave.passes.overlap.room import Room
+from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.passes.symbols import is_joint
+from thunder_memsave.planner.actions import Actions
+from thunder_memsave.planner.graph import (
+    Op,
+    Plan,
+    Program,
+    StepMemory,
+    StorageKind,
+    TrainingGraph,
+)
+from thunder_memsave.planner.simulate import Profile, simulate
+
+Finish = Callable[[TraceCtx, Room | None], tuple[TraceCtx, TraceCtx | None]]
+"""A joint trace, and the room for what is on its way, to the forward and backward that run; an inference trace to
+itself and None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """What is known of the arguments of a trace, by their names in it."""
+
+    kinds: Mapping[str, StorageKind] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parameters and buffers, and fake tensors in place of a batch."""
+    unread_bytes: int = 0
+    """Of parameters and buffers of the module that the trace does not read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCall:
+    """A compiled call's plan, and what will run."""
+
+    trace: TraceCtx
+    """With what is computed again."""
+    graph: TrainingGraph
+    plan: Plan | None
+    """None for a call without backward."""
+    program: Program
+    memory: StepMemory
+    profile: Profile
+    """Of the final traces."""
+
+    def room(self, budget_bytes: int) -> Room:
+        """What a budget leaves beside this call, in which nothing is on its way while something computes."""
+        left: dict[str, int] = {}
+        start_bytes: dict[str, int] = {}
+        for step, nbytes in zip(self.program.steps, self.profile.step_peak_bytes, strict=True):
+            left.update(dict.fromkeys(step.op.results, budget_bytes - nbytes))
+            if step.op.sent_bytes:
+                start_bytes.update(dict.fromkeys(step.op.results, step.op.peak_bytes))
+        return Room(left_bytes=left, start_bytes=start_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Everything about one call but its plan."""
+
+    trace: TraceCtx
+    graph: TrainingGraph
+    arguments: Arguments
+    finish: Finish
+    known: OpProfiles
+    memory: StepMemory
+
+    @property
+    def communicates(self) -> bool:
+        """Whether something can be on its way while something computes."""
+        return any(op.sent_bytes for op in self.graph.ops)
+
+    def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
+        """Rewrite the trace as planned, and simulate what runs.
+
+        Args:
+            plan: None for a call without backward.
+            room: For collectives that run beside computation; None: they are limited by their window alone.
+        """
+        trace = self.trace if plan is None else recompute(self.trace, actions=self._of_values(plan))
+        forward, backward = self.finish(trace, room)
+        ran = program(
+            forward,
+            backward,
+            kinds=self.arguments.kinds,
+            tensors=self.arguments.tensors,
+            known=self.known,
+            differentiated=differentiated(flat_outputs(self.trace)),
+            accumulates=self.memory.gradient_bytes > 0,
+        )
+        profile = simulate(ran, self.memory)
+        if plan is not None:
+            plan = replace(plan, predicted_peak_bytes=profile.peak_bytes)
+        return PlannedCall(
+            trace=trace,
+            graph=self.graph,
+            plan=plan,
+            program=ran,
+            memory=self.memory,
+            profile=profile,
+        )
+
+    def _of_values(self, plan: Plan) -> Actions:
+        """A plan's actions for all values in its storages: passes know values only."""
+        storages, planned = self.graph.storages, plan.actions
+        names = [(name, storages[s].name) for name, s in self.graph.storage_of.items()]
+        return Actions({name: planned[storage] for name, storage in names if storage in planned})
+
+
+def flat_outputs(trace: TraceCtx) -> Sequence[Any]:
+    """What forward returns, of a joint trace; nothing of any other."""
+    symbols = trace.bound_symbols
+    return symbols[-1].args[0]["fw_flat_out"] if is_joint(symbols) else ()
+
+
+def differentiated(outputs: Sequence[Any]) -> frozenset[int] | None:
+    """Numbers of the outputs that the caller is taken to pass a gradient for: losses, where there are any; None: all.
+
+    A loss is a single number, as transformers' models return it before their logits.
+    """
+    losses = {
+        number
+        for number, o in enumerate(outputs)
+        if isinstance(o, TensorProxy) and o.ndim == 0 and dtypes.is_inexact_dtype(o.dtype)
+    }
+    return frozenset(losses) or None
+
+
+def with_zeros(graph: TrainingGraph, trace: TraceCtx) -> TrainingGraph:
+    """Let backward begin with the zeros that autograd.py makes for outputs without a gradient."""
+    outputs = flat_outputs(trace)
+    expected = differentiated(outputs)
+    if expected is None:
+        return graph
+    others = {o.name for n, o in enumerate(outputs) if isinstance(o, Proxy) and n not in expected}
+    names = [
+        b.output.name
+        for b in trace.bound_symbols
+        if b.sym.id is PrimIDs.GET_GRAD and b.args[0].name in others
+    ]
+    zeros = tuple(_zeros(graph, name) for name in names)
+    made = frozenset(s for op in zeros for s in op.makes)
+    forward, backward = graph.ops[: graph.num_forward], graph.ops[graph.num_forward :]
+    return replace(
+        graph, ops=(*forward, *zeros, *backward), cotangents=frozenset(graph.cotangents - made)
+    )
+
+
+def _zeros(graph: TrainingGraph, name: str) -> Op:
+    storage = graph.storage_of[name]
+    nbytes = graph.storages[storage].nbytes
+    return Op(
+        symbol="zeros",
+        index=-1 - storage,  # none of the trace's
+        arguments=(),
+        results=(name,),
+        reads=(),
+        makes=(storage,),
+        peak_bytes=nbytes,
+        repeat="no",
+        moved_bytes=nbytes,
+    )

@@ -1,0 +1,83 @@
+"""Models and ranks that are not here: tensors without memory, and collectives that do nothing, to make plans with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.fp8.compute.linears import Fp8Linears
+from thunder_memsave.fp8.compute.symbols import BLOCK
+from thunder_memsave.sharding.rows import RowRange, fill_meta, own_rows, shard_module
+from thunder_memsave.sharding.sharded_parameter import is_sharded
+
+
+def without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor that says it is on the CPU, and holds nothing; to read it is an error of the caller.
+
+    Autocast, and models that look at devices, take it as they take any other, which is not so on meta.
+    """
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def stand_in(module: nn.Module, data_parallel: DataParallel | None = None) -> None:
+    """Turn a module on meta into one that can be captured: sharded, and of tensors without memory.
+
+    Raises:
+        ValueError: it cannot be sharded (`sharding.shard_module`).
+    """
+    shard_module(module, data_parallel)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            rows = _rows(tensor, data_parallel)
+            values = without_memory(tensor.shape, tensor.dtype)
+            fill_meta(tensor, values, name=name, rows=rows)
+
+
+def stand_in_fp8(linears: Fp8Linears) -> None:
+    """Let the linears of a model that `stand_in` made have fp8 copies without memory of what is not trained."""
+    recipe = linears.recipe
+    for linear in linears.by_name.values():
+        shape = linear.linear.weight.shape
+        is_copied = linear.is_frozen and not linear.is_kept_in_fp8
+        if is_copied and not is_sharded(linear.linear.weight):
+            blocks = [-(-size // BLOCK) for size in shape] if recipe.name == "block" else [1]
+            linear.take_frozen(
+                without_memory(shape, recipe.dtype("weight")),
+                without_memory(torch.Size(blocks), torch.float32),
+                without_memory(shape[::-1], recipe.dtype("weight")),
+            )
+
+
+def _rows(tensor: Tensor, data_parallel: DataParallel | None) -> RowRange | None:
+    if data_parallel is None or not is_sharded(tensor):
+        return None
+    return own_rows(tensor.unsharded_shape, data_parallel)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Make this process the first of so many, of which there are no others; for tracing, not for numbers.
+
+    Raises:
+        RuntimeError: this process has ranks already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"a plan for {num_ranks} ranks was asked for in a process that has a process group of "
+            f"{dist.get_world_size()}; plan in another process, or call "
+            "torch.distributed.destroy_process_group() first."
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""Connects a compiled forward and backward to PyTorch's autograd, with eager's rules for missing gradients.
+
+One `torch.autograd.Function` per call, so that (unlike in Thunder's own connection)
+
+- a parameter that no differentiated output depends on gets `None`, not zeros (AdamW would decay it);
+- `retain_graph=True` works any number of times: everything saved is a plain tensor in `save_for_backward`
+  (lightning-thunder #701), and without it each saved tensor is freed at its last use;
+- `create_graph=True` is refused by name instead of returning constants.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_memsave.compat.foreign_messages import (
+    says_saved_were_freed,
+    says_saved_were_overwritten,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiable:
+    """A forward and its backward, with what depends on what. Indices refer to flat inputs and outputs."""
+
+    forward: Callable[..., Any]
+    """`(*inputs) -> (outputs, (saved tensors, saved numbers))`."""
+    backward: Callable[..., Any]
+    """`([saved tensors, saved numbers], cotangents, reached inputs) -> one gradient or None per input`; empties the
+    lists. The gradients of inputs that are not reached are thrown away."""
+    output_depends_on: tuple[frozenset[int], ...]
+    """For each output, the inputs it has a gradient with respect to; empty: not differentiable."""
+    planned_gradients: frozenset[int] | None = None
+    """Outputs whose gradients the memory plan counts as the caller's; None: all."""
+
+
+def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Run the forward on `inputs` and attach the backward to the outputs that need a gradient."""
+    return _Compiled.apply(function, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Differentiable, *inputs: Any) -> tuple[Any, ...]:
+        outputs, (tensors, numbers) = function.forward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.function, ctx.numbers = function, numbers
+        ctx.like = [
+            (o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs
+        ]
+        # A saved view of an output leaks (pytorch #94990); a detached alias does not.
+        ctx.save_for_backward(*(t.detach() if t._base is not None else t for t in tensors))
+        outputs = _separate(outputs)
+        constant = [
+            o
+            for o, inputs in zip(outputs, function.output_depends_on, strict=True)
+            if not inputs and isinstance(o, Tensor)
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward was called with create_graph=True, which thunder_memsave does not support: the compiled "
+                "backward has no derivative of its own. Compute higher derivatives outside of the compiled module."
+            )
+        function = ctx.function
+        _note_unplanned(function.planned_gradients, grad_outputs)
+        wanted = _reached(function.output_depends_on, grad_outputs)
+        cotangents = [
+            _cotangent(gradient, like)
+            for gradient, like in zip(grad_outputs, ctx.like, strict=True)
+        ]
+        saved = _take_saved(ctx)
+        gradients = function.backward([saved, ctx.numbers], cotangents, wanted)
+        return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
+
+
+def _separate(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """One tensor object per output, as autograd needs: `y` and `y.detach()` may come out of the trace as one."""
+    seen: set[int] = set()
+    separate = []
+    for o in outputs:
+        separate.append(o.detach() if isinstance(o, Tensor) and id(o) in seen else o)
+        seen.add(id(o))
+    return tuple(separate)
+
+
+def _take_saved(ctx: Any) -> list[Tensor]:
+    """The saved tensors; the context forgets them unless `retain_graph=True`, so each dies at its last use.
+
+    Raises:
+        RuntimeError: PyTorch's own, of a second backward after they were freed or of a tensor that was overwritten
+            since the forward, and what that means here.
+    """
+    try:
+        saved = list(ctx.saved_tensors)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} {_what_it_means(error)}".rstrip()) from error
+    ctx.maybe_clear_saved_tensors()
+    return saved
+
+
+def _what_it_means(error: RuntimeError) -> str:
+    """Of PyTorch's error about saved tensors, for a compiled module; empty: nothing more is known."""
+    if says_saved_were_freed(error):
+        return (
+            "This was the backward of a compiled module. One forward of it is one node of the graph: pass "
+            "retain_graph=True to every backward but the last, also when two losses share no layer."
+        )
+    if says_saved_were_overwritten(error):
+        return (
+            "This was the backward of a compiled module, and what it reads was overwritten since its forward, by "
+            "an optimizer step (with new scales of fp8), or a write to a parameter or a result. Run the forward again "
+            "after it, or call backward before it."
+        )
+    return ""
+
+
+def _note_unplanned(planned: frozenset[int] | None, grad_outputs: Sequence[Tensor | None]) -> None:
+    unplanned = [
+        g for i, g in enumerate(grad_outputs) if g is not None and i not in (planned or ())
+    ]
+    if planned is not None and unplanned:
+        nbytes = sum(g.untyped_storage().nbytes() for g in unplanned)
+        _warn_once(
+            f"backward got gradients of outputs besides the loss, up to {nbytes:,} bytes that the memory plan does not "
+            "count; leave room for them with memory.reserve, or return the loss alone."
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
+
+
+def _reached(
+    depends_on: Sequence[frozenset[int]], grad_outputs: Sequence[Tensor | None]
+) -> frozenset[int]:
+    with_gradient = (
+        inputs for inputs, g in zip(depends_on, grad_outputs, strict=True) if g is not None
+    )
+    return frozenset().union(*with_gradient)
+
+
+def _cotangent(gradient: Tensor | None, like: Any) -> Tensor | None:
+    if gradient is not None or like is None:
+        return gradient
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,201 @@
+"""Compiles one captured call: capture, lower, then the ordered list of `compile_trace`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from thunder.common import CompileData, CompileStats
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.proxies import DistParallelType
+from thunder.core.trace import TraceCtx
+from thunder.extend import (
+    Executor,
+)
+from torch import nn
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.planned_call import Arguments
+from thunder_memsave.compiler.compile_trace import compile_trace
+from thunder_memsave.compiler.pipeline import executors_of, joint_passes_of, schedule_of
+from thunder_memsave.config import CompileConfig
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.fp8.compute.linears import Fp8Linears
+from thunder_memsave.frontend.capture import Call, Capture, capture
+from thunder_memsave.frontend.interpret import Interpretation, interpret
+from thunder_memsave.frontend.lowering import Lowered, lower
+from thunder_memsave.frontend.opaque import OpaqueExecutor
+from thunder_memsave.ops.accumulation import UnreducedGradients
+from thunder_memsave.planner.graph import StorageKind
+from thunder_memsave.progress import stage
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One captured call, compiled."""
+
+    method: str
+    capture: Capture | Interpretation
+    forward_traces: Sequence[TraceCtx]
+    backward_traces: Sequence[TraceCtx]
+    """Empty when nothing needs a gradient."""
+    keeping_trace: TraceCtx | None
+    """The backward that keeps gradients instead of reducing them; None where no backward may."""
+    seconds: float
+    run: Callable[..., Any]
+    """The method, with its tensor work compiled."""
+
+
+def compile_call(
+    module: nn.Module,
+    call: Call,
+    *,
+    name: str,
+    reason: str,
+    config: CompileConfig,
+    data_parallel: DataParallel | None,
+    unreduced: UnreducedGradients | None = None,
+    planner: MemoryPlanner | None = None,
+    target: torch.device | None = None,
+    fp8: Fp8Linears | None = None,
+) -> Compiled:
+    """Capture and compile one call of a method of `module`.
+
+    Args:
+        module: Whose method is called.
+        call: With the arguments of this call.
+        name: Of the method.
+        reason: Why it is captured.
+        config: How.
+        data_parallel: The ranks that share the parameters; None on one device.
+        unreduced: Where whole gradients are kept between micro-batches.
+        planner: Decides what backward keeps; None: all that it reads.
+        target: The device that is compiled for, where it is not here (`target_device.py`); the result is not to be
+            run.
+        fp8: The linears of `module` that compute in fp8.
+
+    Raises:
+        CaptureError: the method cannot be captured as one graph.
+        CompileError: it cannot be compiled to what eager PyTorch computes.
+        BudgetError: no plan fits the memory budget.
+    """
+    start = time.perf_counter()
+    executors = executors_of(config)
+    if config.frontend == "interpreter":
+        assert target is None, "what captures for another device is Dynamo"
+        assert fp8 is None, "the strategy refuses it"
+        traced = _interpreter(module, call, reason, executors, data_parallel)
+    else:
+        traced = _dynamo(module, call, reason, executors, data_parallel, target, fp8)
+    passes, plan = joint_passes_of(data_parallel, planner), None
+    if planner is not None:
+        arguments = _arguments(module, traced)
+        passes = (partial(planner.prepared, arguments=arguments), *passes)
+        plan = partial(planner.recomputed, arguments=arguments)
+    with compile_data_and_stats(traced.compile_data, CompileStats()):
+        graph = compile_trace(
+            traced.lowered,
+            traced.compile_data,
+            joint_passes=passes,
+            schedule=schedule_of(module, data_parallel),
+            unreduced=unreduced or UnreducedGradients(data_parallel),
+            plan=plan,
+            is_run=target is None,
+        )
+    return Compiled(
+        method=name,
+        capture=traced.capture,
+        forward_traces=graph.forward_traces,
+        backward_traces=graph.backward_traces,
+        keeping_trace=graph.keeping_trace,
+        seconds=time.perf_counter() - start,
+        run=traced.capture.callable(graph.run),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What a frontend gives: the trace, and when and how it may be run."""
+
+    capture: Capture | Interpretation
+    lowered: Lowered
+    compile_data: CompileData
+
+
+def _dynamo(
+    module: nn.Module,
+    call: Call,
+    reason: str,
+    executors: Sequence[Executor],
+    data_parallel: DataParallel | None,
+    target: torch.device | None,
+    fp8: Fp8Linears | None,
+) -> _Traced:
+    stage("capture")
+    captured = capture(
+        module, call, reason=reason, is_guarded=target is None, is_of_mode=fp8 is not None
+    )
+    stage("lower")
+    opaque = OpaqueExecutor()
+    compile_data = CompileData(
+        fn=module, executors_list=(opaque, *executors), disable_preprocessing=True, using_jit=True
+    )
+    with compile_data_and_stats(compile_data, CompileStats()):
+        lowered = lower(
+            captured,
+            compile_data=compile_data,
+            data_parallel=data_parallel,
+            opaque=opaque,
+            target=target,
+            fp8=fp8,
+        )
+    return _Traced(captured, lowered, compile_data)
+
+
+def _interpreter(
+    module: nn.Module,
+    call: Call,
+    reason: str,
+    executors: Sequence[Executor],
+    data_parallel: DataParallel | None,
+) -> _Traced:
+    interpretation = interpret(
+        module, call, reason=reason, executors=executors, data_parallel=data_parallel
+    )
+    return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
+
+
+def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
+    """What the planner may know of the trace's arguments; an interpreted trace has no more than its proxies."""
+    lowered, captured = traced.lowered, traced.capture
+    if not isinstance(captured, Capture):
+        return Arguments(kinds=dict.fromkeys(_distributed(lowered.trace), "parameter"))
+    kinds: dict[str, StorageKind] = {"parameter": "parameter", "buffer": "buffer", "user": "batch"}
+    names = [a.name for a in lowered.trace.args]
+    constants = names[len(captured.inputs) :]
+    fixed = (*lowered.constants, *lowered.state())
+    read = {id(i.tensor) for i in captured.inputs}
+    unread = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in read]
+    return Arguments(
+        kinds={
+            **{n: kinds[i.kind] for n, i in zip(names, captured.inputs, strict=False)},
+            **dict.fromkeys(constants, "buffer"),
+        },
+        tensors={
+            **{n: i.tensor for n, i in zip(names, captured.inputs, strict=False)},
+            **dict(zip(constants, fixed, strict=True)),
+        },
+        unread_bytes=sum(t.numel() * t.element_size() for t in unread),
+    )
+
+
+def _distributed(trace: TraceCtx) -> Iterator[str]:
+    """Yield names of the parameters that ranks share, trained or not: what `unshard` gathers."""
+    for argument in trace.args:
+        kind = getattr(argument, "distparallel_type", DistParallelType.NONE)
+        if kind is not DistParallelType.NONE:
+            yield argument.name

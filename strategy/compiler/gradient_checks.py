@@ -1,0 +1,40 @@
+"""Refuses a trace that lacks a gradient that eager PyTorch gives, or has it in another shape or dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunder.core.trace import TraceCtx
+
+from thunder_memsave.errors import CompileError
+from thunder_memsave.frontend.lowering import Lowered
+
+_NO_GRADIENT = (
+    "Thunder computes no gradient for {name!r} although eager PyTorch does: an operation that uses it is not "
+    "differentiable in Thunder. Freeze the parameter, or write the operation with others."
+)
+
+
+def refuse_gradients(lowered: Lowered) -> None:
+    """Raise where eager gives a gradient and Thunder's trace has no backward at all."""
+    for index in sorted(frozenset().union(*(lowered.depends_on or ()))):
+        raise CompileError(_NO_GRADIENT.format(name=lowered.input_names[index]))
+
+
+def check_gradients(
+    names: Sequence[str],
+    forward: TraceCtx,
+    backward: TraceCtx,
+    depends_on: Sequence[frozenset[int]],
+) -> None:
+    """Every gradient that eager gives is computed, in the shape and dtype of its input."""
+    gradients = backward.output  # looked for in the whole trace, each time
+    for index in sorted(frozenset().union(*depends_on)):
+        proxy, gradient = forward.args[index], gradients[index]
+        if gradient is None:
+            raise CompileError(_NO_GRADIENT.format(name=names[index]))
+        if (gradient.shape, gradient.dtype) != (proxy.shape, proxy.dtype):
+            raise CompileError(
+                f"Thunder computes the gradient of {names[index]!r} as {tuple(gradient.shape)} {gradient.dtype}, the "
+                f"tensor is {tuple(proxy.shape)} {proxy.dtype}."
+            )

@@ -1,0 +1,65 @@
+"""Chooses what one compilation is made of: its executors, its joint passes and its schedule."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from thunder.extend import (
+    Executor,
+    FusionExecutor,
+    get_default_executors,
+    resolve_executors,
+)
+from torch import nn
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.split import Schedule
+from thunder_memsave.config import CompileConfig
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.ops.attention import attention_executor
+from thunder_memsave.ops.collectives import collectives_executor
+from thunder_memsave.ops.kernels import kernels_executor
+from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
+from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
+from thunder_memsave.passes.regather import regather, regather_forward
+
+
+def executors_of(config: CompileConfig) -> tuple[Executor, ...]:
+    """The ordered list of those that claim operations, and then of those that fuse."""
+    if config.executors is None:
+        # None that fuses: on CUDA, Thunder's default would keep what it may fuse unclaimed until after the plan.
+        chosen = [e for e in get_default_executors() if not isinstance(e, FusionExecutor)]
+    else:
+        chosen = resolve_executors(config.executors)
+    fuses = any(isinstance(e, FusionExecutor) for e in chosen)
+    return (
+        attention_executor,
+        *(() if fuses else (kernels_executor,)),
+        collectives_executor,
+        *chosen,
+    )
+
+
+def joint_passes_of(
+    data_parallel: DataParallel | None, planner: MemoryPlanner | None
+) -> tuple[JointPass, ...]:
+    """All, but gathered weights stay from forward to backward where the mode, or the plan, is to say so.
+
+    With a planner they always seem to. Its plan is what gathers them again, once, for the first in backward that reads
+    them, clones among those: so it knows from when on they are there.
+    """
+    mode = "none" if data_parallel is None else data_parallel.mode
+    if mode in ("zero3", "auto") and planner is not None:
+        return tuple(regather_forward if run is regather else run for run in JOINT_PASSES)
+    if mode in ("zero3", "auto"):
+        return JOINT_PASSES
+    return tuple(run for run in JOINT_PASSES if run is not regather)
+
+
+def schedule_of(module: nn.Module, data_parallel: DataParallel | None) -> Schedule:
+    """Make the schedule of a module's traces, by the window of its ranks."""
+    if data_parallel is None:
+        return partial(schedule, window_bytes=0)
+    prefetch, bucket_bytes = data_parallel.prefetch, data_parallel.bucket_bytes
+    window_bytes = two_largest_blocks(module) if prefetch == "auto" else prefetch
+    return partial(schedule, window_bytes=window_bytes, bucket_bytes=bucket_bytes)

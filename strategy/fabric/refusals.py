@@ -1,0 +1,115 @@
+"""Refuses models and optimizers that cannot be set up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from thunder_memsave.config import ConfigError
+from thunder_memsave.sharding.sharded_parameter import is_sharded
+
+# Class name by defining module: asking `sys.modules` imports none of them.
+_WRAPPERS = (
+    ("thunder.core.module", "ThunderModule", "pass the model as it was before thunder.jit"),
+    ("torch._dynamo", "OptimizedModule", "pass the model as it was before torch.compile"),
+    ("torch.nn.parallel", "DistributedDataParallel", "pass the model that it wraps"),
+    ("torch.nn", "DataParallel", "pass the model that it wraps"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "pass the model that it wraps"),
+    ("torch.distributed.fsdp", "FSDPModule", "pass the model without fully_shard"),
+)
+
+# These norm, factor or orthogonalize a weight, or all of them, and would do so to each rank's rows.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+
+
+def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of PyTorch's whose step on shards differs from that on whole weights.
+
+    Raises:
+        ConfigError: names it, and what to use.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if not any(is_sharded(p) for p in parameters):
+        return
+    for name in _NOT_ELEMENTWISE:
+        cls = getattr(torch.optim, name, None)
+        if cls is not None and isinstance(optimizer, cls):
+            raise ConfigError(
+                f"{name} computes with whole weights, and every rank has only its rows of them; "
+                "use an elementwise optimizer such as AdamW or SGD, or sharding='none'."
+            )
+
+
+def refuse_unsuitable(module: nn.Module) -> None:
+    """Refuse a model that is compiled, distributed or set up already, or has modules of TransformerEngine.
+
+    Raises:
+        ValueError: says which of these it is, and what to pass instead.
+    """
+    if _fabric_will_recompile():
+        raise ValueError(
+            "the model was compiled with torch.compile, and Fabric would compile it again around "
+            "the strategy's own compiled forward; thunder_memsave compiles the model itself: pass "
+            "the model as it was before torch.compile."
+        )
+    for name, submodule in module.named_modules():
+        _refuse_wrapper(submodule, name or "the model")
+        _refuse_transformer_engine(submodule, name or "the model")
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "unsharded_shape"):
+            raise ValueError(
+                f"the model was set up before (its parameter {name!r} was); set a model up once, "
+                "and use the module that fabric.setup() returned."
+            )
+
+
+def _refuse_wrapper(module: nn.Module, name: str) -> None:
+    for cls, advice in _loaded_wrappers():
+        if isinstance(module, cls):
+            raise ValueError(
+                f"{name} is a {cls.__name__}; thunder_memsave compiles and distributes the model "
+                f"itself: {advice}."
+            )
+    # `module.compile()` leaves the class alone and replaces the call.
+    if module._compiled_call_impl is not None:
+        raise ValueError(
+            f"{name} was compiled in place with Module.compile(); thunder_memsave compiles the "
+            "model itself: leave that call out."
+        )
+
+
+def _refuse_transformer_engine(module: nn.Module, name: str) -> None:
+    if any(
+        cls.__module__.partition(".")[0] == "transformer_engine" for cls in type(module).__mro__
+    ):
+        raise ValueError(
+            f"{name} is TransformerEngine's {type(module).__name__}, whose computation cannot be "
+            "captured; put the module of torch.nn in its place: with `fp8` set, nn.Linear computes with "
+            "TransformerEngine's kernels. In eager code, thunder_memsave.checkpoint() serves such modules."
+        )
+
+
+def _loaded_wrappers() -> Iterator[tuple[type, str]]:
+    for home, name, advice in _WRAPPERS:
+        cls = getattr(sys.modules.get(home), name, None)
+        if isinstance(cls, type):
+            yield cls, advice
+
+
+def _fabric_will_recompile() -> bool:
+    """Whether the `Fabric.setup` that called us took a torch.compile wrapper off the model.
+
+    Fabric hands the strategy the bare model and compiles what the strategy returns; no argument
+    says so, only its own local variable does.
+    """
+    frame = sys._getframe().f_back
+    while frame is not None:
+        in_fabric = frame.f_globals.get("__name__") == "lightning.fabric.fabric"
+        if in_fabric and "compile_kwargs" in frame.f_locals:
+            return frame.f_locals["compile_kwargs"] is not None
+        frame = frame.f_back
+    return False

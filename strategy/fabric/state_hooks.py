@@ -1,0 +1,169 @@
+"""Fabric's hooks that save, load and gather what the ranks hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.wrappers import _FabricModule, _unwrap_objects
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from thunder_memsave.checkpoints import (
+    load_checkpoint,
+    load_raw,
+    load_state_dict,
+    save_checkpoint,
+    unsharded_state_dict,
+)
+from thunder_memsave.checkpoints.snapshot import Snapshot, num_bytes_to_copy
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import ConfigError
+from thunder_memsave.distributed.agreement import is_rank_zero
+from thunder_memsave.fabric.process_hooks import ProcessHooks
+from thunder_memsave.sharding.summon import summon_full
+
+_log = logging.getLogger(__name__)
+
+
+class StateHooks(ProcessHooks):
+    """The part of Fabric's contract that is about state; all of it takes whole models.
+
+    A model may be given as Fabric wrapped it, as the strategy did, or as the user made it.
+    """
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        raise NotImplementedError(f"{type(self).__name__} does not use the CheckpointIO plugin.")
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise NotImplementedError(
+            f"{type(self).__name__} does not use the CheckpointIO plugin: every rank writes and "
+            f"reads its own part of a checkpoint; leave {type(io).__name__} out."
+        )
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save the model, optimizers and the rest of `state` as `state_dict_type` says; gradients are not saved."""
+        if storage_options is not None:
+            raise ConfigError(
+                f"storage_options={storage_options!r} is for CheckpointIO plugins, which "
+                f"{type(self).__name__} does not use; leave it out."
+            )
+        if is_rank_zero(self.data_parallel):
+            _warn_of_gradients_left_out(state)
+        save_checkpoint(
+            path,
+            _originals(state),
+            state_dict_type=self.config.state_dict_type,
+            data_parallel=self.data_parallel,
+            filter=filter,
+        )
+
+    def snapshot_bytes(self, state: dict[str, Any]) -> int:
+        """How much host memory `snapshot` takes on this rank. No communication."""
+        originals = _originals(_unwrap_objects(state))
+        return num_bytes_to_copy(originals, data_parallel=self.data_parallel)
+
+    def snapshot(self, state: dict[str, Any]) -> Snapshot:
+        """Copy what `fabric.save` would save now to host memory, from where another thread can write it.
+
+        No communication.
+
+        Args:
+            state: As for `fabric.save`.
+        """
+        if is_rank_zero(self.data_parallel):
+            _warn_of_gradients_left_out(state)
+        originals = _originals(_unwrap_objects(state))
+        return Snapshot.take(originals, data_parallel=self.data_parallel)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Restore `state` in place; a module alone is loaded from raw weights.
+
+        Returns what the checkpoint has beyond it. Raw weights are read without running code,
+        whatever `weights_only` says.
+        """
+        if isinstance(state, nn.Module | Optimizer):
+            module = _original(state) if isinstance(state, nn.Module) else state
+            load_raw(path, module, data_parallel=self.data_parallel, strict=strict)
+            return {}
+        state = {} if state is None else state
+        originals = _originals(state)
+        remainder = load_checkpoint(
+            path,
+            originals,
+            data_parallel=self.data_parallel,
+            strict=strict,
+            weights_only=weights_only,
+        )
+        others = (k for k in state if not isinstance(state[k], nn.Module | Optimizer))
+        state.update({key: originals[key] for key in others})
+        return remainder
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Whole CPU tensors under the model's own names, on every rank. A collective."""
+        return unsharded_state_dict(_original(module), self.data_parallel)
+
+    @override
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Copy whole tensors into the model, each rank its own rows."""
+        load_state_dict(_original(module), state_dict, strict=strict)
+
+    def summon_full(
+        self, module: nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Make every parameter of the model whole inside the context. A collective.
+
+        With `writeback`, changes made inside are kept, each rank keeping its own rows.
+        """
+        return summon_full(_original(module), self.data_parallel, writeback=writeback)
+
+
+def _warn_of_gradients_left_out(state: Mapping[str, Any]) -> None:
+    # No error: a checkpoint before a machine is taken away is worth more than the gradients.
+    for name, module in state.items():
+        num_waiting = module.unreduced.num_waiting if isinstance(module, CompiledModule) else 0
+        if num_waiting:
+            _log.warning(
+                "%r is saved while the gradients of %d parameters wait for the last micro-batch of a step; "
+                "a checkpoint holds no gradients, so that a run which resumes from it goes on without those. "
+                "Save after optimizer.step().",
+                name,
+                num_waiting,
+            )
+
+
+def _original(module: nn.Module) -> nn.Module:
+    """The user's model inside what Fabric and we put around it."""
+    if isinstance(module, _FabricModule):
+        return module.module
+    return module.module if isinstance(module, CompiledModule) else module
+
+
+def _originals(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _original(v) if isinstance(v, nn.Module) else v for k, v in state.items()}

@@ -1,0 +1,79 @@
+"""Writes the trained model or adapter in the formats that transformers and peft load."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from thunder_memsave.callbacks.all_ranks import DiskError, on_all_ranks
+from thunder_memsave.checkpoints import unsharded_state_dict
+from thunder_memsave.fp8.compute.linears import is_scaling_state
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+
+def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -> None:
+    """Write what was trained, gathered from all ranks. A collective; rank 0 writes.
+
+    Of a model with an adapter only what peft saves is gathered. The scaling state of fp8 is of no use to others.
+
+    Args:
+        fabric: Launched.
+        module: As `fabric.setup` returned it.
+        tokenizer: Saved beside a whole model; an adapter uses its base model's.
+        directory: Where to; overwritten.
+
+    Raises:
+        DiskError: the disk did not take it; on all ranks.
+        CheckpointError: rank 0 could not write for another reason, which rank 0 itself raises.
+    """
+    assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
+    model: Any = getattr(module, "module", module)
+    data_parallel = fabric.strategy.data_parallel
+    is_adapter = is_adapted(model)
+    wanted = saved_by_peft(model) if is_adapter else None
+    weights = unsharded_state_dict(
+        model,
+        data_parallel,
+        rank_zero_only=True,
+        names=lambda name: not is_scaling_state(name) and (wanted is None or wanted(name)),
+    )
+
+    def write() -> None:
+        model.save_pretrained(directory, state_dict=weights)
+        if not is_adapter:
+            tokenizer.save_pretrained(directory)
+
+    try:
+        on_all_ranks(fabric, write if fabric.is_global_zero else lambda: None)
+    except DiskError as error:
+        raise type(error)(
+            f"what was trained could not be written to {directory} ({error}). See that the disk has space and may be "
+            "written to, and start the run again with --resume=auto, which writes it from the last checkpoint."
+        ) from error
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Tell whether a model has adapters of peft, so that these are what is exported."""
+    return isinstance(model, peft.PeftModel)
+
+
+def saved_by_peft(model: Any) -> Callable[[str], bool]:
+    """Tell which of a model's names peft saves; it is asked itself, for it knows what else an adapter consists of."""
+    placeholders = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says the same again when it saves
+        saved = {
+            id(placeholder)
+            for adapter in model.peft_config
+            for placeholder in peft.get_peft_model_state_dict(
+                model, state_dict=placeholders, adapter_name=adapter
+            ).values()
+        }
+    return lambda name: id(placeholders[name]) in saved

@@ -1,0 +1,119 @@
+"""Writes a trained model without the memory of a whole one: its adapter, or all of its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.checkpoints.sources import open_source
+from thunder_memsave.finetune.export.export import is_adapted, saved_by_peft
+from thunder_memsave.finetune.export.merged import MergedWeights, place_of
+from thunder_memsave.finetune.export.trained_model import TrainedModel
+from thunder_memsave.finetune.model.build import build_base
+from thunder_memsave.finetune.model.hub import model_directory
+from thunder_memsave.finetune.model.safetensors_files import WeightSpec, write_weights
+from thunder_memsave.finetune.model.weight_names import stored_names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainModel:
+    """What the whole model's files are to hold."""
+
+    weights: tuple[WeightSpec, ...]
+    own_names: Mapping[str, str]
+    """From a name in the files to one in the model."""
+    model: Any
+    """Without an adapter, on the meta device, with the config that is written."""
+    merged: MergedWeights
+
+    def read(self, weight: WeightSpec) -> Tensor:
+        """One, not rounded to the format of the files yet."""
+        return self.merged.read(self.own_names[weight.name])
+
+
+def write_adapter(trained: TrainedModel, directory: Path) -> None:
+    """Write what peft itself saves of an adapter."""
+    model: Any = trained.model
+    is_saved = saved_by_peft(model)
+    names = [name for name in model.state_dict(keep_vars=True) if is_saved(name)]
+    model.save_pretrained(directory, state_dict={name: trained.read(name) for name in names})
+
+
+def whole_model(trained: TrainedModel, *, dtype: torch.dtype) -> PlainModel:
+    """Lay out the files of the model with its adapter merged.
+
+    They have the names of the base model's own files, and its order. Tied weights stay one, unless the
+    run trained one of them apart from the other.
+    """
+    model: Any = build_base(trained.config) if is_adapted(trained.model) else trained.model
+    groups = names_of_tensors(model)
+    if any(not _is_one(trained.model, names) for names in groups):
+        model = _untied(model)
+        groups = names_of_tensors(model)
+    stored = stored_names(model, _names_in_files(trained))
+    own_names = {}
+    for names_of_one in groups:
+        own = next((name for name in names_of_one if name in stored), names_of_one[0])
+        own_names[stored.get(own, own)] = own
+    tensors = model.state_dict(keep_vars=True)
+    specs = [_spec(file_name, tensors[own], dtype) for file_name, own in own_names.items()]
+    return PlainModel(
+        weights=tuple(specs),
+        own_names=own_names,
+        model=model,
+        merged=MergedWeights(trained.model, trained.read),
+    )
+
+
+def write_whole_model(
+    plain: PlainModel, tokenizer: Any, directory: Path, *, dtype: torch.dtype, max_file_bytes: int
+) -> int:
+    """Write config, tokenizer and weights; returns the bytes of the weights."""
+    config = copy.deepcopy(plain.model.config)
+    config.architectures = [type(plain.model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    if plain.model.can_generate():
+        plain.model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return write_weights(directory, plain.weights, plain.read, max_file_bytes=max_file_bytes)
+
+
+def names_of_tensors(model: nn.Module) -> list[list[str]]:
+    """Names of parameters and persistent buffers; those of tied weights together."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return list(groups.values())
+
+
+def _is_one(trained: nn.Module, names: Sequence[str]) -> bool:
+    return len({place_of(trained, name).identity for name in names}) == 1
+
+
+def _untied(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    with torch.device("meta"):
+        untied = type(model)._from_config(config, dtype=model.dtype)
+    if hasattr(model, "generation_config"):
+        untied.generation_config = model.generation_config
+    return untied
+
+
+def _names_in_files(trained: TrainedModel) -> list[str]:
+    settings = trained.config.model
+    return (
+        [] if settings.config is not None else list(open_source(model_directory(settings)).names())
+    )
+
+
+def _spec(name: str, tensor: Tensor, dtype: torch.dtype) -> WeightSpec:
+    dtype = dtype if tensor.is_floating_point() else tensor.dtype
+    return WeightSpec(name=name, shape=tensor.shape, dtype=dtype)

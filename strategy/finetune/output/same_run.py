@@ -1,0 +1,118 @@
+"""What a run must have in common with the one from whose checkpoint it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from peft import LoraConfig
+
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo
+from thunder_memsave.config import parse_fp8
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.settings.section import ConfigError
+
+_DATA = (
+    "the data files, the tokenizer with its chat template (some write today's date), "
+    "data.max_seq_length and data.packing"
+)
+# What to look at where the value alone does not say it.
+_CAUSES = {
+    "num_rows": _DATA,
+    "fingerprint_of_rows": _DATA,
+    "global_batch_size": "train.global_batch_size, and leave one of train.micro_batch_size and "
+    "train.gradient_accumulation_steps out, for the number of processes is the third",
+}
+_MOST_LISTED = 20
+
+
+def check_same_run(
+    info: CheckpointInfo, values: Mapping[str, int | str], config: RunConfig
+) -> None:
+    """Check that a step of the checkpoint, and its optimizer's state, mean the same now.
+
+    Args:
+        info: The checkpoint.
+        values: What gives a step its meaning and is no key of the run file, or not one alone.
+        config: Of this run. Of its keys those are compared that change what the model computes.
+
+    Raises:
+        ConfigError: something differs from what the checkpoint was written with; lists all that does.
+    """
+    found = [*_differing(info.values, values)]
+    if info.config is not None:
+        before, now = _meaning(info.config), _meaning(dataclasses.asdict(config))
+        # A section that is gone has no keys now.
+        found += _differing(before, dict.fromkeys(before) | now)
+    if not found:
+        return
+    listed = [f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in found[:_MOST_LISTED]]
+    more = f", and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+    causes = dict.fromkeys(_CAUSES.get(name, name) for name, _, _ in found[:_MOST_LISTED])
+    raise ConfigError(
+        f"{info.path} was written with other settings than this run has, so it cannot go on from there: "
+        f"{', '.join(listed)}{more}. Restore {', '.join(causes)}, or start a new run in another output_dir.",
+        key="resume",
+    )
+
+
+_Difference = tuple[str, object, object]
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[_Difference]:
+    """What `new` has otherwise than `old`; of a value that only one has, None is the other."""
+    for name in new:
+        if old.get(name) != new[name]:
+            yield name, old.get(name), new[name]
+
+
+def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that change what the model computes, with their defaults, as plain values."""
+    model = config.get("model") or {}
+    fp8 = parse_fp8(config.get("fp8"))
+    sections = {
+        "model.config": model.get("config"),
+        "model.dtype": model.get("dtype"),
+        "model.trainable_dtype": model.get("trainable_dtype"),
+        "lora": _with_defaults(config.get("lora")),
+        "adapter": config.get("adapter"),
+        "fp8": None if fp8 is None else dataclasses.asdict(fp8),
+    }
+    plain = json.loads(json.dumps(sections, default=_plain))
+    return {key: value for name, part in plain.items() for key, value in _flat(name, part)}
+
+
+def _with_defaults(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A key that is left out and one with peft's default mean the same."""
+    if lora is None:
+        return None
+    made = [field for field in dataclasses.fields(LoraConfig) if field.init]
+    defaults = {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in made
+    }
+    return {**defaults, **lora}
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, part in value.items():
+            yield from _flat(f"{name}.{key}", part)
+    elif isinstance(value, list) and all(isinstance(part, str) for part in value):
+        yield name, sorted(value)
+    else:
+        yield name, value
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value)

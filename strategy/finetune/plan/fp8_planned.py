@@ -1,0 +1,87 @@
+"""The linears of a planned run that compute in fp8, on a device that need not be here."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from thunder_memsave.budget.target_device import stand_in_fp8
+from thunder_memsave.config import ConfigError, Fp8Config, StrategyConfig
+from thunder_memsave.fp8.compute.linears import Fp8Linears, choose_linears, frozen_in_fp8
+from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.kernels import te_backend
+from thunder_memsave.fp8.kernels.torch_support import ADA, Chip, dotted, why_not, why_not_on
+from thunder_memsave.fp8.recipe import RecipeName, recipe_of
+from thunder_memsave.planner.graph import Device
+
+
+def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None:
+    """Choose the linears of a model of which nothing is in memory; None: nothing runs in fp8.
+
+    Args:
+        model: Made by `stand_in`.
+        strategy: Which of them, and how.
+
+    Raises:
+        ConfigError: none would compute in fp8.
+    """
+    fp8 = strategy.fp8
+    if fp8 is None:
+        return None
+    choices = choose_linears(model, fp8, frontend=strategy.compile.frontend)
+    # The tensors of both backends are the same, and nothing is computed here.
+    backend = "torch" if fp8.backend == "auto" else fp8.backend
+    frozen = frozen_in_fp8(model, fp8, frontend=strategy.compile.frontend, data_parallel=None)
+    if frozen is not None:
+        frozen.stand_in()
+    linears = Fp8Linears(model, choices, recipe=recipe_of(fp8), backend=backend)
+    stand_in_fp8(linears)
+    return linears
+
+
+def refuse_without_fp8(fp8: Fp8Config | None, device: Device) -> None:
+    """Refuse a device that does not compute what the run asks for.
+
+    `backend: auto` is refused where neither backend computes it, for which of them will be there is not known.
+
+    Raises:
+        ConfigError: says what the device lacks.
+    """
+    if fp8 is None:
+        return
+    chip = _chip_of(device)
+    if chip is not None and chip.capability < ADA:
+        raise ConfigError(
+            f"fp8 is set, but nothing computes in fp8 below compute capability {dotted(ADA)} (Ada), and there is "
+            f"{chip}: leave out `fp8`; or plan for another --device.",
+            key="fp8",
+        )
+    reasons = [_why_not(backend, fp8.recipe, device) for backend in _BACKENDS[fp8.backend]]
+    if all(reasons):
+        is_of_backend = chip is None and fp8.backend == "transformer_engine"
+        raise ConfigError(
+            f"fp8.backend is {fp8.backend} and fp8.recipe is {fp8.recipe}, but {reasons[0]}; or plan for another "
+            "--device.",
+            key="fp8.backend" if is_of_backend else "fp8.recipe",
+        )
+
+
+_BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "auto": ("torch", "transformer_engine"),
+    "torch": ("torch",),
+    "transformer_engine": ("transformer_engine",),
+}
+
+
+def _why_not(backend: Backend, recipe: RecipeName, device: Device) -> str | None:
+    chip = _chip_of(device)
+    if backend == "transformer_engine":
+        return te_backend.why_not_on(chip, recipe)
+    return why_not(recipe, torch.device(device.name)) if chip is None else why_not_on(chip, recipe)
+
+
+def _chip_of(device: Device) -> Chip | None:
+    """None: a CPU."""
+    if device.compute_capability is None:
+        return None
+    return Chip(name=f"the device {device.name}", capability=device.compute_capability)

@@ -1,0 +1,262 @@
+"""The command `thunder-memsave plan`: a run file in, what the run would hold on each device out."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thunder_memsave.errors import DOES_NOT_FIT, BudgetError
+from thunder_memsave.finetune.plan.plan_progress import Progress
+from thunder_memsave.finetune.run_file.reading.arguments import split_arguments
+from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
+from thunder_memsave.progress import stage
+from thunder_memsave.settings.section import ConfigError, suggestion
+
+if TYPE_CHECKING:
+    from thunder_memsave.finetune.plan.plan_run import RunPlan
+    from thunder_memsave.finetune.run_file.config import RunConfig
+
+_OPTIONS = ("--world-size", "--device", "--budget", "--json", "--html")
+_DEFAULT_DEVICE = "h200"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What the command line says besides the run file."""
+
+    num_ranks: int | None = None
+    """None: as many as the run file's `devices`, or torchrun, says."""
+    device: str = _DEFAULT_DEVICE
+    json: Path | None = None
+    html: Path | None = None
+
+
+def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
+    """Take the command's own options out of its arguments; the rest are a run file and overrides of its keys.
+
+    Raises:
+        ConfigError: an option has no value, or one that cannot be.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    for each in split_arguments(arguments):
+        if each.name not in _OPTIONS:
+            rest += each.typed
+        elif each.value is None:
+            raise ConfigError(
+                f"{each.name} needs a value, such as {each.name}={_example(each.name)}."
+            )
+        else:
+            given[each.name] = each.value
+    if "--budget" in given:
+        rest.append(f"--memory.budget={given['--budget']}")
+    return _options(given), rest
+
+
+def _example(name: str) -> str:
+    examples = {"--world-size": "64", "--device": "h200", "--budget": "60GiB"}
+    return examples.get(name, f"plan.{name.removeprefix('--')}")
+
+
+def _options(given: dict[str, str]) -> PlanOptions:
+    device = given.get("--device", _DEFAULT_DEVICE).lower()
+    if device not in DEVICES:
+        raise ConfigError(
+            f"--device is {device!r}, which is not known{suggestion(device, DEVICES)} Known are "
+            f"{', '.join(DEVICES)}."
+        )
+    ranks = given.get("--world-size")
+    if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
+        raise ConfigError(f"--world-size is {ranks!r}, but must be a whole number of at least 1.")
+    for name in ("--json", "--html"):
+        if name in given:
+            _refuse_unwritable(name, Path(given[name]))
+    return PlanOptions(
+        num_ranks=None if ranks is None else int(ranks),
+        device=device,
+        json=Path(given["--json"]) if "--json" in given else None,
+        html=Path(given["--html"]) if "--html" in given else None,
+    )
+
+
+def _refuse_unwritable(name: str, path: Path) -> None:
+    """Before the minutes that a plan takes."""
+    if path.is_dir():
+        raise ConfigError(f"{name} is {path}, which is a directory; name a file in it.")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{name} is {path}, but there is no directory {path.parent}; make it, or name a file elsewhere."
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{name} is {path}, which may not be written; name a file elsewhere.")
+
+
+def run_plan(config: RunConfig, options: PlanOptions) -> int:
+    """Make the plan, print it, write the reports that are asked for, and return the exit code.
+
+    Returns:
+        0 if the run fits, 3 if not.
+    """
+    progress = Progress()
+    try:
+        with _ends_at_ctrl_c(), _without_garbage_collection(), progress.shown():
+            made = _planned(config, options)
+    except BudgetError as error:
+        print(f"it does not fit: {error}")
+        return DOES_NOT_FIT
+    print(describe_plan(made, config, progress))
+    if options.json is not None:
+        text = json.dumps(as_json(made, progress), indent=2)
+        options.json.write_text(f"{text}\n", encoding="utf-8")
+    if options.html is not None:
+        from thunder_memsave.planner.report.html import write_report
+
+        call = made.call
+        write_report(
+            options.html,
+            plan=_plan(made),
+            program=call.program,
+            profile=call.profile,
+            memory=call.memory,
+            curve=made.curve,
+            title=_title(made, config),
+        )
+    return 0 if made.fits else DOES_NOT_FIT
+
+
+def _planned(config: RunConfig, options: PlanOptions) -> RunPlan:
+    # These imports take seconds; mistakes in the arguments are known before.
+    stage("load libraries")
+    from thunder_memsave.finetune.plan.plan_run import plan_run
+    from thunder_memsave.finetune.run_file.launch import world_size
+
+    num_ranks = options.num_ranks or world_size(config)
+    return plan_run(
+        config,
+        device=DEVICES[options.device],
+        num_ranks=num_ranks,
+        has_curve=options.json is not None or options.html is not None,
+    )
+
+
+@contextmanager
+def _ends_at_ctrl_c() -> Iterator[None]:
+    """End at once: an exception might be caught by what traces, and there are millions of objects to clean up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where Python handles no signal
+        return
+
+    def end(signum: int, frame: object) -> None:
+        print("\ninterrupted.", file=sys.stderr, flush=True)
+        os._exit(128 + signum)
+
+    previous = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Traces are millions of objects that live to the end; to search them for cycles took a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
+    """Write the tables and whether it fits."""
+    plan = _plan(made)
+    return "\n".join(
+        [
+            _title(made, config),
+            "",
+            "on each rank, when it holds the most:",
+            kinds_table(made.call.profile),
+            f"between forward and backward, the loss outside of the model takes {in_units(made.loss_bytes)}",
+            "",
+            explain(plan, num_rows=12),
+            "",
+            f"smallest budget with a plan: about {in_units(made.smallest_bytes)}",
+            f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
+            _made_in(plan, progress),
+            "",
+            _verdict(made),
+        ]
+    )
+
+
+def _title(made: RunPlan, config: RunConfig) -> str:
+    ranks = f"{made.num_ranks} rank{'s' if made.num_ranks > 1 else ''}"
+    rows = f"{made.num_rows} row{'s' if made.num_rows > 1 else ''} of {made.num_tokens:,} tokens"
+    return f"{config.model.name_or_path} on {ranks} of {made.device.name}, {rows} each"
+
+
+def _made_in(plan: Any, progress: Progress) -> str:
+    total_s, solve_s = sum(progress.cpu_seconds.values()), progress.cpu_seconds.get("solve", 0.0)
+    took = f"made in {total_s:.0f} s, {solve_s:.1f} s of it to solve"
+    if not math.isfinite(plan.gap):
+        return took
+    if plan.gap == 0.0:
+        return f"{took}: no plan computes less again"
+    return f"{took}: it computes {plan.gap:.1%} more again than any plan must"
+
+
+def _verdict(made: RunPlan) -> str:
+    peak = in_units(made.call.profile.peak_bytes)
+    if made.budget_bytes is None:
+        return f"there is no budget; it needs {peak}."
+    budget = in_units(made.budget_bytes)
+    if made.fits:
+        return f"it fits: {peak} of {budget}."
+    return (
+        f"it does not fit: the budget is {budget}, and the smallest for which a plan was found is "
+        f"{in_units(made.smallest_bytes)}; the tables above are for {peak}. A smaller train.micro_batch_size or "
+        "data.max_seq_length needs less, and so do more ranks with strategy.sharding zero3."
+    )
+
+
+def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
+    """Give the plan as plain values."""
+    plan, profile = _plan(made), made.call.profile
+    return {
+        "fits": made.fits,
+        "device": made.device.name,
+        "world_size": made.num_ranks,
+        "budget_bytes": made.budget_bytes,
+        "predicted_peak_bytes": profile.peak_bytes,
+        "peak_bytes_by_kind": dict(profile.peak_bytes_by_kind),
+        "keep_all_peak_bytes": plan.keep_all_peak_bytes,
+        "saved_bytes": plan.saved_bytes,
+        "recompute_us": plan.recompute_us,
+        "lower_bound_us": plan.lower_bound_us,
+        "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "layered_gap": plan.layered_gap if math.isfinite(plan.layered_gap) else None,
+        "cpu_seconds": dict(progress.cpu_seconds),
+        "smallest_budget_bytes": made.smallest_bytes,
+        "doubled_batch_bytes": made.doubled_bytes,
+        "curve": [list(point) for point in made.curve],
+        "decisions": [dataclasses.asdict(each) for each in plan.decisions],
+    }
+
+
+def _plan(made: RunPlan) -> Any:
+    assert made.call.plan is not None, "a model with trained weights has a backward"
+    return made.call.plan

@@ -1,0 +1,53 @@
+"""Shows the stages of a plan on stderr while they run, and adds up what each took."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import get_args
+
+from thunder_memsave.progress import Stage, listening
+
+# Nothing can be timed for a device that is not here.
+STAGES: tuple[Stage, ...] = tuple(s for s in get_args(Stage) if s != "time operations")
+"""Of a plan, in order."""
+
+
+class Progress:
+    """Prints a line for each stage: `[ 3/11] capture ... 9.8 s`."""
+
+    def __init__(self) -> None:
+        self._cpu_s: dict[Stage, float] = {}
+        self._running: Stage | None = None
+        self._since = self._cpu_since = 0.0
+
+    @property
+    def cpu_seconds(self) -> Mapping[Stage, float]:
+        """Of this process, by stage."""
+        return self._cpu_s
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show what is done here."""
+        try:
+            with listening(self._begin):
+                yield
+        finally:
+            self._end()
+
+    def _begin(self, stage: Stage) -> None:
+        self._end()
+        self._running = stage
+        number = STAGES.index(stage) + 1
+        print(f"[{number:>2}/{len(STAGES)}] {stage} ... ", end="", file=sys.stderr, flush=True)
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+
+    def _end(self) -> None:
+        if self._running is None:
+            return
+        print(f"{time.perf_counter() - self._since:.1f} s", file=sys.stderr, flush=True)
+        cpu_s = time.process_time() - self._cpu_since
+        self._cpu_s[self._running] = self._cpu_s.get(self._running, 0.0) + cpu_s
+        self._running = None

@@ -1,0 +1,283 @@
+"""Plans the memory of a run for a device and ranks that need not be here: nothing is downloaded, nothing computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.pins import check_pins
+from thunder_memsave.budget.plan_request import Question
+from thunder_memsave.budget.planned_call import Arguments, Attempt, Finish, PlannedCall
+from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
+from thunder_memsave.compiler.compile_call import compile_call
+from thunder_memsave.config import StrategyConfig, parse_strategy
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.process_group import make_data_parallel
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.finetune.data.objective import Objective
+from thunder_memsave.finetune.model.build import autocast_of, describe_model
+from thunder_memsave.finetune.plan.fp8_planned import planned_fp8, refuse_without_fp8
+from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.training.loss_memory import caller_memory
+from thunder_memsave.finetune.training.objectives import objective_of
+from thunder_memsave.finetune.training.optimizer import make_optimizer
+from thunder_memsave.fp8.recipe import refuse_own_scales
+from thunder_memsave.frontend.capture import Call
+from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.planner.graph import Device, StepMemory
+from thunder_memsave.planner.search.solve import pareto
+from thunder_memsave.progress import stage
+from thunder_memsave.sharding.gradients import clip_norm
+
+if TYPE_CHECKING:
+    from thunder.core.trace import TraceCtx
+
+_SMALLEST_S = 3.0
+"""Of CPU time, to look for the smallest budget of a run that fits; one that does not is searched for longer."""
+_CURVE_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """What a run would hold on each rank."""
+
+    device: Device
+    num_ranks: int
+    num_rows: int
+    """Per micro-batch, each of `num_tokens`."""
+    num_tokens: int
+    budget_bytes: int | None
+    call: PlannedCall
+    """With the smallest plan that was found, where `refusal` says that the budget is less."""
+    refusal: BudgetError | None
+    smallest_bytes: int
+    """Of the budgets for which a plan was found."""
+    loss_bytes: int
+    """The most that the loss takes outside of what is compiled, between forward and backward."""
+    curve: tuple[tuple[int, float], ...]
+    """Budgets, and the microseconds of computing again below which there is no plan for them."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan was found that stays within the budget."""
+        return self.refusal is None
+
+    @property
+    def doubled_bytes(self) -> int:
+        """About what twice the rows would need, with the same tensors kept: all but what belongs to weights doubles."""
+        of_weights = ("parameter", "buffer", "gathered", "gradient", "accumulated", "optimizer")
+        by_kind = self.call.profile.peak_bytes_by_kind
+        return sum(n if kind in of_weights else 2 * n for kind, n in by_kind.items())
+
+
+def plan_run(
+    config: RunConfig, *, device: Device, num_ranks: int, has_curve: bool = True
+) -> RunPlan:
+    """Plan one micro-batch's forward and backward, and the step that it is part of.
+
+    Args:
+        config: A checked run file.
+        device: What each rank has.
+        num_ranks: How many there are.
+        has_curve: Whether to say what other budgets cost.
+
+    Raises:
+        ConfigError: the model cannot be made without its files, or the budget is not one for this device.
+        CaptureError: the model cannot be captured.
+        CompileError: it cannot be compiled.
+        BudgetError: there is no plan at all.
+    """
+    strategy = parse_strategy(config.strategy, memory=config.memory, fp8=config.fp8)
+    refuse_without_fp8(strategy.fp8, device)
+    refuse_own_scales(strategy.fp8, num_ranks=num_ranks)
+    sizes = batch_sizes(config.train, world_size=num_ranks)
+    budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
+    objective = objective_of(config)
+    stage("describe the model")
+    model = describe_model(config)
+    check_pins(strategy.memory, (name for name, _ in model.named_modules()))
+    model.train()
+    with _ranks(strategy, num_ranks) as data_parallel:
+        stand_in(model, data_parallel)
+        memory = _step_memory(config, objective, model, device, sizes)
+        planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
+        inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
+        with _precision(config):
+            compile_call(
+                model,
+                Call.of(model, (), inputs),
+                name="forward",
+                reason="plan",
+                config=strategy.compile,
+                data_parallel=data_parallel,
+                planner=planner,
+                target=_target(device),
+                fp8=planned_fp8(model, strategy),
+            )
+    (call,) = planner.calls
+    return RunPlan(
+        device=device,
+        num_ranks=num_ranks,
+        num_rows=sizes.micro_batch_size,
+        num_tokens=config.data.max_seq_length,
+        budget_bytes=budget_bytes,
+        call=call,
+        refusal=planner.refusal,
+        smallest_bytes=(smallest := planner.smallest_bytes(call)),
+        loss_bytes=memory.between_bytes,
+        curve=planner.curve(smallest) if has_curve else (),
+    )
+
+
+class _Planner(MemoryPlanner):
+    """Has no other ranks to agree with, and goes on with the smallest plan where the budget is too small."""
+
+    def __init__(
+        self,
+        strategy: StrategyConfig,
+        device: Device,
+        budget_bytes: int | None,
+        data_parallel: DataParallel | None,
+        memory: StepMemory,
+    ) -> None:
+        super().__init__(
+            strategy.memory,
+            device=device,
+            budget_bytes=budget_bytes,
+            step_memory=lambda: memory,
+            device_type="" if device.name == "cpu" else "cuda",
+        )
+        self.refusal: BudgetError | None = None
+        self._sharding = "none" if data_parallel is None else data_parallel.mode
+
+    @property
+    @override
+    def _mode(self) -> str:
+        return self._sharding
+
+    @override
+    def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
+        """As `MemoryPlanner` does; where the budget is too small, with the smallest plan."""
+        # The module's own tensors hold nothing; the trace knows their shapes.
+        arguments = replace(arguments, tensors={})
+        return super().recomputed(trace, arguments=arguments, finish=finish)
+
+    @override
+    def _planned(self, attempt: Attempt) -> PlannedCall:
+        try:
+            return super()._planned(attempt)
+        except BudgetError as error:
+            if error.smallest_plan is None:
+                raise
+            self.refusal = error
+            smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
+            return self._within(attempt, smallest, error.smallest_bytes).call
+
+    def smallest_bytes(self, call: PlannedCall) -> int:
+        """The smallest budget for which a plan is found."""
+        stage("smallest budget")
+        if self.refusal is not None:
+            return _smallest_bytes(self.refusal)
+        asked = self._last
+        peak_bytes = call.profile.peak_bytes
+        try:
+            found = replace(asked, policy="plan").solved(1, time_limit_s=_SMALLEST_S)
+        except BudgetError as error:
+            if error.smallest_bytes is None:
+                raise
+            return min(error.smallest_bytes, peak_bytes)
+        return min(found.predicted_peak_bytes, peak_bytes)
+
+    def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
+        """What each budget costs at least, from the smallest on."""
+        stage("other budgets")
+        asked = self._last
+        points = pareto(
+            asked.graph,
+            costs_us=asked.costs_us,
+            memory=asked.memory,
+            pinned=asked.pinned,
+            generator_state_bytes=asked.generator_state_bytes,
+            time_limit_s=_CURVE_S,
+        )
+        return tuple(point for point in points if point[0] >= smallest_bytes)
+
+    @property
+    def _last(self) -> Question:
+        """What the plan was solved for, with the fewer choices that find the smallest plan sooner, if there are."""
+        assert self._asked is not None, "a call was planned"
+        return self._asked.narrowed or self._asked
+
+
+def _smallest_bytes(refusal: BudgetError) -> int:
+    """The smallest budget for which a plan was found."""
+    assert refusal.smallest_bytes is not None
+    return refusal.smallest_bytes
+
+
+@contextmanager
+def _ranks(strategy: StrategyConfig, num_ranks: int) -> Iterator[DataParallel | None]:
+    if num_ranks == 1:
+        yield None
+        return
+    with fake_ranks(num_ranks):
+        yield make_data_parallel(strategy, ranks_per_node=min(num_ranks, 8))
+
+
+def _target(device: Device) -> torch.device:
+    return torch.device("cpu") if device.name == "cpu" else torch.device("cuda", 0)
+
+
+def _precision(config: RunConfig) -> AbstractContextManager[object]:
+    """Fabric's, for tensors that say that they are on the CPU."""
+    dtype = autocast_of(config)
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:
+    """What the loop calls the model with, without memory."""
+    with FakeTensorMode():
+        inputs = objective.model_inputs(objective.blank(num_rows))
+    planned: dict[str, Any] = tree_map_only(
+        Tensor, lambda each: without_memory(each.shape, each.dtype), inputs
+    )
+    return planned
+
+
+def _step_memory(
+    config: RunConfig,
+    objective: Objective[Any],
+    model: nn.Module,
+    device: Device,
+    sizes: BatchSizes,
+) -> StepMemory:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device_type = _target(device).type
+    optimizer = make_optimizer(config, trained, device_type=device_type)
+    max_norm = config.train.max_grad_norm
+    own = caller_memory(
+        objective, model, sizes, autocast=autocast_of(config), device_type=device_type
+    )
+    return step_memory(
+        [optimizer],
+        clip=None if max_norm is None else partial(_clip, max_norm=max_norm),
+        accumulates=sizes.gradient_accumulation_steps > 1,
+        other_bytes=own.other_bytes,
+        between_bytes=own.between_bytes,
+        device_type="" if device.name == "cpu" else "cuda",
+    )
+
+
+def _clip(parameters: list[nn.Parameter], *, max_norm: float) -> Tensor:
+    return clip_norm(parameters, max_norm=max_norm, error_if_nonfinite=False, data_parallel=None)

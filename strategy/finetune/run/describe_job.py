@@ -1,0 +1,71 @@
+"""Says what a run would do, for `thunder-memsave validate`."""
+
+from __future__ import annotations
+
+import textwrap
+
+from thunder_memsave.finetune.data.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
+from thunder_memsave.finetune.run.job import Job
+from thunder_memsave.finetune.run_file.launch import world_size
+
+_WIDTH = 100
+_NUM_TOKENS_SHOWN = 256
+
+
+def describe_job(job: Job) -> str:
+    """Write model, data, batches, steps, one sample and the place of the results."""
+    facts = {
+        "model": _model(job),
+        **({} if job.fp8 is None else {"fp8": job.fp8}),
+        "data": job.data.summary,
+        "batch": _batch(job),
+        "steps": _steps(job),
+        "start": "from the beginning" if job.resume_from is None else str(job.resume_from.path),
+        "writes to": f"{job.directory.root}/",
+    }
+    lines = [_fact(name, text) for name, text in facts.items()]
+    return "\n".join([*lines, "", *_sample(job)])
+
+
+def _fact(name: str, text: str) -> str:
+    first, *others = text.splitlines()
+    return "\n".join([f"{name + ':':<11}{first}", *(f"{'':<11}{line}" for line in others)])
+
+
+def _model(job: Job) -> str:
+    num_trained, num_all = job.num_trained_parameters, job.num_parameters
+    percent = 100 * num_trained / num_all
+    return (
+        f"{job.config.model.name_or_path}, {num_trained:,} of {num_all:,} parameters are trained "
+        f"({percent:.3g} %)"
+    )
+
+
+def _batch(job: Job) -> str:
+    sizes = job.batch_sizes
+    num_processes = world_size(job.config)
+    return (
+        f"{_count(sizes.global_batch_size, 'row')} per step = "
+        f"{_count(sizes.micro_batch_size, 'row')} x "
+        f"{_count(sizes.gradient_accumulation_steps, 'pass')} x "
+        f"{_count(num_processes, 'process')}; "
+        f"{sizes.global_batch_size * job.config.data.max_seq_length:,} tokens with padding"
+    )
+
+
+def _steps(job: Job) -> str:
+    num_steps, per_epoch = job.num_steps, job.steps_per_epoch
+    epochs_text = f"{num_steps / per_epoch:.3g}"
+    noun = "epoch" if epochs_text == "1" else "epochs"
+    return f"{num_steps:,} = {epochs_text} {noun} of {_count(per_epoch, 'step')}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def _sample(job: Job) -> list[str]:
+    text = describe_sample(job.data.example, job.tokenizer, max_tokens=_NUM_TOKENS_SHOWN)
+    heading = f"one sample; what stands in {TRAINED_FROM} {TRAINED_TO} is trained on:"
+    return [heading, textwrap.indent(text, "    ", lambda line: True)]

@@ -1,0 +1,148 @@
+"""Turns what ends a run early into one message: what it was, at which step, and how the run goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+
+from thunder_memsave.callbacks.checkpoint import list_checkpoints, step_of
+from thunder_memsave.compat.foreign_messages import first_line, says_timeout
+from thunder_memsave.distributed.agreement import OtherRankError
+from thunder_memsave.distributed.lost_ranks import CollectiveError
+from thunder_memsave.finetune.output.run_directory import how_to_go_on
+from thunder_memsave.finetune.process import signals
+from thunder_memsave.finetune.process.processes import LocalProcesses
+from thunder_memsave.finetune.process.stop import (
+    LESS_MEMORY,
+    LESS_MEMORY_OF_A_NEW_RUN,
+    BadStepError,
+    DeviceMemoryError,
+    ProcessDiedError,
+    RankLostError,
+    RunInterruptedError,
+    RunStoppedError,
+)
+from thunder_memsave.finetune.run.job import Job
+from thunder_memsave.finetune.run.out_of_memory import changes, what_happened, write_snapshot
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+
+def as_told(
+    error: BaseException, fabric: Fabric, job: Job, state: Any, processes: LocalProcesses
+) -> RunStoppedError | None:
+    """Turn what ends runs now and then into one message; None for other errors."""
+    if isinstance(error, RunInterruptedError):
+        return None
+    # A signal that was deferred raised nothing, so that what ends the run is something else.
+    if isinstance(error, KeyboardInterrupt) or signals.raised():
+        return interrupted(fabric, job, state, signals.received() or signal.SIGINT)
+    if isinstance(error, BadStepError):
+        how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
+        return type(error)(error.message, advice=f"After that, {how}")
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceMemoryError(_out_of_memory(error, fabric, job, state))
+    # As collectives raise when another process is gone, rather than when it told its reason.
+    if isinstance(error, RuntimeError) and not isinstance(error, OtherRankError):
+        died = processes.died(wait_seconds=0 if _is_timeout(error) else 3)
+        if died is not None:
+            message = explained(died, fabric, job, state)
+            return ProcessDiedError(message, code=processes.exit_code)
+    if isinstance(error, dist.DistStoreError):
+        return RankLostError(
+            f"not all processes came to the start within strategy.timeout: {first_line(error)} Look at the "
+            "output of the others; then start again."
+        )
+    if isinstance(error, CollectiveError):
+        return RankLostError(_lost_rank(error, fabric, job, state))
+    return None
+
+
+def interrupted(
+    fabric: Fabric, job: Job, state: Mapping[str, Any], number: signal.Signals
+) -> RunInterruptedError:
+    """Say where the run is, and by the exit code whether all of it is saved."""
+    what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    code = 128 + number
+    if not job.directory.has_begun():
+        message = f"{what} before training began; start it again."
+    else:
+        if number != signal.SIGINT and is_saved(job, state):
+            code = signals.EXIT_SAVED
+        message = f"{what} at step {state['step']}: {_how_to_go_on(fabric, job)}"
+    return RunInterruptedError(message, code=code, is_own=signals.received() is not None)
+
+
+def is_saved(job: Job, state: Mapping[str, Any]) -> bool:
+    """Tell whether the newest checkpoint is of the step at which the run is; a disk that fails says no."""
+    own = _own_checkpoints(job) or []
+    return bool(own) and step_of(own[-1]) == state["step"]
+
+
+def explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
+    """Say what the end of another process means for this one.
+
+    Args:
+        died: Which one, and how.
+        fabric: Launched or not.
+        job: The run.
+        state: What checkpoints hold.
+    """
+    if not job.directory.has_begun():
+        return f"{died} before training began, so the run ends too; start it again."
+    return f"{died} at step {state['step']}, so the run ends too; {_how_to_go_on(fabric, job)}"
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """A process that is waited for until the timeout has not ended: that is noticed at once."""
+    return error.is_timeout if isinstance(error, CollectiveError) else says_timeout(error)
+
+
+def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
+    if not job.directory.has_begun():
+        return f"{error} That was before training began; start it again."
+    return f"{error} That was at step {state['step']}; {_how_to_go_on(fabric, job)}"
+
+
+def _out_of_memory(
+    error: torch.OutOfMemoryError, fabric: Fabric, job: Job, state: Mapping[str, Any]
+) -> str:
+    strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
+    size = job.batch_sizes.micro_batch_size
+    found = changes(error, strategy, micro_batch_size=size)
+    snapshot = write_snapshot(job.directory.root, rank=fabric.global_rank)
+    advice = f"change one key: {' or '.join(found)}" if found else _less_memory(job)
+    where = f" What was held is in {snapshot}." if snapshot else ""
+    if not job.directory.has_begun():
+        return f"{what_happened(error, strategy)}. Start again, and {advice}.{where}"
+    how = _how_to_go_on(fabric, job, change=f" {found[0]}" if found else "")
+    return f"at step {state['step']}, {what_happened(error, strategy)}. To go on, {advice}.{where} Now {how}"
+
+
+def _less_memory(job: Job) -> str:
+    """What changes the meaning of a checkpoint's step is refused by the run that goes on from it."""
+    if job.resume_from is not None or _own_checkpoints(job) != []:
+        return f"{LESS_MEMORY}, or start a new run in another output_dir with {LESS_MEMORY_OF_A_NEW_RUN}"
+    return f"{LESS_MEMORY}, {LESS_MEMORY_OF_A_NEW_RUN}"
+
+
+def _own_checkpoints(job: Job) -> list[Path] | None:
+    """None: the disk does not say, which must not hide why the run ended."""
+    try:
+        return list_checkpoints(job.directory.checkpoints)
+    except OSError:
+        return None
+
+
+def _how_to_go_on(fabric: Fabric, job: Job, *, change: str = "") -> str:
+    return how_to_go_on(
+        job.directory,
+        num_processes=fabric.world_size,
+        started_from=job.resume_from,
+        change=change,
+    )

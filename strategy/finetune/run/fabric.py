@@ -1,0 +1,39 @@
+"""Makes Fabric for a run: devices from torchrun, precision from the formats of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+
+from thunder_memsave.finetune.model.build import precision_of
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.launch import (
+    is_under_torchrun,
+    num_local_processes,
+    world_size,
+)
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+
+def build_fabric(
+    config: RunConfig, *, callbacks: Sequence[object], loggers: Sequence[Any] = ()
+) -> Fabric:
+    """Make Fabric with our strategy on as many processes as torchrun or `devices` says."""
+    num_local = num_local_processes(config)
+    return Fabric(
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        devices=num_local,
+        num_nodes=world_size(config) // num_local,
+        strategy=ThunderMemsaveStrategy(
+            **config.strategy, memory=config.memory or None, fp8=config.fp8
+        ),
+        precision=precision_of(config),  # type: ignore[arg-type]
+        callbacks=list(callbacks),
+        loggers=list(loggers),
+        # Named, because Fabric itself takes the tasks of a SLURM job for the processes of the run.
+        plugins=[TorchElasticEnvironment() if is_under_torchrun() else LightningEnvironment()],
+    )

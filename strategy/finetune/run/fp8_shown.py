@@ -1,0 +1,62 @@
+"""Says which linears of a run compute in fp8, and why the others do not, in a few lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from thunder_memsave.config import parse_fp8, parse_strategy
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.launch import world_size
+from thunder_memsave.fp8.compute.backends import choose_backend
+from thunder_memsave.fp8.compute.linears import choose_linears, frozen_in_fp8
+from thunder_memsave.fp8.recipe import refuse_own_scales
+from thunder_memsave.fp8.weights.layers import Choice, by_reason, shown
+
+_NUM_CHOSEN, _NUM_OTHERS = 8, 2
+
+# What PEFT puts around the name of a linear says nothing of which one it is.
+_OF_PEFT = ("base_model.model.", ".base_layer")
+
+
+def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
+    """One line on those that compute in fp8, and one for each reason why others do not; None: the run has no fp8.
+
+    Raises:
+        ConfigError: no linear would compute in fp8, this machine cannot, its ranks would scale differently, or there
+            are no frozen weights to be kept in fp8.
+    """
+    fp8 = parse_fp8(config.fp8)
+    if fp8 is None:
+        return None
+    refuse_own_scales(fp8, num_ranks=world_size(config))
+    frontend = parse_strategy(config.strategy).compile.frontend
+    choices = choose_linears(model, fp8, frontend=frontend)
+    backend = choose_backend(fp8, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    lines = describe_choices(choices, recipe=fp8.recipe, backend=backend)
+    frozen = frozen_in_fp8(model, fp8, frontend=frontend, data_parallel=None)
+    return lines if frozen is None else f"{lines}\n{len(frozen)} frozen weights kept in fp8 alone"
+
+
+def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:
+    """Write the lines: linears that differ by the number of their layer alone are named once."""
+    chosen, others = by_reason(choices)
+    first = f"{len(chosen)} of {len(choices)} linears, {recipe} scaling by {backend}"
+    lines = [f"{first} ({shown(_kinds(chosen), _NUM_CHOSEN)})"]
+    for reason, names in others.items():
+        lines.append(f"not {len(names)} ({shown(_kinds(names), _NUM_OTHERS)}): {reason}")
+    return "\n".join(lines)
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(map(_kind, names)))
+
+
+def _kind(name: str) -> str:
+    """What comes after the last number of a layer, as far as it tells linears apart."""
+    *_, last = re.split(r"\.\d+\.", name.removeprefix(_OF_PEFT[0]))
+    return last.removesuffix(_OF_PEFT[1])

@@ -1,0 +1,89 @@
+"""What a run says that ran out of device memory: what was planned and measured, and which key to change to what."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from thunder_memsave.compat.foreign_messages import first_sentence, missing_bytes
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.measure.devices import total_bytes
+from thunder_memsave.planner.report.explain import in_units
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+_MIB = 2**20
+
+
+def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str:
+    """Compare what the plan said with what the device held."""
+    plan = strategy.plan
+    predicted = "there was no plan yet"
+    if plan is not None:
+        predicted = f"the plan predicts a peak of {in_units(plan.predicted_peak_bytes)}"
+    return f"{first_sentence(error)}; {predicted}, {_measured()}"
+
+
+def changes(
+    error: BaseException, strategy: ThunderMemsaveStrategy, *, micro_batch_size: int
+) -> tuple[str, ...]:
+    """The overrides that need less memory, each enough by itself as far as can be known, the fastest first."""
+    found = []
+    smaller = _smaller_budget(error, strategy)
+    if smaller is not None:
+        found.append(_override(strategy, smaller))
+    if micro_batch_size > 1:
+        # The global batch stays, so that there are more micro-batches.
+        found.append(f"--train.micro_batch_size={_largest_divisor(micro_batch_size)}")
+    return tuple(found)
+
+
+def _override(strategy: ThunderMemsaveStrategy, budget_mib: int) -> str:
+    """A budget that is given has no reserve, so that a reserve that is given must grow instead."""
+    memory, total = strategy.config.memory, total_bytes(strategy.root_device)
+    if memory.budget != "auto" or memory.reserve == MemoryConfig().reserve or total is None:
+        return f"--memory.budget={budget_mib}MiB"
+    return f"--memory.reserve={-(-total // _MIB) - budget_mib}MiB"
+
+
+def _largest_divisor(size: int) -> int:
+    """Half of it, or what else divides it, so that the global batch can stay."""
+    return next(size // parts for parts in range(2, size + 1) if size % parts == 0)
+
+
+def write_snapshot(directory: Path, *, rank: int) -> Path | None:
+    """Write what the allocator holds, for https://pytorch.org/memory_viz; None where that is not CUDA's."""
+    if not torch.cuda.is_available() or not directory.is_dir():
+        return None
+    path = directory / f"out_of_memory-rank{rank}.pickle"
+    with contextlib.suppress(OSError, RuntimeError):  # the message matters more
+        torch.cuda.memory._dump_snapshot(str(path))
+    return path if path.exists() else None
+
+
+def _smaller_budget(error: BaseException, strategy: ThunderMemsaveStrategy) -> int | None:
+    """In MiB; None without a plan that a smaller budget could change."""
+    missing = missing_bytes(error)
+    plan = strategy.plan
+    if missing is None or plan is None:
+        return None
+    budget = strategy.config.memory.budget_bytes(total_bytes(strategy.root_device))
+    if budget is None:
+        return None
+    # A plan below its budget must shrink from where it is.
+    smaller = (min(budget, plan.predicted_peak_bytes) - missing) // _MIB
+    return smaller if smaller > 0 else None
+
+
+def _measured() -> str:
+    if not torch.cuda.is_available():
+        return "and nothing was measured, because torch counts no bytes on this device"
+    free, total = torch.cuda.mem_get_info()
+    held = torch.cuda.max_memory_allocated()
+    reserved = torch.cuda.memory_reserved()
+    others = total - free - reserved
+    return (
+        f"measured were {in_units(held)} of tensors at most, {in_units(reserved)} in the allocator, and "
+        f"{in_units(max(others, 0))} of {in_units(total)} with other programs and CUDA itself"
+    )

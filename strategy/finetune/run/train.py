@@ -1,0 +1,424 @@
+"""One run from its configuration to the exported model: the steps in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.optim import Optimizer
+
+from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo
+from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
+from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
+from thunder_memsave.distributed.agreement import OtherRankError
+from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
+from thunder_memsave.finetune.export.export import export, is_adapted
+from thunder_memsave.finetune.model.build import autocast_of
+from thunder_memsave.finetune.model.trained_part import trained_part
+from thunder_memsave.finetune.output.environment import add_start
+from thunder_memsave.finetune.output.same_run import check_same_run
+from thunder_memsave.finetune.process import signals
+from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
+from thunder_memsave.finetune.process.stop import BadStepError
+from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
+from thunder_memsave.finetune.run.early_end import as_told, explained, interrupted, is_saved
+from thunder_memsave.finetune.run.fabric import build_fabric
+from thunder_memsave.finetune.run.job import Job, prepare
+from thunder_memsave.finetune.run.plan_shown import PlanShown
+from thunder_memsave.finetune.run_file.classes.class_spec import import_class
+from thunder_memsave.finetune.run_file.config import GuardsConfig, RunConfig
+from thunder_memsave.finetune.training.loop import Plan, fit
+from thunder_memsave.finetune.training.loop_state import LoopState
+from thunder_memsave.finetune.training.loss_memory import caller_memory
+from thunder_memsave.finetune.training.objectives import objective_of
+from thunder_memsave.finetune.training.optimizer import (
+    IMPLEMENTATION,
+    make_optimizer,
+    place_steps,
+    says_how,
+)
+from thunder_memsave.materialize.pending_weights import fingerprint_of_files, names_in_files
+from thunder_memsave.measure.step_memory import StepMemoryError
+from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+_log = logging.getLogger(__name__)
+
+# What a model's first call ends with where it cannot be compiled or planned; the last tells of another rank's.
+# These types alone: a subclass of the last is of checkpoints.
+_BEFORE_ANY_STEP = (
+    BudgetError,
+    CaptureError,
+    CompileError,
+    PlanError,
+    StepMemoryError,
+    OtherRankError,
+)
+
+
+def train(config: RunConfig) -> Path:
+    """Run the whole training and return the directory of the trained model or adapter.
+
+    What a user can get wrong is found before anything is written, and nearly all of it before the
+    processes join.
+
+    Raises:
+        ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
+        RunStoppedError: a signal, a loss or gradients that the guards do not take, or a process that died.
+    """
+    with local_processes(config) as processes:
+        return _train(config, processes)
+
+
+def _train(config: RunConfig, processes: LocalProcesses) -> Path:
+    job = prepare(config)
+    base = _base_files(job)
+    callbacks = [*build_callbacks(config, job.directory), PlanShown()]
+    loggers = build_loggers(config, job.directory)
+    fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
+    state: dict[str, Any] = {"step": _first_step(job)}
+    processes.watch(lambda died: explained(died, fabric, job, state))
+    try:
+        begun = _begin(fabric, job, base, callbacks, state)
+        return _run(fabric, begun.job, begun, state)
+    except BaseException as error:
+        told = as_told(error, fabric, job, state, processes)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _first_step(job: Job) -> int:
+    """The step that the run starts from, for what is said before its checkpoint is loaded."""
+    return 0 if job.resume_from is None else int(job.resume_from.values.get("step", 0))
+
+
+def _begin(
+    fabric: Fabric,
+    job: Job,
+    base: _BaseFiles,
+    callbacks: Sequence[object],
+    state: dict[str, Any],
+) -> _Begun:
+    """Join the processes, fill the model, and put into `state` what checkpoints hold."""
+    fabric.launch()
+    job = _on_newest_valid(fabric, _as_rank_zero_sees_it(fabric, job), base)
+    state["step"] = _first_step(job)
+    if fabric.is_global_zero:  # which alone tells of it
+        _describe_model(callbacks, job, fabric)
+    _say(fabric, job.data.summary)
+    if job.fp8 is not None:
+        _say(fabric, f"fp8: {job.fp8}")
+    module, optimizer = _set_up(fabric, job)
+    loop_state = LoopState()
+    state.update(
+        model=trained_part(job.model, in_files=base.names),
+        optimizer=optimizer,
+        callbacks=CallbackStates([*callbacks, loop_state]),
+        **job.identity,
+        **base.identity,
+    )
+    if job.resume_from is not None:
+        is_verified = job.config.resume == "auto"
+        _load(fabric, job.resume_from, job.config, state, is_verified=is_verified)
+    # After the checkpoint: one that does not fit this run file must not replace its own.
+    before = _create_directory(fabric, job, step=state["step"])
+    return _Begun(
+        job=job,
+        module=module,
+        loop_state=loop_state,
+        step=state["step"],
+        run_file_before=before,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A model that is ready to train, and what was there before."""
+
+    job: Job
+    """It goes on from a checkpoint whose files were verified, with `resume=auto`."""
+    module: nn.Module
+    loop_state: LoopState
+    step: int
+    run_file_before: str | None
+    """Of a run that is resumed; None of a new one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BaseFiles:
+    """What of the model can be read again from its own files, and need not be in checkpoints."""
+
+    names: frozenset[str]
+    identity: dict[str, str]
+    """For checkpoints: which files those are."""
+
+
+def _base_files(job: Job) -> _BaseFiles:
+    """Look at the files of a model of which a part is frozen.
+
+    Raises:
+        ConfigError: the checkpoint to resume from belongs to other files.
+    """
+    if all(parameter.requires_grad for parameter in job.model.parameters()):
+        return _BaseFiles(names=frozenset(), identity={})
+    names = names_in_files(job.model)
+    identity = {"base_model": fingerprint_of_files(job.model)} if names else {}
+    _check_same_base(job, identity)
+    return _BaseFiles(names=names, identity=identity)
+
+
+def _check_same_base(job: Job, identity: Mapping[str, str]) -> None:
+    checkpoint = job.resume_from
+    if checkpoint is not None and checkpoint.values.get("base_model") != identity.get("base_model"):
+        raise ConfigError(
+            f"{checkpoint.path} was written with other frozen weights than those of "
+            f"model.name_or_path {job.config.model.name_or_path}, and does not hold them; restore "
+            "the model, or start a new run in another output_dir.",
+            key="model.name_or_path",
+        )
+
+
+def _as_rank_zero_sees_it(fabric: Fabric, job: Job) -> Job:
+    """On a shared file system one rank may see a checkpoint that another does not see yet."""
+    if job.config.resume is False:
+        return job
+    return dataclasses.replace(job, resume_from=fabric.broadcast(job.resume_from))
+
+
+def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
+    """With `resume=auto`, verify the newest checkpoint; where it is damaged, take the one before.
+
+    Raises:
+        ConfigError: none is valid, or the one before belongs to another run.
+    """
+    if job.config.resume != "auto" or job.resume_from is None:
+        return job
+    try:
+        valid = newest_valid(fabric, job.directory.checkpoints)
+    except (ValueError, OSError, CheckpointError) as error:
+        raise ConfigError(str(error), key="resume") from error
+    assert valid is not None  # one was there
+    check_same_run(valid, job.identity, job.config)
+    job = dataclasses.replace(job, resume_from=valid)
+    _check_same_base(job, base.identity)
+    return job
+
+
+def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> None:
+    """Tell the throughput monitor what a token costs, where it knows what the device can do."""
+    for monitor in callbacks:
+        if isinstance(monitor, ThroughputMonitor):
+            monitor.matmul_format = job.config.model.dtype
+            if monitor.flops_per_token is None and monitor.peak_of(fabric.device) is not None:
+                monitor.flops_per_token = objective_of(job.config).flops_per_token(job.model)
+
+
+def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
+    if job.config.model.config is None:
+        _say(fabric, f"loading {job.config.model.name_or_path}")  # minutes for a large one
+    torch.manual_seed(job.config.train.seed)  # for weights that are in no file
+    try:
+        module = fabric.setup(job.model)
+    except StateMismatchError as error:
+        raise ConfigError(
+            f"cannot load {job.config.model.name_or_path}: {error}", key="model.name_or_path"
+        ) from error
+    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(job.config, trained, device_type=fabric.device.type)
+    own = caller_memory(
+        objective_of(job.config),
+        job.model,
+        job.batch_sizes,
+        autocast=autocast_of(job.config),
+        device_type=fabric.device.type,
+    )
+    cast(ThunderMemsaveStrategy, fabric.strategy).count_caller(
+        between_bytes=own.between_bytes, other_bytes=own.other_bytes
+    )
+    # What must be equal on all ranks is made by now; dropout differs from rank to rank.
+    torch.manual_seed(job.config.train.seed + fabric.global_rank)
+    return module, cast(Optimizer, fabric.setup_optimizers(optimizer))
+
+
+def _load(
+    fabric: Fabric,
+    checkpoint: CheckpointInfo,
+    config: RunConfig,
+    state: dict[str, Any],
+    *,
+    is_verified: bool,
+) -> None:
+    """Load the checkpoint; the optimizer's arguments stay those of this run's file."""
+    cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
+    given = set(inspect.signature(cls).parameters)
+    if not says_how(config.optimizer):
+        given -= set(IMPLEMENTATION)  # as the run began, which gives the same bits
+    arguments = [_arguments(group, given) for group in state["optimizer"].param_groups]
+    try:
+        load_checkpoint(fabric, checkpoint, state, is_verified=is_verified)
+    except StateMismatchError as error:
+        raise ConfigError(_does_not_fit(checkpoint, error), key="resume") from error
+    except (ValueError, KeyError, OSError, CheckpointError) as error:
+        message = f"cannot go on from {checkpoint.path}: {error}"
+        raise ConfigError(message, key="resume") from error
+    for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
+        group.update(values)
+        group.pop("initial_lr", None)  # what the schedule scales, of the run that saved
+    place_steps(state["optimizer"])
+
+
+def _arguments(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """What a parameter group was made with; its learning rate may be a step's by now."""
+    values = {key: group[key] for key in group if key in names}
+    return {**values, "lr": group.get("initial_lr", group["lr"])}
+
+
+def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
+    return (
+        f"{checkpoint.path} holds another model or optimizer than this run file describes "
+        f"({'; '.join(error.places)}); restore 'model', 'lora', 'adapter' and 'optimizer' as "
+        "in the config.yaml beside its checkpoints, or start a new run in another output_dir."
+    )
+
+
+def _create_directory(fabric: Fabric, job: Job, *, step: int) -> str | None:
+    """Returns the run file that lay there."""
+    # Not before every rank has looked whether another run's files lie there.
+    fabric.barrier()
+    before = job.directory.run_file_text()
+    if fabric.is_global_zero:
+        job.directory.create(job.config)
+        add_start(job.directory.environment, fabric, step=step)
+    return before
+
+
+def _announce(fabric: Fabric, job: Job, *, num_left: int) -> None:
+    """Say what is about to run."""
+    num_trained, num_all = job.num_trained_parameters, job.num_parameters
+    _say(fabric, f"model: {num_trained:,} of {num_all:,} parameters are trained")
+    if job.resume_from is not None:
+        _say(fabric, f"resuming from {job.resume_from.path}")
+    if num_left > 0:
+        _say(fabric, "the first step compiles the model, the others are fast")
+    else:
+        _say(fabric, "all steps are done; what they trained is written again")
+
+
+def _say(fabric: Fabric, text: str) -> None:
+    # `fabric.print` prints once per node.
+    if fabric.is_global_zero:
+        print(text, flush=True)
+
+
+def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path:
+    """Train and export; tell the callbacks if that does not come to its end."""
+    plan = _plan(job, fabric)
+    _announce(fabric, job, num_left=plan.num_steps - state["step"])
+    try:
+        ending = fit(
+            fabric,
+            begun.module,
+            state["optimizer"],
+            train_rows=job.data.train,
+            validation_rows=job.data.validation,
+            plan=plan,
+            state=state,
+            loop_state=begun.loop_state,
+            roll_back=lambda: _roll_back(fabric, job, state),
+        )
+        if is_saved(job, state):
+            signals.all_is_saved()
+        if ending.reason is not None:
+            _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {ending.reason}")
+        if ending.signal is None:
+            return _export(fabric, job, begun.module)
+    except BaseException as error:
+        _tell_callbacks_of_the_end(fabric)
+        if type(error) in _BEFORE_ANY_STEP and state["step"] == begun.step:
+            _leave_nothing(fabric, job, begun)
+        raise
+    raise interrupted(fabric, job, state, ending.signal)
+
+
+def _roll_back(fabric: Fabric, job: Job, state: dict[str, Any]) -> None:
+    """Put everything back to the newest checkpoint without damage, or to the one that the run began with.
+
+    Raises:
+        BadStepError: there is none yet, or none that can be loaded.
+    """
+    fabric.call("on_rollback_start", fabric=fabric)  # a save may be under way
+    not_taken = f"step {state['step'] + 1} was not taken: its loss or gradients are bad"
+    try:
+        own = newest_valid(fabric, job.directory.checkpoints)
+        checkpoint = own or job.resume_from
+        if checkpoint is not None:
+            _load(fabric, checkpoint, job.config, state, is_verified=own is not None)
+    except (ValueError, OSError, CheckpointError) as error:
+        raise BadStepError(f"{not_taken}, and the run cannot go back: {error}") from error
+    if checkpoint is None:
+        raise BadStepError(
+            f"{not_taken}, and guards has 'rollback', but there is no checkpoint yet; lower checkpoint.every_n_steps "
+            "or the learning rate, or check the data."
+        )
+
+
+def _tell_callbacks_of_the_end(fabric: Fabric) -> None:
+    """What a callback raises then is not why the run ended."""
+    try:
+        fabric.call("on_exception", fabric=fabric)
+    except Exception as error:
+        _log.warning("a callback failed while the run ended: %s: %s", type(error).__name__, error)
+
+
+def _leave_nothing(fabric: Fabric, job: Job, begun: _Begun) -> None:
+    """Let the next try, with another budget or another model, find the directory as this one did."""
+    if fabric.is_global_zero:
+        job.directory.take_back(begun.run_file_before)
+
+
+def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
+    is_adapter = is_adapted(job.model)
+    directory = job.directory.adapter if is_adapter else job.directory.model
+    what = "adapter" if is_adapter else "model"
+    _say(fabric, f"writing the {what}")  # minutes for a large one
+    export(fabric, module, job.tokenizer, directory)
+    fabric.barrier()
+    _say(fabric, f"{what}: {directory}")
+    return directory
+
+
+def _plan(job: Job, fabric: Fabric) -> Plan:
+    config = job.config
+    return Plan(
+        num_steps=job.num_steps,
+        sharding=job.sharding(rank=fabric.global_rank),
+        seed=config.train.seed,
+        objective=objective_of(config),
+        max_grad_norm=config.train.max_grad_norm,
+        lr_scheduler=config.lr_scheduler,
+        eval=config.eval,
+        guards=_guards(config),
+        max_nonfinite_skips=sys.maxsize if _strategy_skips(config) else None,
+    )
+
+
+def _guards(config: RunConfig) -> GuardsConfig:
+    if not _strategy_skips(config):
+        return config.guards
+    return dataclasses.replace(config.guards, nonfinite="skip")
+
+
+def _strategy_skips(config: RunConfig) -> bool:
+    """The strategy's own word for it, which scripts use, means steps without end."""
+    return config.strategy.get("nonfinite_gradients") == "skip"

@@ -1,0 +1,86 @@
+"""Finds what somebody meant who wrote a key of the run file that does not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, get_type_hints
+
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.keys.foreign_names import foreign_name
+from thunder_memsave.finetune.run_file.own_sections import OWN_SECTIONS
+from thunder_memsave.settings.section import ConfigError, suggestion_or_all
+
+_NEAR = 0.75
+
+# What stands there are arguments of any class.
+_WITH_NAMES_OF_THEIR_OWN = ("adapter", "callbacks", "loggers")
+
+
+class UnknownKeyError(ConfigError):
+    """A key does not exist.
+
+    Args:
+        message: For the user.
+        key: Its dotted name.
+        meant: The keys that it probably stands for; what their absence leads to is no mistake.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, meant: Sequence[str] = ()) -> None:
+        super().__init__(message, key=key)
+        self.meant = tuple(meant)
+
+
+def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> UnknownKeyError:
+    """Say what is wrong with a key, and which one is meant.
+
+    Args:
+        key: As it stands in its section.
+        where: The section's dotted name; empty for the top of the run file.
+        known: The keys that the section has.
+        of: What has no such key, for a message; the section if left out.
+    """
+    name = f"{where}.{key}" if where else key
+    is_ours = not where.startswith(_WITH_NAMES_OF_THEIR_OWN)
+    foreign = foreign_name(key) if is_ours else None
+    if foreign is not None and name not in foreign.here:
+        return UnknownKeyError(foreign.explain(name), key=name, meant=foreign.here)
+    # A key of this section is meant before one of another.
+    if is_ours and not difflib.get_close_matches(key, known, n=1, cutoff=_NEAR):
+        elsewhere = _elsewhere(key)
+        if elsewhere:
+            message = f"{name} is {' or '.join(elsewhere)} here."
+            return UnknownKeyError(message, key=name, meant=elsewhere)
+    if "init_args" in known and not difflib.get_close_matches(key, known, n=1):
+        argument = f"{where}.init_args.{key}"
+        message = (
+            f"{name} is not a key of {where!r}; an argument of the class belongs under init_args: "
+            f"write {argument}."
+        )
+        return UnknownKeyError(message, key=name, meant=[argument])
+    of = of or (f"a key of {where!r}" if where else "a key of a run file")
+    nearest = difflib.get_close_matches(key, known, n=1)
+    meant = [f"{where}.{each}" if where else each for each in nearest]
+    message = f"{name} is not {of}{suggestion_or_all(key, known)}"
+    return UnknownKeyError(message, key=name, meant=meant)
+
+
+def schema_keys(cls: Any = RunConfig, *, where: str = "") -> Iterator[str]:
+    """Yield the dotted name of every key and section that the run file can have."""
+    for name, hint in get_type_hints(cls).items():
+        key = f"{where}{name}"
+        yield key
+        if (own := OWN_SECTIONS.get(key)) is not None:
+            yield from schema_keys(own.config, where=f"{key}.")
+        elif dataclasses.is_dataclass(hint):
+            yield from schema_keys(hint, where=f"{key}.")
+
+
+def _elsewhere(key: str) -> list[str]:
+    """List the keys of other sections that have this name, or nearly."""
+    by_name: dict[str, list[str]] = {}
+    for name in schema_keys():
+        by_name.setdefault(name.rpartition(".")[2], []).append(name)
+    nearest = difflib.get_close_matches(key, by_name, n=1, cutoff=_NEAR)
+    return by_name[nearest[0]] if nearest else []

@@ -1,0 +1,136 @@
+"""Applies `--key=value` arguments of the command line to the values of a run file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.keys.unknown_keys import unknown_key
+from thunder_memsave.finetune.run_file.reading.arguments import split_arguments
+from thunder_memsave.settings.section import ConfigError, ConfigErrors, field_names
+from thunder_memsave.settings.value_kinds import fits
+from thunder_memsave.settings.yaml_file import parse_yaml
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Override:
+    """One key from the command line."""
+
+    key: str
+    text: str
+    argument: str
+    """As it was typed, for messages."""
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """Read `--key=value`, `key=value` and `--key value`.
+
+    Raises:
+        ConfigErrors: something is no override.
+    """
+    overrides, problems = [], []
+    for each in split_arguments(arguments):
+        key, typed = each.name.removeprefix("--"), " ".join(each.typed)
+        if key and each.value is not None:
+            # A dash within a key is how other tools spell an underscore on the command line.
+            overrides.append(Override(key=key.replace("-", "_"), text=each.value, argument=typed))
+        else:
+            message = (
+                f"{typed!r} is not an override; write --key=value, such as --train.max_steps=10."
+            )
+            problems.append(ConfigError(message))
+    if problems:
+        raise ConfigErrors(problems)
+    return overrides
+
+
+def apply_override(values: dict[str, Any], override: Override) -> None:
+    """Set a key in the nested values of a run file.
+
+    Raises:
+        ConfigError: there is no such key, or the value is no YAML.
+    """
+    hint = _hint(override.key)
+    value = _value(override, hint)
+    *sections, last = override.key.split(".")
+    for section in sections:
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            return  # the file has something wrong there, which is reported by its own line
+    values[last] = value
+
+
+def _value(override: Override, hint: Any) -> Any:
+    try:
+        value = parse_yaml(override.text)
+    except ConfigError as error:
+        if fits(hint, override.text) and hint is not Any:
+            return override.text
+        raise ConfigError(
+            f"the value of --{override.key} is not YAML: {error}", key=override.key
+        ) from error
+    # Nobody quotes a directory's name on the command line because it is a number.
+    takes_text = not fits(hint, value) and fits(hint, override.text)
+    return override.text if takes_text else value
+
+
+def _hint(key: str) -> Any:
+    """Return the type of a key, or `Any` within values that are free.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    hint: Any = RunConfig
+    done: list[str] = []
+    for name in key.split("."):
+        known = _keys_of(hint)
+        if known is None:
+            return Any
+        if not known:
+            whole = ".".join(done)
+            message = f"{key} is not a key: {whole} has none below it; write --{whole}=VALUE."
+            raise ConfigError(message, key=key)
+        section = name.partition("[")[0]
+        if section != name and section in known:
+            message = (
+                f"{key} is within the list {section}, which is given whole: --{section}=[...]."
+            )
+            raise ConfigError(message, key=key)
+        if name not in known:
+            raise unknown_key(name, where=".".join(done), known=known)
+        hint = get_type_hints(_class_of(hint))[name]
+        done.append(name)
+    return hint
+
+
+def _keys_of(hint: Any) -> list[str] | None:
+    """List the keys below this type; None where every name may stand."""
+    cls = _class_of(hint)
+    if cls is ClassSpec:
+        return list(get_type_hints(ClassSpec))
+    if dataclasses.is_dataclass(cls):
+        return field_names(cls)
+    return None if hint is Any or any(_is_free(each) for each in _alternatives(hint)) else []
+
+
+def _class_of(hint: Any) -> Any:
+    """Return the section's class, also of a section that may be null."""
+    for each in _alternatives(hint):
+        if each is ClassSpec or dataclasses.is_dataclass(each):
+            return each
+    return None
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    yield hint
+    if get_origin(hint) is not list:  # its items have no names
+        yield from get_args(hint)
+
+
+def _is_free(hint: Any) -> bool:
+    return get_origin(hint) is dict

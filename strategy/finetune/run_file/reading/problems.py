@@ -1,0 +1,82 @@
+"""Collects all that is wrong with a run, so that one mistake does not hide the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError
+from thunder_memsave.settings.section import ConfigError, ConfigErrors, belongs_to
+
+T = TypeVar("T")
+
+
+class Problems:
+    """What was found so far; a check whose inputs are broken is left out.
+
+    Args:
+        found: What earlier checks found.
+    """
+
+    def __init__(self, found: Iterable[ConfigError] = ()) -> None:
+        self._found: list[ConfigError] = []
+        self.add(*found)
+
+    def add(self, *problems: ConfigError) -> None:
+        """Keep problems, but none about a key that was refused already: it follows from that."""
+        if not problems:
+            return
+        known = set(self._broken_keys())
+        new = [each for each in ConfigErrors(problems).problems if each.key not in known]
+        self._found += new
+
+    def check(self, step: Callable[[], T], *, reads: Sequence[str], about: str) -> T | None:
+        """Take one step towards the run, and keep what it finds wrong.
+
+        Args:
+            step: Raises `ConfigError`, or returns what later steps need.
+            reads: The keys and sections that it depends on.
+            about: The key to which a problem without one belongs.
+
+        Returns:
+            None when the step was left out or found something.
+        """
+        if any(self.is_broken(key) for key in reads):
+            return None
+        try:
+            with belongs_to(about):
+                return step()
+        except ConfigError as error:
+            self.add(error)
+            return None
+
+    def is_broken(self, key: str) -> bool:
+        """Tell whether something is wrong with this key, with a part of it, or with what holds it."""
+        return any(
+            _contains(key, broken) or _contains(broken, key) for broken in self._broken_keys()
+        )
+
+    @property
+    def found(self) -> tuple[ConfigError, ...]:
+        """Everything that was found."""
+        return tuple(self._found)
+
+    def raise_all(self) -> None:
+        """Raise everything that was found, if anything.
+
+        Raises:
+            ConfigErrors: something was found.
+        """
+        if self._found:
+            raise ConfigErrors(self._found)
+
+    def _broken_keys(self) -> Iterator[str]:
+        for problem in self._found:
+            if problem.key is not None:
+                yield problem.key
+            if isinstance(problem, UnknownKeyError):
+                yield from problem.meant
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))

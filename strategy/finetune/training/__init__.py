@@ -1,0 +1,4 @@
+"""The training loop and its parts.
+
+In: batches, a model and an optimizer. Out: optimizer steps, losses and the loop's state.
+"""

@@ -1,0 +1,109 @@
+"""Decides what becomes of a step whose loss or gradients are bad, from what all ranks know."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from thunder_memsave.finetune.process.stop import BadStepError, LossSpikeError, NotFiniteError
+from thunder_memsave.finetune.run_file.config import GuardsConfig
+from thunder_memsave.finetune.training.loop_state import LoopState
+
+Action = Literal["skip", "rollback"]
+
+_LEAST_DEVIATION = 0.01
+"""Of the median: without it, losses that hardly differ would make a spike of any other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadStep:
+    """A step that must not be taken."""
+
+    action: Action
+    reason: str
+    """What its loss or gradients are."""
+
+
+def judge(
+    guards: GuardsConfig,
+    state: LoopState,
+    *,
+    loss: float,
+    norm: float,
+    is_finite: bool,
+    max_nonfinite_skips: int | None = None,
+) -> BadStep | None:
+    """Say whether a step may be taken; None: it may.
+
+    Args:
+        guards: What is to be done.
+        state: What came before; it is not changed.
+        loss: Of all ranks.
+        norm: Of the gradients, for the message.
+        is_finite: The loss and the gradients are finite on all ranks.
+        max_nonfinite_skips: Instead of `guards.max_skips` for steps that are not.
+
+    Raises:
+        NotFiniteError: they are not, and the run is to stop for it.
+        LossSpikeError: the loss is a spike, and the run is to stop for it.
+    """
+    if not is_finite:
+        reason = f"its loss is {loss:g} and the norm of its gradients {norm:g}"
+        limit = guards.max_skips if max_nonfinite_skips is None else max_nonfinite_skips
+        return _bad(guards.nonfinite, reason, state, NotFiniteError, max_skips=limit)
+    highest = spike_limit(guards, state)
+    if highest is None or loss <= highest:
+        return None
+    assert guards.loss_spike is not None
+    reason = (
+        f"its loss is {loss:g}, above {highest:g}, the median of the last {guards.spike_window} losses and "
+        f"{guards.spike_threshold:g} times their median deviation"
+    )
+    return _bad(guards.loss_spike, reason, state, LossSpikeError, max_skips=guards.max_skips)
+
+
+def spike_limit(guards: GuardsConfig, state: LoopState) -> float | None:
+    """The largest loss that is no spike; None while there are too few losses, or where none is looked for."""
+    if guards.loss_spike is None or len(state.losses) < guards.spike_window:
+        return None
+    center = median(state.losses)
+    deviation = median(abs(loss - center) for loss in state.losses)
+    return center + guards.spike_threshold * max(deviation, _LEAST_DEVIATION * abs(center))
+
+
+def _bad(
+    action: Action | Literal["stop"],
+    reason: str,
+    state: LoopState,
+    error: type[BadStepError],
+    *,
+    max_skips: int,
+) -> BadStep:
+    if action == "stop":
+        raise error(reason)
+    if action == "skip" and state.num_skips >= max_skips:
+        raise error(
+            f"{reason}, as were those of the {state.num_skips} steps before (guards.max_skips)"
+        )
+    return BadStep(action=action, reason=reason)
+
+
+def count_rollbacks(guards: GuardsConfig, state: LoopState, bad: BadStep, *, to_step: int) -> int:
+    """Count the rollbacks to a checkpoint, with the one that is due.
+
+    Raises:
+        BadStepError: there were as many as may be.
+    """
+    count = 1 + (state.num_rollbacks if state.rolled_back_to == to_step else 0)
+    if count > guards.max_skips:
+        raise BadStepError(
+            f"{bad.reason}, and the run went back to step {to_step} {guards.max_skips} times already (guards.max_skips)"
+        )
+    return count
+
+
+def finite_mark(norm: float) -> float:
+    """What ranks add up to know that all gradients are finite: 0 here for finite ones."""
+    return 0.0 if math.isfinite(norm) else 1.0

@@ -1,0 +1,71 @@
+"""Makes the optimizer of a run, which updates all weights in one kernel where PyTorch has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from thunder_memsave.finetune.run_file.classes.class_spec import build, import_class
+from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+
+IMPLEMENTATION = ("foreach", "fused", "differentiable", "capturable")
+"""Arguments that say how an update is computed, not which."""
+
+_WITH_FUSED_KERNELS = (Adam, AdamW, SGD)
+
+
+def make_optimizer(
+    config: RunConfig, parameters: Iterable[Tensor], *, device_type: str
+) -> Optimizer:
+    """Make the optimizer that the run file names.
+
+    PyTorch's default on CUDA, `foreach`, holds a copy of all parameters while it updates them, and a fused kernel
+    holds nothing, so that is taken unless the run file says how to update.
+
+    Args:
+        config: The run.
+        parameters: What is trained.
+        device_type: Where it is trained, such as `cuda`.
+
+    Raises:
+        ConfigError: the class or one of its arguments cannot be used.
+    """
+    trained = list(parameters)
+    spec = config.optimizer
+    if _has_kernel(spec, trained, device_type=device_type):
+        spec = ClassSpec(
+            class_path=spec["class_path"],
+            init_args={**(spec.get("init_args") or {}), "fused": True},
+        )
+    made = build(spec, trained, where="optimizer", default_module="torch.optim")
+    return cast(Optimizer, made)
+
+
+def place_steps(optimizer: Optimizer) -> None:
+    """Put the counts of updates where each group's implementation reads them, after another one's were loaded.
+
+    Fused and capturable kernels read them on the device of the weights, the others on the CPU.
+    """
+    for group in optimizer.param_groups:
+        is_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.to(parameter.device if is_on_device else "cpu")
+
+
+def says_how(spec: ClassSpec) -> bool:
+    """Whether the run file says how an update is computed."""
+    return any(name in IMPLEMENTATION for name in spec.get("init_args") or {})
+
+
+def _has_kernel(spec: ClassSpec, trained: list[Tensor], *, device_type: str) -> bool:
+    cls = import_class(spec, where="optimizer", default_module="torch.optim")
+    if cls not in _WITH_FUSED_KERNELS or says_how(spec):
+        return False
+    is_known = device_type in _get_fused_kernels_supported_devices()
+    return is_known and all(p.is_floating_point() for p in trained)

@@ -1,0 +1,96 @@
+"""Supervised fine-tuning: cross-entropy of the next token, a mean over the target tokens of a global batch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
+from typing_extensions import override
+
+from thunder_memsave.callbacks.flops import training_flops
+from thunder_memsave.finetune.data.objective import Objective
+from thunder_memsave.finetune.data.packing import Batch, Rows
+from thunder_memsave.finetune.data.tokenize import IGNORED
+from thunder_memsave.finetune.training.loss import MaskKind, loss_of_logits, model_inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedFineTuning(Objective[Batch]):
+    """Trains a transformers causal language model; also on whole texts, which is pre-training."""
+
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("val_loss", "val_perplexity")
+
+    mask: MaskKind
+    length: int
+    """Tokens per row."""
+
+    @override
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        return model_inputs(batch, mask=self.mask)
+
+    @override
+    def loss(self, output: Any, batch: Batch) -> Tensor:
+        return loss_of_logits(output.logits, batch.targets)
+
+    @override
+    def weight(self, batch: Batch) -> Tensor:
+        return (batch.targets != IGNORED).sum()
+
+    @override
+    def blank(self, num_rows: int) -> Batch:
+        rows = Rows(samples=(), places=(), length=self.length, pad_id=0)
+        return rows.lay_out([None] * num_rows)
+
+    @override
+    def blank_output(
+        self, model: Any, num_rows: int, *, autocast: torch.dtype | None
+    ) -> CausalLMOutput:
+        shape = (num_rows, self.length, model.config.get_text_config().vocab_size)
+        dtype = autocast or model.get_output_embeddings().weight.dtype
+        return CausalLMOutput(logits=torch.empty(shape, dtype=dtype, requires_grad=True))
+
+    @override
+    def step_metrics(
+        self, batches: Sequence[Batch], *, weight: float, num_ranks: int
+    ) -> dict[str, float]:
+        num_inputs = sum(batch.input_ids.numel() for batch in batches) * num_ranks
+        return {"num_input_tokens": float(num_inputs), "num_tokens": weight}
+
+    @override
+    def flops_per_token(self, model: Any) -> float | None:
+        # With a mask and positions that are given: to make them, models look at values.
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        with torch.device("meta"):
+            ids = torch.zeros(1, self.length, dtype=torch.long)
+            mask = torch.zeros(1, 1, self.length, self.length, dtype=dtype)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
+        try:
+            flops = training_flops(model, lambda: cast(Tensor, model(**inputs).logits))
+        # The last two are of models that do not take such a mask, or positions.
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            warnings.warn(
+                f"there is no MFU, because the FLOPs of a {type(model).__name__} cannot be counted "
+                f"({error}); give ThroughputMonitor its flops_per_token under 'callbacks'.",
+                stacklevel=2,
+            )
+            return None
+        return flops / self.length
+
+    @override
+    def evaluation(self, sums: Tensor) -> dict[str, float]:
+        metrics = super().evaluation(sums)
+        return {**metrics, "val_perplexity": perplexity(metrics["val_loss"])}
+
+
+def perplexity(loss: float) -> float:
+    """Turn a mean loss per token into a perplexity; infinite where a float ends."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

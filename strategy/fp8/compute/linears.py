@@ -1,0 +1,289 @@
+"""The fp8 linears of one module: their state in it, and what a trace reads of that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thunder_memsave.config import Fp8Config
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen, transpose
+from thunder_memsave.fp8.recipe import Recipe, recipe_of
+from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
+from thunder_memsave.fp8.weights.frozen import FrozenInFp8, scale_inv_of
+from thunder_memsave.fp8.weights.layers import Choice, choose, report
+from thunder_memsave.fp8.weights.loaded import refuse_other_numbers
+from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
+
+STATE_NAME = "fp8_scaling"
+"""Of the submodule of each linear that holds its scaling state, so that checkpoints have it."""
+
+StatePart = Literal[
+    "forward_scale",
+    "forward_amax_history",
+    "backward_scale",
+    "backward_amax_history",
+    "weight",
+    "weight_transposed",
+    "weight_scale_inv",
+]
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Frozen:
+    """A weight that is not trained, in fp8."""
+
+    weight: Tensor
+    weight_scale_inv: Tensor
+    weight_transposed: Tensor | None
+    source: tuple[int, int, torch.dtype]
+    """What tells whether the weight is still what was quantised."""
+
+
+def is_scaling_state(name: str) -> bool:
+    """Whether an entry of a `state_dict` belongs to fp8's scaling state."""
+    return STATE_NAME in name.split(".")
+
+
+def set_up_fp8(
+    module: nn.Module, config: Fp8Config, *, frontend: str, backend: Backend
+) -> Fp8Linears:
+    """Choose the linears of `module` that compute in fp8, and give them their state.
+
+    Args:
+        module: After it was sharded, where it is.
+        config: Which, and how.
+        frontend: That captures the module.
+        backend: That computes.
+
+    Raises:
+        ConfigError: nothing would run in fp8.
+    """
+    choices = choose_linears(module, config, frontend=frontend)
+    _log.info("fp8 by %s: %s", backend, report(choices))
+    return Fp8Linears(module, choices, recipe=recipe_of(config), backend=backend)
+
+
+def choose_linears(module: nn.Module, config: Fp8Config, *, frontend: str) -> tuple[Choice, ...]:
+    """Decide for each linear of `module` whether it computes in fp8, and change nothing.
+
+    Raises:
+        ConfigError: none would, or the frontend cannot tell them apart.
+    """
+    if frontend != "dynamo":
+        raise ConfigError(
+            f"fp8 is set, and strategy.frontend is {frontend!r}, which does not say which module an operation comes "
+            "from; leave fp8 out, or set the frontend to 'dynamo'.",
+            key="fp8",
+        )
+    choices = choose(module, skip_modules=config.skip_modules)
+    if all(c.reason is not None for c in choices):
+        raise ConfigError(
+            f"fp8 is set, but {report(choices)} Leave fp8 out, or change what keeps the linears from it.",
+            key="fp8",
+        )
+    return choices
+
+
+def frozen_in_fp8(
+    module: nn.Module,
+    config: Fp8Config | None,
+    *,
+    frontend: str,
+    data_parallel: DataParallel | None,
+) -> FrozenInFp8 | None:
+    """Choose the frozen weights of `module` of which only fp8 numbers are to be kept; None: all stay as they are.
+
+    Args:
+        module: Before it has values, or before it is sharded.
+        config: What is asked for.
+        frontend: That captures the module.
+        data_parallel: The ranks that will share its parameters.
+
+    Raises:
+        ConfigError: it is asked for, and no weight is frozen, or no linear runs in fp8.
+    """
+    if config is None or config.frozen_weights == "compute":
+        return None
+    choices = choose_linears(module, config, frontend=frontend)
+    return FrozenInFp8(module, choices, recipe=recipe_of(config), data_parallel=data_parallel)
+
+
+class Fp8Linear:
+    """One linear that computes in fp8."""
+
+    def __init__(self, name: str, linear: nn.Linear, recipe: Recipe, backend: Backend) -> None:
+        self.name, self.linear = name, linear
+        self._recipe, self._backend = recipe, backend
+        self._frozen: _Frozen | None = None
+
+    @property
+    def state(self) -> ScalingState | None:
+        """Its scaling state; None where the recipe has none."""
+        state = getattr(self.linear, STATE_NAME, None)
+        assert state is None or isinstance(state, ScalingState)
+        return state
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its weight is not trained."""
+        return not self.linear.weight.requires_grad
+
+    @property
+    def is_kept_in_fp8(self) -> bool:
+        """Whether fp8 numbers are all that there is of its weight."""
+        return unquantized_dtype(self.linear.weight) is not None
+
+    def parts(self, *, training: bool, transposed: bool) -> tuple[StatePart, ...]:
+        """What a trace reads of it.
+
+        Args:
+            training: Whether there is a backward.
+            transposed: Whether a gradient of the input is wanted.
+        """
+        found: list[StatePart] = []
+        if self.state is not None:
+            found += ["forward_scale", "forward_amax_history"]
+            if training:
+                found += ["backward_scale", "backward_amax_history"]
+        if self.is_kept_in_fp8:
+            found.append("weight_scale_inv")
+        # A shard's weight is gathered by the trace, and quantised there.
+        elif self.is_frozen and not is_sharded(self.linear.weight):
+            found += ["weight", "weight_scale_inv"]
+            if transposed:
+                found.append("weight_transposed")
+        return tuple(found)
+
+    def read(self, part: StatePart) -> Tensor:
+        """The tensor as it is now."""
+        if self.is_kept_in_fp8 and part == "weight_scale_inv":
+            tensor = scale_inv_of(self.linear)
+        elif part.startswith("weight"):
+            tensor = getattr(self._quantized(transposed=part == "weight_transposed"), part)
+        else:
+            tensor = getattr(self.state, part)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def take_frozen(self, weight: Tensor, scale_inv: Tensor, transposed: Tensor) -> None:
+        """Use these for the weight that is not trained; for a plan, whose tensors hold nothing that could be cast."""
+        self._frozen = _Frozen(
+            weight=weight,
+            weight_scale_inv=scale_inv,
+            weight_transposed=transposed,
+            source=_source(self.linear.weight),
+        )
+
+    def _quantized(self, *, transposed: bool) -> _Frozen:
+        weight = self.linear.weight
+        source = _source(weight)
+        # Also where the first call is an evaluation: what inference mode makes cannot be saved for a backward.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self._frozen is None or self._frozen.source != source:
+                quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
+                self._frozen = _Frozen(*quantized, weight_transposed=None, source=source)
+            if transposed and self._frozen.weight_transposed is None:
+                self._frozen.weight_transposed = transpose(self._backend, self._frozen.weight)
+            return self._frozen
+
+
+def _source(weight: Tensor) -> tuple[int, int, torch.dtype]:
+    return (weight.data_ptr(), weight._version, weight.dtype)
+
+
+class Fp8Linears:
+    """The fp8 linears of one module, by name."""
+
+    def __init__(
+        self, module: nn.Module, choices: Sequence[Choice], *, recipe: Recipe, backend: Backend
+    ) -> None:
+        """Give each chosen linear its state, unless it has one, as a copy of a module has.
+
+        Raises:
+            ConfigError: a linear has something else of the state's name.
+        """
+        self.choices, self.recipe, self.backend = tuple(choices), recipe, backend
+        self.owner = type(module).__name__
+        self.by_name: dict[str, Fp8Linear] = {}
+        self._was_recorded = False
+        self.on_copy: Callable[[nn.Module, Fp8Linears], None] | None = None
+        """Is told of copies of the module, for they are trained by optimizers of their own."""
+        for choice in choices:
+            if choice.reason is None:
+                linear = module.get_submodule(choice.name)
+                assert isinstance(linear, nn.Linear)
+                _add_state(choice.name, linear, recipe)
+                refuse_other_numbers(linear)
+                self.by_name[choice.name] = Fp8Linear(choice.name, linear, recipe, backend)
+        self._of_name = _of_name(module, self.by_name)
+
+    def find(self, name: str, weight: Tensor) -> Fp8Linear | None:
+        """The linear that computes with this weight in the module of this name; None: it does not compute in fp8.
+
+        Within a linear (its hooks too) that is itself, for its own weight; elsewhere the first one with the weight.
+        """
+        own = [self._of_name[name]] if name in self._of_name else self.by_name.values()
+        return next((f for f in own if f is not None and f.linear.weight is weight), None)
+
+    def note_recorded(self) -> None:
+        """A forward whose amax counts has begun."""
+        self._was_recorded = True
+
+    def update(self, group: dist.ProcessGroup | None) -> None:
+        """Take new scales, once for all forwards since the last time. A collective where amax is reduced.
+
+        Args:
+            group: All ranks that see different data; None: there are no others.
+        """
+        states = [f.state for f in self.by_name.values() if f.state is not None]
+        if not self._was_recorded or not states:
+            return
+        self._was_recorded = False
+        if group is not None:
+            reduce_amax(states, partial(_all_reduce_max, group=group))
+        update_scales(states)
+
+    def for_copy(self, module: nn.Module) -> Fp8Linears:
+        """The same of a copy of the module, whose state was copied with it."""
+        copied = Fp8Linears(module, self.choices, recipe=self.recipe, backend=self.backend)
+        if self.on_copy is not None:
+            self.on_copy(module, copied)
+        return copied
+
+
+def _add_state(name: str, linear: nn.Linear, recipe: Recipe) -> None:
+    if recipe.name != "delayed" or isinstance(getattr(linear, STATE_NAME, None), ScalingState):
+        return
+    if hasattr(linear, STATE_NAME):
+        found = type(getattr(linear, STATE_NAME)).__name__
+        raise ConfigError(
+            f"fp8 keeps the scaling state of {name!r} in its attribute {STATE_NAME!r}, but has a {found} there; "
+            f"rename it, or add {name!r} to fp8.skip_modules.",
+            key="fp8.skip_modules",
+        )
+    linear.add_module(STATE_NAME, ScalingState(recipe, device=linear.weight.device))
+
+
+def _of_name(module: nn.Module, by_name: Mapping[str, Fp8Linear]) -> dict[str, Fp8Linear | None]:
+    """All linears, by every name that the module has for them (a shared one has several); None: not in fp8."""
+    chosen = {id(found.linear): found for found in by_name.values()}
+    names = module.named_modules(remove_duplicate=False)
+    return {name: chosen.get(id(m)) for name, m in names if isinstance(m, nn.Linear)}
+
+
+def _all_reduce_max(tensor: Tensor, *, group: dist.ProcessGroup) -> None:
+    with collective("the largest amax of all ranks", group):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)

@@ -1,0 +1,368 @@
+"""Thunder's operators for a linear in fp8, and their gradients.
+
+Each operator is one function of a backend (`torch_backend.py`, `te_backend.py`). The gradients with respect to the
+input, the weight and the bias are separate operators, so dead-code elimination removes those that nobody wants, and
+with them what they would have saved. The recorded amax is a running maximum: to run an operator once more, in backward
+or for another micro-batch, changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import Any, Literal
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.core.transforms import register_grad
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor
+
+from thunder_memsave.fp8.recipe import Product, Recipe, Role
+from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT
+
+Backend = Literal["torch", "transformer_engine"]
+
+BLOCK = 128
+"""The side of a block of weights, and the length of those of inputs and gradients."""
+
+_MODULES = {"torch": "torch_backend", "transformer_engine": "te_backend"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operators:
+    """The operators of one backend."""
+
+    quantize_delayed: Symbol
+    quantize_current: Symbol
+    quantize_block: Symbol
+    transpose: Symbol
+    gemm: Symbol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computation:
+    """How the linears of a call compute."""
+
+    backend: Backend
+    recipe: Recipe
+    records: bool
+    """Whether amax is recorded: not in evaluation."""
+    is_frozen: bool
+    """Whether the weight is not trained: it is scaled by its own amax."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateProxies:
+    """What a linear reads beside its input and parameters; None: it has no such state."""
+
+    forward_scale: TensorProxy | None = None
+    forward_amax_history: TensorProxy | None = None
+    backward_scale: TensorProxy | None = None
+    backward_amax_history: TensorProxy | None = None
+    weight: TensorProxy | None = None
+    """A frozen weight in fp8, that is kept beside the weight or instead of it; and so are the next two."""
+    weight_transposed: TensorProxy | None = None
+    weight_scale_inv: TensorProxy | None = None
+
+
+@cache
+def operators(backend: Backend) -> Operators:
+    """The operators of `backend`, which is imported when the first of them runs."""
+    executor = OperatorExecutor(f"thunder_memsave_fp8_{backend}", version="0")
+    register_executor(executor)
+
+    def operator(name: str, meta: Callable[..., Any], run: Callable[..., Any]) -> Symbol:
+        run = partial(run, backend)
+        return executor.register_operator(f"fp8_{name}_{backend}", meta=meta, fn=run)
+
+    return Operators(
+        quantize_delayed=operator("quantize_delayed", _per_tensor, _quantize_delayed),
+        quantize_current=operator("quantize_current", _per_tensor, _quantize_current),
+        quantize_block=operator("quantize_block", _per_block, _quantize_block),
+        transpose=operator("transpose", _transposed, _transpose),
+        gemm=operator("gemm", _product, _gemm),
+    )
+
+
+def quantize_frozen(backend: Backend, recipe: Recipe, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a weight that is not trained, by its own amax.
+
+    That is the scale that `delayed` gets to after its first update, but for its margin.
+
+    Args:
+        backend: That will compute with it.
+        recipe: What it is quantised for.
+        weight: Of shape [out, in].
+
+    Returns:
+        It in fp8, and the factor that undoes its scale.
+    """
+    dtype = recipe.dtype("weight")
+    if recipe.name == "block":
+        return _quantize_block(backend, weight, dtype, BLOCK, BLOCK)
+    return _quantize_current(backend, weight, dtype)
+
+
+def transpose(backend: Backend, q: Tensor) -> Tensor:
+    """A quantised matrix with its dims exchanged, contiguous."""
+    return _transpose(backend, q)
+
+
+def fp8_linear(
+    computation: Computation,
+    x: TensorProxy,
+    weight: TensorProxy,
+    bias: TensorProxy | None,
+    state: StateProxies,
+) -> TensorProxy:
+    """Record `x @ weight.t() + bias`, computed in fp8.
+
+    Args:
+        computation: How.
+        x: Of shape [..., in], in the dtype that is computed in.
+        weight: Of shape [out, in]; not read where `state` has it in fp8.
+        bias: Of shape [out].
+        state: Of this linear.
+
+    Returns:
+        Of shape [..., out], in the dtype of `x`.
+    """
+    parts = (
+        state.forward_scale,
+        state.forward_amax_history,
+        state.backward_scale,
+        state.backward_amax_history,
+        state.weight,
+        state.weight_transposed,
+        state.weight_scale_inv,
+    )
+    return _symbol(computation)(x, weight, bias, *parts)
+
+
+def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
+    """Record the weight that fp8 numbers stand for.
+
+    Args:
+        numbers: Of shape [out, in].
+        scale_inv: Of shape [1], or one for each block of 128x128.
+        dtype: Of the result.
+    """
+    factors = scale_inv
+    if len(scale_inv.shape) == 2:
+        down, across = scale_inv.shape
+        blocks = ltorch.reshape(scale_inv, (down, 1, across, 1)).expand(down, BLOCK, across, BLOCK)
+        factors = ltorch.reshape(blocks, (down * BLOCK, across * BLOCK))
+        factors = factors[: numbers.shape[0], : numbers.shape[1]]
+    return ltorch.to(ltorch.to(numbers, dtypes.float32) * factors, dtype)
+
+
+@cache
+def _symbol(computation: Computation) -> Symbol:
+    """One for each way to compute, because Thunder looks gradients up by the symbol."""
+    identity = ("thunder_memsave.fp8_linear", computation)
+
+    def run(x: TensorProxy, *rest: Any) -> TensorProxy:
+        return _Linear(computation, x, *rest).forward()
+
+    def differentiate(x: TensorProxy, *rest: Any) -> TensorProxy:
+        return _Linear(computation, x, *rest).with_gradients()
+
+    symbol = Symbol("fp8_linear", meta=run, id=identity, is_prim=False, _module=ltorch)
+    register_grad(identity, differentiate)
+    return symbol
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    data: TensorProxy
+    scale_inv: TensorProxy
+
+
+class _Linear:
+    """One linear, recorded as operators of a backend."""
+
+    def __init__(
+        self,
+        computation: Computation,
+        x: TensorProxy,
+        weight: TensorProxy,
+        bias: TensorProxy | None,
+        *state: TensorProxy | None,
+    ) -> None:
+        self._recipe, self._records = computation.recipe, computation.records
+        self._is_frozen, self._is_block = computation.is_frozen, computation.recipe.name == "block"
+        self._operators = operators(computation.backend)
+        self._x, self._weight, self._bias = x, weight, bias
+        (
+            self._forward_scale,
+            self._forward_history,
+            self._backward_scale,
+            self._backward_history,
+            self._frozen,
+            self._frozen_transposed,
+            self._frozen_scale_inv,
+        ) = state
+        self._dtype = dtypes.to_torch_dtype(x.dtype)
+
+    def forward(self) -> TensorProxy:
+        return self._product_with(self._quantized_weight(), self._input())
+
+    def with_gradients(self) -> TensorProxy:
+        weight, x = self._quantized_weight(), self._input()
+        result = self._product_with(weight, x)
+        grad = self._rows(prims.get_grad(result))
+        by_rows = self._quantize(grad, "grad")
+        prims.put_grad(self._x, self._grad_input(by_rows, weight))
+        if self._frozen is None:
+            grad_weight = self._grad_weight(grad, by_rows, x)
+            prims.put_grad(self._weight, ltorch.to(grad_weight, self._weight.dtype))
+        if self._bias is not None:
+            prims.put_grad(self._bias, ltorch.to(ltorch.sum(grad, 0), self._bias.dtype))
+        return result
+
+    def _input(self) -> _Quantized:
+        return self._quantize(self._rows(self._x), "input")
+
+    def _product_with(self, weight: _Quantized, x: _Quantized) -> TensorProxy:
+        bias = None if self._bias is None else ltorch.to(self._bias, self._x.dtype)
+        return self._like_input(self._gemm("forward", x, weight, bias))
+
+    def _grad_input(self, grad: _Quantized, weight: _Quantized) -> TensorProxy:
+        transposed = self._frozen_transposed
+        if transposed is None:
+            transposed = self._operators.transpose(weight.data)
+        by_columns = _Quantized(transposed, self._scale_of_transposed(weight.scale_inv))
+        return self._like_input(self._gemm("grad_input", grad, by_columns))
+
+    def _grad_weight(self, grad: TensorProxy, by_rows: _Quantized, x: _Quantized) -> TensorProxy:
+        if self._is_block:  # blocks of rows are no blocks of columns
+            columns = [ltorch.transpose(t, 0, 1).contiguous() for t in (grad, self._rows(self._x))]
+            return self._gemm(
+                "grad_weight",
+                self._quantize(columns[0], "grad"),
+                self._quantize(columns[1], "input"),
+            )
+        columns_of = self._operators.transpose
+        return self._gemm(
+            "grad_weight",
+            _Quantized(columns_of(by_rows.data), by_rows.scale_inv),
+            _Quantized(columns_of(x.data), x.scale_inv),
+        )
+
+    def _gemm(
+        self, which: Product, a: _Quantized, b: _Quantized, bias: TensorProxy | None = None
+    ) -> TensorProxy:
+        fast = self._recipe.use_fast_accum(which)
+        return self._operators.gemm(
+            a.data, a.scale_inv, b.data, b.scale_inv, bias, self._dtype, fast
+        )
+
+    def _quantized_weight(self) -> _Quantized:
+        if self._frozen is not None:
+            assert self._frozen_scale_inv is not None
+            return _Quantized(self._frozen, self._frozen_scale_inv)
+        return self._quantize(self._weight, "weight")
+
+    def _quantize(self, value: TensorProxy, role: Role) -> _Quantized:
+        operators, dtype = self._operators, self._recipe.dtype(role)
+        if self._is_block:
+            rows = BLOCK if role == "weight" else 1
+            return _Quantized(*operators.quantize_block(value, dtype, rows, BLOCK))
+        if self._recipe.name == "current" or (role == "weight" and self._is_frozen):
+            return _Quantized(*operators.quantize_current(value, dtype))
+        scale, history = self._forward_scale, self._forward_history
+        if role == "grad":
+            scale, history = self._backward_scale, self._backward_history
+        column = {"input": INPUT, "weight": WEIGHT, "grad": GRAD}[role]
+        return _Quantized(
+            *operators.quantize_delayed(value, scale, history, column, dtype, self._records)
+        )
+
+    def _rows(self, value: TensorProxy) -> TensorProxy:
+        """As a contiguous matrix."""
+        rows = math.prod(value.shape[:-1])
+        return ltorch.reshape(value, (rows, value.shape[-1]))
+
+    def _like_input(self, rows: TensorProxy) -> TensorProxy:
+        """A product in the shape of the input but for the last dim."""
+        return ltorch.reshape(rows, (*self._x.shape[:-1], rows.shape[-1]))
+
+    def _scale_of_transposed(self, scale_inv: TensorProxy) -> TensorProxy:
+        if not self._is_block:
+            return scale_inv
+        return ltorch.transpose(scale_inv, 0, 1).contiguous()
+
+
+def _backend(name: Backend) -> ModuleType:
+    return importlib.import_module(f"thunder_memsave.fp8.kernels.{_MODULES[name]}")
+
+
+def _per_tensor(x: TensorProxy, *arguments: Any) -> tuple[TensorProxy, TensorProxy]:
+    dtype = next(a for a in arguments if isinstance(a, torch.dtype))
+    scale_inv = TensorProxy(shape=(1,), device=x.device, dtype=dtypes.float32)
+    return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), scale_inv
+
+
+def _quantize_delayed(
+    backend: Backend,
+    x: Tensor,
+    scale: Tensor,
+    amax_history: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    records: bool,
+) -> tuple[Tensor, Tensor]:
+    # `data` has a version of its own: autograd would refuse the backward of an earlier micro-batch.
+    return _backend(backend).quantize_delayed(  # type: ignore[no-any-return]
+        x, scale, amax_history.data, index, dtype, records
+    )
+
+
+def _quantize_current(backend: Backend, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _backend(backend).quantize_current(x, dtype)  # type: ignore[no-any-return]
+
+
+def _per_block(
+    x: TensorProxy, dtype: torch.dtype, block_rows: int, block_cols: int
+) -> tuple[TensorProxy, TensorProxy]:
+    blocks = (-(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols))
+    scale_inv = TensorProxy(shape=blocks, device=x.device, dtype=dtypes.float32)
+    return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), scale_inv
+
+
+def _quantize_block(
+    backend: Backend, x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int
+) -> tuple[Tensor, Tensor]:
+    return _backend(backend).quantize_block(x, dtype, block_rows, block_cols)  # type: ignore[no-any-return]
+
+
+def _transposed(q: TensorProxy) -> TensorProxy:
+    return TensorProxy(like=q, shape=(q.shape[1], q.shape[0]))
+
+
+def _transpose(backend: Backend, q: Tensor) -> Tensor:
+    return _backend(backend).transpose(q)  # type: ignore[no-any-return]
+
+
+def _product(
+    a: TensorProxy,
+    a_scale_inv: TensorProxy,
+    b: TensorProxy,
+    b_scale_inv: TensorProxy,
+    bias: TensorProxy | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> TensorProxy:
+    return TensorProxy(like=a, shape=(a.shape[0], b.shape[0]), dtype=dtypes.to_dtype(out_dtype))
+
+
+def _gemm(backend: Backend, *arguments: Any) -> Tensor:
+    return _backend(backend).gemm(*arguments)  # type: ignore[no-any-return]

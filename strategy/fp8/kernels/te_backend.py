@@ -1,0 +1,294 @@
+"""The fp8 operations of a linear on plain tensors, by TransformerEngine: quantise, transpose, multiply.
+
+The same functions as `torch_backend.py`. TransformerEngine's quantisers and GEMM are called without its modules and its
+autograd, so what backward needs are plain tensors; its schedule of scales is not used: state is given by the caller. It
+is imported when the first function runs. Its kernels look for data, so on FakeTensors, which have none, PyTorch's
+operators say what is made, read and written.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thunder_memsave.aten_record import once_through_memory
+from thunder_memsave.compat.foreign_messages import first_line
+from thunder_memsave.config import ConfigError
+from thunder_memsave.fp8.kernels.torch_backend import whole_rows
+from thunder_memsave.fp8.kernels.torch_support import HOPPER, Chip, chip_of, dotted
+
+BLOCK = 128
+"""The side of a block; TransformerEngine knows no other."""
+
+MIN_VERSION = Version("2.10")
+"""Before, its GEMM wants a workspace from its caller."""
+
+_MIN_VERSION_OF_BLOCKS = Version("2.12")
+"""Before, tensors whose blocks have scales want to be told in which of two formats they are."""
+
+DEVICE_TYPES = frozenset({"cuda"})
+"""Where its kernels run."""
+
+_SCALES_MULTIPLE = 4
+"""cuBLAS reads the scales of blocks in rows of so many."""
+
+
+def quantize_delayed(
+    x: Tensor, scale: Tensor, amax_history: Tensor, index: int, dtype: torch.dtype, records: bool
+) -> tuple[Tensor, Tensor]:
+    """Cast with a scale from earlier steps, and note the amax for later ones: `torch_backend.quantize_delayed`."""
+    # The kernel takes the maximum of what is there and what it sees, where it is told to.
+    amax = amax_history[0, index : index + 1] if records else torch.zeros_like(scale[:1])
+    if isinstance(x, FakeTensor):
+        amax.copy_(amax)
+        return _made(x, dtype, (1,))
+    library = _library()
+    quantizer = library.tensor.Float8Quantizer(
+        scale[index], amax, library.dtypes[dtype], rowwise=True, columnwise=False
+    )
+    return _per_tensor(x, quantizer, dtype)
+
+
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cast with the scale that x's own amax gives: `torch_backend.quantize_current`."""
+    if isinstance(x, FakeTensor):
+        return _made(x, dtype, (1,))
+    library = _library()
+    quantizer = library.tensor.Float8CurrentScalingQuantizer(
+        library.dtypes[dtype],
+        device=x.device,
+        rowwise=True,
+        columnwise=False,
+        force_pow_2_scales=force_pow_2_scales,
+        amax_epsilon=amax_epsilon,
+    )
+    return _per_tensor(x, quantizer, dtype)
+
+
+def quantize_block(
+    x: Tensor,
+    dtype: torch.dtype,
+    block_rows: int,
+    block_cols: int = BLOCK,
+    amax_epsilon: float = 0.0,
+    force_pow_2_scales: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Cast each block with the scale that the block's own amax gives: `torch_backend.quantize_block`."""
+    assert (block_rows, block_cols) in ((1, BLOCK), (BLOCK, BLOCK)), "there are no other kernels"
+    down, across = -(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols)
+    if isinstance(x, FakeTensor):
+        return _made(x, dtype, (down, across))
+    library = _library()
+    quantizer = library.tensor.Float8BlockQuantizer(
+        library.dtypes[dtype],
+        rowwise=True,
+        columnwise=False,
+        amax_epsilon=amax_epsilon,
+        force_pow_2_scales=force_pow_2_scales,
+        block_scaling_dim=1 if block_rows == 1 else 2,
+    )
+    quantizer.internal = True
+    quantized = library.extension.quantize(x, quantizer)
+    scales = quantized._rowwise_scale_inv
+    if block_rows == 1:
+        scales = scales.t()  # the kernel writes them along the columns
+    real = scales[:down, :across]
+    return quantized._rowwise_data.view(
+        dtype
+    ), real if real.numel() == scales.numel() else real.contiguous()
+
+
+def transpose(q: Tensor) -> Tensor:
+    """Copy `[rows, columns]` to `[columns, rows]`: `torch_backend.transpose`."""
+    if isinstance(q, FakeTensor):
+        return q.t().contiguous()
+    library = _library()
+    copied = library.extension.fp8_transpose(q.view(torch.uint8), library.dtypes[q.dtype])
+    return copied.view(q.dtype)  # type: ignore[no-any-return]
+
+
+def gemm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Multiply `a @ b.t() + bias`: `torch_backend.gemm`."""
+    # The kernel would read the bias of a float32 result as bfloat16.
+    added_later = bias if out_dtype == torch.float32 else None
+    fused = None if bias is None or added_later is not None else bias.to(out_dtype)
+    if isinstance(a, FakeTensor):
+        one = a_scale_inv.flatten().narrow(0, 0, 1)
+        product = torch._scaled_mm(
+            whole_rows(a), whole_rows(b).t(), scale_a=one, scale_b=one, out_dtype=out_dtype
+        )
+    else:
+        product, *_ = _library().general_gemm(
+            _operand(b, b_scale_inv),
+            _operand(a, a_scale_inv),
+            out_dtype=out_dtype,
+            layout="TN",
+            bias=fused,
+            use_split_accumulator=not use_fast_accum,
+        )
+    return product if added_later is None else product.add_(added_later)
+
+
+def why_not(recipe: str, device: torch.device) -> str | None:
+    """What keeps TransformerEngine from computing in `recipe` on `device`; None: nothing does."""
+    try:
+        library = _library()
+    except ConfigError as error:
+        return str(error)
+    if device.type not in DEVICE_TYPES:
+        return f"TransformerEngine computes on CUDA devices, and the model is on {device.type}"
+    asked = _SUPPORT.get(recipe)
+    if asked is None:
+        return _other_recipes()
+    version = _installed_version()
+    if recipe == "block" and version < _MIN_VERSION_OF_BLOCKS:
+        return (
+            f"TransformerEngine {version} is installed, whose tensors with scales of blocks are of another format: "
+            f"`pip install 'transformer-engine[pytorch]>={_MIN_VERSION_OF_BLOCKS}'`, or set `fp8.recipe: current`"
+        )
+    is_there, reason = getattr(library.pytorch, asked)(return_reason=True)
+    return (
+        None
+        if is_there
+        else f"{chip_of(device)} cannot compute it: TransformerEngine says {reason!r}"
+    )
+
+
+def why_not_on(chip: Chip | None, recipe: str) -> str | None:
+    """The same for a chip that need not be here, as far as that is known without TransformerEngine; None: a CPU."""
+    if chip is None:
+        return "TransformerEngine computes on CUDA devices: set `fp8.backend: torch`"
+    if recipe not in _SUPPORT:
+        return _other_recipes()
+    if recipe == "block" and chip.capability < HOPPER:
+        return (
+            f"TransformerEngine computes it from compute capability {dotted(HOPPER)} (Hopper) on, and there is {chip}: "
+            "set `fp8.recipe: current`"
+        )
+    return None
+
+
+def _other_recipes() -> str:
+    return f"thunder_memsave computes {', '.join(_SUPPORT)} with TransformerEngine: choose one of these recipes"
+
+
+_SUPPORT = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "block": "is_fp8_block_scaling_available",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Library:
+    """The pieces of TransformerEngine that are called."""
+
+    pytorch: ModuleType
+    tensor: ModuleType
+    extension: ModuleType
+    general_gemm: Any
+    dtypes: dict[torch.dtype, Any]
+
+
+@functools.cache
+def _library() -> _Library:
+    version = _installed_version()
+    try:
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        return _Library(
+            pytorch=pytorch,
+            tensor=importlib.import_module("transformer_engine.pytorch.tensor"),
+            extension=importlib.import_module("transformer_engine_torch"),
+            general_gemm=importlib.import_module(
+                "transformer_engine.pytorch.cpp_extensions"
+            ).general_gemm,
+            dtypes=importlib.import_module("transformer_engine.pytorch.constants").TE_DType,
+        )
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise ConfigError(
+            f"TransformerEngine {version} is installed, but cannot be loaded with PyTorch {torch.__version__} "
+            f"({type(error).__name__}: {first_line(error)}): install its extension, built for this PyTorch, with "
+            f"`pip install --no-build-isolation 'transformer-engine[pytorch]=={version}'`"
+        ) from error
+
+
+def _installed_version() -> Version:
+    imported = sys.modules.get("transformer_engine")
+    try:
+        version = Version(
+            importlib.metadata.version("transformer_engine")
+            if imported is None
+            else imported.__version__
+        )
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            "TransformerEngine is not installed: `pip install 'thunder-memsave[te]'` does so"
+        ) from None
+    if version < MIN_VERSION:
+        raise ConfigError(
+            f"TransformerEngine {version} is installed, and {MIN_VERSION} or newer is needed, whose GEMM has a "
+            "workspace of its own: `pip install --upgrade 'thunder-memsave[te]'`"
+        )
+    return version
+
+
+def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    quantizer.internal = True  # no tensor subclass, which autograd would know
+    quantized = _library().extension.quantize(x, quantizer)
+    return quantized._data.view(dtype), quantized._scale_inv.reshape(1)
+
+
+def _made(x: Tensor, dtype: torch.dtype, scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Results without data, in layouts of the kernels, which are one each."""
+    q = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    with once_through_memory(x, q):
+        q.copy_(x)
+    if len(scales) == 2 and scales[0] == x.shape[0]:  # of blocks of one row: along the columns
+        return q, x.new_empty(scales[::-1], dtype=torch.float32).t()
+    return q, x.new_empty(scales, dtype=torch.float32)
+
+
+def _operand(q: Tensor, scale_inv: Tensor) -> Any:
+    """What the GEMM knows as a quantised matrix, over the memory of plain tensors."""
+    library = _library()
+    # A gradient of a weight is summed over rows of any number ("Caller must pad.", says cublaslt_gemm.cu).
+    data, dtype = whole_rows(q).view(torch.uint8), library.dtypes[q.dtype]
+    if scale_inv.dim() < 2:
+        return library.tensor.Float8TensorStorage(
+            data=data, fp8_scale_inv=scale_inv, fp8_dtype=dtype, data_transpose=None, quantizer=None
+        )
+    of_rows = scale_inv.shape[0] == q.shape[0]
+    return library.tensor.Float8BlockwiseQTensorStorage(
+        rowwise_data=data,
+        rowwise_scale_inv=_in_whole_rows(scale_inv.t() if of_rows else scale_inv),
+        columnwise_data=None,
+        columnwise_scale_inv=None,
+        fp8_dtype=dtype,
+        quantizer=None,
+        is_2D_scaled=not of_rows,
+    )
+
+
+def _in_whole_rows(scales: Tensor) -> Tensor:
+    missing = -scales.shape[1] % _SCALES_MULTIPLE
+    return torch.nn.functional.pad(scales, (0, missing)).contiguous()

@@ -1,0 +1,123 @@
+"""Which linears of a module run in fp8, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from thunder_memsave.settings.section import ConfigError, suggestion
+from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
+
+FEATURE_MULTIPLE = 16
+"""Of a linear's in and out features: fp8 kernels read whole 16 bytes (cuBLASLt, and TransformerEngine's
+`assert_dim_for_fp8_exec`). On the CPU too, so that plans and runs agree across devices."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DEFAULT_SKIPPED = "lm_head"
+_NUM_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Whether one linear runs in fp8."""
+
+    name: str
+    """Dotted, in the module that was asked about."""
+    reason: str | None
+    """Why it does not; None: it does."""
+
+
+def choose(module: nn.Module, *, skip_modules: Sequence[str]) -> tuple[Choice, ...]:
+    """Decide for each linear of `module`, in its order.
+
+    Args:
+        module: The model.
+        skip_modules: Names of modules, or patterns such as `*.gate`, whose linears stay as they are: the whole dotted
+            name, or its end, such as `lm_head`.
+
+    Raises:
+        ConfigError: a pattern names no module of this model.
+    """
+    _refuse_idle_patterns(module, skip_modules)
+    return tuple(
+        Choice(name=name, reason=_why_not(name, linear, skip_modules))
+        for name, linear in module.named_modules()
+        if isinstance(linear, nn.Linear)
+    )
+
+
+def report(choices: Sequence[Choice]) -> str:
+    """What was chosen, in one paragraph: how many run in fp8, and which do not for which reason."""
+    chosen, others = by_reason(choices)
+    lines = [f"{len(chosen)} of {len(choices)} linears run in fp8"]
+    lines += [f"not {shown(names, _NUM_SHOWN)}: {reason}" for reason, names in others.items()]
+    return "; ".join(lines) + "."
+
+
+def by_reason(choices: Sequence[Choice]) -> tuple[list[str], dict[str, list[str]]]:
+    """The names of those that run in fp8, and those of the others by the reason why they do not."""
+    chosen = [c.name for c in choices if c.reason is None]
+    others: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.reason is not None:
+            others.setdefault(choice.reason, []).append(choice.name)
+    return chosen, others
+
+
+def shown(names: Sequence[str], num_shown: int) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - num_shown
+    first = ", ".join(names[:num_shown])
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str]) -> str | None:
+    if (pattern := next((p for p in patterns if _names(p, name)), None)) is not None:
+        return f"skip_modules has {pattern!r}"
+    if type(linear) is not nn.Linear:
+        return f"it is a {type(linear).__name__}, which may compute otherwise than nn.Linear"
+    if "weight" not in linear._parameters:
+        return "its weight is computed (spectral_norm or the like), not a parameter of its own"
+    kept_as = unquantized_dtype(linear.weight) or linear.weight.dtype
+    if kept_as not in _DTYPES:
+        dtype = str(kept_as).removeprefix("torch.")
+        return f"its weight is {dtype}, and fp8 is for float32, bfloat16 and float16"
+    features = (linear.in_features, linear.out_features)
+    if any(n % FEATURE_MULTIPLE for n in features):
+        return f"{features[0]} -> {features[1]} features are no multiples of {FEATURE_MULTIPLE}"
+    return None
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a pattern names the module or one around it, by the whole name or its end."""
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+        for name in _with_ancestors(module)
+    )
+
+
+def _with_ancestors(module: str) -> Iterator[str]:
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _refuse_idle_patterns(module: nn.Module, patterns: Sequence[str]) -> None:
+    names = [name for name, _ in module.named_modules() if name]
+    for pattern in patterns:
+        if pattern != _DEFAULT_SKIPPED and not any(_names(pattern, name) for name in names):
+            raise ConfigError(
+                f"fp8.skip_modules has {pattern!r}, which names no module of this model; '*' stands for any part of "
+                f"a name{suggestion(pattern, _ends(names, pattern))}",
+                key="fp8.skip_modules",
+            )
+
+
+def _ends(names: Sequence[str], pattern: str) -> list[str]:
+    """The ends of names that have as many parts as the pattern."""
+    num_parts = pattern.count(".") + 1
+    return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))

@@ -1,0 +1,9 @@
+"""From a call of a module to a Thunder trace.
+
+In: a module, a method's name and the arguments of one call. Out: guards, and a trace that was checked against eager.
+Importing the package imports Thunder.
+"""
+
+from thunder_memsave import compat
+
+compat.apply()

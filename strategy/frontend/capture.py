@@ -1,0 +1,382 @@
+"""Captures one call of a module method as an FX graph, together with the guards that say when it may be used again.
+
+The functions used are private to torch; the import block below is the only place that names them, and
+`tests/frontend/test_capture.py` has the canary. Dynamo's own `export` throws the guards away, which would run a stale
+graph after an attribute flip; here they are kept and checked on every call (about 2 us per 25 guards).
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch._dynamo.config as dynamo_config
+from torch import Tensor, nn
+from torch._dynamo.convert_frame import _get_frame, fullgraph_capture, get_traced_fn
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.types import GuardFilterEntry
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+from thunder_memsave.errors import CaptureError, user_frame
+from thunder_memsave.frontend.returned_weights import returned_from_graph
+from thunder_memsave.sharding.rows import whole_shape
+from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
+
+_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "specialize_int": True,
+        "specialize_float": True,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        # Dynamo does not look at hooks of submodules again unless told to.
+        "skip_nnmodule_hook_guards": False,
+    }
+)
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """One placeholder of the captured graph."""
+
+    kind: Literal["parameter", "buffer", "user"]
+    name: str
+    """Dotted name in the module; the placeholder's name for user inputs."""
+    tensor: Tensor
+    """The parameter or buffer itself; a user input's FakeTensor (its data is not kept)."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the graph reads the tensor as it is: neither this rank's rows, nor fp8 numbers of a weight."""
+        return self.kind != "parameter" or not _has_stand_in(self.tensor)
+
+
+@dataclass(slots=True)
+class Capture:
+    """A captured graph, valid for every call that `matches`."""
+
+    graph: torch.fx.GraphModule
+    inputs: Sequence[GraphInput]
+    reason: str
+    """Why the call was captured: `first call`, or the guard that failed."""
+    grad_enabled: bool
+    _guards: Any
+    _make_callable: Callable[[Callable[..., Any]], Callable[..., Any]]
+    _sharded: tuple[_ShardedSlot, ...] = field(default=(), repr=False)
+    _mode_of: nn.Module | None = field(default=None, repr=False)
+    in_training_mode: bool = True
+    """Of the module whose method was called, then."""
+
+    @property
+    def training(self) -> bool:
+        """Whether there is anything to differentiate."""
+        return self.grad_enabled and any(i.tensor.requires_grad for i in self.inputs)
+
+    def matches(self, call: Call) -> bool:
+        """Whether the graph is what tracing `call` now would give."""
+        return (
+            self._parameters_unchanged()
+            and self._mode_unchanged()
+            and bool(self._guards.check(call.frame_locals))
+        )
+
+    def why_not(self, call: Call) -> str:
+        """The first reason why `matches` is False, in one line."""
+        if not self._parameters_unchanged():
+            return "requires_grad, dtype, device, sharding or tying of a parameter changed"
+        if not self._mode_unchanged():
+            return "train or eval mode of the module changed"
+        result = self._guards.check_verbose(call.frame_locals)
+        parts = result.verbose_code_parts
+        return parts[0].split("  #")[0].strip() if parts else "a guard failed"
+
+    def callable(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
+        """The method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
+        return self._make_callable(run_graph)
+
+    def _mode_unchanged(self) -> bool:
+        """Dynamo guards it only where the code reads it; without gradients it decides nothing else."""
+        return (
+            self._mode_of is None
+            or not self.training
+            or self._mode_of.training is self.in_training_mode
+        )
+
+    def _parameters_unchanged(self) -> bool:
+        now = [slot.parameters.get(slot.name) for slot in self._sharded]
+        return all(
+            p is not None
+            and is_sharded(p) is slot.is_sharded
+            and p is now[slot.same_as]
+            and p.requires_grad is slot.requires_grad
+            and p.dtype is slot.dtype
+            and p.device == slot.device
+            for p, slot in zip(now, self._sharded, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedSlot:
+    """Where a module keeps a parameter that is not the whole weight, and what the capture assumes of it."""
+
+    parameters: Mapping[str, nn.Parameter | None]
+    name: str
+    same_as: int
+    """The first slot that held the same parameter: tied weights are one input of the graph."""
+    requires_grad: bool
+    dtype: torch.dtype
+    device: torch.device
+    is_sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a method, as Dynamo sees it."""
+
+    target: Method
+    """The module itself for `forward` (its hooks are traced too), else the bound method."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    frame_locals: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, target: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Bind the arguments.
+
+        Raises:
+            TypeError: as calling the method would.
+            CaptureError: what runs is not a Python function.
+        """
+        try:
+            frame = _get_frame(target, args, dict(kwargs))
+        except RuntimeError as error:
+            raise CaptureError(
+                f"{type(target).__name__} cannot be captured: {error}. Its forward must be a function or a method."
+            ) from error
+        return cls(target, args, kwargs, frame.locals)
+
+
+def capture(
+    module: nn.Module,
+    call: Call,
+    *,
+    reason: str,
+    is_guarded: bool = True,
+    is_of_mode: bool = False,
+) -> Capture:
+    """Trace `call` of a method of `module` into one graph.
+
+    Sharded parameters, and those of which only fp8 numbers are kept, are swapped for storage-less tensors of full shape
+    and of the weight's own dtype while tracing, so the graph has full shapes and nothing is gathered. Their guards
+    would compare those with what is kept: they are left out; `Capture.matches` checks what they would have checked.
+
+    Args:
+        module: Whose method is called.
+        call: With its arguments.
+        reason: Why it is captured.
+        is_guarded: Whether other calls will be asked whether they match; guards take a third of the time.
+        is_of_mode: Whether `train` and `eval` make a difference besides what the code of the module does by them.
+
+    Raises:
+        CaptureError: the method cannot be one graph; names the user's file and line.
+    """
+    grad_enabled = torch.is_grad_enabled()
+    with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
+        with returned_from_graph(originals):
+            output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
+        if output.backend_input is None:
+            raise CaptureError(
+                f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
+            )
+        guards = _build_guards(output, call, swapped=originals) if is_guarded else None
+        make_callable = _callable_maker(output, call)
+        flat = _flat_inputs(make_callable, call)
+        _refuse_rows(flat, call)
+    graph = output.backend_input.graph_module
+    inputs = _name_inputs(module, graph, [originals.get(id(t), t) for t in flat])
+    return Capture(
+        graph=graph,
+        inputs=inputs,
+        reason=reason,
+        grad_enabled=grad_enabled,
+        _guards=guards,
+        _make_callable=make_callable,
+        _sharded=_sharded_slots(module, used={id(i.tensor) for i in inputs}),
+        _mode_of=module if is_of_mode else None,
+        in_training_mode=module.training,
+    )
+
+
+def _sharded_slots(module: nn.Module, *, used: Collection[int]) -> tuple[_ShardedSlot, ...]:
+    first: dict[int, int] = {}
+    slots: list[_ShardedSlot] = []
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None and _has_stand_in(p) and id(p) in used:
+                same_as = first.setdefault(id(p), len(slots))
+                state = (p.requires_grad, p.dtype, p.device, is_sharded(p))
+                slots.append(_ShardedSlot(owner._parameters, name, same_as, *state))
+    return tuple(slots)
+
+
+def _callable_maker(output: Any, call: Call) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Dynamo's bytecode, to be bound to the function that runs the graph.
+
+    Keeps neither `output` nor `call`: they hold the first batch.
+    """
+    environment = output.graph_capture_output.get_runtime_env()
+    backend_id = output.backend_input.backend_id
+    # torch 2.11 wants to see the builtins among the globals too.
+    known = {**vars(builtins), **output.graph_capture_output.f_globals}
+    instance = get_traced_fn(call.target)[1]
+
+    def make_callable(run_graph: Callable[..., Any]) -> Callable[..., Any]:
+        forward = environment.forward_callable(backend_id, run_graph, extra_globals=known)
+        return forward if instance is None else forward.__get__(instance)  # type: ignore[no-any-return]
+
+    return make_callable
+
+
+class _InputsSeen(BaseException):
+    """Carries the graph inputs out of Dynamo's bytecode before anything runs."""
+
+
+def _flat_inputs(
+    make_callable: Callable[[Callable[..., Any]], Callable[..., Any]], call: Call
+) -> list[Tensor]:
+    flat: list[Tensor] = []
+
+    def record(*inputs: Tensor) -> None:
+        flat.extend(inputs)
+        raise _InputsSeen
+
+    # The bytecode may set the grad mode around the graph, and is left before it can set it back.
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            make_callable(record)(*call.args, **call.kwargs)
+        except _InputsSeen:
+            return flat
+    raise AssertionError("Dynamo's bytecode did not call the graph")
+
+
+def _refuse_rows(flat: Sequence[Tensor], call: Call) -> None:
+    """Raise where a shard has come in by another way than the module's parameters: a list, a closure, an argument."""
+    for tensor in flat:
+        if is_sharded(tensor):
+            name = vars(tensor)["_parameter_name"]
+            raise CaptureError(
+                f"{_describe(call)} reads the sharded parameter {name!r} from elsewhere than a module's parameters, "
+                "such as a list, an argument or another model, where it would be this rank's rows. Read it as an "
+                "attribute of the module that holds it, or use nn.ParameterList."
+            )
+
+
+def _name_inputs(
+    module: nn.Module, graph: torch.fx.GraphModule, flat: Sequence[Tensor]
+) -> list[GraphInput]:
+    parameters = {id(p): name for name, p in module.named_parameters()}
+    buffers = {id(b): name for name, b in module.named_buffers()}
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == len(flat), "one value per placeholder"
+    inputs: list[GraphInput] = []
+    for node, tensor in zip(placeholders, flat, strict=True):
+        if (name := parameters.get(id(tensor))) is not None:
+            inputs.append(GraphInput("parameter", name, tensor))
+        elif (name := buffers.get(id(tensor))) is not None:
+            inputs.append(GraphInput("buffer", name, tensor))
+        else:
+            inputs.append(GraphInput("user", node.name, node.meta["example_value"]))
+    return inputs
+
+
+@contextmanager
+def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Swap shards and fp8 numbers for storage-less weights of full shape; yields id(stand-in) -> original."""
+    stand_ins: dict[int, nn.Parameter] = {}
+    swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    originals: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None and _has_stand_in(p):
+                stand_in = stand_ins.setdefault(id(p), _storage_less(p))
+                originals[id(stand_in)] = p
+                swapped.append((owner._parameters, name, p))
+                owner._parameters[name] = stand_in
+    try:
+        yield originals
+    finally:
+        for parameters, name, p in swapped:
+            parameters[name] = p
+
+
+def _has_stand_in(p: Tensor) -> bool:
+    """Whether the graph is to see another tensor than what is kept: the whole weight, in its own dtype."""
+    return is_sharded(p) or unquantized_dtype(p) is not None
+
+
+def _storage_less(p: nn.Parameter) -> nn.Parameter:
+    full = torch.empty(whole_shape(p), dtype=unquantized_dtype(p) or p.dtype, device=p.device)
+    full.untyped_storage().resize_(0)
+    return nn.Parameter(full, requires_grad=p.requires_grad)
+
+
+@contextmanager
+def _dynamo_settings() -> Iterator[None]:
+    with (
+        warnings.catch_warnings(),
+        dynamo_config.patch(**_SETTINGS, ignore_logging_functions=_logging_functions()),
+        get_metrics_context(),
+        dynamo_timed("thunder_memsave_capture"),
+    ):
+        # Dynamo makes an instance of the class to trace a custom autograd function.
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        yield
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """Every method of `logging.Logger`, those that libraries add too: a call of one would be a graph break."""
+    methods = (getattr(logging.Logger, name) for name in dir(logging.Logger))
+    return {warnings.warn, *(m for m in methods if callable(m) and not isinstance(m, type))}
+
+
+def _build_guards(output: Any, call: Call, *, swapped: Mapping[int, nn.Parameter]) -> Any:
+    def keep(entries: Sequence[GuardFilterEntry]) -> list[bool]:
+        return [id(entry.value) not in swapped for entry in entries]
+
+    hooks = Hooks(guard_filter_fn=keep) if swapped else None
+    code = get_traced_fn(call.target)[0].__code__
+    return output.graph_capture_output.build_guards(code, hooks=hooks).guard_manager
+
+
+@contextmanager
+def _errors_name_user_code(call: Call) -> Iterator[None]:
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise CaptureError(_capture_message(call, error)) from error
+
+
+def _capture_message(call: Call, error: TorchDynamoException) -> str:
+    where = user_frame(getattr(error, "real_stack", None))
+    what = str(error.msg if isinstance(error, Unsupported) else error).strip().splitlines()
+    summary = " ".join(line.strip() for line in what[:3] if line.strip())
+    return (
+        f"{_describe(call)} cannot be captured as one graph: {summary} (at {where}). "
+        "Move that code out of the compiled method, or make it independent of tensor values; "
+        "strategy.frontend: interpreter traces the Python code instead, at a higher cost."
+    )
+
+
+def _describe(call: Call) -> str:
+    fn, instance = get_traced_fn(call.target)
+    owner = type(instance).__name__ if instance is not None else type(call.target).__name__
+    return f"{owner}.{fn.__name__}"

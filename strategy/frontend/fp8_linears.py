@@ -1,0 +1,150 @@
+"""Lowers the nodes of a captured graph that are linears in fp8."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.proxies import TensorProxy
+from torch import Tensor, fx
+from torch.nn.functional import linear
+
+from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, StatePart
+from thunder_memsave.fp8.compute.symbols import (
+    Computation,
+    StateProxies,
+    dequantized,
+    fp8_linear,
+)
+from thunder_memsave.fp8.weights.frozen import refuse_trained_again
+from thunder_memsave.frontend.capture import Capture
+from thunder_memsave.frontend.fx_nodes import node_callable, value_needs_grad
+from thunder_memsave.ops.location import module_name
+from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
+
+_log = logging.getLogger(__name__)
+
+
+class LinearNodes:
+    """The nodes of one graph that compute in fp8, and the state that its trace reads for them."""
+
+    def __init__(self, linears: Fp8Linears, capture: Capture, target: torch.device | None) -> None:
+        """`target`: where every tensor is taken to be, for a plan; None: where it is."""
+        self._linears, self._capture, self._target = linears, capture, target
+        self._records = capture.training and capture.in_training_mode
+        self._linear_of = dict(_found(linears, capture))
+        if capture.training and not self._records:
+            self._warn_of_eval_mode()
+        read = {id(i.tensor) for i in capture.inputs}
+        self._kept = [f for f in linears.by_name.values() if f.is_kept_in_fp8]
+        for kept in self._kept:
+            refuse_trained_again(kept.name, kept.linear.weight)
+        self._parts = {
+            found.name: found.parts(
+                training=capture.training, transposed=self._has_input_gradient(found)
+            )
+            for found in self._linear_of.values()
+        }
+        for kept in self._kept:  # their weights are read by something else
+            if kept.name not in self._parts and id(kept.linear.weight) in read:
+                self._parts[kept.name] = ("weight_scale_inv",)
+        self._proxies: dict[str, StateProxies] = {}
+
+    def proxies(self) -> tuple[TensorProxy, ...]:
+        """Make the arguments that stand for the state, in the order of `tensors`."""
+        made: list[TensorProxy] = []
+        for name, parts in self._parts.items():
+            linear = self._linears.by_name[name]
+            own = {part: self._proxy(linear, part, len(made) + i) for i, part in enumerate(parts)}
+            self._proxies[name] = StateProxies(**own)
+            made += own.values()
+        return tuple(made)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The state as it is now, for one call."""
+        if self._records:
+            self._linears.note_recorded()
+        linears = self._linears.by_name
+        return tuple(
+            linears[name].read(part) for name, parts in self._parts.items() for part in parts
+        )
+
+    def computes(self, node: fx.Node) -> bool:
+        """Whether the node is a linear in fp8."""
+        return node in self._linear_of
+
+    def run(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorProxy:
+        """Record the node on its proxies.
+
+        Autocast shows in the dtype of the result alone: the input is cast to it, and a weight is quantised as it is.
+        """
+        linear = self._linear_of[node]
+        x, weight, *rest = (*args, *(kwargs[k] for k in ("input", "weight") if k in kwargs))
+        bias = rest[0] if rest else kwargs.get("bias")
+        state = self._proxies[linear.name]
+        if linear.is_kept_in_fp8:
+            state = replace(state, weight=weight)
+        computation = Computation(
+            backend=self._linears.backend,
+            recipe=self._linears.recipe,
+            records=self._records,
+            is_frozen=linear.is_frozen,
+        )
+        dtype = dtypes.to_dtype(node.meta["example_value"].dtype)
+        return fp8_linear(computation, ltorch.to(x, dtype), weight, bias, state)
+
+    def weight_itself(self, tensor: Tensor, numbers: TensorProxy) -> TensorProxy:
+        """Record the weight that fp8 numbers stand for, for what is no linear in fp8.
+
+        Args:
+            tensor: The parameter, of which only fp8 numbers are kept.
+            numbers: All of them.
+        """
+        linear = next(f for f in self._kept if f.linear.weight is tensor)
+        scale_inv = self._proxies[linear.name].weight_scale_inv
+        assert scale_inv is not None
+        return dequantized(numbers, scale_inv, dtypes.to_dtype(unquantized_dtype(tensor)))
+
+    def _warn_of_eval_mode(self) -> None:
+        if any(linear.state is not None for linear in self._linear_of.values()):
+            _log.warning(
+                "%s computes gradients in eval mode, where fp8 records no amax, so that its scales do not follow these "
+                "steps; call model.train() before training.",
+                self._linears.owner,
+            )
+
+    def _has_input_gradient(self, linear: Fp8Linear) -> bool:
+        nodes = (n for n, found in self._linear_of.items() if found is linear)
+        return self._capture.training and any(
+            value_needs_grad(n.all_input_nodes[0].meta.get("example_value")) for n in nodes
+        )
+
+    def _proxy(self, linear: Fp8Linear, part: StatePart, number: int) -> TensorProxy:
+        tensor = linear.read(part)
+        return TensorProxy(
+            f"fp8_{number}_{part}",
+            shape=tuple(tensor.shape),
+            device=devices.to_device(self._target or tensor.device),
+            dtype=dtypes.to_dtype(tensor.dtype),
+            requires_grad=False,
+        )
+
+
+def _found(linears: Fp8Linears, capture: Capture) -> Iterator[tuple[fx.Node, Fp8Linear]]:
+    """Yield the nodes with their linears. A weight that is computed, or given by the caller, is no linear's."""
+    graph = capture.graph
+    placeholders = (n for n in graph.graph.nodes if n.op == "placeholder")
+    tensors = {n: i.tensor for n, i in zip(placeholders, capture.inputs, strict=True)}
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if not node.op.startswith("call_") or node_callable(node) is not linear:
+                continue
+            weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+            name = module_name(node.meta.get("nn_module_stack"))
+            if weight in tensors and (found := linears.find(name, tensors[weight])) is not None:
+                yield node, found

@@ -1,0 +1,129 @@
+"""Higher-order operators of a captured graph: checkpointed regions are inlined, custom autograd functions lowered."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from torch import fx
+
+from thunder_memsave.errors import CompileError, user_frame_of_text
+from thunder_memsave.frontend.aliasing import refuse_changed_inputs
+from thunder_memsave.frontend.opaque import OpaqueExecutor
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+REGION = "checkpoint_region"
+"""Key of a node's meta: the number of the outermost checkpointed region that it was in."""
+
+_ids = count()
+
+
+class Evaluator(Protocol):
+    """What a rule needs of the lowering that calls it."""
+
+    opaque: OpaqueExecutor
+
+    def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+        """Run a subgraph on values."""
+
+
+def inline_checkpoints(graph: fx.GraphModule) -> None:
+    """Replace each checkpointed region by its nodes, which say to which outermost one they belong.
+
+    Thunder's own rule recomputes the region and draws its dropout again, which gives wrong gradients. Here, random
+    numbers are drawn once, whatever `preserve_rng_state` says.
+
+    Raises:
+        CompileError: a region has a policy of its own about what it keeps.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        region, *arguments = node.args
+        body = getattr(graph, region.target)
+        _refuse_policy(node, body)
+        refuse_changed_inputs(body, where="A checkpointed region")
+        inline_checkpoints(body)
+        with graph.graph.inserting_before(node):
+            results = _copy_nodes(body, graph, region.target, arguments)
+        for user in list(node.users):
+            assert user.target is operator.getitem, "the region returns a tuple"
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+        if not region.users:
+            graph.graph.erase_node(region)
+
+
+def _refuse_policy(node: fx.Node, body: fx.GraphModule) -> None:
+    if body.meta.get("_checkpoint_context_fn") is not None:
+        where = user_frame_of_text(node.meta.get("stack_trace"))
+        raise CompileError(
+            f"torch.utils.checkpoint was called with context_fn (at {where}), a policy that the memory planner does "
+            "not know. Leave context_fn out: the whole region is then computed again; or leave the checkpoint out, and "
+            "name the modules under memory.keep and memory.recompute."
+        )
+
+
+def _copy_nodes(
+    body: fx.GraphModule, graph: fx.GraphModule, name: str, arguments: Sequence[Any]
+) -> Sequence[Any]:
+    values: dict[fx.Node, Any] = {}
+    remaining, number = iter(arguments), next(_ids)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], values.__getitem__)
+        else:
+            values[node] = graph.graph.node_copy(node, values.__getitem__)
+            values[node].meta[REGION] = number
+            if node.op == "get_attr":
+                values[node].target = f"{name}.{node.target}"
+    raise AssertionError("a graph has an output")
+
+
+def _autograd_function(
+    lowering: Evaluator, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One symbol whose gradient is the user's `backward`, lowered the same way as the forward."""
+    forward, backward, *inputs = args
+
+    def run_forward(*inputs: Any) -> Any:
+        return lowering.evaluate(forward, inputs)
+
+    def meta(*inputs: Any) -> Any:
+        # Values of the body are constants of the differentiation, the copies are not.
+        return tuple(map(prims.shallow_copy, run_forward(*inputs)[0]))
+
+    def grad(*inputs: Any) -> Any:
+        outputs, saved = run_forward(*inputs)
+        outputs = tuple(map(prims.shallow_copy, outputs))
+        grad_outputs = [prims.get_grad(o) for o in outputs]
+        grad_inputs = lowering.evaluate(backward, (*grad_outputs, *saved))
+        tensors = [i for i in inputs if isinstance(i, TensorProxy)]
+        for tensor, gradient in zip(tensors, _sequence(grad_inputs), strict=True):
+            if gradient is not None:
+                prims.put_grad(tensor, gradient)
+        return outputs
+
+    name = lowering.opaque.unique("autograd_function")
+    symbol = Symbol(name=name, meta=meta, id=f"thunder_memsave.{name}", is_prim=False)
+    lowering.opaque.register_implementation(
+        symbol, execution_transform=meta, grad_transform=grad, checker=lambda *_: True
+    )
+    return symbol(*inputs)
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+HIGHER_ORDER: Mapping[Any, Callable[[Any, fx.Node, Sequence[Any], Mapping[str, Any]], Any]] = {
+    torch.ops.higher_order.autograd_function_apply: _autograd_function,
+}

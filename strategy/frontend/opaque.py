@@ -1,0 +1,118 @@
+"""Runs a PyTorch function inside a trace as it is, where Thunder does not know it and no gradient is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.extend import OperatorExecutor, TemporaryExecutor
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from thunder_memsave.frontend.fx_nodes import module_name, node_callable, own_name
+
+
+class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
+    """Holds the opaque operations of one trace.
+
+    Thunder names such an executor and its operators after an address. Here the names are equal in every process that
+    makes the same trace: ranks compare them, and plans on disk are found by them.
+    """
+
+    def __init__(self) -> None:
+        OperatorExecutor.__init__(self, "thunder_memsave_opaque")
+        self._numbers = count()
+
+    def __repr__(self) -> str:
+        return f"OpaqueExecutor({self.name!r})"
+
+    def unique(self, name: str) -> str:
+        """Return a name that no other operation of the trace has: with a number, in the order of the calls."""
+        return f"{name}_{next(self._numbers)}"
+
+    def register_operator(self, name: str, **options: Any) -> Symbol:
+        """Register an operator under a name that is unique in the trace."""
+        return OperatorExecutor.register_operator(self, self.unique(name), **options)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        expected: Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        device: torch.device | None = None,
+    ) -> Any:
+        """Record `function(*args, **kwargs)`, whose result looks like `expected`, but for another device if given."""
+
+        def meta(*_: Any, **__: Any) -> TensorProxy:
+            return proxy_like(expected, device)
+
+        operator = self.register_operator(_operator_name(function), meta=meta, fn=function)
+        return operator(*args, **kwargs)
+
+
+def _operator_name(function: Callable[..., Any]) -> str:
+    """The function's own name first: passes look for parts of it, and a module may be called like an operation."""
+    return f"{_identifier(own_name(function))}_of_{_identifier(module_name(function))}"
+
+
+def _identifier(name: str) -> str:
+    """As Python's code may have it: also of a lambda, or of an overload with a dot."""
+    return "".join(c if c.isalnum() else "_" for c in name).strip("_")
+
+
+def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorProxy:
+    """A proxy with the metadata of a (fake) tensor, on `device` if given."""
+    return TensorProxy(
+        shape=tuple(expected.shape),
+        device=devices.to_device(device or expected.device),
+        dtype=dtypes.to_dtype(expected.dtype),
+        requires_grad=expected.requires_grad,
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node draws random numbers, found by running it on its fake inputs."""
+    seen = _RandomOps()
+
+    def fake(argument: fx.Node) -> Any:
+        return argument.meta.get("example_value")
+
+    args, kwargs = fx.node.map_arg(node.args, fake), fx.node.map_arg(node.kwargs, fake)
+    mode = _fake_mode((args, kwargs, fake(node)))
+    if mode is None:
+        return False
+    with mode, seen:
+        node_callable(node)(*args, **kwargs)
+    return seen.found
+
+
+class _RandomOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _fake_mode(tree: Any) -> Any:
+    found: list[Any] = []
+
+    def visit(value: Any) -> Any:
+        if (mode := getattr(value, "fake_mode", None)) is not None:
+            found.append(mode)
+        return value
+
+    tree_map(visit, tree)
+    return found[0] if found else None

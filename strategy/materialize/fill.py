@@ -1,0 +1,210 @@
+"""Turns a module on the meta device into real tensors, each rank its own rows only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.checkpoints.module_state import Problem, StateMismatchError, copy_rows
+from thunder_memsave.checkpoints.sources import (
+    TensorSource,
+    TensorSpec,
+)
+from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.fp8.weights.frozen import FrozenInFp8
+from thunder_memsave.materialize.initialize import initialize
+from thunder_memsave.materialize.pending_weights import (
+    PENDING,
+    PendingWeights,
+    Rename,
+    load_on_setup,
+    wanted_tensors,
+    without_adapters,
+)
+from thunder_memsave.sharding.rows import (
+    RowRange,
+    can_shard,
+    fill_meta,
+    own_rows,
+    shard_rest,
+    take_rows,
+    whole_shape,
+)
+from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
+
+
+def materialize(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    data_parallel: DataParallel | None,
+    weights: str | Path | None = None,
+    rename: Rename = without_adapters,
+    frozen: FrozenInFp8 | None = None,
+) -> None:
+    """Fills everything of `module` that is on meta, in place, and shards the rest as well.
+
+    From files, a rank reads its own rows of one tensor after the other, so that the host holds its
+    shard and one tensor. What the files do not have is initialised by the modules' own
+    `reset_parameters` or `_init_weights`, with the same values on all ranks, as are non-persistent
+    buffers; a module is whole on the host meanwhile. A collective.
+
+    Weights of which only fp8 numbers are to be kept are cast as soon as they are read, so that no more than one of them
+    is there in its own dtype; those that are initialised are all there until `FrozenInFp8.cast_rest`.
+
+    Args:
+        module: Wholly or partly on meta.
+        device: Where the real tensors go.
+        data_parallel: The ranks to shard over.
+        weights: As in `load_on_setup`, for the whole module.
+        rename: As in `load_on_setup`.
+        frozen: The weights of which only fp8 numbers are to be kept.
+
+    Raises:
+        StateMismatchError: names or shapes in the files do not fit; nothing was changed.
+        ValueError: nothing says what a parameter or buffer starts as; names it.
+        OtherRankError: another rank raised one of these, or could not read its rows.
+    """
+    if weights is not None:
+        load_on_setup(module, weights, rename=rename)
+    seed = broadcast(torch.initial_seed(), data_parallel)
+    on_all_ranks = partial(together, data_parallel=data_parallel, error_elsewhere=OtherRankError)
+    reads = on_all_ranks(lambda: list(_plan_reads(module)))
+    if frozen is not None:
+        kept = [read for read in reads if frozen.has(read.target) and read.target.is_meta]
+        fills = ((r.target, partial(_fill_from_file, r, device, data_parallel)) for r in kept)
+        frozen.cast_each(fills, device)
+
+    def fill() -> None:
+        for read in reads:
+            if unquantized_dtype(read.target) is None:
+                _fill_from_file(read, device, data_parallel)
+        for name, target, whole in initialize(module, seed=seed):
+            _fill(target, name, _rows_of(whole), device, data_parallel)
+        shard_rest(module, data_parallel)
+
+    on_all_ranks(fill)
+
+
+def _fill_from_file(read: _Read, device: torch.device, data_parallel: DataParallel | None) -> None:
+    if read.target.is_meta:
+        _fill(read.target, read.name, read.rows_of_source, device, data_parallel)
+    else:
+        with torch.no_grad():
+            copy_rows(read.source, read.stored_name, read.target)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """One tensor of the module and where its rows are stored."""
+
+    name: str
+    target: Tensor
+    stored_name: str
+    source: TensorSource
+
+    def rows_of_source(self, rows: slice | None) -> Tensor:
+        return self.source.read(self.stored_name, rows)
+
+
+def _rows_of(whole: Tensor) -> Callable[[slice | None], Tensor]:
+    return lambda rows: whole if rows is None else whole[rows]
+
+
+def _fill(
+    target: Tensor,
+    name: str,
+    read: Callable[[slice | None], Tensor],
+    device: torch.device,
+    data_parallel: DataParallel | None,
+) -> None:
+    shape = whole_shape(target)
+    rows: RowRange | None = None
+    if isinstance(target, nn.Parameter) and data_parallel and can_shard(shape, data_parallel):
+        rows = own_rows(shape, data_parallel)
+        real = read(slice(rows.start, rows.stop)).to(device, target.dtype)
+        own = RowRange(start=0, stop=rows.num_real_rows, num_rows=rows.num_rows)
+        values = take_rows(real, own)
+    else:
+        # A copy: what is read may be a view of a mapped file, or of values tied by accident.
+        values = read(None).to(device, target.dtype, copy=True)
+    fill_meta(target, values, name=name, rows=rows)
+
+
+def _plan_reads(module: nn.Module) -> Iterator[_Read]:
+    """What comes from files, each distinct tensor once; all problems at once."""
+    planned: dict[int, _Read] = {}
+    problems: list[Problem] = []
+    for prefix, owner in list(module.named_modules()):
+        pending = vars(owner).pop(PENDING, None)
+        if isinstance(pending, PendingWeights):
+            for read in _reads_of(owner, prefix, pending, problems):
+                planned.setdefault(id(read.target), read)
+    if problems:
+        raise StateMismatchError.listing(
+            problems,
+            what="the weight files do not fit the model",
+            advice="Build the model from the config that belongs to the files, or map its names to theirs with "
+            "rename=.",
+        )
+    yield from planned.values()
+
+
+def _reads_of(
+    owner: nn.Module, prefix: str, pending: PendingWeights, problems: list[Problem]
+) -> Iterator[_Read]:
+    stored = {name: pending.source.spec(name) for name in pending.source.names()}
+    wanted = wanted_tensors(owner, pending.rename)
+    found: set[int] = set()
+    used: set[str] = set()
+    for name, (stored_name, target) in wanted.items():
+        if stored_name not in stored:
+            continue
+        used.add(stored_name)
+        found.add(id(target))
+        problems += _shape_problems(name, target, stored[stored_name])
+        full_name = f"{prefix}.{name}" if prefix else name
+        source = pending.source
+        yield _Read(name=full_name, target=target, stored_name=stored_name, source=source)
+    transient = _non_persistent(owner)
+    problems += [
+        Problem(name=name, text="missing: the model has it, the files do not")
+        for name, (_, target) in wanted.items()
+        if id(target) not in found and name not in transient
+    ]
+    problems += [
+        Problem(name=name, text="unexpected: the files have it, the model does not")
+        for name in stored
+        if name not in used and not _may_be_ignored(owner, name)
+    ]
+
+
+def _shape_problems(name: str, target: Tensor, spec: TensorSpec) -> list[Problem]:
+    shape = whole_shape(target)
+    if spec.shape == shape:
+        return []
+    text = f"shape {tuple(spec.shape)} in the files, {tuple(shape)} in the model"
+    return [Problem(name=name, text=text)]
+
+
+def _non_persistent(owner: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, submodule in owner.named_modules(remove_duplicate=False)
+        for name in submodule._non_persistent_buffers_set
+    }
+
+
+def _may_be_ignored(owner: nn.Module, name: str) -> bool:
+    """Transformers' models list what old files hold and they no longer read."""
+    ignored: Mapping[str, object] | list[str] = (
+        getattr(owner, "_keys_to_ignore_on_load_unexpected", None) or []
+    )
+    return any(re.search(pattern, name) for pattern in ignored)

@@ -1,0 +1,129 @@
+"""Notes from which files a module on the meta device is to be filled, and says what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.checkpoints.sources import (
+    StateDictSource,
+    TensorSource,
+    open_source,
+)
+
+Rename = Callable[[str], str | None]
+PENDING = "_thunder_memsave_weights"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingWeights:
+    """Files from which a submodule is to be filled, once it is known where its rows go."""
+
+    source: TensorSource
+    rename: Rename
+
+
+def without_adapters(name: str) -> str | None:
+    """A parameter's name before `peft` wrapped the model, or None for what `peft` added."""
+    if re.search(r"(^|\.)lora_|(^|\.)ia3_|(^|\.)prompt_encoder\.", name):
+        return None
+    name = name.removeprefix("base_model.model.")
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+
+
+def load_on_setup(
+    module: nn.Module,
+    weights: str | Path | Mapping[str, Tensor],
+    *,
+    rename: Rename = without_adapters,
+) -> None:
+    """Notes that `module`, on the meta device, is to be filled from files when it is set up.
+
+    Wrap the module as you like meanwhile; `rename` maps its names then to those in the files.
+
+    Args:
+        module: A model, or a part of one.
+        weights: A safetensors file, a file with a state dict, or a model directory; or tensors.
+        rename: Gives None for parameters that the files do not have; they are initialised.
+
+    Raises:
+        ValueError: there is nothing to read at `weights`, or `module` has values already.
+    """
+    if not any(p.is_meta for p in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} was to be filled from {weights} on setup, and has values "
+            "already; make it with fabric.init_module(empty_init=True), or call "
+            "fabric.load_raw(path, model) after setup."
+        )
+    source = StateDictSource(weights) if isinstance(weights, Mapping) else open_source(weights)
+    pending = PendingWeights(source=source, rename=rename)
+    setattr(module, PENDING, pending)
+
+
+def names_in_files(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers that `load_on_setup` is going to fill, tied twins too.
+
+    To be called before the module is set up.
+    """
+    filled: set[int] = set()
+    for owner, pending in _pending(module):
+        stored = set(pending.source.names())
+        wanted = wanted_tensors(owner, pending.rename).values()
+        filled |= {id(target) for stored_name, target in wanted if stored_name in stored}
+    state = module.state_dict(keep_vars=True)
+    return frozenset(name for name, value in state.items() if id(value) in filled)
+
+
+def reads_from_files(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """How to read each whole tensor that `load_on_setup` is going to fill, by its name; tied twins too.
+
+    To be called before the module is set up.
+    """
+    reads: dict[str, Callable[[], Tensor]] = {}
+    for prefix, owner in module.named_modules():
+        pending = vars(owner).get(PENDING)
+        if not isinstance(pending, PendingWeights):
+            continue
+        stored = set(pending.source.names())
+        for name, (stored_name, _) in wanted_tensors(owner, pending.rename).items():
+            if stored_name in stored:
+                full_name = f"{prefix}.{name}" if prefix else name
+                reads.setdefault(full_name, partial(pending.source.read, stored_name))
+    return reads
+
+
+def fingerprint_of_files(module: nn.Module) -> str:
+    """Tell apart the files that `load_on_setup` is going to read, without reading them whole.
+
+    Names, shapes and dtypes of all tensors count, and the values in each one's first row.
+    """
+    digest = hashlib.sha256()
+    for _, pending in _pending(module):
+        for name in sorted(pending.source.names()):
+            spec = pending.source.spec(name)
+            digest.update(f"{name} {tuple(spec.shape)} {spec.dtype}\n".encode())
+            row = pending.source.read(name, slice(0, 1) if spec.shape else None)
+            digest.update(row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _pending(module: nn.Module) -> Iterator[tuple[nn.Module, PendingWeights]]:
+    for owner in module.modules():
+        pending = vars(owner).get(PENDING)
+        if isinstance(pending, PendingWeights):
+            yield owner, pending
+
+
+def wanted_tensors(owner: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor]]:
+    """Find the parameters and buffers that files may have, each with its name there."""
+    tensors: dict[str, Tensor] = dict(owner.named_parameters(remove_duplicate=False))
+    tensors.update(owner.named_buffers(remove_duplicate=False))
+    renamed = {name: rename(name) for name in tensors}
+    return {n: (stored, tensors[n]) for n, stored in renamed.items() if stored is not None}

@@ -1,0 +1,271 @@
+"""What collectives of an executed trace allocate and send, without running them.
+
+Follows `collectives.py` and `transport.py`, line by line. On the CPU a collective ends where it starts, and what it
+takes besides its results it takes inside: copies that it sends, what it receives before it is summed or sorted, and
+gloo's own buffers. On CUDA it holds what it sends, copies or its arguments, until it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from torch.utils._pytree import tree_leaves
+
+from thunder_memsave.aten_record import storage_id
+from thunder_memsave.measure.op_profile import Layout, OpProfile, Value, contiguous
+from thunder_memsave.ops.accumulation import with_unreduced
+from thunder_memsave.ops.collectives import (
+    all_gather_bucket,
+    all_reduce_bucket,
+    cast_and_all_gather,
+    is_wait,
+    reduce_scatter_bucket,
+    reduces_in_place,
+)
+
+_Allocated = Callable[[int, str], int]
+
+
+class CollectiveRules:
+    """The rule of every symbol that communicates, or waits for what does."""
+
+    def __init__(self, allocated: _Allocated, *, device_type: str = "") -> None:
+        """Remember whose memory is counted.
+
+        Args:
+            allocated: `(nbytes, device type)` to what the allocator counts.
+            device_type: Of the planned device, where the trace's tensors live on another one, such as meta.
+        """
+        self._allocated, self._device_type = allocated, device_type
+
+    def __call__(self, bsym: BoundSymbol, arguments: Sequence[Value]) -> OpProfile | None:
+        """The profile of a collective; None for any other symbol."""
+        if is_wait(bsym) or bsym.sym.id == with_unreduced.id:
+            return _in_place(arguments[:1])
+        group = _group(bsym)
+        if group is None:
+            return None
+        name = bsym.sym.name
+        if name in ("all_gather_rows", cast_and_all_gather.name, all_gather_bucket.name):
+            return self._all_gather(bsym, arguments, group)
+        if name in ("reduce_scatter_rows", reduce_scatter_bucket.name):
+            return self._reduce_scatter(bsym, arguments, group)
+        if name in ("all_reduce_values", all_reduce_bucket.name):
+            return self._all_reduce(bsym, arguments, group)
+        layouts = _results(bsym)
+        return self._new_results(layouts, arguments, sent_bytes=sum(map(_nbytes, layouts)))
+
+    def _all_gather(
+        self, bsym: BoundSymbol, arguments: Sequence[Value], group: dist.ProcessGroup
+    ) -> OpProfile:
+        whole = _results(bsym)
+        sent = [_part(w, group) for w in whole]
+        cast = contiguous_copy = held = 0
+        for given, part in zip((a.layout for a in arguments), sent, strict=True):
+            is_cast = given.dtype != part.dtype
+            is_copied = not _is_contiguous(_cloned(given) if is_cast else given)
+            cast += self._bytes(part) * is_cast
+            contiguous_copy += self._bytes(part) * is_copied
+            held += self._bytes(part) * (is_cast or is_copied)
+        inside_bytes, holds = cast + contiguous_copy, self._holds(bsym, whole[0])
+        if self._is_on_cpu(whole[0]):
+            inside_bytes += self._gloo_gather(whole, sent)
+        return self._new_results(
+            whole,
+            arguments,
+            sent_bytes=_received(sum(map(_nbytes, whole)), group),
+            held_bytes=held if holds else 0,
+            held=_sent_as_they_are(arguments, sent) if holds else frozenset(),
+            inside_bytes=inside_bytes,
+        )
+
+    def _gloo_gather(self, whole: Sequence[Layout], sent: Sequence[Layout]) -> int:
+        """Gloo receives into a buffer of its own; several are sent and received as one."""
+        received = self._cpu_bytes(whole)
+        return received if len(whole) == 1 else self._cpu_bytes(sent) + 2 * received
+
+    def _reduce_scatter(
+        self, bsym: BoundSymbol, arguments: Sequence[Value], group: dist.ProcessGroup
+    ) -> OpProfile:
+        given = [a.layout for a in arguments]
+        whole = [_packed(v) for v in given]
+        copied = sum(
+            self._bytes(w) for w, v in zip(whole, given, strict=True) if not _is_contiguous(v)
+        )
+        inside_bytes, holds = copied, self._holds(bsym, given[0])
+        if self._is_on_cpu(given[0]):
+            # Every rank sends each other rank its rows, several as one, and adds up what it gets.
+            inside_bytes += self._cpu_bytes(whole) * (1 if len(whole) == 1 else 2)
+        return self._new_results(
+            _results(bsym),
+            arguments,
+            sent_bytes=_received(sum(map(_nbytes, whole)), group),
+            held_bytes=copied if holds else 0,
+            held=_sent_as_they_are(arguments, whole) if holds else frozenset(),
+            inside_bytes=inside_bytes,
+        )
+
+    def _all_reduce(
+        self, bsym: BoundSymbol, arguments: Sequence[Value], group: dist.ProcessGroup
+    ) -> OpProfile:
+        given = [a.layout for a in arguments]
+        is_bucket = bsym.sym.name == all_reduce_bucket.name
+        is_in_place = bsym.args[2] if is_bucket else reduces_in_place(bsym)
+        values = given if is_in_place else list(map(_cloned, given))
+        inside_bytes = self._gloo_sum(values, group) if self._is_on_cpu(given[0]) else 0
+        sent_bytes = 2 * _received(sum(map(_nbytes, given)), group)
+        if is_in_place:
+            return _in_place(arguments, sent_bytes=sent_bytes, peak_bytes=inside_bytes, writes=True)
+        return self._new_results(
+            values, arguments, sent_bytes=sent_bytes, inside_bytes=inside_bytes
+        )
+
+    def _gloo_sum(self, values: Sequence[Layout], group: dist.ProcessGroup) -> int:
+        """Several are sent as one; among more than two ranks the rows are summed, and then gathered."""
+        if len(values) == 1 and group.size() <= 2:
+            return 0
+        whole = list(map(_packed, values))
+        flat_bytes = self._cpu_bytes(whole)
+        reshaped = sum(
+            self._bytes(w) for w, v in zip(whole, values, strict=True) if not _is_flat_by_a_view(v)
+        )
+        if group.size() <= 2:
+            return flat_bytes + reshaped
+        itemsize, num_ranks = values[0].dtype.itemsize, group.size()
+        part_bytes = -(-flat_bytes // (itemsize * num_ranks)) * itemsize
+        # The padded copy, and as much again: first what all_to_all receives, then what gloo gathers.
+        return flat_bytes + max(reshaped, 2 * part_bytes * num_ranks + part_bytes)
+
+    def _new_results(
+        self,
+        layouts: Sequence[Layout],
+        arguments: Sequence[Value],
+        *,
+        sent_bytes: int,
+        held_bytes: int = 0,
+        held: frozenset[int] = frozenset(),
+        inside_bytes: int = 0,
+    ) -> OpProfile:
+        """Every tensor that comes out is new. `inside_bytes`: the most besides, `held_bytes` among it."""
+        num_arguments = len({a.storage for a in arguments})
+        made = tuple(map(self._bytes, layouts))
+        return OpProfile(
+            results=tuple(Value(v, num_arguments + i) for i, v in enumerate(layouts)),
+            num_argument_storages=num_arguments,
+            made_bytes=made,
+            held_bytes=held_bytes,
+            held=held,
+            peak_bytes=sum(made) + inside_bytes,
+            moved_bytes=sum(_nbytes(a.layout) for a in arguments) + sum(map(_nbytes, layouts)),
+            sent_bytes=sent_bytes,
+            is_collective=True,
+            dtype=_dtype(layouts),
+        )
+
+    def _holds(self, bsym: BoundSymbol, layout: Layout) -> bool:
+        """Whether what is sent stays until the wait (`transport.py`)."""
+        return _is_under_way(bsym) and not self._is_on_cpu(layout)
+
+    def _is_on_cpu(self, layout: Layout) -> bool:
+        return (self._device_type or layout.device.partition(":")[0]) == "cpu"
+
+    def _bytes(self, layout: Layout) -> int:
+        return self._allocated(layout.storage_bytes, layout.device.partition(":")[0])
+
+    def _cpu_bytes(self, layouts: Sequence[Layout]) -> int:
+        """Of all in one buffer."""
+        return self._allocated(sum(map(_nbytes, layouts)), "cpu")
+
+
+def _sent_as_they_are(arguments: Sequence[Value], sent: Sequence[Layout]) -> frozenset[int]:
+    """Storages of the arguments that are neither cast nor copied before they are sent."""
+    pairs = zip(arguments, sent, strict=True)
+    return frozenset(
+        a.storage for a, s in pairs if a.layout.dtype == s.dtype and _is_contiguous(a.layout)
+    )
+
+
+def _in_place(
+    arguments: Sequence[Value], *, sent_bytes: int = 0, peak_bytes: int = 0, writes: bool = False
+) -> OpProfile:
+    """Every result is in its argument's memory."""
+    storages = frozenset(a.storage for a in arguments)
+    return OpProfile(
+        results=tuple(arguments),
+        num_argument_storages=len(storages),
+        made_bytes=(),
+        peak_bytes=peak_bytes,
+        sent_bytes=sent_bytes,
+        is_collective=True,
+        written=storages if writes else frozenset(),
+        dtype=_dtype([a.layout for a in arguments]),
+    )
+
+
+def _results(bsym: BoundSymbol) -> list[Layout]:
+    return [contiguous(o) for o in bsym.flat_proxy_outs if _is_tensor(o)]
+
+
+def _is_under_way(bsym: BoundSymbol) -> bool:
+    return any(isinstance(o, FutureTensorProxy) for o in bsym.flat_proxy_outs)
+
+
+def _group(bsym: BoundSymbol) -> dist.ProcessGroup | None:
+    leaves = tree_leaves((bsym.args, bsym.kwargs))
+    return next((leaf for leaf in leaves if isinstance(leaf, dist.ProcessGroup)), None)
+
+
+def _is_tensor(proxy: Any) -> bool:
+    return isinstance(proxy, TensorProxy | FutureTensorProxy)
+
+
+def _part(whole: Layout, group: dist.ProcessGroup) -> Layout:
+    """One rank's rows."""
+    rows, *rest = whole.shape
+    shape = (rows // group.size(), *rest)
+    return whole._replace(shape=shape, storage_bytes=whole.storage_bytes // group.size())
+
+
+def _packed(layout: Layout) -> Layout:
+    """The same numbers in a storage of their own, row by row."""
+    stride = torch.empty(layout.shape, device="meta").stride()
+    return layout._replace(stride=stride, offset=0, storage_bytes=_nbytes(layout))
+
+
+def _cloned(layout: Layout) -> Layout:
+    """As `clone` lays it out: like the original, where that has no gaps."""
+    original = torch.empty_strided(layout.shape, layout.stride, device="meta")
+    return _packed(layout)._replace(stride=original.clone().stride())
+
+
+def _is_flat_by_a_view(layout: Layout) -> bool:
+    original = torch.empty_strided(layout.shape, layout.stride, device="meta")
+    return storage_id(original.reshape(-1)) == storage_id(original)
+
+
+def _is_contiguous(layout: Layout) -> bool:
+    # A fake tensor would know, and costs more than this.
+    size = 1
+    for length, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def _received(nbytes: int, group: dist.ProcessGroup) -> int:
+    """Of `nbytes` that all ranks share evenly, what the others have."""
+    return nbytes * (group.size() - 1) // group.size()
+
+
+def _nbytes(layout: Layout) -> int:
+    return int(torch.Size(layout.shape).numel()) * layout.dtype.itemsize
+
+
+def _dtype(layouts: Sequence[Layout]) -> str:
+    return str(layouts[0].dtype).removeprefix("torch.") if layouts else ""

@@ -1,0 +1,389 @@
+"""What one symbol of an executed trace costs and shares, found by running it once on FakeTensors.
+
+There is no table of which operations are views or write in place: what a result shares memory with is what the run
+shows. A trace of 80 layers has a few hundred different symbols, so a cache makes this fast: its key is the operation,
+its other arguments, and shape, strides, dtype, device and shared memory of its tensors. Collectives are not run; their
+rules are in `collective_memory.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from thunder.core import devices, dtypes, prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.proxies import (
+    FutureTensorProxy,
+    NumberProxy,
+    Proxy,
+    TensorProxy,
+)
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.extend import TemporaryExecutor
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from thunder_memsave.aten_record import (
+    FP8_DTYPES,
+    AtenRecord,
+    allocated_bytes,
+    storage_id,
+)
+from thunder_memsave.errors import CompileError
+from thunder_memsave.measure.absent_device import WithoutAbsentDevices, place_for
+
+_WRITTEN_OUT = (
+    *(bool, int, float, complex, str, bytes, Enum, type(None), type(...)),
+    *(torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Size),
+    *(devices.Device, dtypes.dtype),
+)
+"""Types whose `repr` is the value, and the same in every process."""
+
+
+class Layout(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """In elements, of the first one in its storage."""
+    dtype: torch.dtype
+    device: str
+    storage_bytes: int
+    """Of the whole storage, as asked for."""
+
+
+class Value(NamedTuple):
+    """A tensor in a storage; storages are numbered by whoever asks."""
+
+    layout: Layout
+    storage: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpProfile:
+    """What a symbol does. Its storages are numbered: those of its arguments in order, then those that it makes."""
+
+    results: tuple[Value | None, ...]
+    """One for each of the symbol's proxies; None for numbers."""
+    num_argument_storages: int
+    made_bytes: tuple[int, ...]
+    """Of each new storage, as the allocator counts."""
+    held_bytes: int = 0
+    """Memory without a name that a collective under way holds, until one of its results was waited for."""
+    held: frozenset[int] = frozenset()
+    """Storages of arguments that it holds so long."""
+    peak_bytes: int = 0
+    """The most that is held at once of what is allocated inside, results and scratch included."""
+    scratch_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    sent_bytes: int = 0
+    is_random: bool = False
+    is_collective: bool = False
+    changes_device: bool = False
+    written: frozenset[int] = frozenset()
+    """Storages of arguments that are written to."""
+    dtype: str = ""
+    key: str = ""
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it moves no data."""
+        return not (self.made_bytes or self.moved_bytes or self.written or self.sent_bytes)
+
+
+class Operation(NamedTuple):
+    """A symbol that can be run alone."""
+
+    run: Callable[..., Any]
+    """Takes one value for each argument proxy, and returns one for each result."""
+    arguments: Sequence[Value | None]
+    """None: a number."""
+    can_run_alone: bool
+    """Not so for functions of which nothing is known but that a model calls them."""
+
+
+class Scratch(Protocol):
+    """How much memory kernels take without a tensor."""
+
+    def __call__(self, operation: Operation, profile: OpProfile, /) -> int:
+        """Bytes at the operation's peak beside what `profile` says."""
+
+
+class Rule(Protocol):
+    """What is known of a symbol that must not be run."""
+
+    def __call__(self, bsym: BoundSymbol, arguments: Sequence[Value], /) -> OpProfile | None:
+        """Its profile; None where it may be run."""
+
+
+def no_scratch(operation: Operation, profile: OpProfile) -> int:
+    """Nothing."""
+    return 0
+
+
+class OpProfiles:
+    """Profiles of symbols, each kind of which is run once."""
+
+    def __init__(
+        self, *, rules: Sequence[Rule] = (), scratch: Scratch = no_scratch, device_type: str = ""
+    ) -> None:
+        """`device_type`: of the device that is planned for, where the trace's proxies live on another, such as meta."""
+        self.rules, self._scratch, self._device_type = tuple(rules), scratch, device_type
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Hashable, OpProfile] = {}
+
+    def allocated_bytes(self, nbytes: int, device_type: str) -> int:
+        """What the allocator of the planned device counts."""
+        return allocated_bytes(nbytes, self._device_type or device_type)
+
+    @property
+    def num_runs(self) -> int:
+        """How many kinds of symbols were looked at."""
+        return len(self._known)
+
+    def profile(self, bsym: BoundSymbol, arguments: Sequence[Value | None]) -> OpProfile:
+        """What `bsym` does.
+
+        Args:
+            bsym: A symbol of an executed trace.
+            arguments: One for each of its `flat_proxy_args`; None for a number.
+
+        Raises:
+            CompileError: it does not run on FakeTensors.
+        """
+        local = _renumbered(arguments)
+        constants = _constants((bsym.args, bsym.kwargs))
+        key = (bsym.sym.name, _identity(bsym), constants, tuple(local), len(bsym.flat_proxy_outs))
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._found(bsym, local)
+        return known
+
+    def _found(self, bsym: BoundSymbol, arguments: Sequence[Value | None]) -> OpProfile:
+        key = _key(bsym, arguments)
+        tensors = [a for a in arguments if a is not None]
+        for rule in self.rules:
+            if (ruled := rule(bsym, tensors)) is not None:
+                return replace(ruled, key=key)
+        is_opaque = isinstance(bsym.sym.executor, TemporaryExecutor)
+        operation = Operation(_callable(bsym), arguments, not is_opaque)
+        profile = replace(self._run(bsym, operation), key=key)
+        scratch_bytes = self._scratch(operation, profile)
+        return replace(
+            profile,
+            peak_bytes=profile.peak_bytes + scratch_bytes,
+            scratch_bytes=max(scratch_bytes, 0),
+        )
+
+    def _run(self, bsym: BoundSymbol, operation: Operation) -> OpProfile:
+        with self._fake:
+            arguments = make_arguments(operation.arguments)
+            tensors = [t for t in arguments if isinstance(t, Tensor)]
+            record = AtenRecord(tensors, allocated=self.allocated_bytes)
+            try:
+                with record, WithoutAbsentDevices():
+                    results = operation.run(*arguments)
+            except Exception as error:
+                raise CompileError(
+                    f"{bsym.sym.name} cannot be planned for: it does not run on tensors without data ({error}). "
+                    "Write it with other operations, or keep it out of the compiled model."
+                ) from error
+        return self._described(tensors, results, record)
+
+    def _described(
+        self, tensors: Sequence[Tensor], results: Sequence[Any], record: AtenRecord
+    ) -> OpProfile:
+        numbers: dict[int, int] = {}
+        for t in tensors:
+            numbers.setdefault(storage_id(t), len(numbers))
+        num_arguments = len(numbers)
+        made = []
+        for t in results:
+            if isinstance(t, Tensor) and storage_id(t) not in numbers:
+                numbers[storage_id(t)] = len(numbers)
+                made.append(self.allocated_bytes(t.untyped_storage().nbytes(), t.device.type))
+        values = tuple(_value(t, numbers) if isinstance(t, Tensor) else None for t in results)
+        found = [t for t in results if isinstance(t, Tensor)]
+        return OpProfile(
+            results=values,
+            num_argument_storages=num_arguments,
+            made_bytes=tuple(made),
+            peak_bytes=max(record.peak_bytes, sum(made)),
+            flops=record.flops,
+            moved_bytes=record.moved_bytes,
+            is_random=record.is_random,
+            changes_device=len({t.device for t in (*tensors, *found)}) > 1,
+            written=frozenset(numbers[s] for s in record.written),
+            dtype=str(_computed_in(tensors, found)).removeprefix("torch.") if found else "",
+        )
+
+
+def _computed_in(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> torch.dtype:
+    """A product of fp8 tensors is of another dtype, and is computed at fp8's rate."""
+    dtypes_read = {t.dtype for t in arguments}
+    fp8 = next((d for d in FP8_DTYPES if d in dtypes_read), None)
+    return results[0].dtype if fp8 is None else fp8
+
+
+def contiguous(proxy: TensorProxy | FutureTensorProxy) -> Layout:
+    """The layout of a new tensor like `proxy`."""
+    shape = tuple(int(s) for s in proxy.shape)
+    dtype = dtypes.to_torch_dtype(proxy.dtype)
+    stride: list[int] = []
+    size = 1
+    for length in reversed(shape):
+        stride.insert(0, size)
+        size *= max(length, 1)
+    nbytes = dtype.itemsize * (0 if 0 in shape else size)
+    return Layout(
+        shape, tuple(stride), 0, dtype, str(devices.to_torch_device(proxy.device)), nbytes
+    )
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """The layout of a real or fake tensor."""
+    return Layout(
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        str(tensor.device),
+        tensor.untyped_storage().nbytes(),
+    )
+
+
+def make_arguments(values: Sequence[Value | None], *, zeros: bool = False) -> list[Any]:
+    """Tensors with these layouts, those of one storage sharing it; 0 for numbers."""
+    storages: dict[int, Tensor] = {}
+    return [0 if v is None else _tensor(v, storages, zeros=zeros) for v in values]
+
+
+def _tensor(value: Value, storages: dict[int, Tensor], *, zeros: bool) -> Tensor:
+    layout = value.layout
+    num_elements = layout.storage_bytes // layout.dtype.itemsize
+    if (base := storages.get(value.storage)) is None:
+        make = torch.zeros if zeros else torch.empty
+        base = make(num_elements, dtype=layout.dtype, device=place_for(layout.device))
+        storages[value.storage] = base
+    if base.dtype != layout.dtype:
+        base = base.view(layout.dtype)
+    if layout.offset == 0 and layout[:2] == ((num_elements,), (1,)):
+        return base
+    return base.as_strided(layout.shape, layout.stride, layout.offset)
+
+
+def _value(tensor: Tensor, numbers: Mapping[int, int]) -> Value:
+    return Value(layout_of(tensor), numbers[storage_id(tensor)])
+
+
+def _renumbered(values: Sequence[Value | None]) -> list[Value | None]:
+    """The same with storages numbered in the order in which they appear."""
+    numbers: dict[int, int] = {}
+    return [
+        None if v is None else Value(v.layout, numbers.setdefault(v.storage, len(numbers)))
+        for v in values
+    ]
+
+
+def _callable(bsym: BoundSymbol) -> Callable[..., Any]:
+    """The symbol alone, as Thunder would generate it; constants are its own."""
+    arguments = _distinct(bsym.flat_proxy_args)
+    trace = TraceCtx()
+    trace.args, trace.kwargs = tuple(arguments), {}
+    trace._siginfo = SigInfo.from_name_and_args("operation", trace.args)
+    with tracectx(trace):
+        for proxy in arguments:
+            prims.unpack_trivial(proxy, name=proxy.name)
+        trace.bound_symbols.append(bsym)
+        prims.python_return(tuple(bsym.flat_proxy_outs))
+    run = trace.python_callable()
+    names = [a.name for a in bsym.flat_proxy_args]
+    first = [names.index(a.name) for a in arguments]
+
+    def operation(*values: Any) -> Any:
+        return run(*(values[i] for i in first))
+
+    return operation
+
+
+def _distinct(proxies: Sequence[Proxy]) -> list[Proxy]:
+    return list({p.name: p for p in proxies}.values())
+
+
+def _identity(bsym: BoundSymbol) -> Hashable:
+    """What tells operations of one name apart: who runs them, and for opaque ones the function."""
+    executor = bsym.sym.executor
+    functions = tuple(map(_Same, (bsym._call_ctx or {}).values()))
+    return (None if executor is None else str(executor.name), functions)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Same:
+    """Equal for one and the same object, which is kept: its address may not become another one's."""
+
+    of: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.of is other.of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+
+def _constants(tree: Any) -> Hashable:
+    """The arguments without the tensors, as something to look up by."""
+    if isinstance(tree, TensorProxy | FutureTensorProxy):
+        return "tensor"
+    if isinstance(tree, NumberProxy):
+        return ("number", tree.value)
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(_constants, tree))
+    if isinstance(tree, Mapping):
+        return tuple((k, _constants(v)) for k, v in tree.items())
+    if isinstance(tree, slice):
+        return ("slice", *map(_constants, (tree.start, tree.stop, tree.step)))
+    if isinstance(tree, float):
+        return ("float", repr(tree))  # nan equals itself, and 1.0 is not 1
+    if isinstance(tree, bool):
+        return ("bool", tree)
+    return tree if isinstance(tree, Hashable) else _Same(tree)
+
+
+def _key(bsym: BoundSymbol, arguments: Sequence[Value | None]) -> str:
+    """The same for a file: no addresses, equal in every process."""
+    executor = bsym.sym.executor
+    tensors = " ".join("number" if v is None else _written_out(v) for v in arguments)
+    numbers = ",".join(_text(leaf) for leaf in tree_leaves((bsym.args, bsym.kwargs)))
+    return f"{bsym.sym.name}[{executor.name if executor else ''}]({tensors})({numbers})"
+
+
+def _written_out(value: Value) -> str:
+    layout, dtype = value.layout, str(value.layout.dtype).removeprefix("torch.")
+    shape, stride = (",".join(map(str, n)) for n in (layout.shape, layout.stride))
+    device = layout.device.partition(":")[0]
+    return f"{dtype}[{shape}]/[{stride}]+{layout.offset}@{device}#{value.storage}"
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, NumberProxy):
+        return str(leaf.value)
+    if isinstance(leaf, Proxy):
+        return "_"
+    if isinstance(leaf, dist.ProcessGroup):
+        return f"{leaf.size()} ranks"
+    if isinstance(leaf, slice):
+        return f"slice({', '.join(map(_text, (leaf.start, leaf.stop, leaf.step)))})"
+    if isinstance(leaf, set | frozenset):
+        return f"{{{','.join(sorted(map(_text, leaf)))}}}"
+    if isinstance(leaf, _WRITTEN_OUT):
+        return repr(leaf)
+    # Other objects may say where they are in memory.
+    return str(getattr(leaf, "__name__", type(leaf).__qualname__))

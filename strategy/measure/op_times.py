@@ -1,0 +1,136 @@
+"""How long operations take where they run: each kind is timed on zeros, within seconds, and the numbers are kept.
+
+A kind is what `Op.key` tells apart: symbol, executor, shapes, strides, dtypes and numbers. The most expensive kinds by
+the roofline are timed first. What time does not suffice for stays untimed in later runs too, so that a plan that was
+made once is found again; delete the table, `op_times-*.json` in the cache directory, to have all of it timed anew.
+Zeros are not the numbers of a training step: a GPU may clock higher on them, and an embedding's gradient, whose rows
+all meet in the first one, may take longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from thunder_memsave.measure.disk_table import DiskTable
+from thunder_memsave.measure.op_profile import Operation, OpProfile
+from thunder_memsave.measure.run_alone import device_type_of, environment, ready_to_run
+from thunder_memsave.planner.cost import roofline_us
+from thunder_memsave.planner.graph import Device, TrainingGraph
+
+_log = logging.getLogger(__name__)
+
+_NUM_RUNS = 5
+_LONG_S = 0.05
+"""One run of what takes so long is as good as the median of several."""
+_UNTIMED = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Of the operations of one graph."""
+
+    us: Mapping[str, float]
+    """By `Op.key`; kinds that were not timed have the roofline's, scaled by what it is wrong by for those that were."""
+    num_timed: int
+    num_kinds: int
+
+
+class MeasuredTimes:
+    """Times kinds of operations on this machine."""
+
+    def __init__(self, *, limit_s: float = 5.0, directory: Path | None = None) -> None:
+        """Time nothing yet.
+
+        Args:
+            limit_s: How long all of it may take; one operation that has begun is finished.
+            directory: Of the table; the user's cache unless given.
+        """
+        precision = torch.get_float32_matmul_precision()
+        of = f"{environment()}, {precision} float32 products"
+        self._table = DiskTable("op_times", of, directory=directory)
+        self._operations: dict[str, Operation] = {}
+        self._left_s = limit_s
+
+    def remember(self, operation: Operation, found: OpProfile) -> None:
+        """Know how an operation is run, should its time be asked for."""
+        if operation.can_run_alone and not found.is_view:
+            self._operations[found.key] = operation
+
+    def of(self, graph: TrainingGraph, device: Device) -> Times:
+        """Times of what computes; collectives have none, as they need all ranks.
+
+        Args:
+            graph: Whose operations were remembered.
+            device: This one, whose roofline says what is worth timing first.
+        """
+        kinds = {
+            op.key: op for op in graph.ops if op.key and op.repeat != "free" and not op.sent_bytes
+        }
+        counts = Counter(op.key for op in graph.ops)
+        self._time(
+            sorted(kinds, key=lambda key: -counts[key] * roofline_us(kinds[key], device)),
+        )
+        timed = {key: us for key in kinds if (us := self._table.get(key) or _UNTIMED) > 0}
+        ratios = [us / roofline_us(kinds[key], device) for key, us in timed.items()]
+        factor = median(ratios) if ratios else 1.0
+        scaled = {key: factor * roofline_us(op, device) for key, op in kinds.items()}
+        return Times(us={**scaled, **timed}, num_timed=len(timed), num_kinds=len(kinds))
+
+    def _time(self, keys: list[str]) -> None:
+        new = [key for key in keys if self._table.get(key) is None]
+        start = time.perf_counter()
+        for key in new:
+            self._table.put(key, self._timed(key, until=start + self._left_s))
+        seconds = time.perf_counter() - start
+        self._left_s = max(0.0, self._left_s - seconds)
+        if new:
+            _log.info("timed %d kinds of operations in %.1f s", len(new), seconds)
+            self._table.save()
+
+    def _timed(self, key: str, *, until: float) -> float:
+        """Microseconds, or that there are none."""
+        operation = self._operations.get(key)
+        if operation is None or time.perf_counter() >= until:
+            return _UNTIMED
+        try:
+            return _median_us(operation)
+        # Out of memory, or zeros are refused.
+        except (RuntimeError, IndexError, ValueError) as error:
+            _log.info("%s could not be timed, so the roofline tells its time: %s", key, error)
+            return _UNTIMED
+
+
+def _median_us(operation: Operation) -> float:
+    time_us = {"cpu": _cpu_us, "cuda": _cuda_us}.get(device_type_of(operation))
+    if time_us is None:
+        raise ValueError("it reads no tensor, or several on different devices")
+    with ready_to_run(operation) as run:
+        first_us = time_us(run)
+        if first_us > _LONG_S * 1e6:
+            return first_us
+        return median([first_us, *(time_us(run) for _ in range(_NUM_RUNS - 1))])
+
+
+def _cpu_us(run: Callable[[], None]) -> float:
+    start = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - start) / 1000
+
+
+def _cuda_us(run: Callable[[], None]) -> float:
+    """On the device's own clock, from when the queue is empty."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end) * 1000)

@@ -1,0 +1,62 @@
+"""Runs one operation of a trace alone, on zeros, and leaves the user's generators as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator
+
+import torch
+
+from thunder_memsave.measure.op_profile import Operation, make_arguments
+
+
+def device_type_of(operation: Operation) -> str:
+    """Where its tensors are; empty where they are on several devices, or it has none."""
+    devices = {a.layout.device.partition(":")[0] for a in operation.arguments if a is not None}
+    return devices.pop() if len(devices) == 1 else ""
+
+
+@contextlib.contextmanager
+def ready_to_run(operation: Operation) -> Iterator[Callable[[], None]]:
+    """Give what runs the operation once, after a first run: what is made once and kept is not the operation's.
+
+    Raises:
+        RuntimeError, IndexError, ValueError: there is not enough memory, or the operation refuses zeros.
+    """
+    with _generators_kept(device_type_of(operation)), torch.no_grad():
+        arguments = make_arguments(operation.arguments, zeros=True)
+
+        def run() -> None:
+            operation.run(*arguments)
+
+        run()
+        yield run
+
+
+@contextlib.contextmanager
+def _generators_kept(device_type: str) -> Iterator[None]:
+    """Random operations draw from the user's generators."""
+    devices = [torch.cuda.current_device()] if device_type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def environment() -> str:
+    """What decides which kernels run here: versions, threads and the device."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    versions = f"torch {torch.__version__}{_transformer_engine()}"
+    return f"{versions}, {torch.get_num_threads()} threads, {device}"
+
+
+def _transformer_engine() -> str:
+    """Whose kernels compute in fp8, where it is installed."""
+    try:
+        return f", TransformerEngine {importlib.metadata.version('transformer_engine')}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {platform.processor()}"

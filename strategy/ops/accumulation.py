@@ -1,0 +1,274 @@
+"""Whole gradients that a rank keeps over micro-batches, until one backward reduces their sum.
+
+A trace of a backward that may do so has a `with_unreduced` before each reduction:
+
+    t8 = with_unreduced(t7, "t_weight")             # t7 plus what is kept of it
+    ft9 = reduce_scatter_rows(t8, op, group, True, None)
+    t10 = torch_wait_prim_impl(ft9)
+    return (t10, ...)
+
+`without_reductions` makes the trace for `fabric.no_backward_sync` of it, which communicates no gradient:
+
+    keep_unreduced(t7, "t_weight")
+    return (None, ...)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.distributed.transport import start_reduce_scatter
+from thunder_memsave.sharding.rows import whole_shape
+from thunder_memsave.sharding.sharded_parameter import is_sharded
+
+_executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
+register_executor(_executor)
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Kept:
+    """One parameter's sum so far, already divided by the number of ranks."""
+
+    parameter: Tensor
+    total: Tensor
+    grad: Tensor
+    """What `parameter.grad` was set to: as long as it stays, nobody has dropped the gradients."""
+    version: int
+    hook: RemovableHandle | None = None
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether `zero_grad` was called since, in either of its forms."""
+        if self.parameter.grad is not self.grad:
+            return True
+        return self.grad._version != self.version and not bool(self.grad.any())
+
+    def follow(self) -> None:
+        """Tell what autograd adds to `grad` from what `zero_grad` does, also where a sum of zeros is added.
+
+        Such as a weight's decay in the loss, or `0 * weight.sum()`: on some ranks only, where others have other rows.
+        """
+        # Weak: the hook is the parameter's, and must not keep the parameter and its gradient alive.
+        this = weakref.ref(self)
+
+        def added(_: Tensor) -> None:
+            if (kept := this()) is not None and kept.grad._version == kept.version + 1:
+                kept.version += 1
+
+        if self.parameter.requires_grad:  # it may have been frozen between forward and backward
+            self.hook = self.parameter.register_post_accumulate_grad_hook(added)
+
+    def unfollow(self) -> None:
+        """It is kept no longer."""
+        if self.hook is not None:
+            self.hook.remove()
+
+
+class UnreducedGradients:
+    """Those of one module."""
+
+    def __init__(self, data_parallel: DataParallel | None) -> None:
+        """`data_parallel`: the ranks over which gradients are reduced; None where there is nothing to reduce."""
+        self._data_parallel = data_parallel
+        self.is_keeping = False
+        """Whether a backward that runs now keeps its gradients instead of reducing them."""
+        self._kept: dict[int, _Kept] = {}
+
+    @contextmanager
+    def keeping(self, *, enabled: bool) -> Iterator[None]:
+        """Backwards inside keep their gradients."""
+        before, self.is_keeping = self.is_keeping, enabled
+        try:
+            yield
+        finally:
+            self.is_keeping = before
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether a backward under `fabric.no_backward_sync` keeps its gradients."""
+        data_parallel = self._data_parallel
+        return data_parallel is not None and data_parallel.accumulate == "accumulate_unsharded"
+
+    def parameters(self) -> list[Tensor]:
+        """Those with gradients that are not reduced yet."""
+        found = [self._find(kept.parameter) for kept in list(self._kept.values())]
+        return [kept.parameter for kept in found if kept is not None]
+
+    @property
+    def num_waiting(self) -> int:
+        """How many parameters have gradients that are not reduced yet."""
+        return sum(not kept.is_dropped for kept in self._kept.values())
+
+    def add(self, parameter: Tensor, grad: Tensor) -> None:
+        """Keep a gradient. In float32 at least: bfloat16 would round every sum to 8 bits."""
+        kept = self._find(parameter)
+        if kept is not None:
+            kept.total.add_(grad)
+            return
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        if parameter.grad is None:
+            # The reduced sum goes here; and `zero_grad`, which takes it away, drops what is kept.
+            parameter.grad = torch.zeros_like(parameter.detach())
+        kept = _Kept(parameter, total, parameter.grad, parameter.grad._version)
+        kept.follow()
+        self._kept[id(parameter)] = kept
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """What is kept, which is then kept no longer."""
+        kept = self._find(parameter)
+        if kept is None:
+            return None
+        self._forget(kept)
+        return kept.total
+
+    def reduce_rest(self) -> None:
+        """Reduce what the backward that just ran had no gradient to add to. A collective.
+
+        For weights that some micro-batches use and the last one does not; the ranks must agree on which.
+        """
+        for parameter in self.parameters():
+            total = self.take(parameter)
+            assert total is not None
+            assert parameter.grad is not None
+            assert self._data_parallel is not None
+            parameter.grad.add_(_reduced(total, parameter, self._data_parallel))
+
+    def _find(self, parameter: Tensor) -> _Kept | None:
+        kept = self._kept.get(id(parameter))
+        if kept is not None and kept.is_dropped:
+            self._forget(kept)
+            return None
+        return kept
+
+    def _forget(self, kept: _Kept) -> None:
+        kept.unfollow()
+        del self._kept[id(kept.parameter)]
+
+
+def whole_gradient_bytes(parameters: Iterable[Tensor]) -> int:
+    """What the kept gradients of these parameters take on each rank, of those that are trained."""
+    return sum(
+        whole_shape(p).numel() * torch.promote_types(p.dtype, torch.float32).itemsize
+        for p in parameters
+        if p.requires_grad
+    )
+
+
+def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> Tensor:
+    wanted = data_parallel.reduce_dtype
+    dtype = parameter.dtype if wanted is None else torch.promote_types(parameter.dtype, wanted)
+    grad = total.to(dtype)
+    if not is_sharded(parameter):
+        with collective("sum of a kept gradient", data_parallel.everyone):
+            dist.all_reduce(grad, group=data_parallel.everyone)
+        return grad
+    ((handle, rows),) = start_reduce_scatter([grad], data_parallel.group)
+    handle.wait()
+    if data_parallel.replicas is not None:
+        with collective("sum of a kept gradient's rows", data_parallel.replicas):
+            dist.all_reduce(rows, group=data_parallel.replicas)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """One run of a compiled backward."""
+
+    gradients: UnreducedGradients
+    parameters: Mapping[str, Tensor]
+    """By the names of the trace; only those that this run gives a gradient."""
+
+
+_running: ContextVar[_Backward] = ContextVar("_running")
+
+
+@contextmanager
+def running(gradients: UnreducedGradients, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """A compiled backward runs inside, and gives these parameters, named as in its trace, gradients."""
+    token = _running.set(_Backward(gradients, parameters))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _with_unreduced(grad: Tensor, name: str) -> Tensor:
+    backward = _running.get()
+    parameter = backward.parameters.get(name)
+    kept = None if parameter is None else backward.gradients.take(parameter)
+    return grad if kept is None else kept.add_(grad).to(grad.dtype)
+
+
+def _keep_unreduced(grad: Tensor, name: str) -> None:
+    backward = _running.get()
+    if (parameter := backward.parameters.get(name)) is not None:
+        backward.gradients.add(parameter, grad)
+
+
+with_unreduced = _executor.register_operator(
+    "with_unreduced", meta=lambda grad, name: TensorProxy(like=grad), fn=_with_unreduced
+)
+"""`(grad, parameter's name) -> grad` plus what was kept of it, about to be reduced."""
+
+_keep = _executor.register_operator(
+    "keep_unreduced",
+    meta=lambda grad, name: None,
+    fn=_keep_unreduced,
+    tags=[prims.OpTags.DONT_DCE],
+)
+
+
+def accumulated_names(trace: TraceCtx) -> Sequence[str]:
+    """Names of the parameters whose gradients may be kept, in the order of their reductions."""
+    return [b.args[1] for b in trace.bound_symbols if b.sym.id == with_unreduced.id]
+
+
+def without_reductions(trace: TraceCtx) -> TraceCtx:
+    """Keep gradients instead of reducing them.
+
+    Args:
+        trace: A backward trace, before values are deleted after their last use.
+
+    Returns:
+        A trace without everything that leads from a `with_unreduced` to the output, where None is in its place.
+    """
+    reduced: set[str] = set()
+    new = from_trace(trace)
+    new.bound_symbols = list(_kept_symbols(trace.bound_symbols, reduced))
+    new.set_provenance(TraceProvenance("Pass without_reductions"))
+    return new
+
+
+def _kept_symbols(symbols: Sequence[BoundSymbol], reduced: set[str]) -> Iterator[BoundSymbol]:
+    for bsym in symbols:
+        if bsym.sym.id == with_unreduced.id:
+            yield _keep.bind(*bsym.args, output=None)
+        elif bsym.sym is prims.python_return:
+            yield bsym.from_bsym(args=tree_map(lambda v: _unless(v, reduced), bsym.args))
+            continue
+        elif not any(a.name in reduced for a in bsym.flat_proxy_args):
+            yield bsym
+            continue
+        reduced.update(o.name for o in bsym.flat_proxy_outs)
+
+
+def _unless(value: Any, reduced: set[str]) -> Any:
+    return None if isinstance(value, Proxy) and value.name in reduced else value

@@ -1,0 +1,157 @@
+"""Scaled dot product attention: one operator of a kernel where one applies, else a decomposition.
+
+Thunder decomposes attention on the CPU, and on CUDA where it cannot ask a GPU, as in a plan: that saves twice what
+eager saves or more, and a row that is masked entirely (left padding) becomes NaN where eager gives zeros. What the
+kernels do not take on CUDA, such as dropout, is left to the executors that Thunder brings.
+"""
+
+from __future__ import annotations
+
+import math
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.proxies import TensorProxy
+
+from thunder_memsave.ops.attention_kernels import (
+    attention_executor,
+    cpu_flash,
+    cuda_efficient,
+    cuda_flash,
+)
+
+__all__ = ["attention_executor", "scaled_dot_product_attention"]
+
+_FLASH_DTYPES = (dtypes.bfloat16, dtypes.float16)
+_FLASH_LARGEST_HEAD = 192  # more is not differentiable on all GPUs
+_FLASH_CAPABILITY = (8, 0)
+
+
+def scaled_dot_product_attention(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    attn_mask: TensorProxy | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mask_needs_grad: bool = False,
+) -> TensorProxy:
+    """`torch.nn.functional.scaled_dot_product_attention` on proxies; the arguments are the same.
+
+    `mask_needs_grad`: whether the mask is trained, as a position bias is. The kernels give it no gradient.
+    """
+    if query.device.devicetype is devices.DeviceType.CUDA and not mask_needs_grad:
+        if attn_mask is None and _cuda_flash_applies(query, key, value, dropout_p, is_causal):
+            return cuda_flash(query, key, value, None, is_causal, scale)
+        key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
+        if _cuda_efficient_applies(query, key, value, attn_mask, dropout_p):
+            return cuda_efficient(query, key, value, attn_mask, is_causal, scale)
+        return ltorch.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )
+    key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
+    mask = _additive(attn_mask, query)
+    if not mask_needs_grad and _cpu_flash_applies(query, key, value, mask, dropout_p):
+        return cpu_flash(query, key, value, mask, is_causal, scale)
+    return _decomposed(query, key, value, mask, dropout_p, is_causal, scale)
+
+
+def _cuda_flash_applies(
+    query: TensorProxy, key: TensorProxy, value: TensorProxy, dropout_p: float, is_causal: bool
+) -> bool:
+    width, num_heads = query.shape[-1], key.shape[-3] if key.ndim == 4 else 0
+    return (
+        dropout_p == 0.0
+        and query.dtype in _FLASH_DTYPES
+        and all(t.ndim == 4 and t.shape[-1] == width for t in (query, key, value))
+        and width % 8 == 0
+        and width <= _FLASH_LARGEST_HEAD
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and num_heads == value.shape[1]
+        and query.shape[1] % num_heads == 0
+        and not (is_causal and query.shape[-2] != key.shape[-2])
+        and _capability(query.device) >= _FLASH_CAPABILITY
+    )
+
+
+def _cuda_efficient_applies(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    mask: TensorProxy | None,
+    dropout_p: float,
+) -> bool:
+    operands = (query, key, value)
+    # The kernel reads 16 bytes at a time.
+    num_aligned = 16 // query.dtype.bytes
+    return (
+        dropout_p == 0.0
+        and query.dtype in (*_FLASH_DTYPES, dtypes.float32)
+        and query.shape[-1] % num_aligned == 0
+        and all(t.ndim == 4 and t.shape[-1] == query.shape[-1] for t in operands)
+        and all(t.shape[:2] == query.shape[:2] for t in operands)
+        and (mask is None or dtypes.is_boolean_dtype(mask.dtype) or mask.dtype is query.dtype)
+    )
+
+
+def _capability(device: devices.Device) -> tuple[int, int]:
+    """Of the GPU that is here; without one the trace is a plan, and all devices that are planned for are newer."""
+    if not torch.cuda.is_available():
+        return _FLASH_CAPABILITY
+    return torch.cuda.get_device_capability(device.index)
+
+
+def _cpu_flash_applies(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    mask: TensorProxy | None,
+    dropout_p: float,
+) -> bool:
+    operands = (query, key, value)
+    return (
+        dropout_p == 0.0
+        and all(t.ndim == 4 and t.shape[-1] == query.shape[-1] for t in operands)
+        and all(t.shape[:2] == query.shape[:2] for t in operands)
+        and (mask is None or mask.ndim in (2, 4))
+    )
+
+
+def _decomposed(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    mask: TensorProxy | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> TensorProxy:
+    """softmax(query @ key^T * scale + mask) @ value; rows that attend to nothing give zeros, also in the gradient."""
+    factor = math.sqrt(scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    logits = (query * factor) @ (key.transpose(-2, -1) * factor)
+    if is_causal:
+        rows, columns = logits.shape[-2:]
+        allowed = ltorch.ones(rows, columns, device=query.device, dtype=dtypes.bool8).tril()
+        logits = ltorch.where(allowed, logits, -math.inf)
+    if mask is not None:
+        logits = logits + mask
+    dead = (logits == -math.inf).all(-1, keepdim=True)
+    weights = ltorch.softmax(ltorch.where(dead, 0.0, logits), dim=-1)
+    weights = ltorch.where(dead, 0.0, weights)
+    return ltorch.dropout(weights, dropout_p) @ value
+
+
+def _additive(mask: TensorProxy | None, query: TensorProxy) -> TensorProxy | None:
+    if mask is None or not dtypes.is_boolean_dtype(mask.dtype):
+        return mask
+    zeros = ltorch.zeros(*mask.shape, device=mask.device, dtype=query.dtype)
+    return ltorch.where(mask, zeros, -math.inf)
+
+
+def _repeat_heads(heads: TensorProxy, query: TensorProxy) -> TensorProxy:
+    """Grouped-query attention: each key/value head serves `query heads / heads` consecutive query heads."""
+    return ltorch.repeat_interleave(heads, query.shape[-3] // heads.shape[-3], -3)

@@ -1,0 +1,191 @@
+"""Random operations that run once in forward and give the same numbers again in backward.
+
+`drawing(symbol)` stands for the operation in forward, and also returns the state that its generator had before;
+`replaying(symbol)` gives the same numbers from that state, and leaves the generator as it is:
+
+    (t1, state) = uniform_cpu_drawing((2, 4), 0.0, 1.0, device=cpu, dtype=float32)
+    ...
+    bw_t1 = uniform_cpu_replaying(state, (2, 4), 0.0, 1.0, device=cpu, dtype=float32)
+
+A state is a uint8 tensor on the CPU: 16 bytes (seed and offset) for CUDA, 5056 for the CPU's Mersenne twister. It is
+read without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+_NUM_STATE_BYTES = {devices.DeviceType.CPU: 5056, devices.DeviceType.CUDA: 16}
+
+# Operators of Thunder's torch executor, which do not carry the tag of the primitives that they stand for.
+_UNTAGGED = ("uniform", "randn", "randint")
+
+_executor = OperatorExecutor("thunder_memsave_random", version="0")
+register_executor(_executor)
+
+
+def draws_random_numbers(bsym: BoundSymbol) -> bool:
+    """Whether running this symbol of an executed trace moves a generator on."""
+    # `lowering` tags the symbols of functions of which Thunder does not know that they draw.
+    if bsym.sym.name in _UNTAGGED or OpTags.RANDOM_OP in (*bsym.tags, *(bsym.sym.tags or ())):
+        return True
+    return _drops_out(bsym) or any(map(draws_random_numbers, bsym.subsymbols))
+
+
+def _drops_out(bsym: BoundSymbol) -> bool:
+    """Whether it is attention with dropout: kernels draw inside, and no tag says so."""
+    if not bsym.sym.is_prim or "attention" not in f"{bsym.sym.name} {bsym.sym.executor}":
+        return False
+    parameters = list(inspect.signature(bsym.sym.meta).parameters)
+    given = {**dict(zip(parameters, bsym.args, strict=False)), **bsym.kwargs}
+    return bool(given.get("dropout_p", 0.0) != 0.0)
+
+
+def is_replayable(bsym: BoundSymbol) -> bool:
+    """Whether `drawing` and `replaying` know this random symbol's function and its generator."""
+    has_its_own = any(isinstance(a, torch.Generator) for a in bsym.flat_args)
+    return not has_its_own and _function(bsym) is not None and _device(bsym) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One random symbol as two."""
+
+    drawing: BoundSymbol
+    """In place of the symbol: gives its results under their names, and the state."""
+    state: TensorProxy
+
+    def replaying(self, bsym: BoundSymbol) -> BoundSymbol:
+        """The same numbers again, under the names of the results of `bsym`, a clone of the symbol."""
+        _, symbol = _pair(bsym)
+        return symbol.bind(self.state, *bsym.args, output=bsym.output, **bsym.kwargs)
+
+
+def replay(bsym: BoundSymbol) -> Replay:
+    """Make the pair of a replayable random symbol, in the trace that is being made."""
+    symbol, _ = _pair(bsym)
+    state = _state_proxy(_device(bsym))
+    outputs = bsym.output if isinstance(bsym.output, tuple) else (bsym.output,)
+    drawing = symbol.bind(*bsym.args, output=(*outputs, state), **bsym.kwargs)
+    return Replay(drawing.from_bsym(tags=set(bsym.tags)), state)
+
+
+_pairs: dict[tuple[str, torch.device, int, int], tuple[Symbol, Symbol]] = {}
+"""By what runs; the pairs keep the functions alive, so that no other one gets the address of one of them."""
+
+
+def _pair(bsym: BoundSymbol) -> tuple[Symbol, Symbol]:
+    """The two operators for this symbol's; each is registered once."""
+    function, device = _function(bsym), devices.to_torch_device(_device(bsym))
+    assert function is not None
+    key = (bsym.sym.name, device, id(function), id(bsym.sym.meta))
+    if key not in _pairs:
+        # No other function has this name in the same trace, and the same one has it in every process.
+        name = f"{bsym.sym.name}_{str(device).replace(':', '_')}"
+        _pairs[key] = (
+            _executor.register_operator(
+                f"{name}_drawing", meta=_drawing_meta(bsym.sym), fn=_drawing(function, device)
+            ),
+            _executor.register_operator(
+                f"{name}_replaying", meta=_replaying_meta(bsym.sym), fn=_replaying(function, device)
+            ),
+        )
+    return _pairs[key]
+
+
+def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
+    """What runs; None where Python code is generated for it in another way."""
+    context = bsym._call_ctx or {}
+    if bsym.sym.name in context:
+        return context[bsym.sym.name]  # type: ignore[no-any-return]
+    return getattr(bsym.sym.module, bsym.sym.name, None) if bsym.sym.executor else None
+
+
+def _device(bsym: BoundSymbol) -> devices.Device | None:
+    """Of the generator: that of the results."""
+    found = {o.device for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)}
+    (device,) = found if len(found) == 1 else (None,)
+    return device if device and device.devicetype in _NUM_STATE_BYTES else None
+
+
+def _state_proxy(device: devices.Device | None) -> TensorProxy:
+    assert device is not None
+    num_bytes = _NUM_STATE_BYTES[device.devicetype]
+    return TensorProxy(shape=(num_bytes,), device=devices.cpu, dtype=dtypes.uint8)
+
+
+def _drawing_meta(symbol: Symbol) -> Callable[..., Any]:
+    def meta(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        outputs = symbol.meta(*args, **kwargs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        device = next(o.device for o in outputs if isinstance(o, TensorProxy))
+        return (*outputs, _state_proxy(device))
+
+    return meta
+
+
+def _replaying_meta(symbol: Symbol) -> Callable[..., Any]:
+    return lambda _state, *args, **kwargs: symbol.meta(*args, **kwargs)
+
+
+def _drawing(function: Callable[..., Any], device: torch.device) -> Callable[..., tuple[Any, ...]]:
+    def draw(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        state = _state(device)
+        outputs = function(*args, **kwargs)
+        return (*(outputs if isinstance(outputs, tuple) else (outputs,)), state)
+
+    return draw
+
+
+def _replaying(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    def run(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _generator_at(state, device):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _state(device: torch.device) -> Tensor:
+    if _computes_nothing(device):
+        kind = devices.DeviceType.CUDA if device.type == "cuda" else devices.DeviceType.CPU
+        return torch.empty(_NUM_STATE_BYTES[kind], dtype=torch.uint8)
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def _generator_at(state: Tensor, device: torch.device) -> Iterator[None]:
+    """Set the default generator of the device back, and afterwards to where it was."""
+    before = _state(device)
+    if _computes_nothing(device):
+        yield
+        return
+    _set_state(state, device)
+    try:
+        yield
+    finally:
+        _set_state(before, device)
+
+
+def _computes_nothing(device: torch.device) -> bool:
+    """Whether shapes alone are wanted, as when a plan is made; the device need not exist then."""
+    return device.type == "meta" or detect_fake_mode() is not None
+
+
+def _set_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,67 @@
+"""Facts of the collectives of a trace: their kind, their bytes, and which operations compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from thunder_memsave.ops.collectives import (
+    is_all_gather,
+    is_all_reduce,
+    is_reduce_scatter,
+    reduces_in_place,
+)
+from thunder_memsave.passes.symbols import is_tensor
+
+Kind = tuple[Any, ...]  # whether and how it sums, dtype, device, the group's id
+
+
+def operations_of(symbols: Sequence[BoundSymbol]) -> Mapping[int, int]:
+    """By their ids, the numbers of the symbols that compute; the others only lead up to one.
+
+    The wait, the cut of padding rows, a transpose, ... come before what reads the parameter.
+    """
+    computing = (b for b, source in with_sources(symbols) if source is None)
+    return {id(b): number for number, b in enumerate(computing)}
+
+
+def with_sources(
+    symbols: Sequence[BoundSymbol],
+) -> Iterator[tuple[BoundSymbol, str | None]]:
+    """Yield each symbol with the future of the gather that alone decides its results, if there is one."""
+    source_of: dict[str, str] = {}
+    for bsym in symbols:
+        source = bsym.output.name if is_all_gather(bsym) else _only_source(bsym, source_of)
+        if source is not None:
+            source_of.update((o.name, source) for o in bsym.flat_proxy_outs)
+        yield bsym, source
+
+
+def _only_source(bsym: BoundSymbol, source_of: Mapping[str, str]) -> str | None:
+    inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
+    return source_of.get(inputs[0]) if len(inputs) == 1 else None
+
+
+def is_reduction(bsym: BoundSymbol) -> bool:
+    """Whether it sums over ranks."""
+    return is_reduce_scatter(bsym) or is_all_reduce(bsym)
+
+
+def largest_reduction(symbols: Sequence[BoundSymbol]) -> int:
+    """Find the most bytes that one reduction sends; 0 without any."""
+    return max((nbytes_of(b.args[0]) for b in symbols if is_reduction(b)), default=0)
+
+
+def kind_of(bsym: BoundSymbol) -> Kind:
+    """Gathers, or reductions, of one kind can be one collective."""
+    sums = is_all_reduce(bsym) and ("in place" if reduces_in_place(bsym) else "in a copy")
+    group = bsym.args[2 if is_reduction(bsym) else 1]
+    return sums, bsym.output.dtype, bsym.output.device, id(group)
+
+
+def nbytes_of(tensor: TensorProxy | FutureTensorProxy) -> int:
+    """Count the bytes of a tensor, also of one that is in flight."""
+    return int(tensor.numel) * int(tensor.dtype.bytes)

@@ -1,0 +1,173 @@
+"""Schedule: collectives run beside computation, within a window of bytes.
+
+Each gather starts before the operation that needs it, as early as the window allows; each reduction is waited for as
+late as the window allows. Before:
+
+    ft1 = all_gather_rows(w1, group, True, None)
+    t1 = torch_wait_prim_impl(ft1)
+    t5 = torch.nn.functional.linear(x, t1, None)
+    ft2 = all_gather_rows(w2, group, True, None)
+    t2 = torch_wait_prim_impl(ft2)
+    t6 = torch.nn.functional.linear(t5, t2, None)
+
+After, with a window of at least w2's bytes:
+
+    ft1 = all_gather_rows(w1, group, True, None)
+    t1 = torch_wait_prim_impl(ft1)
+    ft2 = all_gather_rows(w2, group, True, None)    # on its way while linear runs
+    t5 = torch.nn.functional.linear(x, t1, None)
+    t2 = torch_wait_prim_impl(ft2)
+    t6 = torch.nn.functional.linear(t5, t2, None)
+
+Small parameters share a collective, and so do small gradients:
+
+    (ft1, ft2) = all_gather_bucket([w1, w2], group, torch.float32)
+
+While an operation runs, the gathered parameters on their way, or there but for later operations, are at most
+`window_bytes`, and the whole gradients that wait for their reduction at most half of that. A parameter that was read
+and will be read again, as a clone does (`recompute`), takes its room in the window; the plan alone decides on those, so
+where they take more than the window nothing else is on its way. With a window of 0 only parameters that one operation
+reads are joined. Every rank has the same trace, so all start their collectives in the same order.
+
+Where a budget leaves less than the window (`room.py`), less is on its way: a gather starts as soon as it fits from
+there to the operation that needs it, and the oldest reduction is waited for where what follows needs the room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from thunder.core.proxies import FutureTensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from torch import nn
+
+from thunder_memsave.ops.collectives import (
+    is_all_gather,
+    is_wait,
+)
+from thunder_memsave.passes.overlap.facts import largest_reduction, operations_of
+from thunder_memsave.passes.overlap.gathers import Gathers, gathers_in_order
+from thunder_memsave.passes.overlap.reductions import Reductions
+from thunder_memsave.passes.overlap.room import Left, Room
+from thunder_memsave.sharding.rows import whole_shape
+
+
+def schedule(
+    trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0, room: Room | None = None
+) -> TraceCtx:
+    """Move collectives and the waits for them, and join small ones; nothing else.
+
+    Args:
+        trace: A forward, backward or inference trace, before values are deleted after their last use.
+        window_bytes: Whole parameters on their way, and half as many of whole gradients on theirs; 0 overlaps nothing.
+        bucket_bytes: Parameters and gradients of at most so many bytes share a collective of at most so many; 0: none.
+        room: What else limits both, the same on all ranks; None: nothing.
+
+    Returns:
+        A trace with the same symbols in another order, but for the collectives that were joined.
+    """
+    if not any(is_wait(b) for b in trace.bound_symbols):
+        return trace
+    new = from_trace(trace)
+    with tracectx(new):
+        new.bound_symbols = list(
+            _Schedule(trace.bound_symbols, window_bytes, bucket_bytes, room).reordered()
+        )
+    new.set_provenance(TraceProvenance("Pass schedule"))
+    return new
+
+
+def two_largest_blocks(module: nn.Module) -> int:
+    """Bytes of twice the largest repeated block, whole: one that is read, one on its way.
+
+    A block is an element of an `nn.ModuleList`, or of an `nn.Sequential`; without any, the largest parameter counts.
+    """
+    blocks = [
+        block
+        for container in module.modules()
+        if isinstance(container, nn.ModuleList | nn.Sequential)
+        for block in container
+    ]
+    sizes = [sum(map(_whole_bytes, block.parameters())) for block in blocks]
+    return 2 * max(sizes or [_whole_bytes(p) for p in module.parameters()] or [0])
+
+
+def _whole_bytes(p: nn.Parameter) -> int:
+    return whole_shape(p).numel() * p.element_size()
+
+
+class _Schedule:
+    """Places one symbol after the other, with the collectives that are due before it."""
+
+    def __init__(
+        self,
+        symbols: Sequence[BoundSymbol],
+        window_bytes: int,
+        bucket_bytes: int,
+        room: Room | None,
+    ) -> None:
+        self._symbols = symbols
+        self._left = Left(room, symbols, for_others_bytes=largest_reduction(symbols))
+        futures = {
+            o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
+        }
+        self._operations = operations_of(symbols)
+        gathers = list(gathers_in_order(symbols, self._operations, self._left))
+        self._gathered = {g.future for g in gathers}
+        self._reduced = futures - self._gathered
+        self._gathers = Gathers(gathers, self._left, window_bytes, bucket_bytes)
+        # A gradient on its way takes twice its bytes: what is sent, and what is received.
+        self._reductions = Reductions(self._left, window_bytes // 2, bucket_bytes)
+
+    def reordered(self) -> Iterator[BoundSymbol]:
+        for position, bsym in enumerate(self._symbols):
+            self._left.reach(position)
+            if not self._ends_reduction(bsym):  # it frees what was sent
+                yield from self._make_room()
+            yield from self._place(bsym)
+
+    def _make_room(self) -> Iterator[BoundSymbol]:
+        while self._reductions.take_too_much:
+            yield from self._end_oldest()
+
+    def _ends_reduction(self, bsym: BoundSymbol) -> bool:
+        return is_wait(bsym) and bsym.args[0].name in self._reduced
+
+    def _place(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        future = bsym.args[0].name if is_wait(bsym) else None
+        if is_all_gather(bsym) and bsym.output.name in self._gathered:
+            return  # it starts when the window has room, at the latest right before its wait
+        if future in self._gathered:
+            yield from self._gathers.start_for(future)
+            yield bsym
+        elif future in self._reduced:
+            yield from self._postpone(bsym)
+        elif not self._reductions.postponed_with_its_input(bsym):
+            yield from self._with_its_input(bsym)
+
+    def _postpone(self, wait: BoundSymbol) -> Iterator[BoundSymbol]:
+        self._reductions.postpone(wait)
+        while self._reductions.are_overdue:
+            yield from self._end_oldest()
+
+    def _with_its_input(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        while self._reductions.give_input_to(bsym):
+            yield from self._end_oldest()
+        if not bsym.sym.name.startswith("unpack"):  # of the trace's inputs, shards among them
+            yield from self._start_early(bsym)
+        yield from self._reductions.start(bsym)
+
+    def _start_early(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+        self._gathers.reach(self._operations.get(id(bsym), 0))
+        starts = list(self._gathers.start_early())
+        yield from self._make_room()
+        yield from starts
+
+    def _end_oldest(self) -> Iterator[BoundSymbol]:
+        """Nothing is started early beside what reads the result: room is made until there is enough, not in between."""
+        ended = self._reductions.pop_oldest()
+        yield from self._reductions.start_with(ended.wait)
+        yield ended.wait
+        for bsym in ended.readers:
+            yield from self._reductions.start(bsym)

@@ -1,0 +1,110 @@
+"""Norms of gradients that are spread over ranks: for clipping, and for whether they are finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.sharding.rows import all_gather
+from thunder_memsave.sharding.sharded_parameter import is_sharded
+
+
+def clip_norm(
+    parameters: Iterable[nn.Parameter],
+    *,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = True,
+    data_parallel: DataParallel | None,
+) -> Tensor:
+    """Scales all gradients so that their norm over all ranks is at most `max_norm`.
+
+    Every rank calls it with the same parameters; replicated ones count once, and padding rows not
+    at all, because their gradients are zero. A collective where parameters are sharded.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
+
+    Raises:
+        ValueError: `max_norm` or `norm_type` is not positive.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set, on every rank.
+    """
+    _require_positive("max_norm", max_norm)
+    _require_positive("norm_type", norm_type)
+    parameters = list(parameters)
+    norm = global_norm(parameters, norm_type=norm_type, data_parallel=data_parallel)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type:g} is {norm.item()}, so they cannot be "
+            "clipped; find the step's loss, lower the learning rate, or pass "
+            "error_if_nonfinite=False to go on with gradients that are not finite."
+        )
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def clip_value(parameters: Iterable[nn.Parameter], *, clip_value: float) -> None:
+    """Clamps every gradient element to `[-clip_value, clip_value]`. No communication.
+
+    Raises:
+        ValueError: `clip_value` is not positive.
+    """
+    _require_positive("clip_value", clip_value)
+    nn.utils.clip_grad_value_(list(parameters), clip_value)
+
+
+def are_finite(parameters: Iterable[nn.Parameter], *, data_parallel: DataParallel | None) -> bool:
+    """Whether every gradient is finite on every rank; the same answer on all. A collective of one number."""
+    parameters = list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    # The largest element: NaN goes through it, and unlike a sum it does not overflow.
+    largest = nn.utils.get_total_norm(grads, math.inf)
+    finite = torch.isfinite(largest).to(parameters[0].device, torch.float32)
+    if data_parallel is not None:
+        with collective("agreement on finite gradients", data_parallel.everyone):
+            dist.all_reduce(finite, dist.ReduceOp.MIN, group=data_parallel.everyone)
+    return bool(finite)
+
+
+def global_norm(
+    parameters: Sequence[nn.Parameter],
+    *,
+    norm_type: float = 2.0,
+    data_parallel: DataParallel | None,
+) -> Tensor:
+    """The norm of all gradients over all ranks. A collective where parameters are sharded."""
+    whole = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+    if data_parallel is None or not any(is_sharded(p) for p in parameters):
+        return nn.utils.get_total_norm(whole, norm_type)
+    shards = [p.grad for p in parameters if p.grad is not None and is_sharded(p)]
+    like = torch.zeros((), dtype=_norm_dtype(parameters), device=parameters[0].device)
+    sharded_norms = like.new_empty(data_parallel.world_size)
+    all_gather(sharded_norms, _norm(shards, norm_type, like).reshape(1), data_parallel)
+    replicated_norm = _norm(whole, norm_type, like).reshape(1)
+    # A norm of norms is the norm of everything, for any order, and does not overflow first.
+    return _norm([sharded_norms, replicated_norm], norm_type, like)
+
+
+def _norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """At least float32: bfloat16 has 8 bits for what is summed over a whole model."""
+    is_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    return torch.float64 if is_double else torch.float32
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
+    if not grads:
+        return torch.zeros_like(like)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=like.dtype) for g in grads]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; it must be greater than 0 to clip by.")

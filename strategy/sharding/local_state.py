@@ -1,0 +1,66 @@
+"""Makes `state_dict` and `load_state_dict` of a sharded module speak of real rows only."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from thunder_memsave.sharding.rows import local_rows
+from thunder_memsave.sharding.sharded_parameter import ShardedParameter, is_sharded, mark_state
+
+
+def hide_padding(module: nn.Module) -> None:
+    """Install hooks: `state_dict()` gives this rank's rows without padding, and takes them back.
+
+    No communication. What it gives refuses to be written to a file, where it would look whole. With `keep_vars=True`
+    the parameters themselves come out, padding included.
+    """
+    for submodule in module.modules():
+        if any(is_sharded(p) for p in submodule._parameters.values() if p is not None):
+            submodule.register_state_dict_post_hook(_cut_padding)
+            submodule.register_load_state_dict_pre_hook(_add_padding)
+
+
+def _cut_padding(
+    module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, _: dict[str, Any]
+) -> None:
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        # With keep_vars the value is the parameter.
+        if isinstance(parameter, ShardedParameter) and not isinstance(value, nn.Parameter | None):
+            state_dict[prefix + name] = mark_state(local_rows(value, parameter), parameter)
+
+
+def _add_padding(
+    module: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *_: object,
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would replace the parameters that the optimizer and the "
+            "compiled forward hold; leave assign out."
+        )
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, ShardedParameter) and isinstance(value, Tensor):
+            state_dict[prefix + name] = _padded(value, parameter, prefix + name)
+
+
+def _padded(value: Tensor, parameter: ShardedParameter, name: str) -> Tensor:
+    real = local_rows(parameter, parameter)
+    if value.shape == real.shape:
+        padded = parameter.detach().new_zeros(parameter.shape)
+        padded[: real.shape[0]] = value
+        return padded
+    if value.shape == parameter.unsharded_shape:
+        raise ValueError(
+            f"load_state_dict() got the whole weight {name!r} of shape {tuple(value.shape)}, but "
+            f"this rank holds {real.shape[0]} of its rows; load whole weights with "
+            "strategy.load_module_state_dict(module, state_dict), on every rank."
+        )
+    return value  # load_state_dict reports the mismatch with all the others

@@ -1,0 +1,212 @@
+"""Says which rows of each parameter a rank holds, in place in the module, and gathers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.sharding.sharded_parameter import (
+    ShardedParameter,
+    as_rows,
+    is_sharded,
+    mark_sharded,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowRange:
+    """One rank's part of dim 0: rows `[start, stop)` of the whole, padded to `num_rows`."""
+
+    start: int
+    stop: int
+    num_rows: int
+
+    @property
+    def num_real_rows(self) -> int:
+        """Rows that are not padding."""
+        return self.stop - self.start
+
+
+def own_rows(unsharded_shape: torch.Size, data_parallel: DataParallel) -> RowRange:
+    """This rank's rows in Thunder's FSDP layout: ceil(n / world) each, padding at the very end."""
+    total = unsharded_shape[0]
+    num_rows = -(-total // data_parallel.world_size)
+    start = min(data_parallel.rank * num_rows, total)
+    return RowRange(start=start, stop=min(start + num_rows, total), num_rows=num_rows)
+
+
+def can_shard(unsharded_shape: torch.Size, data_parallel: DataParallel | None) -> bool:
+    """Whether a parameter of this shape is split: 0-dim and empty ones are replicated."""
+    if data_parallel is None or not data_parallel.shards:
+        return False
+    return len(unsharded_shape) > 0 and unsharded_shape.numel() > 0
+
+
+def is_module_sharded(module: nn.Module) -> bool:
+    """Whether any parameter of `module` holds only this rank's rows."""
+    return any(is_sharded(p) for p in module.parameters())
+
+
+def num_real_rows(p: Tensor) -> int:
+    """How many leading rows of `p` are the parameter's own; the rest is padding."""
+    if isinstance(p, ShardedParameter):
+        return p._num_real_rows
+    return p.shape[0] if p.dim() else 1
+
+
+def local_rows(t: Tensor, p: Tensor) -> Tensor:
+    """The real rows of `t`, which has the shape of `p`: the parameter, its grad, its moments."""
+    return as_rows(t)[: num_real_rows(p)] if is_sharded(p) else as_rows(t)
+
+
+def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
+    """Replaces the data of every parameter by this rank's rows, in place.
+
+    Parameter objects, `requires_grad` and ties stay, so an optimizer made before still trains
+    them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta.
+
+    Raises:
+        ValueError: the module is sharded already, has gradients, ties weights by storage only, or
+            has parameters of another type than `nn.Parameter`.
+    """
+    for name, p in module.named_parameters():
+        if is_sharded(p):
+            raise ValueError(
+                f"the module is sharded already ({name!r} holds {num_real_rows(p)} rows); "
+                "set it up once, and use the module that setup returned."
+            )
+    shard_rest(module, data_parallel)
+
+
+def shard_rest(module: nn.Module, data_parallel: DataParallel | None) -> None:
+    """`shard_module` for a module of which some parameters are sharded already."""
+    rest = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
+    _refuse_unshardable(rest)
+    _refuse_subclasses(rest, data_parallel)
+    for name, p in rest.items():
+        shape = p.shape
+        p.unsharded_shape = shape  # type: ignore[attr-defined]
+        if data_parallel is not None and can_shard(shape, data_parallel):
+            rows = own_rows(shape, data_parallel)
+            p.data = take_rows(p.detach(), rows)
+            mark(p, name, shape, rows)
+
+
+def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
+    """A copy of `rows` of `whole`, padded with zeros."""
+    shard = whole.new_zeros((rows.num_rows, *whole.shape[1:]))
+    shard[: rows.num_real_rows] = whole[rows.start : rows.stop]
+    return shard
+
+
+def fill_meta(p: Tensor, values: Tensor, *, name: str, rows: RowRange | None) -> None:
+    """Makes a meta parameter or buffer hold `values`: all of it, or `rows` of it with padding.
+
+    The object stays, with its attributes and `requires_grad`; only its contents change.
+    """
+    real = nn.Parameter(values, p.requires_grad) if isinstance(p, nn.Parameter) else values
+    vars(real).update(vars(p))
+    if rows is not None:
+        assert isinstance(real, nn.Parameter)
+        mark(real, name, whole_shape(p), rows)
+    # `p.data = values` is refused by torch where p is on meta.
+    torch.utils.swap_tensors(p, real)
+
+
+def whole_shape(t: Tensor) -> torch.Size:
+    """The shape of the whole tensor of which `t` may be a shard."""
+    return t.unsharded_shape if isinstance(t, ShardedParameter) else t.shape
+
+
+def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
+    """The whole parameter, without padding. A collective for sharded parameters.
+
+    Replicated parameters come back as they are, not copied: do not write to the result.
+    """
+    if data_parallel is None or not isinstance(p, ShardedParameter):
+        return as_rows(p)
+    return gather_rows(as_rows(p), p.unsharded_shape, data_parallel)
+
+
+def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataParallel) -> Tensor:
+    """All ranks' rows of a tensor sharded like a parameter, without padding. A collective."""
+    shard = shard.contiguous()
+    whole = shard.new_empty((shard.shape[0] * data_parallel.world_size, *shard.shape[1:]))
+    all_gather(whole, shard, data_parallel)
+    return whole[: unsharded_shape[0]]
+
+
+def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
+    """Fills `out` with the contiguous `shard` of all ranks, one after the other."""
+    if shard.dtype.itemsize == 1:
+        # gloo knows no float8, but moving bytes does not need to.
+        out, shard = out.view(torch.uint8), shard.view(torch.uint8)
+    # torch 2.13 renamed it and warns about the old name, the only one that 2.11 has.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with collective(f"all-gather of {list(out.shape)}", data_parallel.group):
+        gather(out, shard, group=data_parallel.group)
+
+
+def _refuse_unshardable(named: dict[str, nn.Parameter]) -> None:
+    for name, p in named.items():
+        if p.grad is not None:
+            raise ValueError(
+                f"{name!r} has a gradient, which sharding would drop; call "
+                "optimizer.zero_grad() before setup, or set up before the first backward()."
+            )
+    for (name, p), (other_name, other) in _neighbours_in_memory(named):
+        if _bytes_of(other).stop > _bytes_of(p).start:
+            raise ValueError(
+                f"{name!r} and {other_name!r} are two Parameters over one storage; sharding "
+                "would untie them. Assign the same Parameter object to both modules."
+            )
+
+
+def _refuse_subclasses(named: dict[str, nn.Parameter], data_parallel: DataParallel | None) -> None:
+    for name, p in named.items():
+        if type(p) is not nn.Parameter and can_shard(p.shape, data_parallel):
+            raise ValueError(
+                f"{name!r} is a {type(p).__name__}, and only torch.nn.Parameter itself is known to "
+                "hold a weight row by row; build the model with plain parameters, or use "
+                "sharding='none'."
+            )
+
+
+def _neighbours_in_memory(
+    named: dict[str, nn.Parameter],
+) -> Iterator[tuple[tuple[str, nn.Parameter], tuple[str, nn.Parameter]]]:
+    """Each parameter and the one of its storage that reaches furthest among those before it."""
+    of_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named.items():
+        if p.numel() and (address := p.untyped_storage().data_ptr()):
+            of_storage.setdefault(address, []).append((name, p))
+    for sharing in of_storage.values():
+        sharing.sort(key=lambda item: _bytes_of(item[1]).start)
+        furthest = sharing[0]
+        for item in sharing[1:]:
+            yield item, furthest
+            furthest = max(furthest, item, key=lambda item: _bytes_of(item[1]).stop)
+
+
+def _bytes_of(p: Tensor) -> range:
+    """From the first to the last byte of `p` within its storage."""
+    last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+    start = p.storage_offset() * p.element_size()
+    return range(start, start + (last + 1) * p.element_size())
+
+
+def mark(p: nn.Parameter, name: str, shape: torch.Size, rows: RowRange) -> None:
+    """Note on a parameter which rows of which whole it holds."""
+    mark_sharded(
+        p,
+        unsharded_shape=shape,
+        first_row=rows.start,
+        num_real_rows=rows.num_real_rows,
+        parameter_name=name,
+    )

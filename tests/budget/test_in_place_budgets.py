@@ -1,0 +1,129 @@
+"""What writes in place has, at every budget, the bits of keeping all; or there is no plan, and the error says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.in_place_models import BATCH, LENGTH, MODELS, WIDTH, drawn, source
+from harness.memory import measured_peak_bytes
+from thunder_memsave.budget import plan_request
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.planned_call import PlannedCall
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.search.solve import solve
+
+# Of what keeping all takes, in percent.
+PARTS = (*range(100, 55, -5), 45, 30)
+SMALLEST = (30,)  # for none of these models is there so small a plan
+NUM_DRAWN = 60
+
+
+@pytest.fixture(autouse=True)
+def _good_enough_plans() -> Iterator[None]:
+    with patch.object(plan_request, "solve", partial(solve, time_limit_s=0.5)):
+        yield
+
+
+def planner(policy: str, budget_bytes: int | None = None) -> MemoryPlanner:
+    memory = MemoryConfig(policy=policy)  # type: ignore[arg-type]
+    return MemoryPlanner(memory, device=device("cpu"), budget_bytes=budget_bytes)
+
+
+def step(
+    build: Callable[[], nn.Module], by: MemoryPlanner | None
+) -> tuple[nn.Module, list[Tensor]]:
+    """The compiled module, and what a step of it computes: loss, gradients, buffers, the generator's state."""
+    torch.manual_seed(0)
+    model = build().train()
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    compiled = CompiledModule(model, planner=by)
+    loss = compiled(x)[0]
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    buffers = [b.clone() for b in model.buffers()]
+    return compiled, [loss.detach(), *gradients, *buffers, torch.get_rng_state()]
+
+
+def check_memory(compiled: nn.Module, call: PlannedCall) -> None:
+    """A step takes what was predicted."""
+    x = torch.zeros(BATCH, LENGTH, WIDTH)
+    compiled.zero_grad()
+    held = sum(call.program.storages[s].nbytes for s in call.program.held)
+    measured = measured_peak_bytes(lambda: compiled(x)[0].backward())
+    assert measured == call.profile.peak_bytes - held - call.memory.other_bytes
+
+
+def check(build: Callable[[], nn.Module], parts: Sequence[int]) -> list[float]:
+    """The time of computing again for each budget, or the smallest one that the error names, which has a plan."""
+    _, in_place = step(build, None)
+    by = planner("keep_all")
+    compiled, kept = step(build, by)
+    assert len(kept) == len(in_place)
+    assert all(map(torch.equal, kept, in_place))
+    check_memory(compiled, by.calls[-1])
+    largest_bytes, smallest_bytes = by.calls[-1].profile.peak_bytes, 0
+    times = []
+    for part in parts:
+        budget_bytes = largest_bytes * part // 100
+        if budget_bytes < smallest_bytes:
+            continue
+        try:
+            times.append(check_plan(build, budget_bytes, kept))
+        except BudgetError as error:
+            smallest_bytes = error.smallest_bytes or 0
+            times.append(check_plan(build, smallest_bytes, kept))
+    return times
+
+
+def check_plan(
+    build: Callable[[], nn.Module], budget_bytes: int, expected: Sequence[Tensor]
+) -> float:
+    by = planner("plan", budget_bytes)
+    compiled, computed = step(build, by)
+    assert all(map(torch.equal, computed, expected)), budget_bytes
+    assert by.calls[-1].profile.peak_bytes <= budget_bytes
+    check_memory(compiled, by.calls[-1])
+    plan = by.calls[-1].plan
+    assert plan is not None
+    return plan.recompute_us
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_the_smallest_budget_gives_the_bits_of_keeping_all(build: Callable[[], nn.Module]) -> None:
+    assert max(check(build, SMALLEST)) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_every_budget_gives_the_bits_of_keeping_all(build: Callable[[], nn.Module]) -> None:
+    assert max(check(build, PARTS)) > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_so_do_models_that_are_drawn(seed: int) -> None:
+    check(partial(drawn, seed), SMALLEST)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, NUM_DRAWN, 10))
+def test_so_do_all_models_that_are_drawn(first: int) -> None:
+    for seed in range(first, first + 10):
+        try:
+            check(partial(drawn, seed), PARTS)
+        except AssertionError as error:
+            raise AssertionError(f"model {seed}:\n{source(seed)}") from error
+
+
+def test_the_drawn_models_contain_what_they_are_for() -> None:
+    texts = [source(seed) for seed in range(NUM_DRAWN)]
+    for construct in ("+=", "mul_", "clamp_", "masked_fill_", "inplace", "[:, 0]", "view(", "drop"):
+        assert sum(construct in t for t in texts) > 10, construct

@@ -1,0 +1,88 @@
+"""A budget is answered with the fastest plan that is known to fit it, whatever later passes added to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from harness.training_graphs import GraphBuilder
+from thunder_memsave.budget import plan_request
+from thunder_memsave.budget.plan_request import SMALLEST, Question
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.planner.actions import KEEP, NO_ACTIONS, RECOMPUTE, Actions, keeping
+from thunder_memsave.planner.graph import Plan, StepMemory
+
+FAST, SLOW = keeping("ab"), Actions({"a": KEEP, "b": RECOMPUTE})
+
+
+@pytest.fixture
+def question() -> Question:
+    graph = GraphBuilder()
+    x = graph.input("x")
+    graph.op(x, {"a": 10})
+    graph.op("a", {"b": 10})
+    graph.backward(db=10)
+    graph.op("b a db", {"dx": 10})
+    return Question(
+        graph=graph.graph(outputs="", gradients="dx"),
+        policy="plan",
+        costs_us=(20.0, 30.0, 1.0),
+        memory=StepMemory(),
+        pinned=NO_ACTIONS,
+        generator_state_bytes=0,
+        costs="of this test",
+    )
+
+
+def plan(actions: Actions, recompute_us: float) -> Plan:
+    return Plan(
+        actions=actions,
+        budget_bytes=None,
+        predicted_peak_bytes=50,
+        keep_all_peak_bytes=60,
+        saved_bytes=10,
+        recompute_us=recompute_us,
+        lower_bound_us=recompute_us / 2,
+    )
+
+
+def solves(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Plan]) -> None:
+    monkeypatch.setattr(plan_request, "solve", lambda *args, **kwargs: answer())
+
+
+def refuse() -> Plan:
+    raise BudgetError.no_plan(
+        budget_bytes=70, smallest_bytes=80, bound_bytes=75, smallest_plan=plan(SLOW, 90.0)
+    )
+
+
+def test_what_ran_within_the_budget_is_taken_where_a_corrected_target_gives_a_slower_plan(
+    question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question.remember_run(plan(FAST, 20.0), peak_bytes=95)
+    solves(monkeypatch, lambda: plan(SLOW, 50.0))
+    found = question.answer(85, budget_bytes=100).plan
+    assert (found.actions, found.recompute_us, found.budget_bytes) == (FAST, 20.0, 100)
+    assert found.lower_bound_us == 0.0  # what is proven for 85 is not for 100
+    assert question.answer(85, budget_bytes=94).plan.actions == SLOW
+    assert question.answer(85, budget_bytes=100, too_large=[FAST]).plan.actions == SLOW
+
+
+def test_what_ran_is_not_taken_where_the_search_finds_a_faster_plan(
+    question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question.remember_run(plan(SLOW, 50.0), peak_bytes=95)
+    solves(monkeypatch, lambda: plan(FAST, 20.0))
+    assert question.answer(100, budget_bytes=100).plan.actions == FAST
+
+
+def test_what_ran_is_taken_where_none_is_found_but_not_for_the_smallest(
+    question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question.remember_run(plan(FAST, 20.0), peak_bytes=95)
+    solves(monkeypatch, refuse)
+    offer = question.answer(70, budget_bytes=100)
+    assert (offer.plan.actions, offer.is_smallest, offer.plan.lower_bound_us) == (FAST, False, 0.0)
+    smallest = question.answer(SMALLEST, budget_bytes=100)
+    assert (smallest.plan.actions, smallest.is_smallest) == (SLOW, True)

@@ -1,0 +1,171 @@
+"""What communicates beside computation stays within the budget, in evaluation too, and on every rank alike."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.traces import fake_ranks
+from thunder_memsave.budget import memory_planner
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.planned_call import PlannedCall
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.distributed.agreement import broadcast
+from thunder_memsave.measure.devices import device_at
+from thunder_memsave.passes.overlap.room import NO_ROOM, Room
+from thunder_memsave.sharding.rows import shard_module
+
+WIDTH = 32
+WEIGHT_BYTES = 4 * WIDTH * WIDTH
+WINDOW_BYTES = 10**9
+
+
+def evaluated(
+    *batch_sizes: int, budget_bytes: int | None, prefetch: int = WINDOW_BYTES
+) -> list[PlannedCall]:
+    """Calls without gradients of one module."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(*layers).eval()
+    with fake_ranks(64) as data_parallel, torch.no_grad():
+        data_parallel = replace(data_parallel, prefetch=prefetch)
+        shard_module(model, data_parallel)
+        planner = planner_of(budget_bytes, data_parallel)
+        module = CompiledModule(model, data_parallel=data_parallel, planner=planner)
+        for size in batch_sizes:
+            module(torch.ones(size, WIDTH))
+    return planner.calls
+
+
+def planner_of(budget_bytes: int | None, data_parallel: Any = None) -> MemoryPlanner:
+    return MemoryPlanner(
+        MemoryConfig(),
+        device=device_at(torch.device("cpu")),
+        budget_bytes=budget_bytes,
+        data_parallel=data_parallel,
+    )
+
+
+@pytest.fixture(scope="module")
+def at_once_bytes() -> int:
+    (call,) = evaluated(2, budget_bytes=None, prefetch=0)
+    return call.profile.peak_bytes
+
+
+def test_an_evaluation_gathers_ahead_as_far_as_the_budget_has_room(at_once_bytes: int) -> None:
+    (free,) = evaluated(2, budget_bytes=None)
+    budget_bytes = at_once_bytes + 4 * WEIGHT_BYTES
+    assert free.profile.peak_bytes > budget_bytes
+    (call,) = evaluated(2, budget_bytes=budget_bytes)
+    assert call.plan is None
+    assert at_once_bytes < call.profile.peak_bytes <= budget_bytes
+
+
+def test_an_evaluation_that_fits_is_not_limited() -> None:
+    (free,) = evaluated(2, budget_bytes=None)
+    (call,) = evaluated(2, budget_bytes=free.profile.peak_bytes)
+    assert call.profile.step_peak_bytes == free.profile.step_peak_bytes
+
+
+def test_an_evaluation_beyond_the_budget_is_told_of(
+    at_once_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        evaluated(2, budget_bytes=at_once_bytes)
+        assert not caplog.messages
+        (call,) = evaluated(2, budget_bytes=at_once_bytes - 1)
+    assert call.profile.peak_bytes == at_once_bytes
+    (message,) = caplog.messages
+    assert message == (
+        f"this call without gradients needs {at_once_bytes:,} bytes, and the budget is {at_once_bytes - 1:,}; "
+        "evaluate smaller batches, the longest of them first, or give a larger memory.budget."
+    )
+
+
+def test_ranks_agree_once_for_evaluations_of_all_lengths(
+    at_once_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    agree = broadcast
+
+    def counted(value: Any, data_parallel: Any) -> Any:
+        asked.append(value)
+        return agree(value, data_parallel)
+
+    monkeypatch.setattr(memory_planner, "broadcast", counted)
+    budget_bytes = at_once_bytes + 2 * WEIGHT_BYTES
+    evaluated(2, budget_bytes=budget_bytes)
+    num_asked = len(asked)
+    first, second = evaluated(2, 1, budget_bytes=budget_bytes)
+    assert len(asked) == 2 * num_asked > 0
+    assert second.profile.peak_bytes < first.profile.peak_bytes
+
+
+def test_ranks_that_evaluate_otherwise_gather_when_they_need_it(
+    at_once_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_planner, "broadcast", lambda value, data_parallel: "rank 0's")
+    (call,) = evaluated(2, budget_bytes=10**9)
+    assert call.profile.peak_bytes == at_once_bytes
+
+
+@dataclass
+class Call:
+    """Has 100 bytes at its peak, and as many again on their way."""
+
+    room_taken: Room | None
+
+    @property
+    def profile(self) -> Any:
+        left = {} if self.room_taken is None else self.room_taken.left_bytes
+        on_their_way = 1000 if self.room_taken is None else left.get("t", 0)
+        return type("Profile", (), {"peak_bytes": 100 + on_their_way})
+
+    def room(self, budget_bytes: int) -> Room:
+        return Room(left_bytes={"t": budget_bytes - 100}, start_bytes={})
+
+
+@dataclass
+class Communicating:
+    """Stands for an attempt, and notes with which rooms it ran."""
+
+    communicates = True
+    rooms: list[Room | None] = field(default_factory=list)
+
+    def run(self, plan: Any, room: Room | None) -> Call:
+        self.rooms.append(room)
+        return Call(room)
+
+
+def within(monkeypatch: pytest.MonkeyPatch, budget_bytes: int, *others: int) -> list[int | str]:
+    """What is left in the rooms that are tried; another rank needs so many bytes more, in each."""
+    more = iter(others)
+    planner, attempt = planner_of(budget_bytes), Communicating()
+    monkeypatch.setattr(planner, "_most", lambda nbytes: nbytes + next(more))
+    run = planner._within(attempt, None, budget_bytes)  # type: ignore[arg-type]
+    assert run.room is attempt.rooms[-1]
+    assert next(more, None) is None
+    return [
+        "any" if r is None else "none" if r is NO_ROOM else r.left_bytes["t"] for r in attempt.rooms
+    ]
+
+
+def test_a_rank_that_needs_more_leaves_less_room_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert within(monkeypatch, 200, 0, 0, 30, 30) == ["any", "none", 100, 70]
+
+
+def test_where_no_room_holds_on_all_ranks_nothing_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = within(monkeypatch, 200, 0, 0, 30, 40, 50, 0)
+    assert tried == ["any", "none", 100, 70, 60, "none"]
+
+
+def test_where_one_rank_has_no_room_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert within(monkeypatch, 200, 0, 101) == ["any", "none"]

@@ -1,0 +1,122 @@
+"""A call is compiled for a GPU that is not here, for ranks that are not here, from tensors without memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from thunder.core.devices import Device
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from harness.traces import num_calls
+from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
+from thunder_memsave.compiler.compile_call import Compiled, compile_call
+from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
+from thunder_memsave.distributed.process_group import make_data_parallel
+from thunder_memsave.frontend.capture import Call
+
+LENGTH = 8192
+SHAPE_OF_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": LENGTH,
+}
+NUM_LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    with torch.device("meta"):
+        shape = LlamaConfig(**SHAPE_OF_8B, num_hidden_layers=NUM_LAYERS)
+        model: Any = LlamaForCausalLM(shape)
+        model = model.to(torch.bfloat16)
+    ids = without_memory(torch.Size((1, LENGTH)), torch.int64)
+    mask = without_memory(torch.Size((1, 1, LENGTH, LENGTH)), torch.bool)
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
+    with fake_ranks(64):
+        config = StrategyConfig(sharding=ShardingConfig(mode="zero3"))
+        data_parallel = make_data_parallel(config, ranks_per_node=8)
+        stand_in(model, data_parallel)
+        return compile_call(
+            model,
+            Call.of(model, (), batch),
+            name="forward",
+            reason="first call",
+            config=CompileConfig(),
+            data_parallel=data_parallel,
+            target=torch.device("cuda:3"),
+        )
+
+
+def tensors(trace: TraceCtx) -> list[TensorProxy]:
+    proxies = [p for b in trace.bound_symbols for p in (*b.flat_proxy_args, *b.flat_proxy_outs)]
+    return [p for p in proxies if isinstance(p, TensorProxy)]
+
+
+def test_attention_of_an_8b_shape_is_the_gpus_kernel_and_no_scores_are_planned(
+    compiled: Compiled,
+) -> None:
+    joint = compiled.forward_traces[-1]  # forward and backward: what is not run is not split
+    symbols = [b.sym.name for b in joint.bound_symbols]
+    assert symbols.count("cuda_efficient_attention") == NUM_LAYERS
+    assert symbols.count("cuda_efficient_attention_backward") == NUM_LAYERS
+    square = {p.name for p in tensors(joint) if p.shape[-2:] == (LENGTH, LENGTH)}
+    assert [name for name in square if "attention_mask" not in name] == []
+    assert len(square) == 1
+
+
+def test_every_tensor_is_on_the_target(compiled: Compiled) -> None:
+    assert {p.device for p in tensors(compiled.forward_traces[-1])} == {Device("cuda:3")}
+
+
+def test_weights_are_gathered_from_as_many_ranks_as_were_asked_for(compiled: Compiled) -> None:
+    forward = compiled.forward_traces[-1]
+    assert num_calls(forward, "all_gather") > NUM_LAYERS
+    (embedding,) = [p for p in forward.args if "embed_tokens" in p.name]
+    assert tuple(embedding.shape) == (128256 // 64, 4096)
+
+
+def test_tensors_without_memory_hold_none() -> None:
+    tensor = without_memory(torch.Size((2**15, 2**15)), torch.float32)
+    assert tensor.shape == (2**15, 2**15)
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_a_model_keeps_its_ties_and_its_buffers() -> None:
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                tie_word_embeddings=True,
+            )
+        )
+    names = list(dict(model.named_parameters()))
+    stand_in(model)
+    assert list(dict(model.named_parameters())) == names
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    gc.collect()
+
+
+def test_ranks_in_a_process_that_has_some_are_refused() -> None:
+    with (
+        fake_ranks(4),
+        pytest.raises(
+            RuntimeError, match=r"a plan for 2 ranks .* has a process group of 4; plan in"
+        ),
+        fake_ranks(2),
+    ):
+        raise AssertionError("not reached")
+    assert not dist.is_initialized()

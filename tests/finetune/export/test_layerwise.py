@@ -1,0 +1,73 @@
+"""A model that runs layer by layer has one of them in memory, and gives what it gives when it is there whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.language_model import llama_config
+from thunder_memsave.finetune.export.layerwise import logits_of
+from thunder_memsave.finetune.export.verified_export import _on_meta
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+def make(*, tied: bool) -> Any:
+    config = {**llama_config(), "num_hidden_layers": 4, "tie_word_embeddings": tied}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config)).eval()
+
+
+def num_filled(model: Any) -> int:
+    """Layers of which anything is in memory."""
+    return sum(any(not p.is_meta for p in layer.parameters()) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_layer_at_a_time_gives_the_logits_of_all(tied: bool) -> None:
+    whole, model = make(tied=tied), _on_meta(make(tied=tied).config)
+    weights, most = whole.state_dict(), 0
+
+    def read(name: str) -> Tensor:
+        nonlocal most
+        most = max(most, num_filled(model))
+        return weights[name]
+
+    ours = logits_of(model, IDS, read)
+    assert most == 1
+    assert num_filled(model) == 0
+    assert all(p.is_meta for p in model.parameters())
+    assert ours.dtype == torch.float64
+    with torch.no_grad():
+        theirs = whole.double()(input_ids=IDS).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_a_failure_leaves_the_model_on_meta() -> None:
+    model = _on_meta(make(tied=False).config)
+    weights = make(tied=False).state_dict()
+
+    def read(name: str) -> Tensor:
+        if name.startswith("model.layers.2"):
+            raise OSError("gone")
+        return weights[name]
+
+    with pytest.raises(OSError, match="gone"):
+        logits_of(model, IDS, read)
+    assert all(p.is_meta for p in model.parameters())
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("made", torch.empty(2, device="meta"), persistent=False)
+
+
+def test_a_constant_that_nobody_makes_is_named() -> None:
+    message = r"^nothing says what the buffer made starts as; such a model cannot be run layer"
+    with pytest.raises(ValueError, match=message):
+        logits_of(Unknown(), IDS, lambda name: torch.zeros(2))

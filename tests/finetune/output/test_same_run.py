@@ -1,0 +1,72 @@
+"""A run goes on only from a checkpoint whose steps mean what its own do; all that differs is listed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thunder_memsave.callbacks.checkpoint import CheckpointInfo
+from thunder_memsave.finetune.output.same_run import check_same_run
+from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
+from thunder_memsave.settings.section import ConfigError
+
+VALUES: dict[str, int | str] = {"seed": 42, "global_batch_size": 8}
+
+
+def written_by(config: RunConfig, **values: Any) -> CheckpointInfo:
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    return CheckpointInfo(path=Path("c"), world_size=1, values=VALUES | values, config=plain)
+
+
+def message_of(info: CheckpointInfo, config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(info, VALUES, config)
+    assert caught.value.key == "resume"
+    return str(caught.value)
+
+
+def test_all_differences_are_listed_old_to_new() -> None:
+    before = RunConfig(lora={"r": 4, "lora_alpha": 8}, model=ModelConfig(dtype="float32"))
+    now = RunConfig(lora={"r": 8, "lora_alpha": 16}, fp8={"recipe": "current"})
+    message = message_of(written_by(before, seed=7), now)
+    assert message.startswith("c was written with other settings than this run has, so it cannot")
+    for told in (
+        ": seed 7 -> 42, model.dtype float32 -> bfloat16, lora.",
+        "lora.r 4 -> 8",
+        "lora.lora_alpha 8 -> 16",
+        "fp8.recipe null -> current",
+    ):
+        assert told in message, message
+    assert "Restore seed, model.dtype, lora.r, lora.lora_alpha, " in message
+
+
+def test_a_cause_that_the_value_does_not_tell_is_named() -> None:
+    message = message_of(written_by(RunConfig(), global_batch_size=3), RunConfig())
+    assert "there: global_batch_size 3 -> 8. Restore train.global_batch_size, and leave" in message
+
+
+def test_of_many_differences_the_first_are_listed() -> None:
+    before = RunConfig(model=ModelConfig(config={f"k{n}": 1 for n in range(30)}))
+    assert "model.config.k19 1 -> null, and 10 more. Restore" in message_of(
+        written_by(before), RunConfig()
+    )
+
+
+def test_what_means_the_same_is_no_difference() -> None:
+    before = RunConfig(lora={"r": 4, "target_modules": ["q", "v"]}, train=TrainConfig(max_steps=1))
+    now = RunConfig(
+        lora={"r": 4, "target_modules": ["v", "q"], "lora_dropout": 0.0, "bias": "none"},
+        train=TrainConfig(max_steps=9, max_grad_norm=None),
+        optimizer={"class_path": "AdamW", "init_args": {"lr": 1e-9}},
+        output_dir="elsewhere",
+    )
+    check_same_run(written_by(before), VALUES, now)
+
+
+def test_a_checkpoint_without_a_run_file_is_compared_by_its_values() -> None:
+    info = CheckpointInfo(path=Path("c"), world_size=1, values=dict(VALUES))
+    check_same_run(info, VALUES, RunConfig(lora={"r": 4}))

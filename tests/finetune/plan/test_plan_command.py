@@ -1,0 +1,173 @@
+"""`thunder-memsave plan`: what a run would hold, whether it fits, and the exit code that says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness.language_model import llama_config
+from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.plan.plan_command import PlanOptions, parse_options
+from thunder_memsave.finetune.plan.plan_progress import STAGES
+from thunder_memsave.settings.section import ConfigError
+
+LENGTH = 64
+RUN = {
+    "model": {
+        "name_or_path": "org/not-here",
+        "architecture": {
+            **llama_config(),
+            "model_type": "llama",
+            "num_hidden_layers": 3,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "max_position_embeddings": LENGTH,
+        },
+    },
+    "lora": {"r": 2, "target_modules": "all-linear"},
+    "data": {
+        "dataset": {"class_path": "ChatJSONL", "init_args": {"path": "nowhere.jsonl"}},
+        "max_seq_length": LENGTH,
+    },
+    "train": {"global_batch_size": 8, "micro_batch_size": 2},
+    "strategy": {"sharding": "zero3"},
+    "output_dir": "runs/x",
+}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    return str(path)
+
+
+def planned(run_file: str, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    report = tmp_path / "plan.json"
+    code = main(["plan", run_file, f"--json={report}", *options])
+    return code, json.loads(report.read_text())
+
+
+def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html = tmp_path / "plan.html"
+    code, plan = planned(run_file, tmp_path, "--world-size", "4", f"--html={html}")
+    output, progress = capsys.readouterr()
+    assert code == 0
+    assert plan["fits"]
+    assert plan["world_size"] == 4
+    assert plan["predicted_peak_bytes"] == sum(plan["peak_bytes_by_kind"].values())
+    assert plan["smallest_budget_bytes"] <= plan["predicted_peak_bytes"] <= plan["budget_bytes"]
+    assert "org/not-here on 4 ranks of h200, 2 rows of 64 tokens each" in output
+    for words in ("optimizer state", "activations", "smallest budget with a plan:", "it fits:"):
+        assert words in output
+    assert html.read_text().count("<svg") == 2
+    shown = re.findall(r"^\[[ \d]+/\d+\] (.*) \.\.\. \d+\.\d s$", progress, re.MULTILINE)
+    assert shown == list(plan["cpu_seconds"]) == list(STAGES)
+    assert "s of it to solve: no plan computes less again" in output
+    assert plan["gap"] == 0.0
+
+
+def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, plan = planned(run_file, tmp_path, "--budget", "600KiB")
+    assert code == 3
+    assert not plan["fits"]
+    assert plan["predicted_peak_bytes"] == plan["smallest_budget_bytes"] > 600 * 1024
+    assert "it does not fit: the budget is 600.00 KiB, and the smallest" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_plan_at_once_with_one_line_and_130(run_file: str) -> None:
+    command = [sys.executable, "-m", "thunder_memsave", "plan", run_file, "--world-size=4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        shown = b""
+        while b"capture ... " not in shown:  # Dynamo is at work, which catches exceptions
+            shown += os.read(process.stderr.fileno(), 1000)
+            assert process.poll() is None, shown.decode()
+        process.send_signal(signal.SIGINT)
+        interrupted = time.monotonic()
+        output, rest = process.communicate()
+    assert time.monotonic() - interrupted < 5.0  # it ends in milliseconds on a machine with time
+    assert process.returncode == 130
+    assert output == b""
+    assert rest.decode().splitlines()[-1] == "interrupted."
+    assert b"Traceback" not in rest
+
+
+def test_the_plan_of_a_cpu_has_no_budget(run_file: str, tmp_path: Path) -> None:
+    code, plan = planned(run_file, tmp_path, "--device=cpu", "--train.micro_batch_size=1")
+    assert code == 0
+    assert plan["budget_bytes"] is None
+
+
+def test_the_smallest_budget_is_of_what_is_pinned(run_file: str, tmp_path: Path) -> None:
+    _, plan = planned(run_file, tmp_path, "--memory.keep=[base_model]")
+    assert plan["smallest_budget_bytes"] == plan["keep_all_peak_bytes"]
+
+
+def test_every_weight_in_bfloat16_under_autocast_is_planned(run_file: str, tmp_path: Path) -> None:
+    code, plan = planned(run_file, tmp_path, "--lora=null")
+    assert code == 0
+    assert plan["peak_bytes_by_kind"]["optimizer"] > plan["peak_bytes_by_kind"]["parameter"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--device=h300"],
+            "--device is 'h300', which is not known; did you mean 'h200'? Known are",
+        ),
+        (
+            ["--world-size=none"],
+            "--world-size is 'none', but must be a whole number of at least 1.",
+        ),
+        (["--budget"], "--budget needs a value, such as --budget=60GiB."),
+        (["--json", "--html=x"], "--json needs a value, such as --json=plan.json."),
+        (
+            ["--json=nowhere/plan.json"],
+            "there is no directory nowhere; make it, or name a file else",
+        ),
+        (["--html=/"], "--html is /, which is a directory; name a file in it."),
+        (["--budget=much"], "memory.budget: 'much' is not a number of bytes"),
+        (
+            ["--model.architecture=null"],
+            "a plan of org/not-here needs its config, and downloads noth",
+        ),
+        (["--memory.keep=[nothing]"], "memory.keep has 'nothing', which names no module"),
+        (["--train.epochs=0"], "train.epochs is 0, but must be at least 1"),
+    ],
+)
+def test_what_is_wrong_ends_with_2(
+    run_file: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", run_file, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_may_stand_anywhere_with_or_without_equals() -> None:
+    options, rest = parse_options(["--device", "H100", "run.yaml", "--world-size=8", "--lora.r=4"])
+    assert options == PlanOptions(num_ranks=8, device="h100")
+    assert rest == ["run.yaml", "--lora.r=4"]
+    with pytest.raises(ConfigError, match="--world-size is '0'"):
+        parse_options(["--world-size", "0"])
+
+
+def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    output = capsys.readouterr().out
+    assert "--world-size N" in output
+    assert "--memory.budget" in output

@@ -1,0 +1,204 @@
+"""A run says which linears compute in fp8, and a plan counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.language_model import run_values, write_run_file
+from thunder_memsave.config import Fp8Config
+from thunder_memsave.finetune.model.build import describe_model
+from thunder_memsave.finetune.plan.fp8_planned import refuse_without_fp8
+from thunder_memsave.finetune.plan.plan_run import plan_run
+from thunder_memsave.finetune.run.describe_job import describe_job
+from thunder_memsave.finetune.run.fp8_shown import describe_choices
+from thunder_memsave.finetune.run.job import prepare
+from thunder_memsave.finetune.run_file.reading.parse import load_run_config
+from thunder_memsave.fp8.weights.layers import Choice
+from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.settings.section import ConfigError
+
+NOT_ADAPTERS = "{backend: torch, amax_history_len: 4, skip_modules: [lm_head, lora_A, lora_B]}"
+
+Read = Callable[..., Any]
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, model_directory: Path) -> Read:
+    path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
+    return lambda *overrides: load_run_config(path, list(overrides))
+
+
+def test_layers_that_differ_by_their_number_are_named_once() -> None:
+    names = [f"model.layers.{i}.mlp.{name}" for i in range(2) for name in ("up", "down")]
+    choices = [Choice(name=name, reason=None) for name in names]
+    choices += [Choice(name="model.layers.2.mlp.up", reason="it is small")]
+    choices += [Choice(name="base_model.model.lm_head", reason="skip_modules has 'lm_head'")]
+    assert describe_choices(choices, recipe="delayed", backend="torch").splitlines() == [
+        "4 of 6 linears, delayed scaling by torch (mlp.up, mlp.down)",
+        "not 1 (mlp.up): it is small",
+        "not 1 (lm_head): skip_modules has 'lm_head'",
+    ]
+
+
+def test_of_many_names_the_first_are_shown() -> None:
+    choices = [Choice(name=f"a{i}", reason=None) for i in range(10)]
+    choices += [Choice(name=f"b{i}", reason="why") for i in range(4)]
+    first, second = describe_choices(choices, recipe="block", backend="torch").splitlines()
+    assert first.endswith("(a0, a1, a2, a3, a4, a5, a6, a7 and 2 more)")
+    assert second == "not 4 (b0, b1 and 2 more): why"
+
+
+def test_a_run_says_which_linears_compute_in_fp8_and_why_the_others_do_not(
+    config_of: Read,
+) -> None:
+    job = prepare(config_of(f"fp8={NOT_ADAPTERS}", "fp8.skip_modules=[lm_head, lora_A]"))
+    assert job.fp8 is not None
+    lines = job.fp8.splitlines()
+    assert lines[0].startswith("14 of 43 linears, delayed scaling by torch (self_attn.q_proj, self")
+    assert (
+        "not 14 (self_attn.q_proj.lora_A.default, self_attn.k_proj.lora_A.default and 5 mor"
+        in (lines[1])
+    )
+    assert "): 4 -> 32 features are no multiples of 16" in job.fp8
+    assert lines[-1] == "not 1 (lm_head): skip_modules has 'lm_head'"
+    assert "\nfp8:       14 of 43 linears" in describe_job(job)
+
+
+def test_a_run_without_fp8_says_nothing_of_it(config_of: Read) -> None:
+    job = prepare(config_of())
+    assert job.fp8 is None
+    assert "\nfp8:" not in describe_job(job)
+
+
+def test_a_frontend_that_does_not_tell_linears_apart_is_refused(config_of: Read) -> None:
+    with pytest.raises(ConfigError, match=r"fp8 is set, and strategy\.frontend is 'interpreter'"):
+        prepare(config_of("fp8={}", "strategy.frontend=interpreter"))
+
+
+def test_a_monitor_of_scales_without_fp8_is_refused(config_of: Read) -> None:
+    message = "Fp8Monitor watches scales that change from step to step, but there is no section fp8"
+    with pytest.raises(ConfigError, match=message):
+        prepare(config_of("callbacks=[{class_path: Fp8Monitor}]"))
+
+
+def test_scales_of_each_rank_alone_are_refused_with_two_ranks(config_of: Read) -> None:
+    message = (
+        r"fp8\.reduce_amax is false, and there are 2 ranks, each of which would have scales of its own, .*: a resumed "
+        r"run would not be the one that was saved; leave reduce_amax out, which is true then, or train on one rank\."
+    )
+    config = config_of("fp8={reduce_amax: false}", "devices=2")
+    with pytest.raises(ConfigError, match=message):
+        prepare(config)
+    with pytest.raises(ConfigError, match=message):
+        plan_run(config, device=DEVICES["cpu"], num_ranks=2, has_curve=False)
+    assert prepare(config_of("fp8={reduce_amax: false}", "devices=1")).fp8 is not None
+
+
+def test_a_plan_counts_frozen_weights_in_fp8_twice_and_their_state(config_of: Read) -> None:
+    config = config_of(f"fp8={NOT_ADAPTERS}")
+    plan = plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
+    # Per layer 32x32 twice, 16x32 twice, 32x64 three times; by rows and by columns, one scale each.
+    elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
+    scales, states = 14 * 4, 14 * 4 * (4 * 2 + 2 + 4 * 1 + 1)
+    # The columns of the first layer's q, k and v are of no use: nothing before them is trained.
+    unused = 32 * 32 + 2 * 16 * 32
+    buffers = dict(describe_model(config).named_buffers())
+    of_model = sum(b.nbytes for name, b in buffers.items() if name.endswith(".inv_freq"))
+    found = plan.call.profile.peak_bytes_by_kind["buffer"]
+    assert found == of_model + 2 * elements - unused + scales + states
+
+
+def test_a_plan_counts_frozen_weights_that_are_kept_in_fp8_alone_once(config_of: Read) -> None:
+    found = {}
+    for kept in ("compute", "fp8"):
+        config = config_of(
+            f"fp8={NOT_ADAPTERS}",
+            f"fp8.frozen_weights={kept}",
+            "model.dtype=bfloat16",
+            "strategy.sharding=zero3",
+        )
+        plan = plan_run(config, device=DEVICES["cpu"], num_ranks=2, has_curve=False)
+        found[kept] = plan.call.profile.peak_bytes_by_kind
+    elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
+    # Half of them on each rank, a byte less for each; 14 scales.
+    assert found["compute"]["parameter"] - found["fp8"]["parameter"] == elements // 2
+    assert found["fp8"]["buffer"] - found["compute"]["buffer"] == 14 * 4
+    alone = plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
+    # Neither copies by rows nor by columns.
+    assert alone.call.profile.peak_bytes_by_kind["buffer"] == found["fp8"]["buffer"]
+
+
+def test_frozen_weights_in_fp8_alone_of_a_run_that_freezes_none_are_refused(
+    config_of: Read,
+) -> None:
+    config = config_of("fp8={backend: torch, frozen_weights: fp8}", "lora=null")
+    message = "the model has no linear in fp8 whose weight is frozen and its own; leave frozen_wei"
+    with pytest.raises(ConfigError, match=message):
+        prepare(config)
+    with pytest.raises(ConfigError, match=message):
+        plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
+
+
+@pytest.mark.parametrize("asked", [{}, {"backend": "transformer_engine"}, {"recipe": "mxfp8"}])
+def test_a_plan_for_a_device_without_fp8_is_refused(asked: Any) -> None:
+    message = (
+        r"^fp8 is set, but nothing computes in fp8 below compute capability 8\.9 \(Ada\), and there is the device a100 "
+        r"\(compute capability 8\.0\): leave out `fp8`; or plan for another --device\.$"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        refuse_without_fp8(Fp8Config(**asked), DEVICES["a100"])
+    assert caught.value.key == "fp8"
+    refuse_without_fp8(None, DEVICES["a100"])
+    refuse_without_fp8(Fp8Config(), DEVICES["l40s"])
+
+
+TE = "transformer_engine"
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "device", "reason"),
+    [
+        ("torch", "block", "b200", r"blocks on compute capability 9\.0 \(Hopper\).*: set `fp8.rec"),
+        ("auto", "block", "l40s", r"torch\._scaled_mm multiplies such blocks on compute capabili"),
+        ("auto", "mxfp8", "b200", "this version does not compute mxfp8, although there is the de"),
+        (
+            "auto",
+            "nvfp4",
+            "cpu",
+            r"nvfp4 needs compute capability 10\.0 .*, and there is the device",
+        ),
+        (
+            TE,
+            "block",
+            "l40s",
+            r"TransformerEngine computes it from compute capability 9\.0 \(Hopper",
+        ),
+        (TE, "mxfp8", "b200", "thunder_memsave computes delayed, current, block with TransformerE"),
+    ],
+)
+def test_a_plan_with_a_recipe_that_the_device_does_not_compute_is_refused(
+    backend: Any, recipe: Any, device: str, reason: str
+) -> None:
+    asked = rf"^fp8\.backend is {backend} and fp8\.recipe is {recipe}, but "
+    message = rf"{asked}.*{reason}.*; or plan for another --device\.$"
+    with pytest.raises(ConfigError, match=message) as caught:
+        refuse_without_fp8(Fp8Config(backend=backend, recipe=recipe), DEVICES[device])
+    assert caught.value.key == "fp8.recipe"
+
+
+def test_a_plan_with_a_backend_that_the_device_does_not_have_is_refused() -> None:
+    message = (
+        r"TransformerEngine computes on CUDA devices: set `fp8\.backend: torch`; or plan for anot"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        refuse_without_fp8(Fp8Config(backend="transformer_engine"), DEVICES["cpu"])
+    assert caught.value.key == "fp8.backend"
+
+
+@pytest.mark.parametrize("backend", ["auto", "transformer_engine"])
+def test_a_plan_leaves_to_transformer_engine_what_only_it_can_say(backend: Any) -> None:
+    refuse_without_fp8(Fp8Config(backend=backend, recipe="block"), DEVICES["b200"])

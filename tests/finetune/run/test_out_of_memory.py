@@ -1,0 +1,107 @@
+"""A device that runs out of memory all the same: one message, which key to change, an exit code of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from harness.language_model import run_values, write_run_file
+from thunder_memsave.config import parse_memory
+from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.run.out_of_memory import changes, write_snapshot
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.00 MiB is "
+    "free. Of the allocated memory 76.00 GiB is allocated by PyTorch."
+)
+ERROR = torch.OutOfMemoryError(MESSAGE)
+
+
+def planned(*, peak_bytes: int, **memory: Any) -> ThunderMemsaveStrategy:
+    return cast(
+        ThunderMemsaveStrategy,
+        SimpleNamespace(
+            plan=SimpleNamespace(predicted_peak_bytes=peak_bytes),
+            config=SimpleNamespace(memory=parse_memory(memory)),
+            root_device=torch.device("cpu"),
+        ),
+    )
+
+
+def test_the_budget_is_lowered_by_what_is_missing_or_the_micro_batch_is_divided() -> None:
+    strategy = planned(budget="70GiB", peak_bytes=69 * 2**30)
+    assert changes(ERROR, strategy, micro_batch_size=4) == (
+        f"--memory.budget={int(67.5 * 1024)}MiB",
+        "--train.micro_batch_size=2",
+    )
+    assert changes(ERROR, strategy, micro_batch_size=9)[1] == "--train.micro_batch_size=3"
+    assert changes(ERROR, strategy, micro_batch_size=1) == ("--memory.budget=69120MiB",)
+    without = cast(ThunderMemsaveStrategy, SimpleNamespace(plan=None))
+    assert changes(ERROR, without, micro_batch_size=1) == ()
+
+
+def test_a_reserve_that_is_given_grows_instead_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a budget it is refused; the plan gets the same limit by it."""
+    total = 80 * 2**30 + 5
+    monkeypatch.setattr(
+        "thunder_memsave.finetune.run.out_of_memory.total_bytes", lambda device: total
+    )
+    strategy = planned(peak_bytes=80 * 2**30, reserve="4GiB")
+    (change,) = changes(ERROR, strategy, micro_batch_size=1)
+    name, _, value = change.partition("=")
+    assert name == "--memory.reserve"
+    changed = parse_memory({"reserve": value}).budget_bytes(total)
+    assert changed is not None
+    # What is missing, and less than a MiB by rounding.
+    assert 0 <= total - 4 * 2**30 - 3 * 2**29 - changed < 2 * 2**20
+    default = planned(peak_bytes=80 * 2**30)
+    (change,) = changes(ERROR, default, micro_batch_size=1)
+    name, _, value = change.partition("=")
+    assert name == "--memory.budget"
+    assert parse_memory({"budget": value}).budget_bytes(total) is not None
+
+
+def test_there_is_no_snapshot_where_torch_has_no_allocator_of_its_own(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        path = write_snapshot(tmp_path, rank=3)
+        assert path == tmp_path / "out_of_memory-rank3.pickle"
+    else:
+        assert write_snapshot(tmp_path, rank=0) is None
+
+
+class OutOfMemory:
+    """A callback for which the device has no memory left."""
+
+    def on_train_batch_end(self, *, step: int) -> None:
+        if step == 2:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+
+def test_a_run_out_of_memory_ends_with_one_message_that_says_what_to_change(
+    tmp_path: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values: dict[str, Any] = run_values(
+        tmp_path,
+        model_directory,
+        train={"max_steps": 4, "micro_batch_size": 2},
+        memory={"budget": "2GiB"},
+    )
+    del values["data"]["dataset"]["init_args"]["val_fraction"]
+    monkeypatch.setattr("thunder_memsave.finetune.run.train.PlanShown", lambda: OutOfMemory())
+    assert main(["train", str(write_run_file(tmp_path, values))]) == 4
+    error = capsys.readouterr().err
+    (line,) = error.splitlines()
+    assert line.startswith("error: at step 2, CUDA out of memory; the plan predicts a peak of ")
+    advice = line.partition("To go on, change one key: ")[2]
+    assert advice.startswith("--train.micro_batch_size=1. "), "the plan needs less than is missing"
+    assert line.endswith("config.yaml --train.micro_batch_size=1 --resume=auto")

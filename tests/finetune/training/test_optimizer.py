@@ -1,0 +1,67 @@
+"""An optimizer updates in one kernel where PyTorch has one and the run file does not say how."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.training.optimizer import make_optimizer, place_steps
+from thunder_memsave.measure.step_memory import step_memory
+
+
+def made(name: str, *, device_type: str = "cuda", **arguments: Any) -> dict[str, Any]:
+    spec = ClassSpec(class_path=f"torch.optim.{name}", init_args=arguments)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer(
+        replace(RunConfig(), optimizer=spec), [weight], device_type=device_type
+    )
+    return optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_it_is_fused_where_nothing_else_is_said(name: str, device_type: str) -> None:
+    assert made(name, device_type=device_type, lr=1e-3)["fused"] is True
+
+
+@pytest.mark.parametrize("arguments", [{"foreach": True}, {"fused": False}, {"foreach": False}])
+def test_what_the_run_file_says_stays(arguments: dict[str, bool]) -> None:
+    group = made("AdamW", device_type="cuda", lr=1e-3, **arguments)
+    assert not group["fused"]
+    assert all(group[name] == value for name, value in arguments.items())
+
+
+def test_optimizers_and_devices_without_such_a_kernel_stay_as_they_are() -> None:
+    assert "fused" not in made("RMSprop", lr=1e-3)
+    assert not made("AdamW", device_type="meta", lr=1e-3)["fused"]
+
+
+def test_on_cuda_the_fused_update_of_a_plan_holds_nothing_more() -> None:
+    weights = [nn.Parameter(torch.empty(1000, 1000, device="meta"))]
+    optimizer = make_optimizer(RunConfig(), weights, device_type="cuda")
+    memory = step_memory([optimizer], device_type="cuda")
+    assert memory.update_peak_bytes < 2**12
+    moments = 2 * 4 * 1000 * 1000
+    assert moments < memory.optimizer_bytes < moments + 2**12
+
+
+@pytest.mark.parametrize(
+    ("setting", "device"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")]
+)
+def test_counts_of_updates_are_where_an_implementation_reads_them(
+    setting: str, device: str
+) -> None:
+    weight = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.param_groups[0][setting] = True
+    for before in ("cpu", "meta"):
+        optimizer.state[weight]["step"] = torch.tensor(2.0, device=before)
+        if (before, device) == ("meta", "cpu"):
+            continue  # there is no number to be moved
+        place_steps(optimizer)
+        assert optimizer.state[weight]["step"].device.type == device

@@ -1,0 +1,66 @@
+"""What reaches which output follows eager's rules, read off the captured graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from thunder_memsave.frontend.capture import Call, capture
+from thunder_memsave.frontend.dependencies import output_dependencies
+
+
+def _reached(model: nn.Module, x: Tensor) -> list[set[str]]:
+    captured = capture(model, Call.of(model, (x,), {}), reason="test")
+    outputs = captured.graph.graph.output_node().args[0]
+    assert isinstance(outputs, (tuple, list))
+    nodes = [o for o in outputs if isinstance(o, fx.Node)]
+    depends_on = output_dependencies(captured.graph, nodes)
+    return [{captured.inputs[i].name for i in indices} for indices in depends_on]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        a = self.a * x * self.frozen
+        with torch.no_grad():
+            constant = self.b * 2
+        return a, a.detach() + self.b, a + constant, (a > 0), constant
+
+
+def test_detach_no_grad_frozen_and_comparisons_stop_the_gradient() -> None:
+    assert _reached(Branches(), torch.randn(3)) == [{"a"}, {"b"}, {"a"}, set(), set()]
+
+
+class ChangedInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a * x
+        y.add_(self.b)
+        return y
+
+
+def test_an_in_place_operation_adds_what_its_operands_reach() -> None:
+    assert _reached(ChangedInPlace(), torch.randn(3)) == [{"a", "b"}]
+
+
+class OneOfTwoInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        changed = torch.zeros(3)
+        view = changed.view(3)
+        view.add_(self.b * x)
+        return self.a * x, view, changed.detach()
+
+
+def test_an_in_place_operation_reaches_only_what_shares_its_memory() -> None:
+    assert _reached(OneOfTwoInPlace(), torch.randn(3)) == [{"a"}, {"b"}, set()]

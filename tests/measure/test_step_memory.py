@@ -1,0 +1,134 @@
+"""The memory of an update, found without running it, is what an update takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from harness.memory import measured_memory
+from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
+from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.sharding.gradients import clip_norm
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 40, bias=False), nn.LayerNorm(40))
+
+
+def give_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(partial(AdamW, foreach=False, fused=False), id="adamw-for-loop"),
+        pytest.param(partial(AdamW, foreach=True), id="adamw-foreach"),
+        pytest.param(partial(AdamW, fused=True), id="adamw-fused"),
+        pytest.param(AdamW, id="adamw-default"),
+        pytest.param(partial(SGD, lr=0.1, momentum=0.9), id="sgd-momentum"),
+        pytest.param(partial(SGD, lr=0.1, momentum=0.9, foreach=True), id="sgd-foreach"),
+        pytest.param(partial(SGD, lr=0.1), id="sgd"),
+        pytest.param(Adafactor, id="adafactor"),
+    ],
+)
+def test_state_and_update_take_what_was_said(make: Callable[..., Optimizer]) -> None:
+    module = model()
+    give_gradients(module)
+    warmed = make([nn.Parameter(torch.ones(2))])
+    give_gradients_to(warmed)
+    warmed.step()
+    optimizer = make(module.parameters())
+    found = step_memory([optimizer])
+    first = measured_memory(optimizer.step)
+    second = measured_memory(optimizer.step)
+    assert found.optimizer_bytes == first.end_bytes
+    assert found.update_peak_bytes == max(first.peak_bytes - first.end_bytes, second.peak_bytes)
+
+
+def give_gradients_to(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+
+
+def test_clipping_counts_as_part_of_the_update() -> None:
+    module = model()
+    give_gradients(module)
+    clip = partial(clip_norm, max_norm=1.0, data_parallel=None)
+    clip(list(module.parameters()))
+    measured = measured_memory(lambda: clip(list(module.parameters())))
+    found = step_memory([SGD(module.parameters(), lr=0.1, foreach=False)], clip=clip)
+    assert found.update_peak_bytes == measured.peak_bytes
+
+
+def test_optimizers_do_on_the_planned_device_what_they_do_there() -> None:
+    """AdamW updates all parameters at once on CUDA, and keeps its counters on the CPU."""
+    with torch.device("meta"):
+        module = model()
+    found = step_memory([AdamW(module.parameters())], device_type="cuda")
+    blocks = [-(-p.numel() * 4 // 512) * 512 for p in module.parameters()]
+    assert found == StepMemory(optimizer_bytes=2 * sum(blocks), update_peak_bytes=sum(blocks))
+
+
+def test_the_fused_update_takes_nothing() -> None:
+    with torch.device("meta"):
+        module = model()
+    optimizer = AdamW(module.parameters(), fused=True)
+    assert step_memory([optimizer], device_type="cuda").update_peak_bytes == 0
+
+
+def test_frozen_parameters_have_no_state() -> None:
+    module = model()
+    module[0].requires_grad_(False)
+    found = step_memory([AdamW(module.parameters(), fused=True)], accumulates=True)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    num_bytes = sum(p.numel() * 4 for p in trained)
+    assert found.gradient_bytes == num_bytes
+    assert found.optimizer_bytes == 2 * num_bytes + 4 * len(trained)
+
+
+def test_several_optimizers_add_up_their_state_and_not_their_updates() -> None:
+    module = model()
+    parts = [list(module[i].parameters()) for i in range(2)]
+    alone = [step_memory([AdamW(part, foreach=True)]) for part in parts]
+    both = step_memory([AdamW(part, foreach=True) for part in parts])
+    assert both.optimizer_bytes == sum(m.optimizer_bytes for m in alone)
+    assert both.update_peak_bytes == max(m.update_peak_bytes for m in alone)
+
+
+def test_the_optimizer_is_left_as_it_was() -> None:
+    module = model()
+    optimizer = AdamW(module.parameters())
+    scheduler = LambdaLR(optimizer, lambda _: 1.0)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook of the user ran"))
+    before = torch.random.get_rng_state()
+    step_memory([optimizer])
+    assert not optimizer.state
+    assert scheduler.last_epoch == 0
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_an_optimizer_that_needs_data_is_named() -> None:
+    class Choosy(SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.numpy()
+
+    with pytest.raises(
+        StepMemoryError, match=r"the memory that Choosy needs is not known: .*memory\.reserve"
+    ):
+        step_memory([Choosy(model().parameters(), lr=0.1)])
+
+
+def test_other_memory_is_passed_on() -> None:
+    assert step_memory([], other_bytes=7) == StepMemory(other_bytes=7)

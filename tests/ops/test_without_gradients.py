@@ -1,0 +1,135 @@
+"""Every operator with a kernel of ours computes the same where nothing is differentiated, planned or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harness.fp8_linears import fp8_module
+from harness.parity import assert_trees_close
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.planner.devices import device
+
+ROWS, COLUMNS = 4, 8
+HALF = torch.bfloat16
+"""Other than that of the parameters."""
+
+
+class Cube(torch.autograd.Function):
+    """A user's operation, of others that the executors must claim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.softmax(x * x * x, dim=-1, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad.to(x.dtype) * x
+
+
+def attend(x: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    heads = x.view(1, 2, ROWS, COLUMNS // 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, mask, **options)
+
+
+def classes(x: Tensor) -> Tensor:
+    return torch.zeros(ROWS, dtype=torch.int64, device=x.device)
+
+
+def allowed(x: Tensor) -> Tensor:
+    return torch.ones(ROWS, ROWS, dtype=torch.bool, device=x.device).tril()
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda x: F.softmax(x, dim=-1),
+    "softmax_in_its_own_dtype": lambda x: F.softmax(x, dim=-1, dtype=x.dtype),
+    "softmax_in_fp64": lambda x: F.softmax(x, dim=-1, dtype=torch.float64),
+    "softmax_of_half_in_fp32": lambda x: F.softmax(x.to(HALF), dim=-1, dtype=torch.float32),
+    "log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "log_softmax_in_fp64": lambda x: F.log_softmax(x, dim=-1, dtype=torch.float64),
+    "layer_norm": lambda x: F.layer_norm(x, (COLUMNS,)),
+    "sum_in_fp64": lambda x: x.sum(-1, dtype=torch.float64),
+    "cumsum_in_fp64": lambda x: x.cumsum(-1, dtype=torch.float64),
+    "attention": lambda x: attend(x, is_causal=True),
+    "attention_with_a_mask": lambda x: attend(x, allowed(x)),
+    "attention_with_dropout": lambda x: attend(x, dropout_p=1.0),
+    "cross_entropy": lambda x: F.cross_entropy(x, classes(x)),
+    "cross_entropy_of_rows": lambda x: F.cross_entropy(x, classes(x), reduction="none"),
+    "cross_entropy_smoothed": lambda x: F.cross_entropy(x, classes(x), label_smoothing=0.1),
+    "autograd_function": Cube.apply,
+}
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "frozen": torch.enable_grad,
+}
+
+
+class Operations(nn.Module):
+    """Applies each to one value, and trains a factor that comes later."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+        self.value = nn.Parameter(torch.randn(ROWS, COLUMNS), requires_grad=False)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self) -> dict[str, Tensor]:
+        return {name: OPERATIONS[name](self.value) * self.factor for name in self.names}
+
+
+def planner() -> MemoryPlanner:
+    return MemoryPlanner(MemoryConfig(policy="keep_all"), device=device("cpu"), budget_bytes=None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_operators_without_gradients_are_planned_and_compute_what_eager_does(mode: str) -> None:
+    check(CompileConfig(), mode, OPERATIONS)
+
+
+def test_so_they_do_where_the_interpreter_traces_them() -> None:
+    names = ("gelu", "softmax_of_half_in_fp32", "log_softmax_in_fp64", "layer_norm")
+    check(CompileConfig(frontend="interpreter"), "no_grad", (*names, "autograd_function"))
+
+
+def check(config: CompileConfig, mode: str, names: Collection[str]) -> None:
+    torch.manual_seed(0)
+    model = Operations(names)
+    model.value.requires_grad_(mode != "frozen")
+    compiled = CompiledModule(model, config=config, planner=planner())
+    with MODES[mode]():
+        assert_trees_close(compiled(), model(), rtol=1e-6, atol=1e-6)
+    assert compiled.planner is not None
+    assert (compiled.planner.calls[-1].plan is None) == (mode != "frozen")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_fp8_linears_without_gradients_are_planned_and_compute_what_those_with_gradients_do(
+    recipe: str,
+) -> None:
+    torch.manual_seed(0)
+    compiled = fp8_module(nn.Linear(128, 128).eval(), recipe=recipe, planner=planner())
+    x = torch.randn(128, 128)
+    differentiated = compiled(x).detach()
+    for mode in ("no_grad", "inference_mode"):
+        with MODES[mode]():
+            assert torch.equal(compiled(x), differentiated)
+    assert compiled.planner is not None
+    assert [call.plan is None for call in compiled.planner.calls] == [False, True, True]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from harness.all_plans import SEEDS, all_plans, model_of
+from harness.training_graphs import llama_like, random_graph
+from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.graph import TrainingGraph
+from thunder_memsave.planner.linear.bounds import least_bytes, least_us
+from thunder_memsave.planner.linear.peak_program import Moment
+from thunder_memsave.planner.search.solve import solve
+
+
+def all_moments(graph: TrainingGraph) -> list[Moment]:
+    forward = [Moment("forward", p) for p in range(graph.num_forward + 1)]
+    num_backward = len(graph.ops) - graph.num_forward
+    return forward + [Moment("backward", p) for p in range(num_backward)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_plan_is_faster_or_smaller_than_its_bounds(seed: int) -> None:
+    graph = random_graph(seed)
+    costs = [1.0 + n % 5 for n in range(len(graph.ops))]
+    model, plans, moments = model_of(graph, costs), all_plans(graph, costs), all_moments(graph)
+    smallest = min(peak for peak, _ in plans)
+    assert 0 < least_bytes(model, moments) <= smallest
+    for budget in sorted({peak for peak, _ in plans})[:6]:
+        best = min(us for peak, us in plans if peak <= budget)
+        assert least_us(model, budget, moments) <= best
+        assert max(least_us(model, budget, [m]) for m in moments) <= best
+
+
+def test_more_moments_bound_no_worse() -> None:
+    graph = random_graph(SEEDS[0])
+    model, moments = model_of(graph, [1.0] * len(graph.ops)), all_moments(graph)
+    alone = max(least_bytes(model, [m]) for m in moments)
+    assert least_bytes(model, moments) >= alone * (1 - 1e-5)
+
+
+def test_below_what_is_always_live_the_time_is_infinite() -> None:
+    graph = random_graph(SEEDS[0])
+    model, moments = model_of(graph, [1.0] * len(graph.ops)), all_moments(graph)
+    assert least_us(model, least_bytes(model, moments) / 2, moments) == inf
+
+
+def test_pinned_storages_are_kept_in_the_bound_too() -> None:
+    graph = llama_like(2, tokens=64, width=64, hidden=160, kv=16)
+    model = model_of(graph, costs_us(graph, device("cpu")))
+    before_backward = [Moment("forward", graph.num_forward)]
+    free = least_bytes(model, before_backward)
+    model.pinned = dict.fromkeys(model.needs.first, True)
+    kept_bytes = sum(graph.storages[s].nbytes for s in model.needs.first)
+    assert least_bytes(model, before_backward) == pytest.approx(free + kept_bytes, rel=1e-5)
+
+
+@pytest.mark.parametrize("part", [0.7, 0.35])
+def test_plans_for_llama_8b_are_near_the_bound_on_all_plans(part: float) -> None:
+    graph = llama_like(32, tokens=8192, width=4096, hidden=14336, kv=1024)
+    costs = costs_us(graph, device("h200"))
+    free = solve(graph, budget_bytes=None, costs_us=costs)
+    plan = solve(graph, budget_bytes=int(part * free.predicted_peak_bytes), costs_us=costs)
+    assert 0 < plan.lower_bound_us <= plan.recompute_us
+    assert plan.gap < 0.01

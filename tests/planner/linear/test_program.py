@@ -1,0 +1,21 @@
+"""Linear programs of the sizes that graphs come in, none among them."""
+
+from __future__ import annotations
+
+from thunder_memsave.planner.linear.program import LinearProgram
+
+
+def test_a_program_without_variables_costs_nothing() -> None:
+    solution = LinearProgram().solve()
+    assert solution.values is not None
+    assert solution.values.size == 0
+    assert (solution.is_infeasible, solution.bound) == (False, 0.0)
+
+
+def test_a_program_without_rows_takes_the_least_of_each_variable() -> None:
+    program = LinearProgram()
+    cheap, dear = program.variable(cost=1.0, whole=True), program.variable(cost=-2.0, whole=True)
+    solution = program.solve()
+    assert solution.values is not None
+    assert (solution.values[cheap], solution.values[dear]) == (0.0, 1.0)
+    assert solution.bound == -2.0

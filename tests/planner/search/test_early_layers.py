@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from harness.training_graphs import GraphBuilder
+from thunder_memsave.planner.choices import needs
+from thunder_memsave.planner.graph import StepMemory, TrainingGraph
+from thunder_memsave.planner.linear.pace import Pace
+from thunder_memsave.planner.linear.peak_program import PeakModel
+from thunder_memsave.planner.search.by_layers import search_layers
+from thunder_memsave.planner.search.by_moments import search_moments
+from thunder_memsave.planner.search.early_layers import EarlyBytes
+from thunder_memsave.planner.search.evaluate import Evaluator
+from thunder_memsave.planner.search.find_layers import find_blocks
+from thunder_memsave.planner.search.solve import solve
+
+NUM_LAYERS = 24
+STREAM, BRANCH, BETWEEN = 256, 128, 2000
+
+
+def residual_stream() -> TrainingGraph:
+    """Layers add branches of two bytes to a stream of four, as mixed precision has them."""
+    b = GraphBuilder()
+    b.input("x0", STREAM, "batch")
+    for n in range(NUM_LAYERS):
+        b.op(f"x{n}", {f"a{n}": 4 * BRANCH}, flops=9, symbol="up", key="up")
+        b.op(f"a{n}", {f"s{n}": 4 * BRANCH}, symbol="act", key="act")
+        b.op(f"s{n}", {f"b{n}": BRANCH}, flops=9, symbol="down", key="down")
+        b.op(f"b{n}", {f"w{n}": BRANCH}, symbol="cast", key="cast")
+        b.op(f"w{n}", {f"v{n}": BRANCH}, symbol="scale", key="scale")
+        b.op(f"x{n} v{n}", {f"x{n + 1}": STREAM}, symbol="add", key="add")
+    b.op(f"x{NUM_LAYERS}", {"out": 10}, symbol="loss")
+    b.backward(g=10)
+    b.op("g", {f"g{NUM_LAYERS}": STREAM})
+    for n in reversed(range(NUM_LAYERS)):
+        b.op(f"g{n + 1} a{n} s{n} x{n}", {f"g{n}": STREAM})
+    return b.graph(outputs="out", gradients="g0")
+
+
+def costs(graph: TrainingGraph) -> list[float]:
+    us = {"up": 100.0, "down": 100.0}
+    return [us.get(op.symbol, 0.0) for op in graph.ops]
+
+
+MEMORY = StepMemory(between_bytes=BETWEEN)
+
+
+def model_of(graph: TrainingGraph) -> PeakModel:
+    return PeakModel(
+        needs=needs(graph), costs_us=costs(graph), memory=MEMORY, generator_state_bytes=16
+    )
+
+
+def evaluator(model: PeakModel) -> Evaluator:
+    return Evaluator(
+        needs=model.needs, costs_us=model.costs_us, memory=MEMORY, generator_state_bytes=16
+    )
+
+
+def early_of(keep: str) -> tuple[EarlyBytes, int]:
+    graph = residual_stream()
+    model = model_of(graph)
+    early = EarlyBytes(blocks=find_blocks(model.needs, model.costs_us))
+    names = {s for s in model.needs.storages if graph.storages[s].name[0] in keep}
+    found = evaluator(model)(names)
+    early.observe(found)
+    return early, found.peak_bytes
+
+
+def test_what_runs_again_before_backward_is_there_waits_in_its_layer() -> None:
+    early, _ = early_of(keep="ab")
+    assert (early.made[1:NUM_LAYERS] == STREAM).all()
+    in_turn, _ = early_of(keep="ax")
+    assert (in_turn.made == 0).all()
+
+
+def test_runs_of_layers_are_as_long_as_there_is_room() -> None:
+    early, peak_bytes = early_of(keep="ab")
+    assert early.first_layers(peak_bytes + NUM_LAYERS * STREAM) == []
+    early.made[:], early.others = STREAM, np.zeros(len(early.blocks))
+    assert early.first_layers(4.5 * STREAM) == list(range(len(early.blocks) - 5, 0, -5))
+    assert early.first_layers(0) == list(range(len(early.blocks) - 1, 0, -1))
+
+
+@pytest.mark.parametrize("part", [0.75, 0.6])
+def test_layers_that_run_again_together_save_more_than_layers_alone(part: float) -> None:
+    graph = residual_stream()
+    model = model_of(graph)
+    evaluate, deadline_s = evaluator(model), time.thread_time() + 20
+    free = evaluate({s for s in model.needs.first if graph.storages[s].name[0] != "s"})
+    budget = int(part * free.peak_bytes)
+    alone_us = search_layers(model, evaluator(model), budget_bytes=budget, deadline_s=deadline_s)
+    search_moments(
+        model, evaluate, free=free, budget_bytes=budget, deadline_s=deadline_s, pace=Pace()
+    )
+    best = evaluate.fastest_within(budget)
+    assert best is not None
+    assert best.recompute_us < 0.95 * alone_us
+    passed = {s for block in find_blocks(model.needs, model.costs_us) for s in block.inputs}
+    assert 0 < len(best.keep & passed) < NUM_LAYERS / 2
+
+
+def test_the_solver_finds_them_too() -> None:
+    graph = residual_stream()
+    free = solve(graph, budget_bytes=None, costs_us=costs(graph), memory=MEMORY)
+    budget = int(0.7 * free.predicted_peak_bytes)
+    plan = solve(graph, budget_bytes=budget, costs_us=costs(graph), memory=MEMORY)
+    assert plan.predicted_peak_bytes <= budget
+    assert 0 < plan.lower_bound_us <= plan.recompute_us
