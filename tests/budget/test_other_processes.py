@@ -33,8 +33,8 @@ from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.search.solve import solve
 
 HASH_SEEDS = (1, 2)
-QUICK_AND_TIGHT = ("all", "in place")
-QUICK = (*QUICK_AND_TIGHT, "opt", "gpt_oss")
+QUICK = ("all", "opt")
+QUICK_AND_TIGHT = ("all",)
 _AMPLE_BYTES = 2**30
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}|_\d{12,}")  # as Python, or as a part of a name
 _SECONDS = re.compile(r"\(took .* milliseconds\)")
@@ -147,12 +147,12 @@ def trained(memory: dict[str, Any]) -> tuple[Plan, list[Tensor]]:
     sample = families.sample("scatter_add")
     module = sample.module
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    before = [p.detach().clone() for p in model.parameters()]
+    before = [p.data.clone() for p in model.parameters()]
     torch.manual_seed(1)
     fabric.backward(sample.loss(model(**sample.arguments)))
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.step()
-    after = [p.detach().clone() for p in model.parameters()]
+    after = [p.data.clone() for p in model.parameters()]
     assert len(gradients) == len(after) == 4
     assert not any(map(torch.equal, before, after))
     assert isinstance(fabric.strategy, ThunderMemsaveStrategy)

@@ -1,14 +1,18 @@
-"""Small models that write in place: five as people write them, and any number that are drawn at random."""
+"""Small models that write in place: five as people write them, four of transformers, and any number drawn at random."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from harness.models import VOCAB_SIZE, token_batch
 
 BATCH, LENGTH, WIDTH = 2, 6, 8
 
@@ -107,6 +111,95 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "views": Views,
     "a counter": Counted,
 }
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+
+
+class Language(nn.Module):
+    """A model of transformers that returns what it computes of tokens as a tuple, and first its loss."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.model(input_ids=ids, labels=ids)
+        return output.loss, output.logits
+
+
+def _deberta() -> Language:
+    settings: dict[str, Any] = {
+        **_SIZES,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_buckets": 16,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+    }
+    config = transformers.DebertaV2Config(**settings)
+    return Language(transformers.DebertaV2ForMaskedLM(config))
+
+
+def _falcon(*, alibi: bool) -> Language:
+    config = transformers.FalconConfig(
+        **_SIZES,
+        alibi=alibi,
+        bias=alibi,
+        parallel_attn=not alibi,
+        new_decoder_architecture=False,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    )
+    return Language(transformers.FalconForCausalLM(config))
+
+
+def _gpt_oss() -> Language:
+    settings: dict[str, Any] = {
+        **_SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_dropout": 0.1,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**settings))
+    model.set_experts_implementation("batched_mm")
+    return Language(model)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "deberta": _deberta,
+    "falcon with alibi": partial(_falcon, alibi=True),
+    "falcon": partial(_falcon, alibi=False),
+    "gpt_oss": _gpt_oss,
+}
+"""They add in place to what a linear has made, or their experts' results are written where they belong."""
+
+
+def batch(model: nn.Module) -> Tensor:
+    """What to call it with."""
+    if isinstance(model, Language):
+        return token_batch(4, 32)
+    return torch.randn(BATCH, LENGTH, WIDTH)
+
 
 # Each changes `{c}`, which is new, given another value of the same shape.
 _CHANGES = (

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -36,8 +36,29 @@ class Probe(nn.Module):
         return (y * y).view(-1, 4, 2).sum(-1) + y.mean()
 
 
-def check(run: JointPass, *, name: str, changes_the_probe: bool = True) -> None:
-    """Raise AssertionError, naming the clause, where `run` breaks the contract."""
+class InPlaceProbe(nn.Module):
+    """Adds to what a linear has made, as Falcon does, and has an activation and dropout in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.silu(self.up(x), inplace=True)
+        y = self.down(torch.nn.functional.dropout(hidden, 0.5, True, True))
+        y += x
+        return torch.sin(y)
+
+
+def check(
+    run: JointPass,
+    *,
+    name: str,
+    changes_the_probe: bool = True,
+    probe: Callable[[], nn.Module] = Probe,
+    others: tuple[JointPass, ...] = (),
+) -> None:
+    """Raise AssertionError, naming the clause, where `run`, before `others`, breaks the contract."""
     seen: list[tuple[TraceCtx, TraceCtx]] = []
 
     def recorded(trace: TraceCtx) -> TraceCtx:
@@ -45,8 +66,8 @@ def check(run: JointPass, *, name: str, changes_the_probe: bool = True) -> None:
         seen.append((trace, result))
         return result
 
-    expected = _gradients(())
-    actual = _gradients((recorded,))
+    expected = _gradients(others, probe)
+    actual = _gradients((recorded, *others), probe)
     before, after = seen[0]
     if changes_the_probe:
         assert after is not before, f"{name}: found nothing to do in the probe model"
@@ -54,7 +75,7 @@ def check(run: JointPass, *, name: str, changes_the_probe: bool = True) -> None:
     else:
         assert after is before, f"{name}: returned another trace although it has nothing to do"
     _check_valid(after, name)
-    for parameter, ours, reference in zip(Probe().state_dict(), actual, expected, strict=True):
+    for parameter, ours, reference in zip(probe().state_dict(), actual, expected, strict=True):
         assert torch.equal(ours, reference), f"{name}: the gradient of {parameter} changed"
 
 
@@ -73,9 +94,9 @@ def _check_valid(trace: TraceCtx, name: str) -> None:
         raise AssertionError(f"{name}: check_trace fails: {error}") from error
 
 
-def _gradients(passes: tuple[JointPass, ...]) -> list[Tensor]:
+def _gradients(passes: tuple[JointPass, ...], probe: Callable[[], nn.Module]) -> list[Tensor]:
     torch.manual_seed(0)
-    model = Probe()
+    model = probe()
     x = torch.randn(5, 8)
     with _passes(passes):
         CompiledModule(model)(x).square().sum().backward()

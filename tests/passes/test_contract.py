@@ -13,8 +13,10 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
 
 from passes import contract
+from thunder_memsave.budget.extract import memory_of
 from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype
 from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
+from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather
@@ -33,6 +35,14 @@ def test_every_pass_satisfies_the_contract() -> None:
 def test_recompute_satisfies_the_contract() -> None:
     contract.check(partial(recompute, actions=NO_ACTIONS), name="recompute")
     contract.check_identity(partial(recompute, actions=NO_ACTIONS), name="recompute")
+
+
+def test_out_of_place_satisfies_the_contract() -> None:
+    run = partial(out_of_place, memory=memory_of)
+    in_place = partial(contract.check, probe=contract.InPlaceProbe, others=(keep_overwritten,))
+    in_place(run, name="out_of_place")
+    contract.check(run, name="out_of_place", changes_the_probe=False)
+    contract.check_identity(run, name="out_of_place")
 
 
 def recompute_one(trace: TraceCtx) -> TraceCtx:
