@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.distributed import SOAK_HANG_S
 from harness.in_place_models import FAMILIES, MODELS, batch, drawn, source
 from harness.memory import measured_peak_bytes
 from thunder_memsave.budget import plan_request
@@ -109,6 +110,7 @@ def test_the_smallest_budget_gives_the_bits_of_keeping_all(build: Callable[[], n
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(SOAK_HANG_S)
 @pytest.mark.parametrize("build", [*MODELS.values(), *FAMILIES.values()], ids=[*MODELS, *FAMILIES])
 def test_each_of_nine_budgets_has_a_plan_with_the_bits_of_keeping_all_or_an_error(
     build: Callable[[], nn.Module], record_property: Callable[[str, object], None]
@@ -137,6 +139,7 @@ def test_so_do_models_that_are_drawn(seed: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(SOAK_HANG_S)
 @pytest.mark.parametrize("first", range(0, NUM_DRAWN, 10))
 def test_so_do_all_models_that_are_drawn(first: int) -> None:
     for seed in range(first, first + 10):

@@ -150,11 +150,14 @@ _MASKED: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 8},
     "albert": {"embedding_size": 8},
 }
+_FROM_TEXT_TO_TEXT: dict[str, dict[str, Any]] = {
+    "t5": {"d_kv": 8, "d_ff": 24, "num_decoder_layers": 1, "decoder_start_token_id": 0},
+}
 
 
 def names() -> list[str]:
     """All samples."""
-    return [*UNKNOWN, *_CAUSAL, *_MASKED]
+    return [*UNKNOWN, *_CAUSAL, *_MASKED, *_FROM_TEXT_TO_TEXT]
 
 
 def sample(name: str) -> Sample:
@@ -167,9 +170,11 @@ def sample(name: str) -> Sample:
 
 
 def _transformer(name: str) -> nn.Module:
-    changes = {**_CAUSAL, **_MASKED}[name]
+    changes = {**_CAUSAL, **_MASKED, **_FROM_TEXT_TO_TEXT}[name]
     sizes = {key: value for key, value in {**_SIZES, **changes}.items() if value is not None}
     config = transformers.AutoConfig.for_model(name, **sizes)
+    if name in _FROM_TEXT_TO_TEXT:
+        return transformers.AutoModelForSeq2SeqLM.from_config(config)
     config.loss_type = "ForCausalLM" if name in _CAUSAL else "ForMaskedLM"
     if name in _MASKED:
         return transformers.AutoModelForMaskedLM.from_config(config)

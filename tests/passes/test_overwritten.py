@@ -163,3 +163,28 @@ def test_a_write_that_nothing_reads_does_not_reach_backward() -> None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, gradients, expected))
     assert len(gradients) == len(expected) == 2
+
+
+def test_labels_that_are_shifted_into_a_new_tensor_write_to_nothing_that_is_there() -> None:
+    class Shifted(nn.Module):
+        """Reads tokens, and the tokens before them as T5 finds those."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(WIDTH, WIDTH)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            before = ids.new_zeros(ids.shape)
+            before[..., 1:] = ids[..., :-1].clone()
+            before[..., 0] = 1
+            return torch.sin(self.embedding(ids)) * torch.cos(self.embedding(before))
+
+    model, ids = Shifted(), torch.arange(WIDTH).reshape(2, -1)
+    expected = gradients(model, model, ids)
+    memory = MemoryConfig(policy="recompute_all")
+    planner = MemoryPlanner(memory, device=device("cpu"), budget_bytes=None)
+    (actual,) = gradients(model, CompiledModule(model, planner=planner), ids)
+    assert planner.calls[-1].plan is not None
+    assert planner.calls[-1].plan.recompute_us > 0
+    torch.testing.assert_close(actual, expected[0])
