@@ -16,9 +16,7 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.split import Schedule
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.ops.attention import attention_executor
-from thunder_memsave.ops.collectives import collectives_executor
-from thunder_memsave.ops.kernels import kernels_executor
+from thunder_memsave.ops.table import executors
 from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
 from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
 from thunder_memsave.passes.regather import regather, regather_forward
@@ -32,12 +30,7 @@ def executors_of(config: CompileConfig) -> tuple[Executor, ...]:
     else:
         chosen = resolve_executors(config.executors)
     fuses = any(isinstance(e, FusionExecutor) for e in chosen)
-    return (
-        attention_executor,
-        *(() if fuses else (kernels_executor,)),
-        collectives_executor,
-        *chosen,
-    )
+    return (*executors(fuses=fuses), *chosen)
 
 
 def joint_passes_of(

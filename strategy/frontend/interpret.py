@@ -28,7 +28,8 @@ from thunder_memsave.compat.foreign_messages import first_line
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CaptureError
 from thunder_memsave.frontend.capture import Call, full_shapes
-from thunder_memsave.frontend.lowering import Lowered, in_language
+from thunder_memsave.frontend.lowering import Lowered
+from thunder_memsave.frontend.modes import in_language
 from thunder_memsave.ops.unshard import unshard
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 

@@ -17,70 +17,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from thunder_memsave.measure.disk_table import DiskTable
-from thunder_memsave.measure.op_profile import Layout, Operation, OpProfile
+from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.run_alone import device_type_of, environment, ready_to_run
+from thunder_memsave.ops.table import scratch_bytes
 
 _log = logging.getLogger(__name__)
 
-_ROWS, _COLUMNS = 128, 32
-"""Flash attention's backward rounds sequences and head dimensions up to these (flash_attn/flash_api.cpp)."""
-
 
 def bounded_scratch(operation: Operation, found: OpProfile) -> int:
-    """The most that the kernels of an operation take, from their source, without running it.
-
-    - CUDA flash attention, backward (pytorch's flash_api.cpp, `mha_bwd`): a float32 gradient of the query, a float32
-      number per row, both with rounded sizes, and where key heads are shared one gradient of key and value per query
-      head.
-    - CPU flash attention (FlashAttentionKernel.cpp): per thread one block of scores and of the output in float32.
-    - Indexing's backward on CUDA (Embedding.cu): four sorted lists of the indices, in int64.
-
-    All other operations have none beyond what libraries keep for good: cuBLAS's workspace is part of the reserve.
-    """
-    symbol = found.key.partition("[")[0]
+    """Return the most that the kernels of an operation take by their row, without running it."""
     layouts = [a.layout for a in operation.arguments if a is not None]
-    if not layouts or ("attention" not in symbol and "sdp" not in symbol):
-        return _of_indices(symbol, layouts)
-    if layouts[0].device.startswith("cpu"):
-        return _cpu_flash_bytes(layouts)
-    is_backward = "backward" in symbol or "bwd" in symbol
-    return _cuda_flash_backward_bytes(layouts) if is_backward else 0
-
-
-def _of_indices(symbol: str, layouts: list[Layout]) -> int:
-    if "embedding" not in symbol or "backward" not in symbol:
-        return 0
-    indices = [v for v in layouts if v.dtype == torch.int64 and not v.device.startswith("cpu")]
-    return sum(4 * 8 * _numel(v) for v in indices)
-
-
-def _cpu_flash_bytes(layouts: list[Layout]) -> int:
-    head_dim = layouts[0].shape[-1]
-    rows, columns = 256, 512  # the largest blocks that the kernel chooses
-    per_thread = rows * columns + 2 * rows + rows * head_dim
-    return torch.get_num_threads() * (4 * per_thread + 2 * rows * columns)
-
-
-def _cuda_flash_backward_bytes(layouts: list[Layout]) -> int:
-    """The first three of four dimensions are batch, heads and rows, in either order."""
-    of_four = [v for v in layouts if len(v.shape) == 4]
-    if len(of_four) < 4:
-        return 0
-    _, query, key, _ = of_four[:4]
-    batch, heads, rows, head_dim = query.shape
-    rows, head_dim = _rounded(rows, _ROWS), _rounded(head_dim, _COLUMNS)
-    accumulated = 4 * batch * heads * rows * (head_dim + 1)
-    shares_keys = _numel(key) < _numel(query)
-    expanded = 2 * query.dtype.itemsize * _numel(query) if shares_keys else 0
-    return accumulated + expanded
-
-
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _numel(layout: Layout) -> int:
-    return int(torch.Size(layout.shape).numel())
+    return scratch_bytes(found.key.partition("[")[0], layouts)
 
 
 class MeasuredScratch:

@@ -11,17 +11,17 @@ import math
 
 import thunder.torch as ltorch
 import torch
+import torch.nn.functional as F
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 
 from thunder_memsave.ops.attention_kernels import (
-    attention_executor,
     cpu_flash,
     cuda_efficient,
     cuda_flash,
+    of_other_executors,
 )
-
-__all__ = ["attention_executor", "scaled_dot_product_attention"]
+from thunder_memsave.ops.operation import Call, Operation
 
 _FLASH_DTYPES = (dtypes.bfloat16, dtypes.float16)
 _FLASH_LARGEST_HEAD = 192  # more is not differentiable on all GPUs
@@ -46,17 +46,17 @@ def scaled_dot_product_attention(
     """
     if query.device.devicetype is devices.DeviceType.CUDA and not mask_needs_grad:
         if attn_mask is None and _cuda_flash_applies(query, key, value, dropout_p, is_causal):
-            return cuda_flash(query, key, value, None, is_causal, scale)
+            return cuda_flash.symbol(query, key, value, None, is_causal, scale)
         key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
         if _cuda_efficient_applies(query, key, value, attn_mask, dropout_p):
-            return cuda_efficient(query, key, value, attn_mask, is_causal, scale)
+            return cuda_efficient.symbol(query, key, value, attn_mask, is_causal, scale)
         return ltorch.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
     key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
     mask = _additive(attn_mask, query)
     if not mask_needs_grad and _cpu_flash_applies(query, key, value, mask, dropout_p):
-        return cpu_flash(query, key, value, mask, is_causal, scale)
+        return cpu_flash.symbol(query, key, value, mask, is_causal, scale)
     return _decomposed(query, key, value, mask, dropout_p, is_causal, scale)
 
 
@@ -155,3 +155,19 @@ def _additive(mask: TensorProxy | None, query: TensorProxy) -> TensorProxy | Non
 def _repeat_heads(heads: TensorProxy, query: TensorProxy) -> TensorProxy:
     """Grouped-query attention: each key/value head serves `query heads / heads` consecutive query heads."""
     return ltorch.repeat_interleave(heads, query.shape[-3] // heads.shape[-3], -3)
+
+
+def _lower(call: Call) -> TensorProxy:
+    mask_needs_grad = call.needs_grad(3, "attn_mask")
+    return scaled_dot_product_attention(*call.args, **call.kwargs, mask_needs_grad=mask_needs_grad)
+
+
+OPERATIONS = (
+    Operation(
+        name="attention",
+        functions=(F.scaled_dot_product_attention,),
+        lower=_lower,
+        kernels=(cpu_flash, cuda_flash, cuda_efficient),
+        foreign=of_other_executors,
+    ),
+)

@@ -9,17 +9,29 @@ machine without the GPU holds what the GPU will hold. Thunder's own executors as
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from thunder.core import dtypes, prims
+from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
+
+from thunder_memsave.ops.kernels import claim
+from thunder_memsave.ops.operation import (
+    NO_SCRATCH,
+    Derivative,
+    Foreign,
+    Kernel,
+    Operand,
+    Scratch,
+    like_first,
+)
 
 attention_executor = OperatorExecutor("thunder_memsave_attention", version="0")
 register_executor(attention_executor)
@@ -27,23 +39,35 @@ register_executor(attention_executor)
 # The kernel wants rows of the mask to start at multiples of 16 bytes; PyTorch pads to as many columns.
 _MASK_COLUMNS = 16
 
+_ROWS, _COLUMNS = 128, 32
+"""Flash attention's backward rounds sequences and head dimensions up to these (flash_attn/flash_api.cpp)."""
+
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _operator(
-    name: str, *, forward: Forward, backward: Backward, num_logsumexp: Callable[[int], int]
-) -> Symbol:
-    """Make a symbol that the executor claims as `name`, and its gradient as `name_backward`.
+def _kernel(
+    name: str,
+    *,
+    forward: Forward,
+    backward: Backward,
+    num_logsumexp: Callable[[int], int],
+    scratch: Mapping[str, Scratch] = NO_SCRATCH,
+    backward_scratch: Mapping[str, Scratch] = NO_SCRATCH,
+) -> Kernel:
+    """Make the row of a kernel, and a symbol of its own: the lowering chooses between the kernels.
 
     Args:
         name: In the trace that runs.
         forward: `(query, key, value, *settings) -> (output, logsumexp)`.
         backward: `(grad, query, key, value, output, logsumexp, *settings) -> three gradients`.
         num_logsumexp: Numbers per head that the kernel writes for so many queries.
+        scratch: Of `forward`, by type of device.
+        backward_scratch: Of `backward`.
     """
+    operands, settings = ("query", "key", "value"), ("mask", "is_causal", "scale")
 
-    def forward_meta(query: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy]:
+    def meta(query: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy]:
         logsumexp = TensorProxy(
             shape=(*query.shape[:-2], num_logsumexp(query.shape[-2])),
             device=query.device,
@@ -51,37 +75,34 @@ def _operator(
         )
         return TensorProxy(like=query), logsumexp
 
-    def backward_meta(
-        grad: TensorProxy, query: TensorProxy, key: TensorProxy, value: TensorProxy, *_: Any
-    ) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-        return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
-
-    run = attention_executor.register_operator(name, meta=forward_meta, fn=forward)
-    differentiate = attention_executor.register_operator(
-        f"{name}_backward", meta=backward_meta, fn=backward
+    gradients = Derivative(
+        name=f"{name}_backward",
+        run=backward,
+        meta=_like_operands,
+        of=operands,
+        reads=(*operands, "output", "logsumexp", *settings),
+        scratch=backward_scratch,
+    )
+    symbol = Symbol(f"{name}_prim", meta=like_first, id=f"thunder_memsave.{name}", is_prim=True)
+    return claim(
+        Kernel(
+            name=name,
+            executor=attention_executor,
+            symbol=symbol,
+            takes=(*operands, *settings),
+            run=forward,
+            meta=meta,
+            results=("output", "logsumexp"),
+            derivatives=(gradients,),
+            scratch=scratch,
+        )
     )
 
-    def execution(*operands: Any) -> TensorProxy:
-        return run(*operands)[0]
 
-    def with_gradient(
-        query: TensorProxy, key: TensorProxy, value: TensorProxy, *settings: Any
-    ) -> TensorProxy:
-        output, logsumexp = run(query, key, value, *settings)
-        grad = prims.get_grad(output)
-        grads = differentiate(grad, query, key, value, output, logsumexp, *settings)
-        for operand, gradient in zip((query, key, value), grads, strict=True):
-            prims.put_grad(operand, gradient)
-        return output
-
-    def meta(query: TensorProxy, *_: Any) -> TensorProxy:
-        return TensorProxy(like=query)
-
-    symbol = Symbol(f"{name}_prim", meta=meta, id=f"thunder_memsave.{name}", is_prim=True)
-    attention_executor.register_implementation(
-        symbol, execution_transform=execution, grad_transform=with_gradient
-    )
-    return symbol
+def _like_operands(
+    grad: TensorProxy, query: TensorProxy, key: TensorProxy, value: TensorProxy, *_: Any
+) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+    return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
 
 
 def _accumulate_dtype(dtype: Any) -> Any:
@@ -217,26 +238,84 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
 
 
-cpu_flash = _operator(
+def _cpu_blocks_bytes(operands: Sequence[Operand]) -> int:
+    """Per thread, one block of scores and of the output in float32 (FlashAttentionKernel.cpp)."""
+    head_dim = operands[0].shape[-1]
+    rows, columns = 256, 512  # the largest blocks that the kernel chooses
+    per_thread = rows * columns + 2 * rows + rows * head_dim
+    return torch.get_num_threads() * (4 * per_thread + 2 * rows * columns)
+
+
+def _cuda_backward_bytes(operands: Sequence[Operand]) -> int:
+    """Bound what flash attention's backward allocates inside (pytorch's flash_api.cpp, `mha_bwd`).
+
+    That is a float32 gradient of the query, a float32 number per row, both with rounded sizes, and where key heads are
+    shared one gradient of key and value per query head. The first three of four dimensions are batch, heads and rows,
+    in either order.
+    """
+    of_four = [v for v in operands if len(v.shape) == 4]
+    if len(of_four) < 4:
+        return 0
+    _, query, key, _ = of_four[:4]
+    batch, heads, rows, head_dim = query.shape
+    rows, head_dim = _rounded(rows, _ROWS), _rounded(head_dim, _COLUMNS)
+    accumulated = 4 * batch * heads * rows * (head_dim + 1)
+    shares_keys = math.prod(key.shape) < math.prod(query.shape)
+    expanded = 2 * query.dtype.itemsize * math.prod(query.shape) if shares_keys else 0
+    return accumulated + expanded
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _of_other_executors(operator: str, operands: Sequence[Operand]) -> int:
+    """They run PyTorch's kernels, too."""
+    if operands[0].device.startswith("cpu"):
+        return _cpu_blocks_bytes(operands)
+    is_backward = "backward" in operator or "bwd" in operator
+    return _cuda_backward_bytes(operands) if is_backward else 0
+
+
+def _drops_out(bsym: BoundSymbol) -> bool:
+    """Kernels draw inside, and no tag says so."""
+    if not bsym.sym.is_prim:
+        return False
+    parameters = list(inspect.signature(bsym.sym.meta).parameters)
+    given = {**dict(zip(parameters, bsym.args, strict=False)), **bsym.kwargs}
+    return bool(given.get("dropout_p", 0.0) != 0.0)
+
+
+cpu_flash = _kernel(
     "cpu_flash_attention",
     forward=_cpu_forward,
     backward=_cpu_backward,
     num_logsumexp=lambda num_queries: num_queries,
+    scratch={"cpu": _cpu_blocks_bytes},
+    backward_scratch={"cpu": _cpu_blocks_bytes},
 )
 """For the CPU: any mask that is added, of 2 or 4 dimensions."""
 
-cuda_flash = _operator(
+cuda_flash = _kernel(
     "cuda_flash_attention",
     forward=_flash_forward,
     backward=_flash_backward,
     num_logsumexp=lambda num_queries: num_queries,
+    backward_scratch={"cuda": _cuda_backward_bytes},
 )
 """For CUDA: no mask; keys and values may have fewer heads than queries (grouped queries)."""
 
-cuda_efficient = _operator(
+cuda_efficient = _kernel(
     "cuda_efficient_attention",
     forward=_efficient_forward,
     backward=_efficient_backward,
     num_logsumexp=lambda num_queries: -(-num_queries // 32) * 32,
+    backward_scratch={"cuda": _cuda_backward_bytes},
 )
 """For CUDA: any mask, boolean or added."""
+
+of_other_executors = Foreign(
+    matches=lambda operator: "attention" in operator or "sdp" in operator,
+    scratch=_of_other_executors,
+    draws=_drops_out,
+)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import thunder.torch as ltorch
+import torch.nn.functional as F
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
+
+from thunder_memsave.ops.operation import Call, Operation
 
 
 def cross_entropy(
@@ -71,3 +74,10 @@ def _smoothed(
     weights = ltorch.where(counted, ones if weight is None else weight[safe], 0.0)
     spread = ltorch.where(counted, every.sum(1), 0.0) * (label_smoothing / rows.shape[1])
     return -(picked * weights * (1.0 - label_smoothing) + spread), weights
+
+
+def _lower(call: Call) -> TensorProxy:
+    return cross_entropy(*call.args, **call.kwargs)
+
+
+OPERATIONS = (Operation(name="cross_entropy", functions=(F.cross_entropy,), lower=_lower),)

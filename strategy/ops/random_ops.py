@@ -13,7 +13,6 @@ read without waiting for the device.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-_NUM_STATE_BYTES = {devices.DeviceType.CPU: 5056, devices.DeviceType.CUDA: 16}
+from thunder_memsave.ops.table import draws_untagged
 
-# Operators of Thunder's torch executor, which do not carry the tag of the primitives that they stand for.
-_UNTAGGED = ("uniform", "randn", "randint")
+_NUM_STATE_BYTES = {devices.DeviceType.CPU: 5056, devices.DeviceType.CUDA: 16}
 
 _executor = OperatorExecutor("thunder_memsave_random", version="0")
 register_executor(_executor)
@@ -39,19 +37,10 @@ register_executor(_executor)
 
 def draws_random_numbers(bsym: BoundSymbol) -> bool:
     """Whether running this symbol of an executed trace moves a generator on."""
-    # `lowering` tags the symbols of functions of which Thunder does not know that they draw.
-    if bsym.sym.name in _UNTAGGED or OpTags.RANDOM_OP in (*bsym.tags, *(bsym.sym.tags or ())):
+    # The frontend tags the symbols of functions of which Thunder does not know that they draw.
+    if OpTags.RANDOM_OP in (*bsym.tags, *(bsym.sym.tags or ())) or draws_untagged(bsym):
         return True
-    return _drops_out(bsym) or any(map(draws_random_numbers, bsym.subsymbols))
-
-
-def _drops_out(bsym: BoundSymbol) -> bool:
-    """Whether it is attention with dropout: kernels draw inside, and no tag says so."""
-    if not bsym.sym.is_prim or "attention" not in f"{bsym.sym.name} {bsym.sym.executor}":
-        return False
-    parameters = list(inspect.signature(bsym.sym.meta).parameters)
-    given = {**dict(zip(parameters, bsym.args, strict=False)), **bsym.kwargs}
-    return bool(given.get("dropout_p", 0.0) != 0.0)
+    return any(map(draws_random_numbers, bsym.subsymbols))
 
 
 def is_replayable(bsym: BoundSymbol) -> bool:

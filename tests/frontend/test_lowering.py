@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import thunder_memsave.frontend.lowering as lowering
+import thunder_memsave.frontend.calls as calls
 from harness.parity import Twins, weighted_sum
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.errors import CompileError
@@ -60,7 +60,7 @@ def test_a_value_that_thunder_would_compute_differently_is_refused() -> None:
             return torch.tanh(x)
 
     with (
-        patch.object(lowering, "_torch_to_thunder_function_map", wrong),
+        patch.object(calls, "_torch_to_thunder_function_map", wrong),
         pytest.raises(CompileError, match=r"torch\.float16, PyTorch as .*torch\.float32"),
     ):
         CompiledModule(Tanh())(torch.randn(3))

@@ -1,0 +1,155 @@
+"""The row that says all there is to know of one operation; `table.py` has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.extend import OperatorExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a torch function that is lowered."""
+
+    args: Sequence[Any]
+    """With proxies for tensors; so are `kwargs`."""
+    kwargs: Mapping[str, Any]
+    eager_args: Sequence[Any]
+    """With the tensors that eager PyTorch has, without their numbers; so are `eager_kwargs`."""
+    eager_kwargs: Mapping[str, Any]
+
+    def needs_grad(self, position: int, name: str) -> bool:
+        """Say whether eager gives a gradient to an argument, which the caller may have left out."""
+        given = (*self.eager_args[position : position + 1], self.eager_kwargs.get(name))
+        return any(isinstance(v, torch.Tensor) and v.requires_grad for v in given)
+
+
+class Operand(Protocol):
+    """A tensor without its numbers, as scratch is computed from it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def device(self) -> str: ...  # noqa: D102
+
+
+Scratch = Callable[[Sequence[Operand]], int]
+"""`(tensors that a kernel reads) -> bytes` that it takes at most inside of itself, beside its results."""
+
+NO_SCRATCH: Mapping[str, Scratch] = MappingProxyType({})
+
+
+def like_first(value: TensorProxy, *_: Any) -> TensorProxy:
+    """Return a result as the first argument is."""
+    return TensorProxy(like=value)
+
+
+def is_float(value: Any) -> bool:
+    """Say whether it stands for a tensor of floating-point numbers."""
+    return isinstance(value, TensorProxy) and dtypes.is_float_dtype(value.dtype)
+
+
+def _as_given(*args: Any) -> Sequence[Any]:
+    return args
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derivative:
+    """A kernel that computes gradients: `(gradient of the result, *what it reads) -> gradients`."""
+
+    name: str
+    """In the trace that runs."""
+    run: Callable[..., Any]
+    of: tuple[str, ...]
+    """Names of the arguments that get the gradients; those that are None get none."""
+    reads: tuple[str, ...]
+    """Names of arguments and results of the kernel, in the order of `run`: the tensors among them are saved."""
+    meta: Callable[..., Any] = like_first
+    """`run` on proxies; several gradients are a tuple."""
+    scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
+    """By type of device; none on others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """An operator of ours: what computes an operation, and what computes its gradients."""
+
+    name: str
+    """In the trace that runs."""
+    executor: OperatorExecutor
+    """Claims the operation."""
+    symbol: Symbol
+    """Thunder's for the operation, or one of ours that only this kernel runs."""
+    takes: tuple[str, ...]
+    """Names of the arguments."""
+    run: Callable[..., Any]
+    derivatives: tuple[Derivative, ...]
+    results: tuple[str, ...] = ("result",)
+    """Names; the first is the operation's result, the others are there for the derivatives alone."""
+    meta: Callable[..., Any] = like_first
+    """`run` on proxies."""
+    arguments: Callable[..., Sequence[Any]] = _as_given
+    """`(arguments of the symbol) -> arguments`."""
+    cast: Callable[..., Any] | None = None
+    """`(arguments of the symbol) -> dtype` of the first argument while it computes; None, or if so: as it is."""
+    applies: Callable[..., bool] = _always
+    """`(arguments of the symbol)`: where not, another executor gets it."""
+    scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
+    """By type of device; none on others."""
+
+    @property
+    def saves(self) -> frozenset[str]:
+        """Names of what forward keeps for backward, where all that can get a gradient gets one."""
+        return frozenset(name for d in self.derivatives for name in d.reads)
+
+
+def _never(bsym: BoundSymbol) -> bool:
+    return False
+
+
+def _none(operator: str, operands: Sequence[Operand]) -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Foreign:
+    """Facts of other executors' operators, and of torch's own functions that run as they are."""
+
+    matches: Callable[[str], bool]
+    """By the name in the trace that runs; names of kernels of ours are not asked for."""
+    scratch: Callable[[str, Sequence[Operand]], int] = _none
+    """`(name, tensors that it reads) -> bytes` that it takes at most inside of itself."""
+    draws: Callable[[BoundSymbol], bool] = _never
+    """Whether it draws random numbers where no tag of Thunder's says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """All that this package knows of one operation. What a row leaves out is as Thunder has it."""
+
+    name: str
+    functions: tuple[Callable[..., Any], ...] = ()
+    """Those of torch that it stands for."""
+    lower: Callable[[Call], Any] | None = None
+    """Record it on proxies; NotImplemented: this call is as Thunder has it."""
+    rewrite: Callable[[Call], Call] | None = None
+    """The call that Thunder's own symbol gets instead."""
+    runs_torchs_own: bool = False
+    """Whether torch's function runs as it is where no gradient is needed, though Thunder knows it."""
+    wrong_gradient: Callable[[Call], str | None] | None = None
+    """Of what Thunder's derivative is wrong, in words; None where it is right."""
+    kernels: tuple[Kernel, ...] = ()
+    foreign: Foreign | None = None

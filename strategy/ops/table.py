@@ -1,0 +1,101 @@
+"""The table of operations: a row for each of which there is more to know than Thunder does, and what is looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor
+
+from thunder_memsave.ops import (
+    activations,
+    attention,
+    collectives,
+    cross_entropy,
+    drawing,
+    indexing,
+    norms,
+    softmax,
+    torch_rules,
+)
+from thunder_memsave.ops.attention_kernels import attention_executor
+from thunder_memsave.ops.collectives import collectives_executor
+from thunder_memsave.ops.kernels import kernels_executor
+from thunder_memsave.ops.operation import Foreign, Operand, Operation, Scratch
+
+OPERATIONS: tuple[Operation, ...] = (
+    *attention.OPERATIONS,
+    *cross_entropy.OPERATIONS,
+    *activations.OPERATIONS,
+    *softmax.OPERATIONS,
+    *norms.OPERATIONS,
+    *indexing.OPERATIONS,
+    *torch_rules.OPERATIONS,
+    *collectives.OPERATIONS,
+    *drawing.OPERATIONS,
+)
+
+
+def operation_of(function: Callable[..., Any]) -> Operation | None:
+    """Return the row of a torch function; None: all there is to know of it is Thunder's."""
+    return _BY_FUNCTION.get(function)
+
+
+def executors(*, fuses: bool) -> tuple[OperatorExecutor, ...]:
+    """Return the executors of kernels, in the order in which they claim.
+
+    Args:
+        fuses: Whether another executor fuses the parts of operations, which a kernel would take as a whole.
+    """
+    of_parts = () if fuses else (kernels_executor,)
+    return (attention_executor, *of_parts, collectives_executor)
+
+
+def scratch_bytes(operator: str, operands: Sequence[Operand]) -> int:
+    """Return what an operator of an executed trace takes at most inside of itself, beside its results.
+
+    All that have no row take nothing beyond what libraries keep for good: cuBLAS's workspace is part of the reserve.
+
+    Args:
+        operator: Its name in the trace.
+        operands: The tensors that it reads.
+    """
+    if not operands:
+        return 0
+    if (scratch := _SCRATCH.get(operator)) is not None:
+        formula = scratch.get(operands[0].device.partition(":")[0])
+        return 0 if formula is None else formula(operands)
+    foreign = _foreign(operator)
+    return 0 if foreign is None else foreign.scratch(operator, operands)
+
+
+def draws_untagged(bsym: BoundSymbol) -> bool:
+    """Say whether running a symbol moves a generator on, though no tag of Thunder's says so."""
+    name = str(bsym.sym.name)
+    foreign = None if name in _SCRATCH else _foreign(name)
+    return foreign is not None and foreign.draws(bsym)
+
+
+def _foreign(operator: str) -> Foreign | None:
+    return next((f for f in _FOREIGN if f.matches(operator)), None)
+
+
+def _by_function(operations: Iterable[Operation]) -> Mapping[Callable[..., Any], Operation]:
+    found: dict[Callable[..., Any], Operation] = {}
+    for operation in operations:
+        for function in operation.functions:
+            assert function not in found, f"{found[function].name} and {operation.name} are one"
+            found[function] = operation
+    return found
+
+
+def _scratch_of_kernels(operations: Iterable[Operation]) -> Mapping[str, Mapping[str, Scratch]]:
+    kernels = [k for operation in operations for k in operation.kernels]
+    return {part.name: part.scratch for k in kernels for part in (k, *k.derivatives)}
+
+
+_FOREIGN = tuple(o.foreign for o in OPERATIONS if o.foreign is not None)
+_BY_FUNCTION = _by_function(OPERATIONS)
+_SCRATCH = _scratch_of_kernels(OPERATIONS)
+"""By the names of operators of ours, then by type of device."""
