@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
 from thunder_memsave.ops.kernels import claim, kernels_executor
-from thunder_memsave.ops.operation import Derivative, Kernel, Operation, is_float
+from thunder_memsave.ops.operation import Derivative, Kernel, Operand, Operation, is_float
 
 _backward = torch.ops.aten.native_layer_norm_backward
 
@@ -99,6 +100,13 @@ def _arguments(
     return value, len(normalized_shape), weight, bias, eps
 
 
+def _partial_sums_bytes(operands: Sequence[Operand]) -> int:
+    """Per thread, a row for each parameter, in the value's dtype (layer_norm_kernel.cpp)."""
+    _, value, _, _, parameter, *_ = operands
+    num_threads = torch.get_num_threads()
+    return 2 * num_threads * math.prod(parameter.shape) * value.dtype.itemsize
+
+
 _kernel = claim(
     Kernel(
         name="layer_norm_kernel",
@@ -124,11 +132,10 @@ _kernel = claim(
                 meta=_like_parameters,
                 of=("weight", "bias"),
                 reads=("value", "num_dims", "mean", "rstd", "weight", "bias"),
+                scratch={"cpu": _partial_sums_bytes},
             ),
         ),
     )
 )
 
-OPERATIONS = (
-    Operation(name="layer_norm", functions=(F.layer_norm, torch.layer_norm), kernels=(_kernel,)),
-)
+OPERATIONS = (Operation(name="layer_norm", functions=(F.layer_norm,), kernels=(_kernel,)),)

@@ -53,8 +53,4 @@ _kernel = claim(
     )
 )
 
-OPERATIONS = (
-    Operation(
-        name="softmax", functions=(F.softmax, torch.softmax, Tensor.softmax), kernels=(_kernel,)
-    ),
-)
+OPERATIONS = (Operation(name="softmax", functions=(F.softmax, torch.softmax), kernels=(_kernel,)),)

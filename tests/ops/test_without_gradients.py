@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.fp8_linears import fp8_module
+from harness.operations import COLUMNS, ROWS, SAMPLES
 from harness.parity import assert_trees_close
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.planner.devices import device
 
-ROWS, COLUMNS = 4, 8
 HALF = torch.bfloat16
 """Other than that of the parameters."""
 
@@ -37,42 +37,27 @@ class Cube(torch.autograd.Function):
         return grad.to(x.dtype) * x
 
 
-def attend(x: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+def dropped(x: Tensor) -> Tensor:
     heads = x.view(1, 2, ROWS, COLUMNS // 2)
-    return F.scaled_dot_product_attention(heads, heads, heads, mask, **options)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=1.0)
 
 
-def classes(x: Tensor) -> Tensor:
-    return torch.zeros(ROWS, dtype=torch.int64, device=x.device)
-
-
-def allowed(x: Tensor) -> Tensor:
-    return torch.ones(ROWS, ROWS, dtype=torch.bool, device=x.device).tril()
-
-
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "softmax": lambda x: F.softmax(x, dim=-1),
+OTHERS: dict[str, Callable[..., Tensor]] = {
     "softmax_in_its_own_dtype": lambda x: F.softmax(x, dim=-1, dtype=x.dtype),
     "softmax_in_fp64": lambda x: F.softmax(x, dim=-1, dtype=torch.float64),
     "softmax_of_half_in_fp32": lambda x: F.softmax(x.to(HALF), dim=-1, dtype=torch.float32),
     "log_softmax": lambda x: F.log_softmax(x, dim=-1),
     "log_softmax_in_fp64": lambda x: F.log_softmax(x, dim=-1, dtype=torch.float64),
-    "layer_norm": lambda x: F.layer_norm(x, (COLUMNS,)),
     "sum_in_fp64": lambda x: x.sum(-1, dtype=torch.float64),
     "cumsum_in_fp64": lambda x: x.cumsum(-1, dtype=torch.float64),
-    "attention": lambda x: attend(x, is_causal=True),
-    "attention_with_a_mask": lambda x: attend(x, allowed(x)),
-    "attention_with_dropout": lambda x: attend(x, dropout_p=1.0),
-    "cross_entropy": lambda x: F.cross_entropy(x, classes(x)),
-    "cross_entropy_of_rows": lambda x: F.cross_entropy(x, classes(x), reduction="none"),
-    "cross_entropy_smoothed": lambda x: F.cross_entropy(x, classes(x), label_smoothing=0.1),
+    "attention_with_dropout": dropped,
     "autograd_function": Cube.apply,
+}
+"""Beside those of the table."""
+
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    **{name: sample.run for name, sample in SAMPLES.items()},
+    **OTHERS,
 }
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -83,16 +68,19 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 class Operations(nn.Module):
-    """Applies each to one value, and trains a factor that comes later."""
+    """Applies each to values of its own, and trains a factor that comes later."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
-        self.names = names
-        self.value = nn.Parameter(torch.randn(ROWS, COLUMNS), requires_grad=False)
+        shapes = {n: SAMPLES[n].shapes if n in SAMPLES else [(ROWS, COLUMNS)] for n in names}
+        self.values = nn.ModuleDict(
+            {name: nn.ParameterList(map(torch.randn, of)) for name, of in shapes.items()}
+        )
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self) -> dict[str, Tensor]:
-        return {name: OPERATIONS[name](self.value) * self.factor for name in self.names}
+        given = {name: list(values) for name, values in self.values.items()}
+        return {name: OPERATIONS[name](*values) * self.factor for name, values in given.items()}
 
 
 def planner() -> MemoryPlanner:
@@ -112,7 +100,7 @@ def test_so_they_do_where_the_interpreter_traces_them() -> None:
 def check(config: CompileConfig, mode: str, names: Collection[str]) -> None:
     torch.manual_seed(0)
     model = Operations(names)
-    model.value.requires_grad_(mode != "frozen")
+    model.values.requires_grad_(mode != "frozen")
     compiled = CompiledModule(model, config=config, planner=planner())
     with MODES[mode]():
         assert_trees_close(compiled(), model(), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,153 @@
+"""Calls of every operation that has a row in the table, for tests that go through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROWS, COLUMNS = 4, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One call."""
+
+    of: str
+    """Name of the row."""
+    run: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...] = ((ROWS, COLUMNS),)
+    """Of its arguments, all of which get gradients."""
+    kernel: str = ""
+    """That of ours which runs on the CPU; empty where Thunder takes the operation apart."""
+
+
+HEADS = (2, 3, ROWS, COLUMNS)
+NORM = ((ROWS, COLUMNS), (COLUMNS,), (COLUMNS,))
+
+
+def _heads(*shape: int, num: int = 3) -> tuple[tuple[int, ...], ...]:
+    return (shape or HEADS,) * num
+
+
+def _attention(**options: object) -> Callable[..., Tensor]:
+    return lambda *heads: F.scaled_dot_product_attention(*heads, **options)  # type: ignore[arg-type]
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    allowed = torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).tril()
+    return F.scaled_dot_product_attention(q, k, v, allowed)
+
+
+def _classes(x: Tensor) -> Tensor:
+    return torch.arange(ROWS, device=x.device)
+
+
+def _in_other_grad_modes(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        constant = x * 2
+    return x * constant
+
+
+def _index_put(x: Tensor) -> Tensor:
+    return x.index_put((torch.tensor([1], device=x.device),), torch.zeros((), dtype=x.dtype))
+
+
+def _kernel(of: str, run: Callable[..., Tensor]) -> Sample:
+    return Sample(of=of, run=run, kernel=f"{of}_kernel")
+
+
+SAMPLES: Mapping[str, Sample] = {
+    "attention": Sample(
+        of="attention",
+        run=_attention(is_causal=True),
+        shapes=_heads(),
+        kernel="cpu_flash_attention",
+    ),
+    "attention_with_a_mask": Sample(
+        of="attention", run=_masked, shapes=_heads(), kernel="cpu_flash_attention"
+    ),
+    "attention_of_blocks": Sample(
+        of="attention",
+        run=_attention(scale=0.3),
+        shapes=_heads(1, 1, 600, COLUMNS),
+        kernel="cpu_flash_attention",
+    ),
+    "attention_without_heads": Sample(
+        of="attention", run=_attention(is_causal=True), shapes=_heads(2, ROWS, COLUMNS)
+    ),
+    "attention_with_a_trained_mask": Sample(
+        of="attention",
+        run=lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        shapes=(*_heads(), (ROWS, ROWS)),
+    ),
+    "cross_entropy": Sample(of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x))),
+    "cross_entropy_of_rows": Sample(
+        of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x), reduction="none")
+    ),
+    "cross_entropy_smoothed": Sample(
+        of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x), label_smoothing=0.1)
+    ),
+    "gelu": _kernel("gelu", F.gelu),
+    "gelu_tanh": _kernel("gelu", lambda x: F.gelu(x, approximate="tanh")),
+    "silu": _kernel("silu", F.silu),
+    "relu": _kernel("relu", F.relu),
+    "tanh": _kernel("tanh", torch.tanh),
+    "sigmoid": _kernel("sigmoid", torch.sigmoid),
+    "softmax": _kernel("softmax", lambda x: F.softmax(x, dim=-1)),
+    "softmax_of_columns": _kernel("softmax", lambda x: F.softmax(x, dim=0)),
+    "softmax_in_fp32": _kernel(
+        "softmax", lambda x: F.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype)
+    ),
+    "layer_norm": _kernel("layer_norm", lambda x: F.layer_norm(x, (COLUMNS,))),
+    "layer_norm_of_two": _kernel(
+        "layer_norm", lambda x: F.layer_norm(x, (ROWS, COLUMNS), eps=1e-3)
+    ),
+    "layer_norm_with_parameters": Sample(
+        of="layer_norm",
+        run=lambda x, weight, bias: F.layer_norm(x, (COLUMNS,), weight, bias),
+        shapes=NORM,
+        kernel="layer_norm_kernel",
+    ),
+    "embedding": Sample(of="embedding", run=lambda x: F.embedding(_classes(x), x)),
+    "index_put": Sample(of="index_put", run=_index_put),
+    "no_grad": Sample(of="nothing", run=_in_other_grad_modes),
+    "detach": Sample(of="detach", run=lambda x: x * x.detach()),
+    "data": Sample(of="detach", run=lambda x: x * x.data),
+    "T": Sample(of="transpose", run=lambda x: x.T),
+    "mT": Sample(of="transpose", run=lambda x: x.mT @ x),
+    "cat": Sample(
+        of="cat", run=lambda x: torch.cat([torch.tensor([], dtype=x.dtype), x, x], dim=-1)
+    ),
+    "cat_by_name": Sample(
+        of="cat", run=lambda x: torch.cat(tensors=[torch.tensor([], dtype=x.dtype), x], dim=-1)
+    ),
+}
+
+
+class Samples(nn.Module):
+    """Computes samples, each of parameters of its own, times other numbers, which keep nothing of a result."""
+
+    def __init__(self, names: Collection[str], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.values = nn.ModuleDict(
+            {
+                name: nn.ParameterList(
+                    torch.randn(s, dtype=dtype) * 3 for s in SAMPLES[name].shapes
+                )
+                for name in names
+            }
+        )
+
+    def forward(self) -> dict[str, Tensor]:
+        results = {}
+        for name, values in self.values.items():
+            assert isinstance(values, nn.ParameterList)
+            result = SAMPLES[name].run(*values)
+            factors = torch.arange(1, result.numel() + 1, dtype=result.dtype) / result.numel()
+            results[name] = result * factors.reshape(result.shape)
+        return results
