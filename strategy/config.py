@@ -24,6 +24,7 @@ from thunder_memsave.settings.section import (
     suggestion,
     unknown_keys,
 )
+from thunder_memsave.settings.step_names import refuse_needed
 from thunder_memsave.settings.yaml_file import load_yaml
 
 __all__ = [
@@ -85,6 +86,18 @@ class CompileConfig(Section):
 
     executors: tuple[str, ...] | None = None
     """Names of Thunder executors in order of preference; None takes the defaults."""
+
+    trace_dir: str | None = None
+    """A directory that gets the trace after each step of a compilation, for those who debug: a folder
+    for each rank, and in that one for each capture."""
+
+    leave_out: tuple[str, ...] = ()
+    """Steps of a compilation that are not done, for an experiment: `out_of_place`,
+    `gather_in_compute_dtype`, `regather`, `schedule`. Gradients stay the same; memory and time do not."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        raise_all(list(refuse_needed(self.leave_out, key="strategy.leave_out")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.compiler.explain_steps import explain_steps
 from thunder_memsave.config import (
     Fp8Config,
     MemoryConfig,
@@ -116,6 +117,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             None for their own type.
         frontend: How graphs are captured, `"dynamo"` or `"interpreter"`.
         executors: Names of Thunder executors; None takes the defaults.
+        trace_dir: A directory for the traces after each step of a compilation; None writes none.
+        leave_out: Steps of a compilation that are not done, for an experiment.
         nonfinite_gradients: What a step does whose gradients are not finite: `"ignore"`, `"skip"`,
             `"stop"`.
         timeout: How long a collective may wait for the other ranks, such as `"30min"`.
@@ -145,6 +148,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         reduce_dtype: str | None = "float32",
         frontend: str = "dynamo",
         executors: list[str] | tuple[str, ...] | None = None,
+        trace_dir: str | None = None,
+        leave_out: list[str] | tuple[str, ...] = (),
         nonfinite_gradients: str = "ignore",
         timeout: str | timedelta = "30min",
         state_dict_type: str = "sharded",
@@ -163,6 +168,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 "reduce_dtype": reduce_dtype,
                 "frontend": frontend,
                 "executors": executors,
+                "trace_dir": trace_dir,
+                "leave_out": leave_out,
                 "nonfinite_gradients": nonfinite_gradients,
                 "timeout": timeout,
                 "state_dict_type": state_dict_type,
@@ -383,15 +390,19 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         call = self._planned_call()
         return None if call is None else call.plan
 
-    def explain(self, *, num_rows: int = 40) -> str:
+    def explain(self, *, num_rows: int = 40, passes: bool = False) -> str:
         """The plan as text: what is kept for backward, and what is computed again, with the user's source lines.
 
         Args:
             num_rows: Of the table of decisions; the rest is counted.
+            passes: Instead of the plan, the steps of the compilation that came last, each with its time and the
+                number of operations after it.
 
         Raises:
             RuntimeError: nothing was compiled yet.
         """
+        if passes:
+            return explain_steps([c for m in self._modules for c in m.captures])
         call = self._planned_call()
         if call is None or call.plan is None:
             raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NoReturn
@@ -21,7 +21,6 @@ from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
 from thunder_memsave.budget.planned_call import (
     Arguments,
     Attempt,
-    Finish,
     PlannedCall,
     with_zeros,
 )
@@ -41,6 +40,7 @@ from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
 from thunder_memsave.passes.checkpoint_regions import checkpointed
 from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overlap.room import NO_ROOM, Room
+from thunder_memsave.passes.step import S, Step
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.actions import RECOMPUTE, REGATHER, Action, Actions
 from thunder_memsave.planner.cost import costs_us
@@ -129,36 +129,37 @@ class MemoryPlanner:
         find = partial(memory_of, tensors=arguments.tensors, known=self._known)
         return out_of_place(trace, memory=find)
 
-    def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
-        """Make the plan of a joint trace, and do what it says. A collective, the first time for each structure.
+    def planned(self, traces: S, *, steps: Sequence[Step[S]], arguments: Arguments) -> S:
+        """Make the plan of a joint trace. A collective, the first time for each structure.
 
         Args:
-            trace: A joint trace after all other joint passes, or an inference trace, of which only what is on its way
-                can be less.
+            traces: With a joint trace after all other joint passes, or an inference trace, of which only what is on
+                its way can be less.
+            steps: Carry a plan out: make the traces that run.
             arguments: What is known of its arguments.
-            finish: Makes the traces that run.
 
         Returns:
-            The trace with what is computed again in backward.
+            The traces with the plan's actions and room.
 
         Raises:
             BudgetError: no plan fits the budget.
             OtherRankError: rank 0 found none.
         """
         stage("extract")
+        trace = traces.joint
         graph = training_graph(
             trace, kinds=arguments.kinds, tensors=arguments.tensors, known=self._known
         )
         graph = with_zeros(graph, trace)
         memory = self._step_memory()
         memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
-        attempt = Attempt(trace, graph, arguments, finish, self._known, memory)
+        attempt = Attempt(traces, steps, graph, arguments, self._known, memory)
         plan = self._planned if is_joint(trace.bound_symbols) else self._evaluated
         call = plan(attempt)
         self.calls.append(call)
         if not self._device_type:
             _measured_scratch().save()
-        return call.trace
+        return replace(traces, actions=call.actions, room=call.given_room)
 
     def _planned(self, attempt: Attempt) -> PlannedCall:
         """The plan of a structure is agreed on once: only some of the ranks may see a batch of another length."""
@@ -333,7 +334,7 @@ class MemoryPlanner:
     def _pinned(self, attempt: Attempt) -> Actions:
         """Of the storages whose action no budget changes."""
         graph = attempt.graph
-        pinned = dict.fromkeys(checkpointed(attempt.trace), RECOMPUTE)
+        pinned = dict.fromkeys(checkpointed(attempt.traces.joint), RECOMPUTE)
         modules = {op.module for op in graph.ops}
         pins = {module: pin for module in modules if (pin := pin_of(self._memory, module))}
         for op in graph.ops[: graph.num_forward]:

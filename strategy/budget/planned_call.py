@@ -1,8 +1,8 @@
-"""One call to plan: its trace and graph, and what runs once a plan is carried out."""
+"""One call to plan: its traces and graph, and what runs once a plan is carried out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.passes.overlap.room import Room
-from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.passes.step import Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import (
@@ -27,10 +27,6 @@ from thunder_memsave.planner.graph import (
     TrainingGraph,
 )
 from thunder_memsave.planner.simulate import Profile, simulate
-
-Finish = Callable[[TraceCtx, Room | None], tuple[TraceCtx, TraceCtx | None]]
-"""A joint trace, and the room for what is on its way, to the forward and backward that run; an inference trace to
-itself and None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +44,13 @@ class Arguments:
 class PlannedCall:
     """A compiled call's plan, and what will run."""
 
-    trace: TraceCtx
-    """With what is computed again."""
     graph: TrainingGraph
     plan: Plan | None
     """None for a call without backward."""
+    actions: Actions | None
+    """The plan's, for the values of the joint trace."""
+    given_room: Room | None
+    """In which collectives ran beside computation; None: their window alone limited them."""
     program: Program
     memory: StepMemory
     profile: Profile
@@ -73,10 +71,12 @@ class PlannedCall:
 class Attempt:
     """Everything about one call but its plan."""
 
-    trace: TraceCtx
+    traces: Traces
+    """Before the plan is carried out."""
+    steps: Sequence[Step[Any]]
+    """Carry it out: make what runs."""
     graph: TrainingGraph
     arguments: Arguments
-    finish: Finish
     known: OpProfiles
     memory: StepMemory
 
@@ -86,30 +86,32 @@ class Attempt:
         return any(op.sent_bytes for op in self.graph.ops)
 
     def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
-        """Rewrite the trace as planned, and simulate what runs.
+        """Carry a plan out, and simulate what runs.
 
         Args:
             plan: None for a call without backward.
             room: For collectives that run beside computation; None: they are limited by their window alone.
         """
-        trace = self.trace if plan is None else recompute(self.trace, actions=self._of_values(plan))
-        forward, backward = self.finish(trace, room)
+        actions = None if plan is None else self._of_values(plan)
+        tried = try_steps(self.steps, replace(self.traces, actions=actions, room=room))
+        assert tried.forward is not None
         ran = program(
-            forward,
-            backward,
+            tried.forward,
+            tried.backward,
             kinds=self.arguments.kinds,
             tensors=self.arguments.tensors,
             known=self.known,
-            differentiated=differentiated(flat_outputs(self.trace)),
+            differentiated=differentiated(flat_outputs(self.traces.joint)),
             accumulates=self.memory.gradient_bytes > 0,
         )
         profile = simulate(ran, self.memory)
         if plan is not None:
             plan = replace(plan, predicted_peak_bytes=profile.peak_bytes)
         return PlannedCall(
-            trace=trace,
             graph=self.graph,
             plan=plan,
+            actions=actions,
+            given_room=room,
             program=ran,
             memory=self.memory,
             profile=profile,

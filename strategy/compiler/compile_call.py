@@ -1,11 +1,11 @@
-"""Compiles one captured call: capture, lower, then the ordered list of `compile_trace`."""
+"""Compiles one captured call: capture, lower, then the list of steps (`pipeline.py`)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,8 +20,12 @@ from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import Arguments
+from thunder_memsave.compiler.choices import executors_of, schedule_of
 from thunder_memsave.compiler.compile_trace import compile_trace
-from thunder_memsave.compiler.pipeline import executors_of, joint_passes_of, schedule_of
+from thunder_memsave.compiler.pipeline import steps_without
+from thunder_memsave.compiler.state import Facts
+from thunder_memsave.compiler.step_records import StepRecord
+from thunder_memsave.compiler.trace_files import TraceFiles
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
@@ -32,6 +36,8 @@ from thunder_memsave.frontend.opaque import OpaqueExecutor
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.planner.graph import StorageKind
 from thunder_memsave.progress import stage
+
+_numbers = count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,10 @@ class Compiled:
     """Empty when nothing needs a gradient."""
     keeping_trace: TraceCtx | None
     """The backward that keeps gradients instead of reducing them; None where no backward may."""
+    records: Sequence[StepRecord]
+    """What each step took and left, in order."""
+    number: int
+    """Of this compilation in this process."""
     seconds: float
     run: Callable[..., Any]
     """The method, with its tensor work compiled."""
@@ -91,29 +101,36 @@ def compile_call(
         traced = _interpreter(module, call, reason, executors, data_parallel)
     else:
         traced = _dynamo(module, call, reason, executors, data_parallel, target, fp8)
-    passes, plan = joint_passes_of(data_parallel, planner), None
-    if planner is not None:
-        arguments = _arguments(module, traced)
-        passes = (partial(planner.prepared, arguments=arguments), *passes)
-        plan = partial(planner.recomputed, arguments=arguments)
+    facts = Facts(
+        steps=steps_without(config.leave_out),
+        lowered=traced.lowered,
+        executors=traced.compile_data.executors_list,
+        regathers=data_parallel is not None and data_parallel.mode in ("zero3", "auto"),
+        planner=planner,
+        arguments=_arguments(module, traced),
+        schedule=schedule_of(module, data_parallel),
+        unreduced=unreduced or UnreducedGradients(data_parallel),
+        is_run=target is None,
+    )
+    files = None
+    if config.trace_dir is not None:
+        title = f"{type(module).__name__}.{name}"
+        files = TraceFiles(config.trace_dir, call=title, data_parallel=data_parallel)
+    lower_s = time.perf_counter() - start
     with compile_data_and_stats(traced.compile_data, CompileStats()):
-        graph = compile_trace(
-            traced.lowered,
-            traced.compile_data,
-            joint_passes=passes,
-            schedule=schedule_of(module, data_parallel),
-            unreduced=unreduced or UnreducedGradients(data_parallel),
-            plan=plan,
-            is_run=target is None,
-        )
+        graph = compile_trace(facts, files=files, lower_s=lower_s)
+    state = graph.state
+    assert state.run is not None, "the last step makes it"
     return Compiled(
         method=name,
         capture=traced.capture,
         forward_traces=graph.forward_traces,
-        backward_traces=graph.backward_traces,
-        keeping_trace=graph.keeping_trace,
+        backward_traces=() if state.backward is None else (state.backward,),
+        keeping_trace=state.keeping,
+        records=graph.records,
+        number=next(_numbers),
         seconds=time.perf_counter() - start,
-        run=traced.capture.callable(graph.run),
+        run=traced.capture.callable(state.run),
     )
 
 

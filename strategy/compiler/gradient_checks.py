@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.errors import CompileError
@@ -38,3 +40,19 @@ def check_gradients(
                 f"Thunder computes the gradient of {names[index]!r} as {tuple(gradient.shape)} {gradient.dtype}, the "
                 f"tensor is {tuple(proxy.shape)} {proxy.dtype}."
             )
+
+
+def dependencies(
+    lowered: Lowered, forward: TraceCtx, backward: TraceCtx
+) -> tuple[frozenset[int], ...]:
+    """Find which inputs each output depends on; all that get a gradient, where the frontend does not know."""
+    if lowered.depends_on is not None:
+        return lowered.depends_on
+    with_gradient = frozenset(i for i, g in enumerate(backward.output) if g is not None)
+    outputs = forward.output[0]["output"]
+    return tuple(
+        with_gradient
+        if isinstance(o, TensorProxy) and dtypes.is_inexact_dtype(o.dtype)
+        else frozenset()
+        for o in outputs
+    )

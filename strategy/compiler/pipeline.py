@@ -1,58 +1,80 @@
-"""Chooses what one compilation is made of: its executors, its joint passes and its schedule."""
+"""The one list of what happens to a trace, step by step, between its capture and what runs."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from thunder.extend import (
-    Executor,
-    FusionExecutor,
-    get_default_executors,
-    resolve_executors,
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import (
+    dce,
+    wrap_return_value_together_with_arguments,
 )
-from torch import nn
+from thunder.core.update_aliases import insert_alias_updates
 
-from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.compiler.split import Schedule
-from thunder_memsave.config import CompileConfig
-from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.ops.table import executors
-from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
-from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
-from thunder_memsave.passes.regather import regather, regather_forward
+from thunder_memsave.compiler import joint_steps, run, split
+from thunder_memsave.compiler.state import State
+from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype
+from thunder_memsave.passes.overwritten import keep_overwritten
+from thunder_memsave.passes.step import Pass, Step
 
 
-def executors_of(config: CompileConfig) -> tuple[Executor, ...]:
-    """The ordered list of those that claim operations, and then of those that fuse."""
-    if config.executors is None:
-        # None that fuses: on CUDA, Thunder's default would keep what it may fuse unclaimed until after the plan.
-        chosen = [e for e in get_default_executors() if not isinstance(e, FusionExecutor)]
-    else:
-        chosen = resolve_executors(config.executors)
-    fuses = any(isinstance(e, FusionExecutor) for e in chosen)
-    return (*executors(fuses=fuses), *chosen)
+def _pass(name: str, does: str, change: Pass) -> Step[State]:
+    return _step(name, does, lambda state: replace(state, joint=change(state.joint)))
 
 
-def joint_passes_of(
-    data_parallel: DataParallel | None, planner: MemoryPlanner | None
-) -> tuple[JointPass, ...]:
-    """All, but gathered weights stay from forward to backward where the mode, or the plan, is to say so.
-
-    With a planner they always seem to. Its plan is what gathers them again, once, for the first in backward that reads
-    them, clones among those: so it knows from when on they are there.
-    """
-    mode = "none" if data_parallel is None else data_parallel.mode
-    if mode in ("zero3", "auto") and planner is not None:
-        return tuple(regather_forward if run is regather else run for run in JOINT_PASSES)
-    if mode in ("zero3", "auto"):
-        return JOINT_PASSES
-    return tuple(run for run in JOINT_PASSES if run is not regather)
+def _step(name: str, does: str, do: Callable[[State], State]) -> Step[State]:
+    return Step(name=name, does=does, do=do)
 
 
-def schedule_of(module: nn.Module, data_parallel: DataParallel | None) -> Schedule:
-    """Make the schedule of a module's traces, by the window of its ranks."""
-    if data_parallel is None:
-        return partial(schedule, window_bytes=0)
-    prefetch, bucket_bytes = data_parallel.prefetch, data_parallel.bucket_bytes
-    window_bytes = two_largest_blocks(module) if prefetch == "auto" else prefetch
-    return partial(schedule, window_bytes=window_bytes, bucket_bytes=bucket_bytes)
+def _tried(name: str, does: str, do: Callable[[State], State]) -> Step[State]:
+    return Step(name=name, does=does, do=do, is_tried=True)
+
+
+def _order_writes(trace: TraceCtx) -> TraceCtx:
+    return insert_alias_updates(trace, [])
+
+
+STEPS: tuple[Step[State], ...] = (
+    _pass(
+        "wrap_results",
+        "return the results together with the arguments",
+        wrap_return_value_together_with_arguments,
+    ),
+    _pass("order_writes", "let readers follow what is written in place", _order_writes),
+    _pass("drop_unread", "drop what nothing reads", dce),
+    _step("differentiate", "add the backward", joint_steps.differentiate),
+    _step("claim", "let executors claim operations", joint_steps.claim),
+    # Passes over the joint trace: operations are claimed, and nothing is fused yet.
+    _step(
+        "out_of_place",
+        "write out of place what may then be computed again",
+        joint_steps.write_out_of_place,
+    ),
+    _pass("keep_overwritten", "copy what is written over and read by backward", keep_overwritten),
+    _pass(
+        "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype
+    ),
+    _step("regather", "gather weights again for each reader", joint_steps.gather_again),
+    # The plan is carried out, here and by all that is `_tried`.
+    _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),
+    _tried("recompute", "compute again in backward what the plan says", joint_steps.compute_again),
+    # Not tried: the plan knows operations, not fusions.
+    _step("fuse", "let executors fuse operations", joint_steps.fuse),
+    _step("python_operations", "leave the rest to Python", joint_steps.run_in_python),
+    _step("refuse_lost_writes", "refuse writes that would be lost", joint_steps.check_writes),
+    # Two traces from here on.
+    _tried("split", "make a forward and a backward", split.split),
+    _tried("check_gradients", "refuse a backward that lacks a gradient", split.check),
+    _tried("schedule", "communicate beside what computes", split.order),
+    _tried("keep_gradients", "make a backward that does not reduce", split.keep_gradients),
+    _tried("delete_last_used", "delete values after their last use", split.delete),
+    _step("check_copies", "refuse a fusion that reads what it has written over", run.check_copies),
+    _step("unwrap_results", "return the results alone, without a backward", run.unwrap_results),
+    _step("run", "make what the call runs", run.make_callable),
+)
+
+
+def steps_without(leave_out: Collection[str]) -> Sequence[Step[State]]:
+    """List the steps but those that are left out, which the settings have checked."""
+    return tuple(step for step in STEPS if step.name not in leave_out)

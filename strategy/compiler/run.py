@@ -1,26 +1,59 @@
-"""Makes callables of the traces that run: inference, or a forward whose backward autograd calls."""
+"""The last steps: callables of the traces that run, of inference or of a forward whose backward autograd calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from thunder.core import dtypes
-from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import (
+    _inplace_copy_sanity_check,
+    unwrap_return_value,
+)
 from torch import Tensor
 
 from thunder_memsave.budget.planned_call import differentiated
 from thunder_memsave.compiler import autograd
-from thunder_memsave.compiler.gradient_checks import check_gradients
+from thunder_memsave.compiler.gradient_checks import dependencies
+from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.lowering import Lowered
 from thunder_memsave.ops.accumulation import (
     UnreducedGradients,
     accumulated_names,
     running,
 )
+
+
+def check_copies(state: State) -> State:
+    """Refuse a fusion that reads what it has written over."""
+    _inplace_copy_sanity_check(state.forward)
+    return state
+
+
+def unwrap_results(state: State) -> State:
+    """Return the results alone, where there is no backward to hand anything to."""
+    if state.backward is not None or not state.facts.is_run:
+        return state
+    return replace(state, forward=unwrap_return_value(state.forward))
+
+
+def make_callable(state: State) -> State:
+    """Make what the captured call runs."""
+    facts, forward, backward = state.facts, state.forward, state.backward
+    assert forward is not None
+    if not facts.is_run:
+        return replace(state, run=_not_here)
+    if backward is None:
+        return replace(state, run=inference(facts.lowered, forward))
+    run = training(facts.lowered, forward, backward, state.keeping, facts.unreduced)
+    return replace(state, run=run)
+
+
+def _not_here(*inputs: Any) -> Any:
+    raise AssertionError("what is compiled for a device that is not here is not run")
 
 
 def inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
@@ -43,10 +76,6 @@ def training(
     unreduced: UnreducedGradients,
 ) -> Callable[..., Any]:
     """Make a callable of a forward and of the backward that autograd calls."""
-    depends_on = lowered.depends_on
-    if depends_on is None:
-        depends_on = _all_dependencies(forward, backward)
-    check_gradients(lowered.input_names, forward, backward, depends_on)
     compute = forward.python_callable()
     differentiate = _differentiate(backward, keeping, unreduced)
 
@@ -70,7 +99,7 @@ def training(
         function = autograd.Differentiable(
             forward=run_forward,
             backward=run_backward,
-            output_depends_on=depends_on,
+            output_depends_on=dependencies(lowered, forward, backward),
             planned_gradients=differentiated(forward.output[0]["output"]),
         )
         computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))
@@ -96,18 +125,6 @@ def _differentiate(
         return gradients
 
     return differentiate
-
-
-def _all_dependencies(forward: TraceCtx, backward: TraceCtx) -> tuple[frozenset[int], ...]:
-    """Every floating output depends on every input that gets a gradient."""
-    with_gradient = frozenset(i for i, g in enumerate(backward.output) if g is not None)
-    outputs = forward.output[0]["output"]
-    return tuple(
-        with_gradient
-        if isinstance(o, TensorProxy) and dtypes.is_inexact_dtype(o.dtype)
-        else frozenset()
-        for o in outputs
-    )
 
 
 @contextmanager

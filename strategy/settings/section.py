@@ -219,6 +219,8 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         return _quantity(parse_bytes, value, where=where)
     if hint is BytesOrFraction:
         return _quantity(parse_bytes_or_fraction, value, where=where)
+    if hint is str:
+        return _text(value, where=where)
     if hint is bool:
         return _flag(value, where=where)
     if hint is int or hint is Whole:
@@ -261,6 +263,12 @@ def _names(value: object, *, where: str) -> tuple[str, ...]:
             f"{where} is {value!r}, but must be a list of names, such as [{example!r}].", key=where
         )
     return tuple(value)
+
+
+def _text(value: object, *, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where} is {value!r}, but must be a text.", key=where)
+    return value
 
 
 def _quantity(parse: Callable[[Any], Any], value: Any, *, where: str) -> Any:

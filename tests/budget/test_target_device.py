@@ -64,17 +64,19 @@ def tensors(trace: TraceCtx) -> list[TensorProxy]:
 def test_attention_of_an_8b_shape_is_the_gpus_kernel_and_no_scores_are_planned(
     compiled: Compiled,
 ) -> None:
-    joint = compiled.forward_traces[-1]  # forward and backward: what is not run is not split
-    symbols = [b.sym.name for b in joint.bound_symbols]
+    traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
+    symbols = [b.sym.name for trace in traces for b in trace.bound_symbols]
     assert symbols.count("cuda_efficient_attention") == NUM_LAYERS
     assert symbols.count("cuda_efficient_attention_backward") == NUM_LAYERS
-    square = {p.name for p in tensors(joint) if p.shape[-2:] == (LENGTH, LENGTH)}
+    found = [p for trace in traces for p in tensors(trace)]
+    square = {p.name for p in found if p.shape[-2:] == (LENGTH, LENGTH)}
     assert [name for name in square if "attention_mask" not in name] == []
     assert len(square) == 1
 
 
 def test_every_tensor_is_on_the_target(compiled: Compiled) -> None:
-    assert {p.device for p in tensors(compiled.forward_traces[-1])} == {Device("cuda:3")}
+    traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
+    assert {p.device for trace in traces for p in tensors(trace)} == {Device("cuda:3")}
 
 
 def test_weights_are_gathered_from_as_many_ranks_as_were_asked_for(compiled: Compiled) -> None:

@@ -6,13 +6,11 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
 
 from thunder.core.trace import TraceCtx
 from torch.profiler import ProfilerActivity, profile
 
-import thunder_memsave.compiler.pipeline as pipeline_module
-from thunder_memsave.passes.joint_passes import JOINT_PASSES
+from harness.joint_passes import JOINT_PASSES, joint_passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +54,5 @@ def joint_traces() -> Iterator[list[TraceCtx]]:
         seen.append(trace)
         return trace
 
-    with patch.object(pipeline_module, "JOINT_PASSES", (record, *JOINT_PASSES)):
+    with joint_passes(record, *JOINT_PASSES):
         yield seen

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from thunder.common import CompileData, CompileStats
@@ -19,11 +18,11 @@ from thunder.extend import get_always_executors
 from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch import Tensor, nn
 
-import thunder_memsave.compiler.pipeline as pipeline_module
+from harness.joint_passes import JOINT_PASSES, joint_passes
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.repeatable import why_not_repeatable
+from thunder_memsave.passes.step import Pass
 from thunder_memsave.passes.symbols import forward_symbols
 from thunder_memsave.planner.actions import keeping
 
@@ -32,7 +31,7 @@ Choice = Callable[[TraceCtx], Set[str]]
 
 @contextmanager
 def recomputing(
-    choose: Choice, *, passes: Sequence[JointPass] = JOINT_PASSES
+    choose: Choice, *, passes: Sequence[str | Pass] = JOINT_PASSES
 ) -> Iterator[list[TraceCtx]]:
     """What is compiled inside keeps what `choose` says of its joint trace; yields the traces that come out."""
     seen: list[TraceCtx] = []
@@ -41,7 +40,7 @@ def recomputing(
         seen.append(recompute(trace, actions=keeping(choose(trace))))
         return seen[-1]
 
-    with patch.object(pipeline_module, "JOINT_PASSES", (*passes, run)):
+    with joint_passes(*passes, run):
         yield seen
 
 
@@ -57,10 +56,7 @@ def joint_trace(module: nn.Module, *args: Any, **kwargs: Any) -> TraceCtx:
         seen.append(trace)
         raise _SeenError
 
-    with (
-        patch.object(pipeline_module, "JOINT_PASSES", (*JOINT_PASSES, stop)),
-        suppress(_SeenError),
-    ):
+    with joint_passes(*JOINT_PASSES, stop), suppress(_SeenError):
         CompiledModule(module)(*args, **kwargs)
     return seen[0]
 

@@ -8,18 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
+from collections.abc import Callable
 
 import torch
 from thunder.core.trace import TraceCtx
 from thunder.dev_utils.check_trace import check_trace
 from torch import Tensor, nn
 
-import thunder_memsave.compiler.pipeline as pipeline_module
+from harness.joint_passes import joint_passes
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.passes.joint_passes import JointPass
+from thunder_memsave.passes.step import Pass
 
 
 class Probe(nn.Module):
@@ -51,12 +49,12 @@ class InPlaceProbe(nn.Module):
 
 
 def check(
-    run: JointPass,
+    run: Pass,
     *,
     name: str,
     changes_the_probe: bool = True,
     probe: Callable[[], nn.Module] = Probe,
-    others: tuple[JointPass, ...] = (),
+    others: tuple[Pass, ...] = (),
 ) -> None:
     """Raise AssertionError, naming the clause, where `run`, before `others`, breaks the contract."""
     seen: list[tuple[TraceCtx, TraceCtx]] = []
@@ -79,9 +77,9 @@ def check(
         assert torch.equal(ours, reference), f"{name}: the gradient of {parameter} changed"
 
 
-def check_identity(run: JointPass, *, name: str) -> None:
+def check_identity(run: Pass, *, name: str) -> None:
     """Clause 1 alone, on a trace in which no pass has anything to do."""
-    with _passes((run,)):
+    with joint_passes(run):
         compiled = CompiledModule(nn.Identity())
         x = torch.ones(2)
         assert compiled(x) is x, f"{name}: changed a model that does nothing"
@@ -94,18 +92,12 @@ def _check_valid(trace: TraceCtx, name: str) -> None:
         raise AssertionError(f"{name}: check_trace fails: {error}") from error
 
 
-def _gradients(passes: tuple[JointPass, ...], probe: Callable[[], nn.Module]) -> list[Tensor]:
+def _gradients(passes: tuple[Pass, ...], probe: Callable[[], nn.Module]) -> list[Tensor]:
     torch.manual_seed(0)
     model = probe()
     x = torch.randn(5, 8)
-    with _passes(passes):
+    with joint_passes(*passes):
         CompiledModule(model)(x).square().sum().backward()
     gradients = [p.grad for p in model.parameters()]
     assert all(g is not None for g in gradients)
     return [g for g in gradients if g is not None]
-
-
-@contextmanager
-def _passes(passes: tuple[JointPass, ...]) -> Iterator[None]:
-    with patch.object(pipeline_module, "JOINT_PASSES", passes):
-        yield

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 from harness import models
 from harness.distributed import run_on_ranks
+from harness.joint_passes import JOINT_PASSES
 from harness.recompute import Choice, at_random, everything, forward_values, nothing, recomputing
 from harness.traces import collectives, fake_ranks, saved_for_backward
 from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.ops.accumulation import accumulated_names
-from thunder_memsave.passes.joint_passes import JOINT_PASSES, JointPass
-from thunder_memsave.passes.regather import regather, regather_forward
+from thunder_memsave.passes.regather import regather_forward
+from thunder_memsave.passes.step import Pass
 from thunder_memsave.sharding.rows import shard_module
 
 IDS = models.token_batch()
-PLANNED_GATHERS = tuple(regather_forward if run is regather else run for run in JOINT_PASSES)
+PLANNED_GATHERS = (*JOINT_PASSES[:-1], regather_forward)
 """Of `sharding: auto` under a budget: what backward reads of whole weights may be kept."""
 
 
@@ -94,7 +95,7 @@ def gradients(
     build: Callable[[], nn.Module],
     choose: Choice,
     rank: int,
-    passes: Sequence[JointPass] = JOINT_PASSES,
+    passes: Sequence[str | Pass] = JOINT_PASSES,
     **settings: Any,
 ) -> list[Tensor]:
     """After two micro-batches, of which the first keeps its gradients where that is asked for."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from thunder.core.trace import TraceCtx
 from thunder.dev_utils.check_trace import check_trace
 from torch import nn
 
-import thunder_memsave.compiler.compile_call as compile_call_module
 from harness import models
+from harness.joint_passes import joint_passes
 from harness.traces import (
     collectives,
     fake_ranks,
@@ -174,7 +173,7 @@ def test_the_joint_trace_stays_valid() -> None:
 
     with (
         fake_ranks(2) as data_parallel,
-        patch.object(compile_call_module, "joint_passes_of", lambda *_: (recorded,)),
+        joint_passes(recorded),
     ):
         compiled(tied(), data_parallel)
     assert "Joint pass regather" in str(seen[0].get_provenance())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from typing_extensions import override
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
-from thunder_memsave.budget.planned_call import Arguments, Attempt, Finish, PlannedCall
+from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
 from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
 from thunder_memsave.compiler.compile_call import compile_call
 from thunder_memsave.config import StrategyConfig, parse_strategy
@@ -35,13 +35,11 @@ from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.capture import Call
 from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.search.solve import pareto
 from thunder_memsave.progress import stage
 from thunder_memsave.sharding.gradients import clip_norm
-
-if TYPE_CHECKING:
-    from thunder.core.trace import TraceCtx
 
 _SMALLEST_S = 3.0
 """Of CPU time, to look for the smallest budget of a run that fits; one that does not is searched for longer."""
@@ -167,11 +165,11 @@ class _Planner(MemoryPlanner):
         return self._sharding
 
     @override
-    def recomputed(self, trace: TraceCtx, *, arguments: Arguments, finish: Finish) -> TraceCtx:
+    def planned(self, traces: S, *, steps: Sequence[Step[S]], arguments: Arguments) -> S:
         """As `MemoryPlanner` does; where the budget is too small, with the smallest plan."""
         # The module's own tensors hold nothing; the trace knows their shapes.
         arguments = replace(arguments, tensors={})
-        return super().recomputed(trace, arguments=arguments, finish=finish)
+        return super().planned(traces, steps=steps, arguments=arguments)
 
     @override
     def _planned(self, attempt: Attempt) -> PlannedCall:

@@ -1,0 +1,144 @@
+"""The steps of the joint trace: from what was captured to forward and backward in one, planned, with all executors."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import dce
+from thunder.executors.passes import (
+    _transform_for_operator_executor_execution,
+)
+from thunder.extend import (
+    Executor,
+    FusionExecutor,
+    get_always_executors,
+)
+from thunder.transforms.autodiff import (
+    grad_transform_on_trace,
+)
+
+from thunder_memsave.compiler.state import State
+from thunder_memsave.errors import CompileError
+from thunder_memsave.passes.lost_writes import refuse_lost_writes
+from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.passes.regather import regather, regather_forward
+from thunder_memsave.progress import stage
+
+
+def differentiate(state: State) -> State:
+    """Add the backward, where a gradient is wanted."""
+    if not state.facts.lowered.training:
+        return state
+    stage("differentiate")
+    with _errors_name_user_code():
+        return replace(state, joint=grad_transform_on_trace(state.joint))
+
+
+def claim(state: State) -> State:
+    """Let executors claim operations; what they need not compute goes.
+
+    With `fuse` and `python_operations` this is Thunder's `transform_for_execution`, without what that does for
+    Thunder's own data parallelism.
+    """
+    stage("choose executors")
+    return replace(state, joint=dce(_claimed(dce(state.joint), state.facts.executors)))
+
+
+def _claimed(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
+    """Let executors claim operations, and then those of which their own rules are made.
+
+    Thunder offers to no executor what a rule for execution records in place of an operation: a cast before a kernel, or
+    the whole forward of a user's `autograd.Function`. Rules for gradients have run before, so their parts are claimed.
+    """
+    trace = _transform_for_operator_executor_execution(trace, executors)
+    while any(_is_unclaimed(b, executors) for b in trace.bound_symbols):
+        trace = _transform_for_operator_executor_execution(trace, executors)
+    return trace
+
+
+def _is_unclaimed(bsym: BoundSymbol, executors: Sequence[Executor]) -> bool:
+    """Whether nothing can run it yet, and nobody left it for a fusion."""
+    symbol = bsym.sym
+    if symbol.executor or symbol.python_impl or symbol.id is PrimIDs.GET_GRAD:
+        return False
+    return not any(isinstance(e, FusionExecutor) and e.can_fuse(bsym) for e in executors)
+
+
+def write_out_of_place(state: State) -> State:
+    """Let as much as possible be computed again, for a plan; comes before our other passes."""
+    facts = state.facts
+    if facts.planner is None:
+        return state
+    return replace(state, joint=facts.planner.prepared(state.joint, arguments=facts.arguments))
+
+
+def gather_again(state: State) -> State:
+    """Gather whole weights for each reader; gathered weights stay from forward to backward where the mode says so.
+
+    With a planner they always seem to. Its plan is what gathers them again, once, for the first in backward that reads
+    them, clones among those: so it knows from when on they are there.
+    """
+    if not state.facts.regathers:
+        return state
+    change = regather if state.facts.planner is None else regather_forward
+    return replace(state, joint=change(state.joint))
+
+
+def plan(state: State) -> State:
+    """Decide what backward keeps, by trying plans: the steps that are tried are done with each."""
+    facts = state.facts
+    if facts.planner is None:
+        return state
+    tried = [step for step in facts.steps if step.is_tried]
+    return facts.planner.planned(state, steps=tried, arguments=facts.arguments)
+
+
+def compute_again(state: State) -> State:
+    """Do what the plan says."""
+    if state.actions is None:
+        return state
+    return replace(state, joint=recompute(state.joint, actions=state.actions))
+
+
+def fuse(state: State) -> State:
+    """Let executors that fuse do so: after the plan, which knows operations."""
+    trace = state.joint
+    for executor in state.facts.executors:
+        if isinstance(executor, FusionExecutor):
+            trace = executor.fusion_pass(trace)
+    return replace(state, joint=trace)
+
+
+def run_in_python(state: State) -> State:
+    """Leave the rest to Python's own operations: that matters to what is run, and to nothing that is planned."""
+    if not state.facts.is_run:
+        return state
+    trace = _transform_for_operator_executor_execution(state.joint, get_always_executors())
+    return replace(state, joint=trace)
+
+
+def check_writes(state: State) -> State:
+    """Refuse writes in place that would be lost, or late."""
+    refuse_lost_writes(state.joint)
+    return state
+
+
+@contextmanager
+def _errors_name_user_code() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+        found = (f["bsym"] for f in frames if isinstance(f.get("bsym"), BoundSymbol))
+        if (bsym := next(found, None)) is None:
+            raise
+        raise CompileError(
+            f"Thunder cannot differentiate {bsym.sym.name} (at {bsym.source_filename or 'an unknown line'}): {error}. "
+            "Write it with other operations, or keep it out of the compiled model."
+        ) from error

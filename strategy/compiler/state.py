@@ -1,0 +1,56 @@
+"""What flows through the list of steps: a call's traces, beside the facts that no step changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from thunder.core.trace import TraceCtx
+from thunder.extend import Executor
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.planned_call import Arguments
+from thunder_memsave.frontend.lowering import Lowered
+from thunder_memsave.ops.accumulation import UnreducedGradients
+from thunder_memsave.passes.overlap.room import Room
+from thunder_memsave.passes.step import Step, Traces
+
+
+class Schedule(Protocol):
+    """Orders a forward or a backward."""
+
+    def __call__(self, trace: TraceCtx, *, room: Room | None = None) -> TraceCtx:
+        """`room`: what else limits what is on its way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that one compilation depends on but its traces."""
+
+    steps: Sequence[Step[State]]
+    """Those that are done, in order."""
+    lowered: Lowered
+    """What was captured, in Thunder's operations."""
+    executors: Sequence[Executor]
+    """Claim operations, in their order; those among them that fuse come after."""
+    regathers: bool
+    """Whether backward gathers whole weights again, or may as the plan says."""
+    planner: MemoryPlanner | None
+    """Decides what backward keeps; None: all that it reads."""
+    arguments: Arguments
+    """What the planner may know of them."""
+    schedule: Schedule
+    unreduced: UnreducedGradients
+    """Where whole gradients are kept between micro-batches."""
+    is_run: bool
+    """Whether the result is to be run here; if not, `run` refuses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class State(Traces):
+    """A call on its way through the list."""
+
+    facts: Facts
+    run: Callable[..., Any] | None = None
+    """From the inputs of the lowered trace to what the captured call returns; the last step makes it."""

@@ -1,0 +1,125 @@
+"""A step of the one list of what happens to a trace, and the traces that it has and makes.
+
+`compiler/pipeline.py` is the list; planning is one of its steps, and does those that come after it with every plan that
+it tries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from thunder.core.symbol import Symbol
+from thunder.core.trace import TraceCtx
+
+from thunder_memsave.passes.overlap.room import Room
+from thunder_memsave.planner.actions import Actions
+from thunder_memsave.settings.step_names import WHY_NEEDED
+
+Pass = Callable[[TraceCtx], TraceCtx]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Traces:
+    """What there is of a call after a step."""
+
+    joint: TraceCtx
+    """Forward, then backward; or what is computed without gradients."""
+    forward: TraceCtx | None = None
+    """None before the split."""
+    backward: TraceCtx | None = None
+    """None also where nothing needs a gradient."""
+    keeping: TraceCtx | None = None
+    """The backward that keeps gradients instead of reducing them; None where no backward may."""
+    actions: Actions | None = None
+    """The plan's, for the values of `joint`; None: backward reads what it reads."""
+    room: Room | None = None
+    """The plan's, for what is on its way; None: only its window limits it."""
+    tried: dict[str, tuple[Traces, Traces]] = field(default_factory=dict)
+    """By steps: what each had, and made of it, in the last plan that was tried. The one thing here that changes."""
+
+    @property
+    def current(self) -> tuple[TraceCtx, ...]:
+        """What the next step goes on with."""
+        if self.forward is None:
+            return (self.joint,)
+        found = (self.forward, self.backward, self.keeping)
+        return tuple(trace for trace in found if trace is not None)
+
+
+S = TypeVar("S", bound=Traces)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step(Generic[S]):
+    """One step, by name."""
+
+    name: str
+    does: str
+    """One line, for those who read the list."""
+    do: Callable[[S], S]
+    """Gives back the very same traces where there is nothing to do."""
+    is_tried: bool = False
+    """Whether the plan does it with every plan that it tries, to see what would run."""
+
+    @property
+    def optional(self) -> bool:
+        """Whether results are correct without it."""
+        return not WHY_NEEDED[self.name]
+
+
+def on_joint(change: Pass) -> Callable[[S], S]:
+    """Make a step's `do` of a pass over the joint trace."""
+
+    def do(traces: S) -> S:
+        return replace(traces, joint=change(traces.joint))
+
+    return do
+
+
+def try_steps(steps: Sequence[Step[S]], traces: S) -> S:
+    """Do steps one after the other, and remember for `done` what each made."""
+    traces.tried.clear()
+    for step in steps:
+        before, traces = traces, step.do(traces)
+        traces.tried[step.name] = (before, traces)
+    return traces
+
+
+def done(step: Step[S], traces: S) -> S:
+    """Do a step, unless it was tried with the same: executors that run after the plan seldom change what it tried."""
+    before, after = traces.tried.get(step.name, (None, None))
+    if before is not None and _is_as(traces, before):
+        return after  # type: ignore[return-value]  # what a step makes is of the type of what it gets
+    return step.do(traces)
+
+
+def _is_as(traces: Traces, other: Traces) -> bool:
+    mine, others = traces.current, other.current
+    return (
+        len(mine) == len(others)
+        and (traces.actions, traces.room) == (other.actions, other.room)
+        and all(_is_same(a, b) for a, b in zip(mine, others, strict=True))
+    )
+
+
+def _is_same(trace: TraceCtx, other: TraceCtx) -> bool:
+    """Whether the same operators run on the same values, whatever these are called.
+
+    Thunder's executors change an operator, or name what it makes anew, and nothing else of it.
+    """
+    if trace is other:
+        return True
+    if len(trace.bound_symbols) != len(other.bound_symbols):
+        return False
+    pairs = zip(_numbered(trace), _numbered(other), strict=True)
+    return all(a == b for a, b in pairs)
+
+
+def _numbered(trace: TraceCtx) -> Iterator[tuple[Symbol, list[int]]]:
+    """Yield the operators, with their arguments and results numbered in the order in which they appear."""
+    numbers: dict[str, int] = {}
+    for bsym in trace.bound_symbols:
+        proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+        yield bsym.sym, [numbers.setdefault(p.name, len(numbers)) for p in proxies]

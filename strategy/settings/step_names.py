@@ -1,0 +1,55 @@
+"""The names of what happens to a trace, and why most of it may not be left out; `compiler/pipeline.py` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from thunder_memsave.settings.section import ConfigError, suggestion
+
+_THUNDER = "Thunder's steps after it need it"
+_PLAN = "the plan counts on it; `memory.policy: keep_all` computes nothing again but what is free"
+_BACKWARD = "without it there is no backward to run"
+
+WHY_NEEDED: Mapping[str, str] = MappingProxyType(
+    {
+        "wrap_results": _THUNDER,
+        "order_writes": "without it, what is written in place is read too early or too late",
+        "drop_unread": _THUNDER,
+        "differentiate": _BACKWARD,
+        "claim": "what no executor has claimed cannot run",
+        "out_of_place": "",
+        "keep_overwritten": "without it, backward reads what forward has written over",
+        "gather_in_compute_dtype": "",
+        "regather": "",
+        "plan": "without it, nothing keeps the step within `memory.budget`; `memory.policy` has plans without one",
+        "recompute": _PLAN,
+        "fuse": "what is left for a fusion cannot run without it; `strategy.executors` says who fuses",
+        "python_operations": "what no executor has claimed cannot run",
+        "refuse_lost_writes": "without it, writes to gathered parameters are lost without a word",
+        "split": _BACKWARD,
+        "check_gradients": "without it, a gradient may be missing without a word",
+        "schedule": "",
+        "keep_gradients": "without it, gradients are reduced inside `fabric.no_backward_sync`",
+        "delete_last_used": "without it, the step holds all that it computes, whatever the plan says",
+        "check_copies": "without it, a fusion may read what was written over",
+        "unwrap_results": "what runs without gradients returns its results alone",
+        "run": "without it, nothing runs",
+    }
+)
+"""In order. Empty: results are correct without it."""
+
+
+def refuse_needed(names: Sequence[str], *, key: str) -> Iterator[ConfigError]:
+    """Yield a problem for each of the names that is none, or that of a step that may not be left out."""
+    optional = [name for name, why in WHY_NEEDED.items() if not why]
+    others = f"what may be is {', '.join(optional)}"
+    for name in names:
+        if name not in WHY_NEEDED:
+            nearest = suggestion(name, WHY_NEEDED)
+            nearest = f"; {others}." if nearest == "." else f"{nearest[:-1]} Of those, {others}."
+            yield ConfigError(f"{key} has {name!r}, which is no step{nearest}", key=key)
+        elif why := WHY_NEEDED[name]:
+            yield ConfigError(
+                f"{key} has {name!r}, which cannot be left out: {why}; {others}.", key=key
+            )
