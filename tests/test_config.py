@@ -41,6 +41,26 @@ def write(folder: Path, text: str) -> Path:
         ("frontend", "dynamos", r"strategy\.frontend is 'dynamos'.*; did you mean 'dynamo'\?"),
         ("executors", "torch", r"strategy\.executors is 'torch', but must be a list of names"),
         ("executors", [1], r"strategy\.executors is \[1\], but must be a list of names"),
+        ("trace_dir", 3, r"strategy\.trace_dir is 3, but must be a text"),
+        ("trace_dir", "", r"strategy\.trace_dir is '', but must be a text"),
+        ("leave_out", "regather", r"leave_out is 'regather', but must be a list of names"),
+        (
+            "leave_out",
+            ["regather", "scedule"],
+            r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
+            r"can be left out are out_of_place, gather_in_compute_dtype, regather, schedule\.$",
+        ),
+        (
+            "leave_out",
+            ["offload"],
+            r"has 'offload', but no step is called so\. The steps that can be left out are out_of_",
+        ),
+        (
+            "leave_out",
+            ["plan"],
+            r"strategy\.leave_out has 'plan', which cannot be left out: without it, nothing keeps the step within "
+            r"`memory\.budget`; `memory\.policy` has other plans\. The steps that can be left out are out_of_place, ",
+        ),
         ("timeout", 30, r"strategy\.timeout: 30 is not a duration; write a number and one"),
         ("timeout", None, r"strategy\.timeout: None is not a duration"),
         ("state_dict_type", True, r"strategy\.state_dict_type is True, but must be one of"),
@@ -108,6 +128,8 @@ def test_flat_keys_reach_their_sections() -> None:
             "reduce_dtype": None,
             "frontend": "interpreter",
             "executors": ["sdpa", "torch"],
+            "trace_dir": "traces",
+            "leave_out": ["schedule"],
             "timeout": "90s",
             "state_dict_type": "full",
         }
@@ -118,7 +140,12 @@ def test_flat_keys_reach_their_sections() -> None:
         accumulate="accumulate_unsharded",
         bucket=Bytes(0),
         reduce_dtype=None,
-        compile=CompileConfig(frontend="interpreter", executors=("sdpa", "torch")),
+        compile=CompileConfig(
+            frontend="interpreter",
+            executors=("sdpa", "torch"),
+            trace_dir="traces",
+            leave_out=("schedule",),
+        ),
         timeout=timedelta(seconds=90),
         state_dict_type="full",
     )

@@ -22,7 +22,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "keep_overwritten": "without it, backward reads what forward has written over",
         "gather_in_compute_dtype": "",
         "regather": "",
-        "plan": "without it, nothing keeps the step within `memory.budget`; `memory.policy` has plans without one",
+        "plan": "without it, nothing keeps the step within `memory.budget`; `memory.policy` has other plans",
         "recompute": _PLAN,
         "fuse": "what is left for a fusion cannot run without it; `strategy.executors` says who fuses",
         "python_operations": "what no executor has claimed cannot run",
@@ -42,14 +42,15 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
 
 def refuse_needed(names: Sequence[str], *, key: str) -> Iterator[ConfigError]:
     """Yield a problem for each of the names that is none, or that of a step that may not be left out."""
-    optional = [name for name, why in WHY_NEEDED.items() if not why]
-    others = f"what may be is {', '.join(optional)}"
+    optional = ", ".join(name for name, why in WHY_NEEDED.items() if not why)
+    others = f"The steps that can be left out are {optional}."
     for name in names:
         if name not in WHY_NEEDED:
             nearest = suggestion(name, WHY_NEEDED)
-            nearest = f"; {others}." if nearest == "." else f"{nearest[:-1]} Of those, {others}."
-            yield ConfigError(f"{key} has {name!r}, which is no step{nearest}", key=key)
+            yield ConfigError(
+                f"{key} has {name!r}, but no step is called so{nearest} {others}", key=key
+            )
         elif why := WHY_NEEDED[name]:
             yield ConfigError(
-                f"{key} has {name!r}, which cannot be left out: {why}; {others}.", key=key
+                f"{key} has {name!r}, which cannot be left out: {why}. {others}", key=key
             )
