@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.operations import SAMPLES, Samples
 from harness.parity import Twins
 from harness.traces import saved_for_backward
-from thunder_memsave.compiler.pipeline import executors_of
+from thunder_memsave.compiler.choices import executors_of
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.measure.op_profile import Operation, OpProfile, OpProfiles, Value, contiguous
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
