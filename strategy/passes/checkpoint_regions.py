@@ -1,4 +1,4 @@
-"""What the user's model asks to compute again, with `torch.utils.checkpoint`, by the names of a trace's values."""
+"""Finds the values of a trace that the user's model recomputes with `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from thunder_memsave.passes.symbols import forward_symbols, is_joint, is_tensor
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Tags the symbols of one outermost checkpointed region; transforms hand tags on."""
+    """Tags the symbols of one outermost checkpointed region; transforms keep tags."""
 
     number: int
 
 
 def mark(symbols: Iterable[BoundSymbol], region: Region) -> None:
-    """Say of symbols, and of what they consist of, that they belong to a region."""
+    """Tag symbols and their subsymbols as part of a region."""
     for bsym in symbols:
         bsym.tags.add(region)
         mark(bsym.subsymbols, region)
 
 
 def checkpointed(trace: TraceCtx) -> frozenset[str]:
-    """Names of the tensors that forward makes in a region, but for what it reads outside of it, or returns.
+    """Return the names of the tensors made in a region that forward neither reads outside of it nor returns.
 
     Args:
-        trace: A joint trace, with operations claimed by executors; others have no such values.
+        trace: A joint trace, with operations claimed by executors; for any other trace the result is empty.
     """
     symbols = trace.bound_symbols
     if not is_joint(symbols):

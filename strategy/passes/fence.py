@@ -1,6 +1,6 @@
-"""A fence: what is computed from a value behind it is neither merged with what was computed before, nor moved ahead.
+"""Fence: operations that read a value through it are neither merged with earlier ones nor moved before it.
 
-bw_f0_t1 = fence(t1, g)     # t1 itself, but no pass knows, and not before g is there
+bw_f0_t1 = fence(t1, g)     # the same tensor as t1, which no pass can tell; runs after g is computed
 """
 
 from __future__ import annotations

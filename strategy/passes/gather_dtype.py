@@ -1,6 +1,6 @@
-"""Gather in the compute dtype: a weight that is only read after a cast to a smaller dtype is cast before the gather.
+"""Gather in the compute dtype: a weight that is read only after a cast to a smaller dtype is cast before the gather.
 
-Under `bf16-mixed` this halves the bytes that are sent and that a gathered weight takes. Before:
+Under `bf16-mixed` this halves the bytes sent and the bytes of a gathered weight. Before:
 
     ft1 = all_gather_rows(w, group, True, None)
     t2 = torch_wait_prim_impl(ft1)                  # f32, whole
@@ -13,7 +13,7 @@ After:
     t3 = torch_wait_prim_impl(ft1)                  # bf16, whole
     t4 = torch.nn.functional.linear(x, t3, None)
 
-A cast goes element by element, so every value stays what it was, bit by bit.
+A cast is elementwise, so every value stays bit-identical.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:
 
 
 def _shrinks(bsym: BoundSymbol) -> bool:
-    """Whether this is a cast to fewer bytes per element."""
+    """Return whether this is a cast to fewer bytes per element."""
     casts = {prims.PrimIDs.CONVERT_ELEMENT_TYPE, prims.PrimIDs.CLONE}
     if len(bsym.flat_proxy_args) != 1 or len(bsym.flat_proxy_outs) != 1:
         return False
@@ -78,7 +78,7 @@ def _prims(bsym: BoundSymbol) -> Iterator[object]:
 
 
 def _chain(cast: BoundSymbol, producers: Mapping[str, BoundSymbol]) -> Sequence[BoundSymbol]:
-    """The gather, the wait and perhaps the cut of padding rows that lead to this cast; or nothing."""
+    """Return the gather, the wait and any slice of padding rows that lead to this cast; empty if it reads no gather."""
     chain: list[BoundSymbol] = []
     value = cast.flat_proxy_args[0]
     while (producer := producers.get(value.name)) is not None and len(chain) < 3:

@@ -1,4 +1,4 @@
-"""Refuse writes in place that would be lost, or late: to rows of a sharded parameter, and to a part of an argument."""
+"""Refuses in-place writes that would be lost (to a gathered parameter) or late (to part of an argument)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ def refuse_lost_writes(trace: TraceCtx) -> None:
     """Check the copies in place of a joint or an inference trace, with operations claimed by executors.
 
     Raises:
-        CompileError: one of them is into a gathered parameter, or a part of it; what is gathered would change, and the
-            shards would not. Or into a part of a buffer or of the batch that forward does not read afterwards, so that
-            Thunder's split would leave it to backward.
+        CompileError: A copy writes to a gathered parameter or part of it, so the shards would not change; or to part of
+            a buffer or of the batch that forward does not read afterwards, so Thunder's split would run it in backward.
     """
     _refuse_late_writes(trace)
     shards: dict[str, str] = {}
@@ -26,8 +25,8 @@ def refuse_lost_writes(trace: TraceCtx) -> None:
         elif (written := written_in_place(bsym)) in shards:
             assert written is not None
             raise CompileError(
-                f"The forward changes the parameter {shards[written]!r} in place, of which each rank holds "
-                "only its rows; the change would be lost. Make it a buffer, or change it outside of the compiled "
+                f"The forward changes the parameter {shards[written]!r} in place, but each rank holds "
+                "only its rows, so the change would be lost. Make it a buffer, or change it outside of the compiled "
                 "forward, inside fabric.strategy.summon_full(module, writeback=True)."
             )
         elif len(bsym.flat_proxy_args) == 1 or "update_aliases" in bsym.sym.name:
@@ -48,6 +47,6 @@ def _refuse_late_writes(trace: TraceCtx) -> None:
             name = min(memory[written] & arguments)
             raise CompileError(
                 f"The forward changes a part of {name!r} in place (at {bsym.source_filename or 'an unknown line'}) and "
-                "does not read it afterwards; compiled, that would happen in backward. Write to all of it, such as by "
-                "`copy_`, or outside of the compiled forward."
+                "does not read it afterwards, so compiled code would run the write in backward. Write to all of it, "
+                "such as by `copy_`, or outside of the compiled forward."
             )

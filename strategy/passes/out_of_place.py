@@ -1,6 +1,6 @@
-"""Write nothing in place that forward has made: what is computed again must find the values that it read.
+"""Removes in-place writes to forward's own values, so that recomputed operations find the values that they read.
 
-Thunder computes an operation in place elsewhere and copies the result. Before:
+Thunder computes an in-place operation out of place and copies the result back. Before:
 
     t1 = torch.nn.functional.linear(x, w, None)
     (t2,) = update_aliases((t1,))                   # t1 itself
@@ -14,10 +14,10 @@ After:
     t3 = torch.add(t1, x)
     t5 = torch.sin(t3)
 
-So no operation between `t1` and `t5` is one that must not run again, backward reads `t1` without a copy of it, and
-one copy less is made. A write stays where something else would notice: what is written to is an argument, another
-view of it is read later, the caller gets what is copied, too, or that is laid out otherwise, so that the bits of
-later sums could differ.
+So every operation between `t1` and `t5` can be recomputed, backward reads `t1` without a saved copy, and one copy
+is saved. A write stays if its removal could be observed: its target is an argument, another view of the target is
+read later, the source is also returned to the caller, or the source has other strides, so that the bits of later sums
+could differ.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from thunder_memsave.passes.symbols import (
 
 @dataclass(frozen=True, slots=True)
 class TraceMemory:
-    """Where the tensors of a trace are."""
+    """Storages of the tensors of a trace."""
 
     values: Mapping[str, Value]
-    """By name."""
+    """Storage and layout of each tensor, by name."""
     inputs: Set[int]
-    """Storages of arguments."""
+    """Storages of the arguments."""
 
 
 def out_of_place(trace: TraceCtx, *, memory: Callable[[TraceCtx], TraceMemory]) -> TraceCtx:
-    """Let readers of what was written in place read what was copied there, and leave the copy out.
+    """Drop copies in place where their readers can read the source instead.
 
     Args:
-        trace: A joint trace, with operations claimed by executors; an inference trace stays as it is.
-        memory: Finds where the tensors of a trace are; asked only where something is written in place.
+        trace: A joint trace, with operations claimed by executors; an inference trace is returned unchanged.
+        memory: Finds the storages of a trace; called only if the trace writes in place.
     """
     symbols = trace.bound_symbols
     if not is_joint(symbols) or not any(written_in_place(b) is not None for b in symbols):
@@ -95,7 +95,7 @@ def _writes(symbols: Sequence[BoundSymbol]) -> Iterator[_Write]:
 
 
 class _Same:
-    """Who reads a value of forward, and until when, whatever `update_aliases` calls it."""
+    """The readers of each value of forward, under all names that `update_aliases` gives it."""
 
     def __init__(self, symbols: Sequence[BoundSymbol]) -> None:
         forward = forward_symbols(symbols)
@@ -118,7 +118,7 @@ class _Same:
         self._last[name] = max(self._last.get(name, -1), position)
 
     def is_read_after(self, name: str, position: int) -> bool:
-        """Whether forward reads it, or returns it."""
+        """Return whether forward reads the value after `position`, or returns it."""
         return self._last.get(name, -1) > position
 
 
@@ -135,7 +135,7 @@ def _pairs(bsym: BoundSymbol) -> Iterator[tuple[Proxy, Proxy]]:
 
 
 def _droppable(symbols: Sequence[BoundSymbol], memory: TraceMemory, same: _Same) -> set[int]:
-    """Ids of the writes that nobody would miss. A write that stays keeps others on what would share its memory."""
+    """Return the ids of the writes that can go: none that would merge a storage into one that is still written to."""
     writes = [w for w in _writes(symbols) if id(w.symbol) in same.forward or _is_read(w, same)]
     made_at = {o.name: n for n, b in enumerate(symbols) for o in b.flat_proxy_outs}
     names: dict[int, list[str]] = defaultdict(list)
@@ -153,7 +153,7 @@ def _droppable(symbols: Sequence[BoundSymbol], memory: TraceMemory, same: _Same)
 
 
 def _is_read(write: _Write, same: _Same) -> bool:
-    """What is not, and happens in no forward, `keep_overwritten` leaves out."""
+    """Return whether the result is read; `keep_overwritten` drops unread writes outside of forward."""
     return any(o.name in same.read for o in write.symbol.flat_proxy_outs)
 
 
@@ -185,7 +185,7 @@ def _is_laid_out_alike(ours: Layout, other: Layout) -> bool:
 
 
 def _shared(values: Mapping[str, Value], dropped: Sequence[_Write]) -> dict[int, int]:
-    """One number for storages that are one when these writes are left out."""
+    """Map each storage to one number for all storages that become one without these writes."""
     number: dict[int, int] = {}
     for write in dropped:
         source, target = values[write.source].storage, values[write.target].storage
@@ -197,7 +197,7 @@ def _shared(values: Mapping[str, Value], dropped: Sequence[_Write]) -> dict[int,
 def _rewritten(
     symbols: Sequence[BoundSymbol], memory: TraceMemory, dropped: Set[int], left: Set[int]
 ) -> Iterator[BoundSymbol]:
-    """Yield the symbols that are left; aliases of what nothing writes to any more are the values themselves."""
+    """Yield the remaining symbols; aliases of storages that are no longer written to become the values themselves."""
     called: dict[str, Proxy] = {}
     for bsym in symbols:
         if id(bsym) in dropped:

@@ -1,4 +1,4 @@
-"""Keep a copy of what forward overwrites and backward reads, as eager PyTorch does for operations in place.
+"""Copies tensors that backward reads before forward overwrites them, as eager PyTorch does for in-place operations.
 
 Before, where backward reads `a`:
 
@@ -8,8 +8,8 @@ Before, where backward reads `a`:
 After:
 
     t1 = torch.nn.functional.silu(a)
-    before_a = clone(a)                   # which backward reads instead of `a`
-    after_a_t1 = fence(t1, before_a)      # t1: Thunder's split leaves to backward what forward's results do not need
+    before_a = clone(a)                   # backward reads this instead of `a`
+    after_a_t1 = fence(t1, before_a)      # t1; keeps the clone in forward, as forward's result now depends on it
     t2 = copy_(after_a_t1, a)
 """
 
@@ -34,10 +34,10 @@ from thunder_memsave.passes.symbols import (
 
 
 def keep_overwritten(trace: TraceCtx) -> TraceCtx:
-    """Copy each tensor that backward reads and a later symbol of forward writes to, just before that.
+    """Copy each tensor that backward reads right before a symbol of forward overwrites it.
 
     Args:
-        trace: A joint trace, with operations claimed by executors; an inference trace stays as it is.
+        trace: A joint trace, with operations claimed by executors; an inference trace is returned unchanged.
     """
     symbols = trace.bound_symbols
     if not is_joint(symbols) or not any(written_in_place(b) is not None for b in symbols):
@@ -48,7 +48,7 @@ def keep_overwritten(trace: TraceCtx) -> TraceCtx:
     if not copied and len(kept) == len(symbols):
         return trace
     new = from_trace(trace)
-    new.names = set(trace.names)  # of its own: the same trace may be asked about again
+    new.names = set(trace.names)  # a copy: other passes may start from the same trace
     with tracectx(new):
         before = {t.name: t.replace_name(f"before_{t.name}") for ts in copied.values() for t in ts}
         new.bound_symbols = list(_rewritten(kept, forward, copied, before))
@@ -62,7 +62,7 @@ def _without_idle_writes(
     memory: Mapping[str, Set[str]],
     arguments: Set[str],
 ) -> Sequence[BoundSymbol]:
-    """All but writes to what forward made and does not read again: the split would have them run in backward."""
+    """Leave out writes to forward's own values that nothing reads: the split would move them to backward."""
     read = {a.name for b in symbols for a in b.flat_proxy_args}
 
     def is_idle(bsym: BoundSymbol) -> bool:
@@ -77,9 +77,9 @@ def _without_idle_writes(
 def _overwritten(
     symbols: Sequence[BoundSymbol], forward: Set[int], memory: Mapping[str, Set[str]]
 ) -> Mapping[int, list[TensorProxy]]:
-    """By the id of the first symbol that writes to its memory: what backward reads and is there before."""
+    """Return, by the id of each writing symbol, the live tensors that backward reads and the write overwrites."""
     read = _read_by_backward(symbols, forward)
-    there: dict[str, TensorProxy] = {}
+    live: dict[str, TensorProxy] = {}
     found: dict[int, list[TensorProxy]] = {}
     for bsym in symbols:
         if id(bsym) not in forward:
@@ -87,11 +87,11 @@ def _overwritten(
         written = written_in_place(bsym)
         if written is not None:
             touched = memory.get(written, {written})
-            lost = [t for n, t in there.items() if memory.get(n, {n}) & touched]
+            lost = [t for n, t in live.items() if memory.get(n, {n}) & touched]
             found[id(bsym)] = lost
             for t in lost:
-                del there[t.name]
-        there.update((t.name, t) for t in _tensors(bsym.flat_proxy_outs) if t.name in read)
+                del live[t.name]
+        live.update((t.name, t) for t in _tensors(bsym.flat_proxy_outs) if t.name in read)
     return {number: lost for number, lost in found.items() if lost}
 
 

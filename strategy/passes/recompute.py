@@ -1,4 +1,4 @@
-"""Recompute: what backward reads of forward and no action keeps is computed again, right before its first reader.
+"""Recompute: values of forward that backward reads and no action keeps are recomputed right before their first reader.
 
 Before, with `t1` kept and nothing else:
 
@@ -17,21 +17,21 @@ After:
     bw_t2 = torch.nn.functional.gelu(t1)            # a clone; t1 is saved
     t8 = torch.matmul(g, bw_t2)
 
-Thunder's split, which comes later, derives what is saved: the kept values that backward or a clone reads, and the
-arguments and outputs of forward, which are there anyway. Several names for one memory need no care of their own: where
-the first of them is kept, a view of it is cloned like anything else, and costs nothing.
+Thunder's split, which runs later, derives what is saved: the kept values that backward or a clone reads, and the
+arguments and outputs of forward, which are live anyway. Several names for one storage need no special case: if the
+first of them is kept, a view of it is cloned like any operation, at no cost.
 
-Gathered parameters. `regather`, which runs before this, gives backward's readers of a weight a gather of their own. A
-clone that reads the weight brings that gather forward instead of adding another: one gather per weight in backward,
-shared, and freed after its last reader. Only where no gather of that weight is to come (its last reader in backward ran
-before, or it had none) is it gathered again for the clone. So no whole weight is saved, and without clones nothing
-changes.
+Gathered parameters. `regather`, which runs before this pass, gives backward's readers of a weight a gather of their
+own. A clone that reads the weight moves that gather earlier instead of adding another: one gather per weight in
+backward, shared, and freed after its last reader. The clone gets a gather of its own only if none is to come (the
+weight's last reader in backward has run, or there is none). So no whole weight is saved, and without clones the trace
+does not change.
 
 Random numbers are drawn once: see `random_ops`.
 
-Fusions. Clones are tagged as backward's, for which Thunder's fusions do not join them with forward and its `cse` (which
-nvFuser's pass runs) does not merge them with their originals; they carry `RECOMPUTE_IN_BACKWARD` too, and names that
-begin with `bw_`. What fuses must see to it that a clone of one layer does not start beside the backward of another.
+Fusions. Clones are tagged as backward's, so that Thunder's fusions do not join them with forward and its `cse` (which
+nvFuser's pass runs) does not merge them with their originals; they also carry `RECOMPUTE_IN_BACKWARD`, and names that
+begin with `bw_`. A fusing executor must not fuse a clone of one layer with the backward of another.
 """
 
 from __future__ import annotations
@@ -60,32 +60,31 @@ from thunder_memsave.passes.symbols import (
 from thunder_memsave.planner.actions import Actions
 
 PREFIX = "bw_"
-"""Begins the name of every value that is computed again."""
+"""Prefix of the names of recomputed values."""
 
 
 def recompute(trace: TraceCtx, *, actions: Actions) -> TraceCtx:
-    """Compute again in backward what it reads of forward, but for what is kept.
+    """Recompute in backward the values of forward that it reads and `actions` does not keep.
 
     Linear in the number of symbols.
 
     Args:
-        trace: A joint trace, with operations claimed by executors; an inference trace stays as it is.
-        actions: By names of values; what is kept is saved where backward needs it, and the first name of a storage
-            keeps that. Whatever else backward needs is computed again, as are values that no action is for.
+        trace: A joint trace, with operations claimed by executors; an inference trace is returned unchanged.
+        actions: Actions by names of values. A kept value is saved if backward needs it; the first name of a storage
+            keeps the storage. Values without an action are recomputed.
 
     Returns:
         A trace in which each symbol of forward has at most one clone, in backward, as late as its readers allow.
 
     Raises:
-        PlanError: there is an action for a name that the trace does not have, or a value would be computed again
-            that must not be.
+        PlanError: An action names a value that the trace does not have, or a value would be recomputed that cannot be.
     """
     symbols = trace.bound_symbols
     if not is_joint(symbols):
         return trace
     _refuse_unknown(actions, trace)
     new = from_trace(trace)
-    new.names = set(trace.names)  # of its own: several plans may be tried on one trace
+    new.names = set(trace.names)  # a copy: several plans may be tried on one trace
     with tracectx(new):
         backward = _Backward(symbols, actions.kept)
         rewritten = [s for bsym in symbols for s in backward.placed(bsym)]
@@ -106,7 +105,7 @@ def _refuse_unknown(actions: Actions, trace: TraceCtx) -> None:
 
 
 class _Backward:
-    """Places the symbols of a joint trace one after the other, clones before their first readers."""
+    """Emits the symbols of a joint trace in order, clones before their first readers."""
 
     def __init__(self, symbols: Sequence[BoundSymbol], keep: Set[str]) -> None:
         self._forward = forward_symbols(symbols)
@@ -116,19 +115,19 @@ class _Backward:
         of_backward = [b for b in symbols if id(b) not in self._forward]
         self._gathers = _BackwardGathers(of_backward, self._position)
         self._named: dict[str, Proxy] = {}
-        """What readers in backward call a value that was computed again."""
+        """Recomputed values, by the names of the originals."""
         self.clones: set[int] = set()
-        """Ids of the symbols of forward that have one."""
+        """Ids of the symbols of forward that have a clone."""
         self.drawing: dict[int, BoundSymbol] = {}
-        """By the ids of random symbols: what is in their place in forward."""
+        """Forward's replacements of random symbols, by the symbols' ids."""
 
     def _missing_values(
         self, symbols: Sequence[BoundSymbol], keep: Set[str]
     ) -> dict[str, BoundSymbol]:
-        """Producers of the values of forward that backward finds only if they are computed again."""
+        """Return the producers of forward's values that backward has only if they are recomputed."""
         available = set(keep) | _written_arguments(symbols, self._refused)
         available.update(o.name for o in symbols[-1].args[0]["fw_flat_out"] if isinstance(o, Proxy))
-        for bsym in symbols:  # of what is on its way, the tensor is kept that it becomes
+        for bsym in symbols:  # keeping a future keeps the tensor that it becomes
             if is_wait(bsym) and bsym.args[0].name in available:
                 available.add(bsym.output.name)
         return {
@@ -140,16 +139,16 @@ class _Backward:
         }
 
     def placed(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Yield the symbol after the clones that it is the first to read."""
+        """Yield the clones that the symbol is the first to read, then the symbol."""
         if id(bsym) in self._forward or bsym.sym in (prims.python_return, prims.get_grad):
             yield bsym
         elif not self._gathers.is_placed(bsym):
-            yield from self._made_again(bsym)
+            yield from self._recomputed(bsym)
             self._gathers.place(bsym)
             yield self._renamed(bsym)
 
-    def _made_again(self, reader: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Yield what the reader needs and is not there, in the order of forward."""
+    def _recomputed(self, reader: BoundSymbol) -> Iterator[BoundSymbol]:
+        """Yield clones of the missing values that the reader needs, in the order of forward."""
         position = self._position[id(reader)]
         for producer in sorted(self._missing(reader), key=lambda b: self._position[id(b)]):
             self.clones.add(id(producer))
@@ -162,7 +161,7 @@ class _Backward:
             yield self._clone(producer, inputs)
 
     def _missing(self, reader: BoundSymbol) -> list[BoundSymbol]:
-        """All that has to be computed again before the reader can run."""
+        """Return every symbol that must be recomputed before the reader can run."""
         found: dict[int, BoundSymbol] = {}
         stack = [reader]
         while stack:
@@ -178,7 +177,7 @@ class _Backward:
     def _refuse(self, producer: BoundSymbol, name: str) -> None:
         if (reason := self._refused.get(id(producer))) is not None:
             raise PlanError(
-                f"Backward needs {name!r}, which the plan does not keep, and it cannot be computed again: "
+                f"Backward needs {name!r}, which the plan does not keep and which cannot be recomputed: "
                 f"{producer.sym.name} {reason} (at {producer.source_filename or 'an unknown line'}). Keep {name!r}."
             )
 
@@ -192,7 +191,7 @@ class _Backward:
         return pair.replaying(clone)
 
     def _call(self, producer: BoundSymbol, clone: BoundSymbol) -> None:
-        """Let later readers find what `clone` makes; what is kept they read as it is."""
+        """Let later readers read the clone's results; kept values they read directly."""
         for before, after in zip(producer.flat_proxy_outs, clone.flat_proxy_outs, strict=True):
             if before.name in self._producers:
                 self._named[before.name] = after
@@ -207,7 +206,7 @@ class _Backward:
 
 
 def _written_arguments(symbols: Sequence[BoundSymbol], refused: Mapping[int, str]) -> set[str]:
-    """Names of what writing to arguments, such as buffers, has made of them: that is there, as they are."""
+    """Return the names of arguments, such as buffers, after writes to them: live, as arguments are."""
     if not any(written_in_place(b) is not None for b in symbols):
         return set()
     arguments = {o.name for b in symbols if _is_argument(b) for o in b.flat_proxy_outs}
@@ -230,14 +229,14 @@ def _clone(producer: BoundSymbol, inputs: Mapping[str, Proxy]) -> BoundSymbol:
 
 
 def _made_inside(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """Yield results, and those of the symbols of which it consists: a fusion takes it apart."""
+    """Yield the results of a symbol and of its subsymbols, which a fusion may run instead of it."""
     yield from bsym.flat_proxy_outs
     for part in bsym.subsymbols:
         yield from _made_inside(part)
 
 
 class _BackwardGathers:
-    """What backward itself gathers, and computes from one gathered parameter alone: clones share it."""
+    """Backward's own gathers, and the values that one gathered parameter alone decides; clones share them."""
 
     def __init__(self, symbols: Sequence[BoundSymbol], position: Mapping[int, int]) -> None:
         self._by_expression: dict[Any, list[BoundSymbol]] = defaultdict(list)
@@ -257,7 +256,7 @@ class _BackwardGathers:
         self._placed.add(id(bsym))
 
     def bring_forward(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Yield it now, unless it has run."""
+        """Yield the symbol now, unless it has run."""
         if not self.is_placed(bsym):
             self.place(bsym)
             yield bsym
@@ -268,14 +267,14 @@ class _BackwardGathers:
     def same_as(
         self, producer: BoundSymbol, inputs: Mapping[str, Proxy], *, position: int
     ) -> BoundSymbol | None:
-        """A symbol of backward that makes what the clone would, and has not run or is still read at `position`."""
+        """Find backward's symbol that computes what the clone would; a gather only if still to run or read later."""
         of_gathers = {self._gather_of.get(p.name) for p in inputs.values()}
         if not is_all_gather(producer) and (not of_gathers or None in of_gathers):
             return None
         same = self._by_expression.get(renamed(producer, inputs, skip_output=True).rhs, ())
-        return next((b for b in same if self._is_there(b, position)), None)
+        return next((b for b in same if self._is_usable(b, position)), None)
 
-    def _is_there(self, bsym: BoundSymbol, position: int) -> bool:
+    def _is_usable(self, bsym: BoundSymbol, position: int) -> bool:
         if not self.is_placed(bsym) or not is_all_gather(bsym):
             return True
         return self._last_read.get(id(bsym), -1) > position

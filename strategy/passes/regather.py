@@ -1,4 +1,4 @@
-"""Regather (ZeRO-3): a gathered parameter lives while consecutive operations read it, and is gathered again after that.
+"""Regather (ZeRO-3): a gathered parameter is live while consecutive operations read it; a later reader gathers it anew.
 
 Before, a weight is gathered once, at its first use, and lives until backward has read it:
 
@@ -8,7 +8,7 @@ Before, a weight is gathered once, at its first use, and lives until backward ha
     ...
     t9 = torch.matmul(g, t2)                        # backward
 
-After, each reader has a value of its own, made from the shard right before it:
+After, each reader has its own copy, gathered right before it:
 
     ft1_0 = all_gather_rows(w, group, True, None)
     t2_0 = torch_wait_prim_impl(ft1_0)              # forward
@@ -18,13 +18,12 @@ After, each reader has a value of its own, made from the shard right before it:
     t2_1 = torch_wait_prim_impl(ft1_1)
     t9 = torch.matmul(g, t2_1)
 
-The same holds for all that is computed from one gathered parameter alone: its rows without padding, a transpose, a
-cast. Keeping those would keep the weight, or a copy of it. Thunder's split, which comes later, then saves the shards,
-which are there anyway. A weight that forward reads in distant places, such as a tied embedding, is gathered for each.
+The same holds for every value computed from one gathered parameter alone: its rows without padding, a transpose, a
+cast. Keeping those would keep the weight, or a copy of it. Thunder's split, which runs later, then saves the shards,
+which are live anyway. A weight that forward reads in distant places, such as a tied embedding, is gathered for each.
 
-`regather_forward` does this in forward alone: backward reads what forward's last reader did. Whether that is kept for
-it, or gathered again, is then for a plan to say: with a planner, for `sharding: zero3` always again, for `auto` as the
-budget has it.
+`regather_forward` does this in forward alone: backward reads the value of forward's last reader. The plan then decides
+whether to keep or to regather it: with a planner, `sharding: zero3` always regathers, `auto` decides by the budget.
 
 Source: ZeRO, stage 3 (Rajbhandari et al. 2020). Thunder 0.2.6 has such a mode in name only.
 """
@@ -56,27 +55,27 @@ _Phase = Literal["forward", "backward"]
 
 
 def regather(trace: TraceCtx) -> TraceCtx:
-    """Give every reader of a gathered parameter a value of its own.
+    """Give every run of consecutive readers of a gathered parameter a gather of its own.
 
     Args:
         trace: A joint or an inference trace, with operations claimed by executors.
 
     Returns:
-        A trace in which no gathered value outlives the consecutive operations that read it, except those that are
-        returned to the caller.
+        A trace in which no gathered value outlives the consecutive operations that read it, unless it is returned to
+        the caller.
     """
     return _regathered(trace, {"forward", "backward"}, name="regather")
 
 
 def regather_forward(trace: TraceCtx) -> TraceCtx:
-    """Give every reader of a gathered parameter in forward a value of its own, of which backward reads the last.
+    """Do the same in forward only; backward reads the last gather of forward.
 
     Args:
-        trace: As for `regather`; of an inference trace both make the same.
+        trace: As for `regather`, which gives the same result on an inference trace.
 
     Returns:
-        A trace in which no gathered value outlives the consecutive operations of forward that read it, except those
-        that backward reads, or that are returned to the caller.
+        A trace in which no gathered value outlives the consecutive operations of forward that read it, unless backward
+        reads it or it is returned to the caller.
     """
     return _regathered(trace, {"forward"}, name="regather_forward")
 
@@ -97,7 +96,7 @@ class _Gathered:
     """A value that one gathered parameter alone decides."""
 
     shard: str
-    """Name of the parameter's rows."""
+    """Name of the parameter's shard."""
     producer: BoundSymbol
 
 
@@ -117,7 +116,7 @@ def _gathered_values(symbols: Sequence[BoundSymbol]) -> dict[str, _Gathered]:
 
 
 def _can_be_repeated(bsym: BoundSymbol) -> bool:
-    """Random and in-place operations, and what hands a value to the caller, happen once."""
+    """Return False for operations that must run once: random, in-place, and those that return a value."""
     tags = bsym.sym.tags or ()
     if bsym.sym in (prims.python_return, prims.get_grad) or written_in_place(bsym) is not None:
         return False
@@ -129,7 +128,7 @@ def _can_be_repeated(bsym: BoundSymbol) -> bool:
 def _rewritten(
     symbols: Sequence[BoundSymbol], gathered: Mapping[str, _Gathered], phases: Set[_Phase]
 ) -> Iterator[BoundSymbol]:
-    """Yield the symbols, each reader after the values that are made for it."""
+    """Yield the symbols, each reader after the gathers that are made for it."""
     originals, forward = _needed_originals(symbols, gathered), forward_symbols(symbols)
     rows = _Rows(phases)
     for number, bsym in enumerate(symbols):
@@ -152,11 +151,11 @@ def _rewritten(
 
 
 _Values = dict[Any, Proxy]
-"""What values of one parameter are called now."""
+"""The current proxies of the values of one parameter, by their original ones."""
 
 
 class _Rows:
-    """Which values exist by parameter, for rows of consecutive operations that read it."""
+    """The live values of each parameter, for runs of consecutive operations that read it."""
 
     def __init__(self, phases: Set[_Phase]) -> None:
         self._phases = phases
@@ -165,11 +164,11 @@ class _Rows:
         self._phase: _Phase = "forward"
 
     def for_reader(self, shards: Set[str], *, phase: _Phase) -> dict[str, _Values]:
-        """What the next operation, which reads these parameters, finds; it may add to that."""
+        """Return the live values of these parameters for the next operation; the caller adds what it gathers."""
         if phase not in self._phases:
             return {shard: self._last.setdefault(shard, {}) for shard in shards}
-        # What the operation before has read, and this one does not, is freed here. Backward takes nothing of
-        # forward's, even where the two meet.
+        # Values that the previous operation has read and this one does not are freed here. Backward reuses no value
+        # of forward, even where the two are adjacent.
         before = self._row if phase == self._phase else {}
         self._row = {shard: before.get(shard, {}) for shard in shards}
         self._phase = phase
@@ -180,7 +179,7 @@ class _Rows:
 def _needed_originals(
     symbols: Sequence[BoundSymbol], gathered: Mapping[str, _Gathered]
 ) -> set[int]:
-    """Ids of the producers of what is returned to the caller under its own name."""
+    """Return the ids of the producers of gathered values that are returned to the caller."""
     needed: set[int] = set()
     names = [a.name for a in symbols[-1].flat_proxy_args if a.name in gathered]
     while names:
@@ -193,7 +192,7 @@ def _needed_originals(
 def _made(
     name: str, gathered: Mapping[str, _Gathered], made: _Values, *, suffix: str
 ) -> Iterator[BoundSymbol]:
-    """Yield what computes the value again, unless it is there; `made` learns its new name."""
+    """Yield the symbols that make the value anew, unless it is live; `made` gets its new proxy."""
     producer = gathered[name].producer
     if all(variableify(o) in made for o in producer.flat_proxy_outs):
         return

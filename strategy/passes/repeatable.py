@@ -1,4 +1,4 @@
-"""Which operations of forward can run a second time, in backward, and give the same bits."""
+"""Finds the operations of forward that can be recomputed in backward with the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thunder_memsave.ops.collectives import is_all_gather, is_wait
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
 from thunder_memsave.passes.symbols import is_tensor, written_in_place
 
-# Of the executors' operators, which do not carry Thunder's tags; `broadcast_in_dim` is none of these.
+# Parts of the names of executors' operators, which do not carry Thunder's tags; `broadcast_in_dim` matches none.
 _COMMUNICATES = (
     "all_gather",
     "all_reduce",
@@ -44,9 +44,9 @@ _MAKES_NEW_MEMORY = (OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP)
 
 
 def why_not_repeatable(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:
-    """Reasons by the ids of those symbols of a joint trace that must not run again in backward.
+    """Return why a symbol of a joint trace must not run again in backward, by the ids of those that must not.
 
-    A gather of a parameter may: every rank runs the same trace. So may random operations that `random_ops` replays.
+    Gathers of parameters may: every rank runs the same trace. So may random operations that `random_ops` replays.
     """
     reasons: dict[int, str] = {}
     of_value: dict[str, str] = {}
@@ -82,7 +82,7 @@ def _all_tags(bsym: BoundSymbol) -> Iterator[Sequence[OpTags]]:
 
 
 def _read_what_is_overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:
-    """Name of a tensor for each symbol that reads it and runs before something is copied into it."""
+    """Return, by the ids of symbols that read a tensor before it is overwritten, the tensor's name."""
     if not any(written_in_place(b) is not None for b in symbols):
         return {}
     memory = roots(symbols)
@@ -99,7 +99,7 @@ def _read_what_is_overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, st
 
 
 def roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
-    """By name: the tensors whose memory a value may share, all that it is made of without computing anything."""
+    """Return, by name, the tensors whose memory a value may share, because it may be a view of them."""
     found: dict[str, set[str]] = {}
     for bsym in symbols:
         inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
@@ -112,12 +112,12 @@ def roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
 
 
 def _makes_new_memory(bsym: BoundSymbol) -> bool:
-    """Whether it surely computes: what Thunder calls an elementwise operation, a reduction or a product; a kernel."""
+    """Return whether the result is certainly new memory: of an elementwise operation, reduction, matmul or kernel."""
     executor = bsym.sym.executor
     if bsym.sym.name in _COPIES or (executor is not None and executor.name in _OF_KERNELS):
         return True
     if bsym.subsymbols:
         return any(map(_makes_new_memory, bsym.subsymbols))
-    # Elementwise operations have no tag, but metas of one origin.
+    # Elementwise operations have no tag, but their metas come from one factory.
     is_elementwise = "_elementwise_" in getattr(bsym.sym.meta, "__qualname__", "")
     return is_elementwise or any(tag in (bsym.sym.tags or ()) for tag in _MAKES_NEW_MEMORY)

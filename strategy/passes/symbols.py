@@ -1,4 +1,4 @@
-"""Facts of the symbols of an executed trace that several passes ask for."""
+"""Properties of the symbols of an executed trace that several passes read."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from thunder.core.symbol import BoundSymbol
 
 
 def is_tensor(proxy: object) -> bool:
-    """Whether it stands for a tensor, there already or on its way."""
+    """Return whether the proxy stands for a tensor or for the future of one."""
     return isinstance(proxy, TensorProxy | FutureTensorProxy)
 
 
 def written_in_place(bsym: BoundSymbol) -> str | None:
-    """Name of the tensor into which this symbol copies; None: it writes to nothing that exists."""
+    """Return the name of the tensor that this symbol overwrites; None if it only makes new ones."""
     # The exact name: `copy_with_setitem_impl` and others that begin alike make a new tensor.
     return str(bsym.args[1].name) if bsym.sym.name == "copy_" else None
 
 
 def records_amax(bsym: BoundSymbol) -> bool:
-    """Whether what it writes is a running maximum only (fp8/compute/symbols.py), so that it may run many times."""
+    """Return whether its only write is a running maximum (fp8/compute/symbols.py), so that it may run many times."""
     return str(bsym.sym.name).startswith("fp8_quantize_delayed_")
 
 
 def without_recording(bsym: BoundSymbol) -> BoundSymbol:
-    """The same cast for one that runs after it: the maximum has been taken."""
+    """Return the same cast for a rerun, which need not record the maximum again."""
     return bsym.from_bsym(args=(*bsym.args[:-1], False)) if records_amax(bsym) else bsym
 
 
 def decisive_args(bsym: BoundSymbol) -> Sequence[Proxy]:
-    """The arguments that decide what it makes, without the scaling state that it reads and records in."""
+    """Return the arguments that decide the result, without the scaling state that it reads and updates."""
     args: Sequence[Proxy] = bsym.flat_proxy_args
     return args[:1] if records_amax(bsym) else args
 
 
 def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
-    """Ids of what forward's outputs need, as Thunder's split decides it; all else is backward's.
+    """Return the ids of the symbols that forward's outputs need, by the rule of Thunder's split; the rest is backward.
 
     Args:
-        symbols: Of a joint trace, or of an inference trace, which is all forward.
+        symbols: The symbols of a joint trace, or of an inference trace, which is all forward.
     """
     if not is_joint(symbols):
         return set(map(id, symbols))
     result = symbols[-1].args[0]
-    # The arguments, too: what is copied into one of them is for the caller to see.
+    # The arguments too: the caller sees what is copied into them.
     needed = {
         o.name for o in (*result["fw_flat_out"], *result["flat_args"]) if isinstance(o, Proxy)
     }
@@ -65,7 +65,7 @@ def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
 
 
 def is_joint(symbols: Sequence[BoundSymbol]) -> bool:
-    """Whether they are of a joint trace, which returns forward's outputs and gradients."""
+    """Return whether this is a joint trace, which returns forward's outputs and gradients."""
     if symbols[-1].sym is not prims.python_return:
         return False
     result = symbols[-1].args[0]
@@ -75,9 +75,9 @@ def is_joint(symbols: Sequence[BoundSymbol]) -> bool:
 def renamed(
     bsym: BoundSymbol, names: Mapping[str, Proxy], *, skip_output: bool = False
 ) -> BoundSymbol:
-    """The same symbol on other values, given by the names of those that they replace.
+    """Return the same symbol with proxies replaced, by name.
 
-    As Thunder's `from_bsym_swap_proxies`, in a fraction of its time.
+    Does what Thunder's `from_bsym_swap_proxies` does, in a fraction of its time.
     """
     return bsym.from_bsym(
         args=_swapped(bsym.args, names),

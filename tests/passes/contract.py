@@ -1,4 +1,4 @@
-"""What every joint-trace pass must satisfy; `check` runs all of it for one pass.
+"""The contract of every joint-trace pass; `check` runs all of it for one pass.
 
 1. With nothing to do it returns the very same trace.
 2. Its result is a valid trace: Thunder's `check_trace` re-derives every shape, every value is produced before its use.

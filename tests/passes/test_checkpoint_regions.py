@@ -1,4 +1,4 @@
-"""What is inside of torch.utils.checkpoint is computed again, with the random numbers of the first time."""
+"""Regions of torch.utils.checkpoint are recomputed, with forward's random numbers."""
 
 from __future__ import annotations
 

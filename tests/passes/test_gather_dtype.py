@@ -1,4 +1,4 @@
-"""What is only read in bfloat16 is sent in bfloat16."""
+"""A weight that is only read in bfloat16 is sent in bfloat16."""
 
 from __future__ import annotations
 

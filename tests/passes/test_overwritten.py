@@ -1,4 +1,4 @@
-"""What forward overwrites and backward reads is copied before: operations in place have the gradients of eager."""
+"""Forward copies what it overwrites and backward reads: in-place operations have eager's gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
 
 
 class InPlace(nn.Module):
-    """Each on the result of a linear of its own."""
+    """Applies each operation to the result of its own linear."""
 
     def __init__(self) -> None:
         super().__init__()

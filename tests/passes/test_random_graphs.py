@@ -1,4 +1,4 @@
-"""Whatever is kept, 200 graphs drawn at random give the same bits: outputs, gradients, generator and buffers."""
+"""200 random graphs give the same bits whatever is kept: outputs, gradients, generator and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is not kept is computed again in backward: late, once, with the same bits, and nothing more is saved."""
+"""Values that are not kept are recomputed in backward: late, once, with the same bits, and nothing more is saved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DenseExperts(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Writes to buffers that it has read."""
+    """Overwrites buffers that it has read."""
 
     scale: Tensor
 
@@ -149,7 +149,7 @@ def step(
 def test_gradients_generator_and_buffers_keep_their_bits(
     build: Callable[[], nn.Module], named: dict[str, Tensor]
 ) -> None:
-    """Over gradient accumulation and two backwards through one forward."""
+    """Gradients accumulate, and one forward has two backwards."""
     reference = step(build, named, None)
     for choose in (nothing, at_random(0.3)):
         for ours, expected in zip(step(build, named, choose), reference, strict=True):
@@ -229,11 +229,11 @@ def test_a_clone_runs_right_before_its_first_reader() -> None:
 
 
 def linear_of(trace: TraceCtx) -> str:
-    """The first linear's result, which the derivative of gelu reads."""
+    """Return the first linear's result, which the derivative of gelu reads."""
     return next(str(b.output.name) for b in trace.bound_symbols if b.sym.name == "linear")
 
 
-def test_a_view_of_what_is_kept_is_made_again_instead_of_saved() -> None:
+def test_a_view_of_a_kept_value_is_recomputed_instead_of_saved() -> None:
     class Views(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x).exp()
@@ -253,7 +253,7 @@ def test_an_unknown_name_is_refused(llama: TraceCtx, action: Action) -> None:
         recompute(llama, actions=Actions({"nonsense": action}))
 
 
-def test_what_is_read_before_it_is_overwritten_is_not_computed_again() -> None:
+def test_what_is_read_before_it_is_overwritten_is_not_recomputed() -> None:
     trace = joint_trace(Normalized().train(), VECTORS["x"])
     reasons = why_not_repeatable(trace.bound_symbols).values()
     assert any(r.startswith("reads 't_scale', which is overwritten later") for r in reasons)
@@ -261,7 +261,7 @@ def test_what_is_read_before_it_is_overwritten_is_not_computed_again() -> None:
 
 
 class Doubling(nn.Module):
-    """Writes to what it computed."""
+    """Overwrites a value that it computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,9 @@ class Doubling(nn.Module):
 
 def test_what_was_written_to_computed_values_is_kept() -> None:
     trace = joint_trace(Doubling(), VECTORS["x"])
-    with pytest.raises(PlanError, match=r"again: copy_ writes to '\w+' \(at .*\)\. Keep '\w+'"):
+    with pytest.raises(
+        PlanError, match=r"recomputed: copy_ writes to '\w+' \(at .*\)\. Keep '\w+'"
+    ):
         recompute(trace, actions=NO_ACTIONS)
     recompute(trace, actions=keeping(nothing(trace)))
 
@@ -285,7 +287,7 @@ def test_merging_equal_expressions_leaves_the_clones() -> None:
 
 
 def long_trace(num_symbols: int) -> TraceCtx:
-    """A chain of `num_symbols / 2` sines and its backward."""
+    """Return a chain of `num_symbols / 2` sines and its backward."""
     trace = TraceCtx(lambda x: None)
     with tracectx(trace):
         x = TensorProxy("x", shape=(2,), device=devices.cpu, dtype=dtypes.float32)

@@ -28,11 +28,11 @@ from thunder_memsave.sharding.rows import shard_module
 
 IDS = models.token_batch()
 PLANNED_GATHERS = (*JOINT_PASSES[:-1], regather_forward)
-"""Of `sharding: auto` under a budget: what backward reads of whole weights may be kept."""
+"""`sharding: auto` under a budget: whole weights that backward reads may be kept."""
 
 
 def block_inputs(trace: TraceCtx) -> set[str]:
-    """Keep the residual stream alone, as checkpointing each block does."""
+    """Keep only the residual stream, as checkpointing each block does."""
     residual = (2, 12, 32)
     sums = [b.output for b in trace.bound_symbols if b.sym.name in ("add", "embedding")]
     named = {s.name for s in sums if isinstance(s, TensorProxy) and tuple(s.shape) == residual}
@@ -72,7 +72,7 @@ def test_no_whole_weight_is_saved() -> None:
         assert not whole & {t.name for t in saved_for_backward(forward)}
 
 
-def test_under_zero2_a_weight_that_is_not_kept_is_gathered_again() -> None:
+def test_under_zero2_a_weight_that_is_not_kept_is_regathered() -> None:
     kept = compiled(llama, everything, mode="zero2").backward_traces[-1]
     ours = compiled(llama, nothing, mode="zero2").backward_traces[-1]
     assert not gathers(kept)
@@ -98,7 +98,7 @@ def gradients(
     passes: Sequence[str | Pass] = JOINT_PASSES,
     **settings: Any,
 ) -> list[Tensor]:
-    """After two micro-batches, of which the first keeps its gradients where that is asked for."""
+    """Return the gradients of two micro-batches; the first may run under `no_backward_sync`."""
     torch.manual_seed(0)
     model = build()
     assert dist.group.WORLD is not None

@@ -37,7 +37,7 @@ def x(rank: int) -> Tensor:
 
 
 def own_gradient(rank: int) -> Tensor:
-    """What one process computes of this rank's data."""
+    """Return the gradient that one process computes from this rank's data."""
     alone = model()
     CompiledModule(alone)(x(rank)).backward()
     assert alone.weight.grad is not None

@@ -87,7 +87,7 @@ def test_live_gathered_parameters_are_those_that_the_operation_reads(
             assert set(point.live) == point.read, f"{point.symbol} keeps what it does not read"
 
 
-def test_zero2_keeps_what_zero3_gathers_again() -> None:
+def test_zero2_keeps_what_zero3_regathers() -> None:
     """The count of live parameters sees a difference where there is one."""
     with fake_ranks(2, mode="zero2") as data_parallel:
         result = compiled(models.llama(num_layers=2), data_parallel)
@@ -146,7 +146,7 @@ def test_where_the_plan_decides_forward_holds_no_more_than_zero3_but_what_backwa
     assert len(points[-1].live) > 10
 
 
-def test_where_all_is_computed_again_one_layers_weights_are_whole_at_a_time() -> None:
+def test_with_all_recomputed_one_layers_weights_are_whole_at_a_time() -> None:
     model = models.llama(num_layers=3)
     layer_bytes = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
     with fake_ranks(2) as data_parallel:
@@ -189,7 +189,7 @@ def _gathers(bsym: Any) -> bool:
 
 
 def _derived(trace: Any, names: set[str]) -> set[str]:
-    """Everything that depends on these values alone."""
+    """Return every value that depends on these values alone."""
     derived = set(names)
     for bsym in trace.bound_symbols:
         inputs = {a.name for a in bsym.flat_proxy_args if hasattr(a, "numel")}

@@ -1,4 +1,4 @@
-"""The pass that lets collectives run beside computation, within a window and the room that a budget leaves.
+"""The pass that overlaps collectives with computation, within a window and the room that a budget leaves.
 
-In: a forward or a backward, and the bytes of its window. Out: the same symbols in another order, small ones joined.
+In: a forward or a backward, and the window's bytes. Out: the same symbols reordered, small collectives joined.
 """

@@ -1,4 +1,4 @@
-"""Facts of the collectives of a trace: their kind, their bytes, and which operations compute."""
+"""Properties of a trace's symbols for overlap: kinds and bytes of collectives, and which operations compute."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Kind = tuple[Any, ...]  # whether and how it sums, dtype, device, the group's id
 
 
 def operations_of(symbols: Sequence[BoundSymbol]) -> Mapping[int, int]:
-    """By their ids, the numbers of the symbols that compute; the others only lead up to one.
+    """Number the symbols that compute, by their ids.
 
-    The wait, the cut of padding rows, a transpose, ... come before what reads the parameter.
+    Symbols that only prepare a gathered parameter (its wait, a slice of padding rows, a transpose) have no number.
     """
     computing = (b for b, source in with_sources(symbols) if source is None)
     return {id(b): number for number, b in enumerate(computing)}
@@ -46,22 +46,22 @@ def _only_source(bsym: BoundSymbol, source_of: Mapping[str, str]) -> str | None:
 
 
 def is_reduction(bsym: BoundSymbol) -> bool:
-    """Whether it sums over ranks."""
+    """Return whether it sums over ranks."""
     return is_reduce_scatter(bsym) or is_all_reduce(bsym)
 
 
 def largest_reduction(symbols: Sequence[BoundSymbol]) -> int:
-    """Find the most bytes that one reduction sends; 0 without any."""
+    """Return the bytes that the largest reduction sends; 0 without any."""
     return max((nbytes_of(b.args[0]) for b in symbols if is_reduction(b)), default=0)
 
 
 def kind_of(bsym: BoundSymbol) -> Kind:
-    """Gathers, or reductions, of one kind can be one collective."""
+    """Return the key of a gather or reduction; those with equal keys can share a collective."""
     sums = is_all_reduce(bsym) and ("in place" if reduces_in_place(bsym) else "in a copy")
     group = bsym.args[2 if is_reduction(bsym) else 1]
     return sums, bsym.output.dtype, bsym.output.device, id(group)
 
 
 def nbytes_of(tensor: TensorProxy | FutureTensorProxy) -> int:
-    """Count the bytes of a tensor, also of one that is in flight."""
+    """Return the bytes of a tensor or of the future of one."""
     return int(tensor.numel) * int(tensor.dtype.bytes)

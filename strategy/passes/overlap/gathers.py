@@ -1,4 +1,4 @@
-"""Starts gathers early, as far as the window and the room allow, and joins small ones."""
+"""Starts gathers as early as the window and the room allow, and joins small ones."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from thunder_memsave.ops.collectives import (
     is_wait,
 )
 from thunder_memsave.passes.overlap.facts import Kind, kind_of, nbytes_of, with_sources
-from thunder_memsave.passes.overlap.room import Left
+from thunder_memsave.passes.overlap.room import BudgetLeft
 
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
     bsym: BoundSymbol
     reader: int
-    """Which of the operations that compute reads the parameter first."""
+    """Number of the first operation that reads the parameter."""
     held_until: int
-    """Which one begins the last row of operations that all read it; before that it is there but for later ones."""
+    """Number of the operation that begins the last run of consecutive readers; until then it is held for later ones."""
     wait: int
-    """The position of the symbol that waits for it."""
+    """Position of the symbol that waits for it."""
     future: str
     num_bytes: int
     start_bytes: int
-    """The most that it takes from its start to its wait."""
+    """Peak bytes from its start to its wait."""
     kind: Kind
 
     @property
     def num_held_bytes(self) -> int:
-        """Those that stay when the operation has run, for a later one."""
+        """Bytes that stay live after the first reader, for a later one."""
         return self.num_bytes if self.held_until > self.reader else 0
 
 
 def gathers_in_order(
-    symbols: Sequence[BoundSymbol], operations: Mapping[int, int], left: Left
+    symbols: Sequence[BoundSymbol], operations: Mapping[int, int], left: BudgetLeft
 ) -> Iterator[_Gather]:
     """Yield the gathers in the order in which they are waited for."""
     starts = {b.output.name: b for b in symbols if is_all_gather(b)}
@@ -66,7 +66,7 @@ def gathers_in_order(
 def _readers(
     symbols: Sequence[BoundSymbol], operations: Mapping[int, int]
 ) -> Mapping[str, Sequence[int]]:
-    """By their futures, which operations read the gathered parameters; none for those that are returned."""
+    """Return the numbers of the operations that read each gathered parameter, by future; empty if it is returned."""
     readers = defaultdict[str, list[int]](list)
     source_of: dict[str, str] = {}
     for bsym, source in with_sources(symbols):
@@ -82,7 +82,7 @@ def _readers(
 
 
 def _begin_of_last_row(numbers: Sequence[int]) -> int:
-    """Of numbers in order, the first of those at the end that follow on each other; 0 of none."""
+    """Return the first number of the last consecutive run in a sorted sequence; 0 if it is empty."""
     begin = 0
     for before, number in pairwise([-2, *numbers]):
         begin = number if number > before + 1 else begin
@@ -90,30 +90,30 @@ def _begin_of_last_row(numbers: Sequence[int]) -> int:
 
 
 class Gathers:
-    """Gathers that have not started, and those on their way with their bytes."""
+    """The gathers that have not started, and those in flight with their bytes."""
 
     def __init__(
-        self, gathers: Sequence[_Gather], left: Left, window_bytes: int, bucket_bytes: int
+        self, gathers: Sequence[_Gather], left: BudgetLeft, window_bytes: int, bucket_bytes: int
     ) -> None:
         self._waiting = deque(gathers)
-        """From the first that has not started on, with others that have."""
+        """Gathers from the first that has not started; some of the later ones may have."""
         self._left = left
         self._window_bytes, self._bucket_bytes = window_bytes, bucket_bytes
         self._started: set[str] = set()
         self._in_flight: dict[str, _Gather] = {}
         self._held: list[tuple[int, int]] = []
-        """A heap: until which operation, and how many bytes."""
+        """A heap of (operation until which the bytes are held, bytes)."""
         self._room = window_bytes
         self._next_early: list[_Gather] | None = None
-        """What the window alone allows; known until one starts."""
+        """The next bucket that the window alone allows; cached until a gather starts."""
 
     def reach(self, operation: int) -> None:
-        """An operation runs next; what is there for it alone, or for those right after it, is none of the window's."""
+        """Advance to an operation; parameters read now, or next in one run, no longer count against the window."""
         while self._held and self._held[0][0] <= operation:
             self._room += heappop(self._held)[1]
 
     def start_early(self) -> Iterator[BoundSymbol]:
-        """Start what the window has room for: whole buckets, of which two fit into it."""
+        """Start the buckets that the window has room for; a bucket is at most half of it."""
         limit = min(self._bucket_bytes, self._window_bytes // 2)
         while self._waiting:
             if self._next_early is None:
@@ -124,7 +124,7 @@ class Gathers:
             yield self._start(bucket)
 
     def start_for(self, future: str) -> Iterator[BoundSymbol]:
-        """Start the gather that is waited for now, unless it has, with others as far as the window has room."""
+        """Start the gather that is waited for now, unless it is in flight, with others if the window has room."""
         if future not in self._in_flight:
             first = self._waiting[0]
             assert first.future == future, "gathers start in the order of their waits"
@@ -135,7 +135,7 @@ class Gathers:
         heappush(self._held, (gather.held_until, gather.num_bytes))
 
     def _bucket(self, limit: int, *, ahead_bytes: int) -> list[_Gather]:
-        """The next gather and small ones after it, of which `ahead_bytes` are for later operations."""
+        """Return the next gather and small ones after it, at most `ahead_bytes` of them for later operations."""
         first = self._waiting[0]
         bucket, num_bytes = [first], first.num_bytes
         if num_bytes > limit:
@@ -154,7 +154,7 @@ class Gathers:
         return bucket
 
     def _that_fit(self, bucket: list[_Gather]) -> list[_Gather]:
-        """Its first gathers, as many as there is room for; those that are read now have to start anyway."""
+        """Return the bucket's first gathers that fit the room; those that are read now have to start anyway."""
         if self._fits(bucket):
             return bucket
         for num in range(1, len(bucket)):
@@ -188,5 +188,5 @@ class Gathers:
 
 
 def _taken(gather: _Gather, bucket: Sequence[_Gather]) -> int:
-    """Several that are joined may be copied on the way."""
+    """Return the bytes that a gather takes; a bucket of several may copy each once more."""
     return gather.start_bytes * min(2, len(bucket))

@@ -15,7 +15,7 @@ from thunder_memsave.ops.collectives import (
     reduces_in_place,
 )
 from thunder_memsave.passes.overlap.facts import Kind, is_reduction, kind_of, nbytes_of
-from thunder_memsave.passes.overlap.room import Left
+from thunder_memsave.passes.overlap.room import BudgetLeft
 from thunder_memsave.passes.symbols import is_tensor
 
 
@@ -24,31 +24,31 @@ class _Postponed:
     wait: BoundSymbol
     num_bytes: int
     start_bytes: int
-    """The most that the reduction takes beside what it sends."""
+    """Peak bytes of the reduction beside its input."""
     readers: list[BoundSymbol]
-    """What reads the result and nothing else: a cast back, a reduction over further ranks and what follows it."""
+    """Symbols that read only the result: a cast back, a reduction over further ranks and what follows it."""
 
 
 class Reductions:
-    """Reductions that have not started because others may join them, and waits that are postponed."""
+    """The reductions held back so that others may join them, and the postponed waits."""
 
-    def __init__(self, left: Left, window_bytes: int, bucket_bytes: int) -> None:
+    def __init__(self, left: BudgetLeft, window_bytes: int, bucket_bytes: int) -> None:
         self._left, self._window_bytes = left, window_bytes
         self._limit = min(bucket_bytes, window_bytes // 2)
         self._joining: dict[Kind, list[BoundSymbol]] = {}
         self._kind_of: dict[str, Kind] = {}
-        """By their futures, of those that may be joined."""
+        """Kinds of the reductions that others may still join, by future."""
         self._joining_bytes: dict[Kind, int] = {}
         self._sizes: dict[str, int] = {}
         self._started: set[str] = set()
         self._postponed: dict[str, _Postponed] = {}
-        """By the future that is waited for, the oldest first."""
+        """Postponed waits by their futures, the oldest first."""
         self._postponed_bytes = self._taken_bytes = 0
         self._giver: dict[str, _Postponed] = {}
-        """By the names of the values that come only when its wait is over."""
+        """The postponed wait that each value depends on, by the value's name."""
 
     def start(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Start a reduction, or let it wait for others of its kind; all else starts at once."""
+        """Start a symbol at once, or hold a small reduction back for others of its kind."""
         size = nbytes_of(bsym.args[0]) if is_reduction(bsym) else 0
         self._sizes.update((o.name, size) for o in bsym.flat_proxy_outs if size)
         if not 0 < size <= self._limit:
@@ -62,12 +62,12 @@ class Reductions:
         self._kind_of[bsym.output.name] = kind
 
     def start_with(self, wait: BoundSymbol) -> Iterator[BoundSymbol]:
-        """Start what this waits for, if it has not started."""
+        """Start the reduction that this symbol waits for, if it has not started."""
         if (kind := self._kind_of.get(wait.args[0].name)) is not None:
             yield self._start_joining(kind)
 
     def postpone(self, wait: BoundSymbol) -> None:
-        """Wait for a reduction later than here."""
+        """Postpone the wait for a reduction."""
         future = wait.args[0]
         assert future.name not in self._postponed, "a reduction is waited for once"
         num_bytes = self._sizes.get(future.name, nbytes_of(future))
@@ -79,7 +79,7 @@ class Reductions:
         self._gives(postponed, wait)
 
     def postponed_with_its_input(self, bsym: BoundSymbol) -> bool:
-        """Postpone also what reads nothing but the result of a postponed wait."""
+        """Postpone a symbol that reads only the result of a postponed wait; return whether it does."""
         if not self._giver or bsym.sym is prims.python_return:
             return False
         inputs = {a.name for a in bsym.flat_proxy_args if is_tensor(a)}
@@ -96,22 +96,22 @@ class Reductions:
 
     @property
     def are_overdue(self) -> bool:
-        """Whether more than the window is on its way."""
+        """Whether more bytes are in flight than the window has."""
         return self._postponed_bytes > self._window_bytes
 
     @property
     def take_too_much(self) -> bool:
-        """Whether what is on its way leaves too little for what runs now."""
+        """Whether the reductions in flight exceed the room of the symbol that runs now."""
         return bool(self._postponed) and self._taken_bytes > self._left.now
 
     def give_input_to(self, bsym: BoundSymbol) -> bool:
-        """Whether this symbol reads something that is postponed."""
+        """Return whether this symbol reads a postponed value."""
         return bool(self._giver) and any(a.name in self._giver for a in bsym.flat_proxy_args)
 
     def pop_oldest(self) -> _Postponed:
-        """The oldest that is on its way; those that others may still join come last."""
-        on_their_way = (future for future in self._postponed if future in self._started)
-        oldest = self._postponed.pop(next(on_their_way, next(iter(self._postponed))))
+        """Remove and return the oldest one in flight; those that others may still join come last."""
+        in_flight = (future for future in self._postponed if future in self._started)
+        oldest = self._postponed.pop(next(in_flight, next(iter(self._postponed))))
         self._postponed_bytes -= oldest.num_bytes
         self._taken_bytes -= oldest.num_bytes + oldest.start_bytes
         for bsym in (oldest.wait, *oldest.readers):

@@ -1,4 +1,4 @@
-"""Schedule: collectives run beside computation, within a window of bytes.
+"""Schedule: overlaps collectives with computation, within a window of bytes.
 
 Each gather starts before the operation that needs it, as early as the window allows; each reduction is waited for as
 late as the window allows. Before:
@@ -14,7 +14,7 @@ After, with a window of at least w2's bytes:
 
     ft1 = all_gather_rows(w1, group, True, None)
     t1 = torch_wait_prim_impl(ft1)
-    ft2 = all_gather_rows(w2, group, True, None)    # on its way while linear runs
+    ft2 = all_gather_rows(w2, group, True, None)    # in flight while linear runs
     t5 = torch.nn.functional.linear(x, t1, None)
     t2 = torch_wait_prim_impl(ft2)
     t6 = torch.nn.functional.linear(t5, t2, None)
@@ -23,14 +23,14 @@ Small parameters share a collective, and so do small gradients:
 
     (ft1, ft2) = all_gather_bucket([w1, w2], group, torch.float32)
 
-While an operation runs, the gathered parameters on their way, or there but for later operations, are at most
-`window_bytes`, and the whole gradients that wait for their reduction at most half of that. A parameter that was read
-and will be read again, as a clone does (`recompute`), takes its room in the window; the plan alone decides on those, so
-where they take more than the window nothing else is on its way. With a window of 0 only parameters that one operation
-reads are joined. Every rank has the same trace, so all start their collectives in the same order.
+While an operation runs, the gathered parameters in flight, or held for later operations, are at most `window_bytes`,
+and the unreduced whole gradients in flight at most half of that. A parameter that was read and will be read again, as
+by a clone (`recompute`), counts against the window; the plan alone decides on those, so nothing else is in flight where
+they exceed the window. With a window of 0 only parameters that one operation reads are joined. Every rank has the same
+trace, so all start their collectives in the same order.
 
-Where a budget leaves less than the window (`room.py`), less is on its way: a gather starts as soon as it fits from
-there to the operation that needs it, and the oldest reduction is waited for where what follows needs the room.
+If a budget leaves less than the window (`room.py`), less is in flight: a gather starts as soon as it fits at every
+operation up to its reader, and the oldest reduction is waited for when an operation needs the room.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from thunder_memsave.ops.collectives import (
 from thunder_memsave.passes.overlap.facts import largest_reduction, operations_of
 from thunder_memsave.passes.overlap.gathers import Gathers, gathers_in_order
 from thunder_memsave.passes.overlap.reductions import Reductions
-from thunder_memsave.passes.overlap.room import Left, Room
+from thunder_memsave.passes.overlap.room import BudgetLeft, Room
 from thunder_memsave.sharding.rows import whole_shape
 
 
 def schedule(
     trace: TraceCtx, *, window_bytes: int, bucket_bytes: int = 0, room: Room | None = None
 ) -> TraceCtx:
-    """Move collectives and the waits for them, and join small ones; nothing else.
+    """Move collectives and their waits, and join small collectives; change nothing else.
 
     Args:
         trace: A forward, backward or inference trace, before values are deleted after their last use.
-        window_bytes: Whole parameters on their way, and half as many of whole gradients on theirs; 0 overlaps nothing.
-        bucket_bytes: Parameters and gradients of at most so many bytes share a collective of at most so many; 0: none.
-        room: What else limits both, the same on all ranks; None: nothing.
+        window_bytes: Limit on the whole parameters in flight; half of it limits whole gradients; 0 overlaps nothing.
+        bucket_bytes: The largest shared collective, and the largest parameter or gradient in one; 0: none is shared.
+        room: A further limit to both, the same on all ranks; None: no limit.
 
     Returns:
-        A trace with the same symbols in another order, but for the collectives that were joined.
+        A trace with the same symbols reordered, except for the joined collectives.
     """
     if not any(is_wait(b) for b in trace.bound_symbols):
         return trace
@@ -79,7 +79,7 @@ def schedule(
 
 
 def two_largest_blocks(module: nn.Module) -> int:
-    """Bytes of twice the largest repeated block, whole: one that is read, one on its way.
+    """Return twice the unsharded bytes of the largest repeated block: one that is read, one in flight.
 
     A block is an element of an `nn.ModuleList`, or of an `nn.Sequential`; without any, the largest parameter counts.
     """
@@ -98,7 +98,7 @@ def _whole_bytes(p: nn.Parameter) -> int:
 
 
 class _Schedule:
-    """Places one symbol after the other, with the collectives that are due before it."""
+    """Emits the symbols in order, each after the collectives that are due before it."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Schedule:
         room: Room | None,
     ) -> None:
         self._symbols = symbols
-        self._left = Left(room, symbols, for_others_bytes=largest_reduction(symbols))
+        self._left = BudgetLeft(room, symbols, for_others_bytes=largest_reduction(symbols))
         futures = {
             o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
         }
@@ -117,13 +117,13 @@ class _Schedule:
         self._gathered = {g.future for g in gathers}
         self._reduced = futures - self._gathered
         self._gathers = Gathers(gathers, self._left, window_bytes, bucket_bytes)
-        # A gradient on its way takes twice its bytes: what is sent, and what is received.
+        # A gradient in flight takes twice its bytes: what is sent, and what is received.
         self._reductions = Reductions(self._left, window_bytes // 2, bucket_bytes)
 
     def reordered(self) -> Iterator[BoundSymbol]:
         for position, bsym in enumerate(self._symbols):
             self._left.reach(position)
-            if not self._ends_reduction(bsym):  # it frees what was sent
+            if not self._ends_reduction(bsym):  # a wait frees what was sent
                 yield from self._make_room()
             yield from self._place(bsym)
 
@@ -137,7 +137,7 @@ class _Schedule:
     def _place(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
         future = bsym.args[0].name if is_wait(bsym) else None
         if is_all_gather(bsym) and bsym.output.name in self._gathered:
-            return  # it starts when the window has room, at the latest right before its wait
+            return  # starts when the window has room, at the latest right before its wait
         if future in self._gathered:
             yield from self._gathers.start_for(future)
             yield bsym
@@ -165,7 +165,7 @@ class _Schedule:
         yield from starts
 
     def _end_oldest(self) -> Iterator[BoundSymbol]:
-        """Nothing is started early beside what reads the result: room is made until there is enough, not in between."""
+        """Yield the oldest wait and its readers. No gather starts in between: first enough room is made."""
         ended = self._reductions.pop_oldest()
         yield from self._reductions.start_with(ended.wait)
         yield ended.wait

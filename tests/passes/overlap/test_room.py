@@ -1,4 +1,4 @@
-"""Where a budget leaves less than the window, less is on its way, and the plan stays the one for the whole budget."""
+"""If a budget leaves less than the window, less is in flight, and the plan stays the one for the whole budget."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.measure.devices import device_at
 from thunder_memsave.ops.collectives import collectives_executor, is_wait
-from thunder_memsave.passes.overlap.room import NO_ROOM, Left, Room
+from thunder_memsave.passes.overlap.room import NO_ROOM, BudgetLeft, Room
 from thunder_memsave.passes.overlap.schedule import schedule
 from thunder_memsave.sharding.rows import shard_module
 
@@ -74,12 +74,12 @@ def at_once(budget_bytes: int) -> tuple[Compiled, PlannedCall]:
 
 @pytest.fixture(scope="module")
 def limited(at_once: tuple[Compiled, PlannedCall]) -> tuple[Compiled, PlannedCall]:
-    """The budget is just what the plan needs with nothing on its way."""
+    """The budget is exactly what the plan needs with nothing in flight."""
     return compiled(WINDOW_BYTES, at_once[1].profile.peak_bytes)
 
 
 def ahead_bytes(result: Compiled) -> list[int]:
-    """At each operation, of what is gathered for later ones."""
+    """Bytes gathered for later operations, at each operation."""
     points = [
         p for t in (result.forward_traces, result.backward_traces) for p in live_gathered(t[-1])
     ]
@@ -90,7 +90,7 @@ def beside(point: LiveAt) -> int:
     return sum(nbytes for shard, nbytes in point.live.items() if shard not in point.read)
 
 
-def test_what_is_planned_is_what_runs_with_nothing_on_its_way(
+def test_what_is_planned_is_what_runs_with_nothing_in_flight(
     at_once: tuple[Compiled, PlannedCall], budget_bytes: int
 ) -> None:
     """Clones share backward's gathers in the plan as in the trace, so the plan needs no second round."""
@@ -100,7 +100,7 @@ def test_what_is_planned_is_what_runs_with_nothing_on_its_way(
     assert 0.97 * budget_bytes < call.profile.peak_bytes <= budget_bytes
 
 
-def test_the_budget_limits_what_is_on_its_way_and_not_what_is_kept(
+def test_the_budget_limits_what_is_in_flight_and_not_what_is_kept(
     at_once: tuple[Compiled, PlannedCall], limited: tuple[Compiled, PlannedCall]
 ) -> None:
     before, after = at_once[1], limited[1]
@@ -110,11 +110,11 @@ def test_the_budget_limits_what_is_on_its_way_and_not_what_is_kept(
     assert after.profile.peak_bytes == before.profile.peak_bytes
 
 
-def test_what_fits_is_on_its_way(
+def test_what_fits_is_in_flight(
     at_once: tuple[Compiled, PlannedCall], limited: tuple[Compiled, PlannedCall]
 ) -> None:
-    held, on_their_way = ahead_bytes(at_once[0]), ahead_bytes(limited[0])
-    assert max(on_their_way) > 4 * max(held)
+    held, in_flight_now = ahead_bytes(at_once[0]), ahead_bytes(limited[0])
+    assert max(in_flight_now) > 4 * max(held)
 
 
 def test_a_window_that_fits_is_not_limited(unlimited: tuple[Compiled, PlannedCall]) -> None:
@@ -122,7 +122,7 @@ def test_a_window_that_fits_is_not_limited(unlimited: tuple[Compiled, PlannedCal
     assert ahead_bytes(roomy) == ahead_bytes(unlimited[0])
 
 
-def test_without_room_nothing_is_on_its_way(at_once: tuple[Compiled, PlannedCall]) -> None:
+def test_without_room_nothing_is_in_flight(at_once: tuple[Compiled, PlannedCall]) -> None:
     for traces in (at_once[0].forward_traces, at_once[0].backward_traces):
         trace = without_del(traces[-1])
         names = list(map(names_of, trace.bound_symbols))
@@ -145,8 +145,8 @@ def names_of(bsym: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1, 3])
-def test_reductions_are_on_their_way_as_far_as_there_is_room(num_in_flight: int) -> None:
-    """Each takes 40 bytes that are sent and 20 that come; there is room for so many, and one byte less for more."""
+def test_as_many_reductions_are_in_flight_as_there_is_room_for(num_in_flight: int) -> None:
+    """Each sends 40 bytes and receives 20; the room fits `num_in_flight`, and lacks one byte for one more."""
     trace = reductions(8)
     left_bytes = dict.fromkeys(values_of(trace), 60 * (num_in_flight + 1) - 1)
     ran = schedule(
@@ -156,7 +156,7 @@ def test_reductions_are_on_their_way_as_far_as_there_is_room(num_in_flight: int)
 
 
 def test_reductions_are_waited_for_where_there_is_no_more_room() -> None:
-    """Four operations have room for all, the fifth for one, and the rest again for all."""
+    """Four operations have room for all, the fifth for one, the rest for all."""
     trace = reductions(8)
     left_bytes = dict.fromkeys(values_of(trace), 10**6) | {gradients(trace)[4]: 60}
     ran = schedule(
@@ -167,7 +167,7 @@ def test_reductions_are_waited_for_where_there_is_no_more_room() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [0, 10**6])
 def test_room_for_one_operation_is_made_from_400_reductions(bucket_bytes: int) -> None:
-    """Each with a cast of its result, as of a model in bfloat16."""
+    """Each result is cast, as in a model in bfloat16."""
     trace = reductions(400)
     left_bytes = dict.fromkeys(values_of(trace), 10**9) | {gradients(trace)[-1]: 0}
     ran = schedule(
@@ -181,7 +181,7 @@ def test_room_for_one_operation_is_made_from_400_reductions(bucket_bytes: int) -
 
 
 def test_what_did_not_fit_into_a_bucket_joins_it_where_it_fits() -> None:
-    """The large one fills the window; when it is read there is room for the two small ones, and was none before."""
+    """The large one fills the window; the two small ones fit only once it is read."""
     trace = gathers(5, 9, 2, 2)
     names = [b.output.name for b in trace.bound_symbols if b.sym.name == "linear"]
     left_bytes = dict.fromkeys(values_of(trace), 10**6) | {names[0]: 9 * 40 + 2 * 40}
@@ -196,7 +196,7 @@ def test_what_did_not_fit_into_a_bucket_joins_it_where_it_fits() -> None:
 
 
 def reductions(number: int) -> TraceCtx:
-    """As many gradients of 40 bytes, each summed over two ranks, waited for, and cast."""
+    """Return a trace of gradients of 40 bytes, each summed over two ranks, waited for, and cast."""
 
     def backward(x: TensorProxy, data_parallel: DataParallel) -> list[Any]:
         reduce = collectives_executor.opmap["reduce_scatter_rows"]
@@ -210,7 +210,7 @@ def reductions(number: int) -> TraceCtx:
 
 
 def gathers(*num_rows: int) -> TraceCtx:
-    """An operation for each parameter; two ranks have as many rows of it, of 20 bytes."""
+    """Return a trace with one operation per parameter; each of two ranks has that many rows, of 20 bytes."""
 
     def forward(x: TensorProxy, data_parallel: DataParallel) -> list[Any]:
         gather = collectives_executor.opmap["all_gather_rows"]
@@ -251,7 +251,7 @@ def gradients(trace: TraceCtx) -> list[str]:
 
 
 def in_flight(trace: TraceCtx) -> list[int]:
-    """How many gradients are computed and not yet waited for, while each is computed."""
+    """Count the gradients computed and not yet waited for, while each is computed."""
     results: list[int] = []
     num_waited = 0
     for bsym in trace.bound_symbols:
@@ -261,14 +261,14 @@ def in_flight(trace: TraceCtx) -> list[int]:
     return results
 
 
-def left(*nbytes: int | None, for_others_bytes: int = 0) -> Left:
-    """At symbols `t0`, `t1`, ...; None: at one of which nothing is known."""
+def left(*nbytes: int | None, for_others_bytes: int = 0) -> BudgetLeft:
+    """Bytes left at symbols `t0`, `t1`, ...; None: a symbol that is not listed."""
     symbols: list[Any] = [
         SimpleNamespace(flat_proxy_outs=[SimpleNamespace(name=f"t{i}")]) for i in range(len(nbytes))
     ]
     known = {f"t{i}": n for i, n in enumerate(nbytes) if n is not None}
     room = Room(left_bytes=known, start_bytes={"t0": 7})
-    return Left(room, symbols, for_others_bytes=for_others_bytes)
+    return BudgetLeft(room, symbols, for_others_bytes=for_others_bytes)
 
 
 def test_what_is_taken_is_left_again_after_its_end() -> None:
@@ -307,4 +307,4 @@ def test_a_third_or_less_is_left_for_reductions() -> None:
 def test_a_collective_takes_what_it_takes_while_it_starts() -> None:
     assert left(1).start_bytes("t0", 3) == 7
     assert left(1).start_bytes("t9", 3) == 3
-    assert Left(None, [], for_others_bytes=0).start_bytes("t0", 3) == 3
+    assert BudgetLeft(None, [], for_others_bytes=0).start_bytes("t0", 3) == 3

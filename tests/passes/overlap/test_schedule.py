@@ -72,14 +72,14 @@ def traces(result: Compiled) -> tuple[Any, Any]:
     return result.forward_traces[-1], result.backward_traces[-1]
 
 
-def test_what_is_on_its_way_fits_into_the_window(ahead: tuple[int, Compiled]) -> None:
+def test_what_is_in_flight_fits_into_the_window(ahead: tuple[int, Compiled]) -> None:
     window_bytes, result = ahead
     for trace in traces(result):
         assert max(map(beside, live_gathered(trace))) <= window_bytes
 
 
 def test_twelve_layers_stay_within_the_window_and_keep_no_whole_weight() -> None:
-    """As the strategy plans them: what is gathered does not add up with the depth, also where clones read it."""
+    """Under the strategy's plan, gathered bytes do not grow with the depth, even where clones read the weights."""
     result = compiled("auto", num_layers=12, memory=MemoryConfig())
     forward, backward = traces(result)
     for trace in (forward, backward):
@@ -99,7 +99,7 @@ def with_clones(request: pytest.FixtureRequest) -> tuple[int, Compiled]:
 def test_what_clones_hold_for_a_later_operation_takes_room_in_the_window(
     with_clones: tuple[int, Compiled],
 ) -> None:
-    """Beside what they hold, which the plan decides, no more is there than the window allows."""
+    """Beside the bytes that clones hold, which the plan decides, gathered bytes stay within the window."""
     window_bytes, result = with_clones
     points = live_gathered(result.backward_traces[-1])
     held = held_bytes(points)
@@ -109,7 +109,7 @@ def test_what_clones_hold_for_a_later_operation_takes_room_in_the_window(
 
 
 def held_bytes(points: list[LiveAt]) -> list[int]:
-    """At each operation, bytes of what one before it has read, and one after it reads."""
+    """Bytes of the weights that were read before each operation and will be read after it."""
     was_read: set[str] = set()
     held = []
     for point in points:
@@ -128,7 +128,7 @@ def test_the_window_is_used(ahead: tuple[int, Compiled]) -> None:
         assert fullest >= max(most - max(sizes), min(sizes))
 
 
-def test_a_window_of_zero_has_nothing_on_its_way(at_once: Compiled) -> None:
+def test_a_window_of_zero_has_nothing_in_flight(at_once: Compiled) -> None:
     for trace in traces(at_once):
         assert all(set(point.live) == point.read for point in live_gathered(trace))
 
@@ -166,7 +166,7 @@ def test_two_largest_blocks_are_those_of_the_module_list() -> None:
 
 
 def beside(point: LiveAt) -> int:
-    """Bytes that are gathered, or being gathered, for later operations."""
+    """Bytes gathered or in flight for later operations."""
     return sum(size for shard, size in point.live.items() if shard not in point.read)
 
 
@@ -175,7 +175,7 @@ def of_kind(trace: Any, kind: str) -> list[Collective]:
 
 
 def calls_to_schedule(num_layers: int) -> int:
-    """Calls of Python functions; with this window all parameters and all gradients are on their way at once."""
+    """Count calls of Python functions; with this window all parameters and all gradients are in flight at once."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

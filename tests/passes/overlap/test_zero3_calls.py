@@ -88,7 +88,7 @@ def backward_twice(module: nn.Module, x: Tensor) -> None:
 
 
 def trains_between(module: nn.Module, x: Tensor) -> None:
-    """The second forward sees new weights: what was gathered before is not kept."""
+    """The second forward reads the new weights: earlier gathers are not reused."""
     step(module, x)
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     step(module, x)
@@ -119,7 +119,7 @@ def gradients(
 
 
 class Gathering(Plain):
-    """Has a collective of its own, whose result is read right after it."""
+    """Calls a collective itself, and reads its result right after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert dist.group.WORLD is not None
@@ -128,7 +128,7 @@ class Gathering(Plain):
 
 
 def check_collective_of_the_user(rank: int) -> None:
-    """Of a size that takes a while; ours run beside it, in a group of their own."""
+    """Large enough to take a while; the strategy's collectives overlap with it, in another group."""
     torch.manual_seed(0)
     model = Gathering()
     x = torch.randn(5000, 6, generator=torch.Generator().manual_seed(rank))
@@ -159,7 +159,7 @@ def test_every_order_of_calls_gives_the_bits_of_zero2(tmp_path: Path) -> None:
 
 
 def mostly_frozen() -> nn.Module:
-    """Backward needs every weight, for the gradient of what comes in."""
+    """Backward needs every weight, for the gradient of its input."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16, bias=False), nn.GELU())]
     model = nn.Sequential(*layers)
