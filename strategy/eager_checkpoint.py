@@ -1,4 +1,4 @@
-"""`checkpoint` for eager code: backward computes a function again instead of keeping what it saved."""
+"""`checkpoint` for eager code: backward recomputes a function instead of keeping what it saved."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ T = TypeVar("T")
 
 
 def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `fn(*args, **kwargs)` and keep its arguments, but nothing it saves for backward, which computes that again.
+    """Call `fn(*args, **kwargs)`, keep only its arguments, and recompute it in backward.
 
-    For code that is not captured, TransformerEngine's own modules among it; in a model that the strategy compiles, the
+    For code that is not captured, such as TransformerEngine's own modules; in a model that the strategy compiles, the
     memory plan decides. Non-reentrant: no argument needs a gradient, calls may be nested, `torch.autograd.grad` and
-    `retain_graph=True` work. The recompute ends with the last tensor that is missing. It has the forward's random
-    numbers (of the CPU, the current CUDA device and those of the tensors), autocast state and fp8 scales, and leaves
-    all of these as they are.
+    `retain_graph=True` work. The recompute stops at the last tensor that backward needs. It uses forward's random
+    numbers (of the CPU, the current CUDA device and the devices of the tensors), autocast state and fp8 scales, and
+    changes none of these.
 
     Args:
-        fn: gives the same results each time it is called, up to its random numbers. What it changes besides its
-            result (a counter, the running mean of a batch norm) is changed again by the recompute.
-        args: of any structure of lists, tuples and dicts.
-        kwargs: likewise; all belong to `fn`.
+        fn: A function that gives the same results each time, given the same random numbers. Its side effects (a
+            counter, the running mean of a batch norm) happen again in the recompute.
+        args: Positional arguments: any structure of lists, tuples and dicts.
+        kwargs: Keyword arguments, all of them for `fn`.
 
     Returns:
-        What `fn` returns, of any structure.
+        The result of `fn`, of any structure.
 
     Raises:
-        torch.utils.checkpoint.CheckpointError: in backward; the recompute saved another number of tensors, or tensors
-            of other shapes, dtypes or devices, of which the first is named.
+        torch.utils.checkpoint.CheckpointError: In backward: the recompute saved another number of tensors, or tensors
+            of other shapes, dtypes or devices; the message names the first.
     """
     if torch.compiler.is_compiling():
         # Capture knows PyTorch's function, and honours its regions.
@@ -52,10 +52,10 @@ def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class _Region:
-    """One call: forward gets what the caller gave, each recompute gets the leaves of that.
+    """One call: forward gets the caller's arguments, each recompute gets them rebuilt from their leaves.
 
     PyTorch saves positional tensors like any that backward needs: they are freed with the graph, belong to an enclosing
-    region, and must not be overwritten. Keyword arguments, and tensors in lists, it would only hold.
+    region, and must not be overwritten. Keyword arguments, and tensors in lists, would only be referenced.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class _Region:
 
 
 def _mark_of_current_device(leaves: Sequence[Any]) -> list[Tensor]:
-    """An empty tensor where no other says that random numbers may be drawn on the current CUDA device."""
+    """Return an empty tensor on the current CUDA device, so that its generator is saved, if no leaf is there."""
     if not torch.cuda.is_initialized():
         return []
     current = torch.device("cuda", torch.cuda.current_device())

@@ -60,7 +60,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def assert_same(run: Callable[[Call], list[Tensor]]) -> None:
-    """With and without `checkpoint`, also the random numbers that are drawn next."""
+    """Compare a call with `checkpoint` and one without, and the random numbers drawn next."""
     results = []
     for call in (plainly, checkpoint):
         torch.manual_seed(3)
@@ -303,7 +303,7 @@ def test_saved_tensors_are_hidden_from_memory_until_backward() -> None:
 
 @dataclass
 class Alive:
-    """Which of the tensors that a backward reads are still there, each time one is read."""
+    """Record which of the tensors that a backward reads are live, each time one is read."""
 
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
