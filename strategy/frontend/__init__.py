@@ -1,6 +1,6 @@
-"""From a call of a module to a Thunder trace.
+"""The frontend: turns a call of a module into a Thunder trace.
 
-In: a module, a method's name and the arguments of one call. Out: guards, and a trace that was checked against eager.
+In: a module, a method's name and the arguments of one call. Out: guards, and a trace checked against eager.
 Importing the package imports Thunder.
 """
 

@@ -1,7 +1,7 @@
 """Finds in-place operations in a captured graph, and refuses those whose effect Thunder would lose.
 
-Thunder makes in-place operations functional, but drops the effect of a change made through one view on another view of
-the same storage: the result would silently differ from eager's.
+Thunder makes in-place operations functional, but a change made through one view does not reach other views of the same
+storage: the result would silently differ from eager's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def changed_operand(node: fx.Node) -> fx.Node | None:
-    """The tensor that `node` changes in place, if it does."""
+    """Return the tensor that `node` changes in place; None if it changes none."""
     if node.op not in ("call_method", "call_function") or not node.args:
         return None
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
@@ -51,10 +51,10 @@ def changed_operand(node: fx.Node) -> fx.Node | None:
 
 
 def refuse_lost_changes(graph: fx.GraphModule) -> None:
-    """Raise where a tensor is changed in place and another view of its storage is used afterwards.
+    """Refuse graphs that change a tensor in place and read another view of its storage afterwards.
 
     Raises:
-        CompileError: names the user's line of the change.
+        CompileError: A change would be lost; the message names the user's line.
     """
     for node in graph.graph.find_nodes(op="get_attr"):
         body = operator.attrgetter(node.target)(graph)
@@ -79,12 +79,12 @@ def refuse_lost_changes(graph: fx.GraphModule) -> None:
 
 
 def refuse_changed_inputs(body: fx.GraphModule, *, where: str) -> None:
-    """Raise where the body of a higher-order operator changes a tensor that comes from outside of it.
+    """Refuse bodies of higher-order operators that change a tensor from outside of them.
 
-    Thunder would lose what a custom autograd function changes; eager changes it twice in a checkpointed region.
+    Thunder would lose a change in a custom autograd function; eager makes one in a checkpointed region twice.
 
     Raises:
-        CompileError: names the user's line of the change.
+        CompileError: The body does so; the message names the user's line.
     """
     inputs = {storage(n) for n in body.graph.nodes if n.op == "placeholder"}
     for node in body.graph.nodes:
@@ -97,19 +97,19 @@ def refuse_changed_inputs(body: fx.GraphModule, *, where: str) -> None:
 
 
 def storage(node: fx.Node) -> Any:
-    """Identifies the memory of the node's value; None when it is not a tensor."""
+    """Return an identifier of the storage of the node's value; None if it is not a tensor."""
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The tensor that a chain of in-place operations has changed: each of them returns its operand."""
+    """Return the first operand of a chain of in-place operations, each of which returns its operand."""
     changed = changed_operand(node)
     return node if changed is None else _origin(changed)
 
 
 def inplace_position(node: fx.Node) -> int | str | None:
-    """Where `node` is told `inplace=True`: the position or the name of that argument; None where it is not."""
+    """Return the position or the name of the argument `inplace=True` of `node`; None if it has none."""
     if node.kwargs.get("inplace") is True:
         return "inplace"
     code = getattr(node.target, "__code__", None)
@@ -119,7 +119,7 @@ def inplace_position(node: fx.Node) -> int | str | None:
 
 
 def _refuse_other_changes(node: fx.Node) -> None:
-    """Changes of an operand other than the first."""
+    """Refuse nodes that change an operand other than the first."""
     if node.kwargs.get("out") is not None:
         raise CompileError(
             f"The result is written to out= at {_where(node)}; Thunder would lose it. Use the returned tensor instead."

@@ -1,8 +1,8 @@
-"""What `torch.autocast` does to one operation, made explicit as casts of its arguments.
+"""Makes `torch.autocast` explicit: casts the arguments of each operation as autocast does.
 
 Thunder has rules of its own for a few operations and no notion of nested contexts. Here the dtype that PyTorch's
 autocast gave the result (known from the capture) decides: operations of the lower-precision list get their floating
-arguments cast; any other operation whose result dtype would differ is run again with arguments cast to that dtype.
+arguments cast; any other operation whose result dtype would differ is rerun with arguments cast to that dtype.
 The lists are those of PyTorch's documentation ("Automatic Mixed Precision package", op eligibility).
 """
 
@@ -71,11 +71,11 @@ class Autocast:
         return any(dtype is not None for dtype in self._stack[-1].values())
 
     def handles(self, target: Any) -> bool:
-        """Whether `target` enters or leaves a context."""
+        """Return whether `target` enters or leaves a context."""
         return target is _ENTER or target is _EXIT
 
     def switch(self, target: Any, args: Sequence[Any]) -> object:
-        """Enter or leave a context, as the graph does."""
+        """Enter or leave a context where the graph does."""
         if target is _EXIT:
             self._stack.pop()
             return None
@@ -91,7 +91,7 @@ class Autocast:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments, cast when `function` runs in lower precision under the current context."""
+        """Return the arguments, cast if `function` runs in lower precision under the current context."""
         if not self.enabled or function not in _LOWER_PRECISION or not isinstance(expected, Tensor):
             return args, kwargs
         dtype = self._stack[-1].get(expected.device.type)

@@ -1,8 +1,8 @@
-"""Captures one call of a module method as an FX graph, together with the guards that say when it may be used again.
+"""Captures one call of a module method as an FX graph, with the guards that decide when it may be reused.
 
 The functions used are private to torch; the import block below is the only place that names them, and
-`tests/frontend/test_capture.py` has the canary. Dynamo's own `export` throws the guards away, which would run a stale
-graph after an attribute flip; here they are kept and checked on every call (about 2 us per 25 guards).
+`tests/frontend/test_capture.py` has the canary. Dynamo's own `export` discards the guards, so that a stale graph would
+run after an attribute changes; here they are kept and checked on every call (about 2 us per 25 guards).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "specialize_float": True,
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
-        # Dynamo does not look at hooks of submodules again unless told to.
+        # Dynamo does not guard the hooks of submodules unless told to.
         "skip_nnmodule_hook_guards": False,
     }
 )
@@ -56,7 +56,7 @@ class GraphInput:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the graph reads the tensor as it is: neither this rank's rows, nor fp8 numbers of a weight."""
+        """Whether the tensor itself is what the graph reads: not a shard, and not a weight's fp8 numbers."""
         return self.kind != "parameter" or not _has_stand_in(self.tensor)
 
 
@@ -74,15 +74,15 @@ class Capture:
     _sharded: tuple[_ShardedSlot, ...] = field(default=(), repr=False)
     _mode_of: nn.Module | None = field(default=None, repr=False)
     in_training_mode: bool = True
-    """Of the module whose method was called, then."""
+    """The module's training mode at capture."""
 
     @property
     def training(self) -> bool:
-        """Whether there is anything to differentiate."""
+        """Whether any input needs a gradient."""
         return self.grad_enabled and any(i.tensor.requires_grad for i in self.inputs)
 
     def matches(self, call: Call) -> bool:
-        """Whether the graph is what tracing `call` now would give."""
+        """Return whether tracing `call` now would give this graph."""
         return (
             self._parameters_unchanged()
             and self._mode_unchanged()
@@ -90,7 +90,7 @@ class Capture:
         )
 
     def why_not(self, call: Call) -> str:
-        """The first reason why `matches` is False, in one line."""
+        """Return the first reason why `matches` is False, in one line."""
         if not self._parameters_unchanged():
             return "requires_grad, dtype, device, sharding or tying of a parameter changed"
         if not self._mode_unchanged():
@@ -100,11 +100,11 @@ class Capture:
         return parts[0].split("  #")[0].strip() if parts else "a guard failed"
 
     def callable(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
-        """The method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
+        """Return the method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
         return self._make_callable(run_graph)
 
     def _mode_unchanged(self) -> bool:
-        """Dynamo guards it only where the code reads it; without gradients it decides nothing else."""
+        """Return whether the mode is unchanged, if it matters; Dynamo guards it only where the code reads it."""
         return (
             self._mode_of is None
             or not self.training
@@ -126,12 +126,12 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class _ShardedSlot:
-    """Where a module keeps a parameter that is not the whole weight, and what the capture assumes of it."""
+    """A module's slot for a sharded or fp8 parameter, and the state that the capture assumes."""
 
     parameters: Mapping[str, nn.Parameter | None]
     name: str
     same_as: int
-    """The first slot that held the same parameter: tied weights are one input of the graph."""
+    """Index of the first slot that held the same parameter: tied weights are one input of the graph."""
     requires_grad: bool
     dtype: torch.dtype
     device: torch.device
@@ -153,8 +153,8 @@ class Call:
         """Bind the arguments.
 
         Raises:
-            TypeError: as calling the method would.
-            CaptureError: what runs is not a Python function.
+            TypeError: The arguments do not fit the method, as when calling it.
+            CaptureError: The target is not a Python function.
         """
         try:
             frame = _get_frame(target, args, dict(kwargs))
@@ -175,19 +175,19 @@ def capture(
 ) -> Capture:
     """Trace `call` of a method of `module` into one graph.
 
-    Sharded parameters, and those of which only fp8 numbers are kept, are swapped for storage-less tensors of full shape
-    and of the weight's own dtype while tracing, so the graph has full shapes and nothing is gathered. Their guards
-    would compare those with what is kept: they are left out; `Capture.matches` checks what they would have checked.
+    While tracing, sharded parameters, and those kept as fp8 numbers, are swapped for storage-less tensors of the full
+    shape and the weight's own dtype, so that the graph has full shapes and nothing is gathered. Their guards would
+    compare these stand-ins with the shards, so they are left out; `Capture.matches` makes the same checks.
 
     Args:
-        module: Whose method is called.
-        call: With its arguments.
-        reason: Why it is captured.
-        is_guarded: Whether other calls will be asked whether they match; guards take a third of the time.
-        is_of_mode: Whether `train` and `eval` make a difference besides what the code of the module does by them.
+        module: The module whose method is called.
+        call: The call to trace.
+        reason: The reason for this capture.
+        is_guarded: Whether later calls will be matched against it; guards take a third of the time.
+        is_of_mode: Whether `train` and `eval` change the result beyond what the module's code reads (fp8's amax).
 
     Raises:
-        CaptureError: the method cannot be one graph; names the user's file and line.
+        CaptureError: The method cannot be one graph; the message names the user's file and line.
     """
     grad_enabled = torch.is_grad_enabled()
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
@@ -229,9 +229,9 @@ def _sharded_slots(module: nn.Module, *, used: Collection[int]) -> tuple[_Sharde
 
 
 def _callable_maker(output: Any, call: Call) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Dynamo's bytecode, to be bound to the function that runs the graph.
+    """Return a function that binds Dynamo's bytecode to the function that runs the graph.
 
-    Keeps neither `output` nor `call`: they hold the first batch.
+    It keeps neither `output` nor `call`, which hold the first batch.
     """
     environment = output.graph_capture_output.get_runtime_env()
     backend_id = output.backend_input.backend_id
@@ -247,7 +247,7 @@ def _callable_maker(output: Any, call: Call) -> Callable[[Callable[..., Any]], C
 
 
 class _InputsSeen(BaseException):
-    """Carries the graph inputs out of Dynamo's bytecode before anything runs."""
+    """Leaves Dynamo's bytecode before anything runs, once the graph inputs are known."""
 
 
 def _flat_inputs(
@@ -259,7 +259,7 @@ def _flat_inputs(
         flat.extend(inputs)
         raise _InputsSeen
 
-    # The bytecode may set the grad mode around the graph, and is left before it can set it back.
+    # The bytecode may set the grad mode around the graph, and is left before it restores it.
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
             make_callable(record)(*call.args, **call.kwargs)
@@ -269,13 +269,13 @@ def _flat_inputs(
 
 
 def _refuse_rows(flat: Sequence[Tensor], call: Call) -> None:
-    """Raise where a shard has come in by another way than the module's parameters: a list, a closure, an argument."""
+    """Refuse shards that come from elsewhere than the module's parameters: a list, a closure, an argument."""
     for tensor in flat:
         if is_sharded(tensor):
             name = vars(tensor)["_parameter_name"]
             raise CaptureError(
                 f"{_describe(call)} reads the sharded parameter {name!r} from elsewhere than a module's parameters, "
-                "such as a list, an argument or another model, where it would be this rank's rows. Read it as an "
+                "such as a list, an argument or another model, and would get only this rank's rows. Read it as an "
                 "attribute of the module that holds it, or use nn.ParameterList."
             )
 
@@ -300,7 +300,7 @@ def _name_inputs(
 
 @contextmanager
 def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Swap shards and fp8 numbers for storage-less weights of full shape; yields id(stand-in) -> original."""
+    """Swap shards and fp8 numbers for storage-less weights of full shape; yield id(stand-in) -> original."""
     stand_ins: dict[int, nn.Parameter] = {}
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     originals: dict[int, nn.Parameter] = {}
@@ -319,7 +319,7 @@ def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 
 
 def _has_stand_in(p: Tensor) -> bool:
-    """Whether the graph is to see another tensor than what is kept: the whole weight, in its own dtype."""
+    """Return whether the graph reads a stand-in for this tensor: the whole weight, in its own dtype."""
     return is_sharded(p) or unquantized_dtype(p) is not None
 
 
@@ -337,13 +337,13 @@ def _dynamo_settings() -> Iterator[None]:
         get_metrics_context(),
         dynamo_timed("thunder_memsave_capture"),
     ):
-        # Dynamo makes an instance of the class to trace a custom autograd function.
+        # Dynamo instantiates the class of a custom autograd function to trace it.
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         yield
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
-    """Every method of `logging.Logger`, those that libraries add too: a call of one would be a graph break."""
+    """Return all methods of `logging.Logger`, even those that libraries add: calling one would break the graph."""
     methods = (getattr(logging.Logger, name) for name in dir(logging.Logger))
     return {warnings.warn, *(m for m in methods if callable(m) and not isinstance(m, type))}
 

@@ -1,4 +1,4 @@
-"""Which inputs each output of a captured graph has a gradient with respect to, by eager PyTorch's rules."""
+"""Finds the inputs that each output of a captured graph is differentiable in, by eager PyTorch's rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE: frozenset[int] = frozenset()
 def output_dependencies(
     graph: fx.GraphModule, outputs: Sequence[fx.Node]
 ) -> tuple[frozenset[int], ...]:
-    """For each of `outputs`, the indices of the placeholders that autograd would reach from it.
+    """Return, for each of `outputs`, the indices of the placeholders that autograd would reach from it.
 
     A node whose value needs no gradient in eager (`node.meta["example_value"]`) reaches nothing. An in-place operation
     adds what its operands reach to the tensor that it changes.

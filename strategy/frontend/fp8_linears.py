@@ -1,4 +1,4 @@
-"""Lowers the nodes of a captured graph that are linears in fp8."""
+"""Lowers the fp8 linears of a captured graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LinearNodes:
     """The nodes of one graph that compute in fp8, and the state that its trace reads for them."""
 
     def __init__(self, linears: Fp8Linears, capture: Capture, target: torch.device | None) -> None:
-        """`target`: where every tensor is taken to be, for a plan; None: where it is."""
+        """Find the fp8 linears; `target`: the device of every tensor, for a plan; None: the tensor's own."""
         self._linears, self._capture, self._target = linears, capture, target
         self._records = capture.training and capture.in_training_mode
         self._linear_of = dict(_found(linears, capture))
@@ -50,13 +50,13 @@ class LinearNodes:
             )
             for found in self._linear_of.values()
         }
-        for kept in self._kept:  # their weights are read by something else
+        for kept in self._kept:  # their weights are read by other operations than fp8 linears
             if kept.name not in self._parts and id(kept.linear.weight) in read:
                 self._parts[kept.name] = ("weight_scale_inv",)
         self._proxies: dict[str, StateProxies] = {}
 
     def proxies(self) -> tuple[TensorProxy, ...]:
-        """Make the arguments that stand for the state, in the order of `tensors`."""
+        """Make the trace's arguments for the state, in the order of `tensors`."""
         made: list[TensorProxy] = []
         for name, parts in self._parts.items():
             linear = self._linears.by_name[name]
@@ -66,7 +66,7 @@ class LinearNodes:
         return tuple(made)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The state as it is now, for one call."""
+        """Return the current state, for one call."""
         if self._records:
             self._linears.note_recorded()
         linears = self._linears.by_name
@@ -75,13 +75,13 @@ class LinearNodes:
         )
 
     def computes(self, node: fx.Node) -> bool:
-        """Whether the node is a linear in fp8."""
+        """Return whether the node is a linear in fp8."""
         return node in self._linear_of
 
     def run(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorProxy:
         """Record the node on its proxies.
 
-        Autocast shows in the dtype of the result alone: the input is cast to it, and a weight is quantised as it is.
+        Autocast changes only the dtype of the result: the input is cast to it, the weight is quantised uncast.
         """
         linear = self._linear_of[node]
         x, weight, *rest = (*args, *(kwargs[k] for k in ("input", "weight") if k in kwargs))
@@ -99,11 +99,11 @@ class LinearNodes:
         return fp8_linear(computation, ltorch.to(x, dtype), weight, bias, state)
 
     def weight_itself(self, tensor: Tensor, numbers: TensorProxy) -> TensorProxy:
-        """Record the weight that fp8 numbers stand for, for what is no linear in fp8.
+        """Record the dequantised weight, for an operation that is not an fp8 linear.
 
         Args:
-            tensor: The parameter, of which only fp8 numbers are kept.
-            numbers: All of them.
+            tensor: The parameter, kept as fp8 numbers.
+            numbers: All of its fp8 numbers, gathered.
         """
         linear = next(f for f in self._kept if f.linear.weight is tensor)
         scale_inv = self._proxies[linear.name].weight_scale_inv
@@ -113,7 +113,7 @@ class LinearNodes:
     def _warn_of_eval_mode(self) -> None:
         if any(linear.state is not None for linear in self._linear_of.values()):
             _log.warning(
-                "%s computes gradients in eval mode, where fp8 records no amax, so that its scales do not follow these "
+                "%s computes gradients in eval mode, where fp8 records no amax, so its scales do not follow these "
                 "steps; call model.train() before training.",
                 self._linears.owner,
             )
@@ -136,7 +136,7 @@ class LinearNodes:
 
 
 def _found(linears: Fp8Linears, capture: Capture) -> Iterator[tuple[fx.Node, Fp8Linear]]:
-    """Yield the nodes with their linears. A weight that is computed, or given by the caller, is no linear's."""
+    """Yield the fp8 nodes with their linears. A weight that is computed or passed in belongs to no linear."""
     graph = capture.graph
     placeholders = (n for n in graph.graph.nodes if n.op == "placeholder")
     tensors = {n: i.tensor for n, i in zip(placeholders, capture.inputs, strict=True)}

@@ -1,4 +1,4 @@
-"""What a captured graph returns: values that its trace computes, whole inputs as they are, plain Python values."""
+"""Assembles the outputs of a captured graph: computed values, inputs returned unchanged, plain Python values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, fx
 def graph_outputs(
     graph: fx.GraphModule, *, as_they_are: Collection[fx.Node]
 ) -> tuple[tuple[Any, ...], tuple[fx.Node, ...]]:
-    """The outputs in order, and the nodes among them that are computed, each once.
+    """Return the outputs in order, and the computed nodes among them, each once.
 
     Args:
-        graph: What was captured.
+        graph: The captured graph.
         as_they_are: The inputs that are returned without a computation; the others are gathered first.
     """
     outputs = tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -27,26 +27,29 @@ def graph_outputs(
 
 @dataclass(frozen=True, slots=True)
 class OutputOrder:
-    """Puts the computed values and the inputs that are returned as they are into the graph's order."""
+    """Puts the computed values and the inputs returned unchanged into the graph's order."""
 
     order: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, graph: fx.GraphModule, outputs: Sequence[Any], computed: Sequence[fx.Node]) -> Self:
-        """The order of `outputs`; `computed` are the nodes that the trace returns."""
+        """Record the order of `outputs`; `computed` are the nodes that the trace returns."""
         inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
         position = {n: ("input", i) for i, n in enumerate(inputs)}
         position.update({n: ("computed", i) for i, n in enumerate(computed)})
         return cls(tuple(position[o] if isinstance(o, fx.Node) else ("value", o) for o in outputs))
 
     def __call__(self, inputs: Sequence[Tensor], computed: Sequence[Any]) -> Sequence[Any]:
-        """`(inputs, computed values)` -> what the graph returns."""
+        """Return the graph's outputs from its inputs and the computed values."""
         sources = {"input": inputs, "computed": computed}
         return [value if kind == "value" else sources[kind][value] for kind, value in self.order]
 
 
 def distinct_values() -> Callable[[Any], Any]:
-    """Copies a value that was returned before: `y` and `y.float()` are one proxy, and each output has a gradient."""
+    """Return a function that copies a repeated output: each needs a gradient of its own.
+
+    For example, `y` and `y.float()` of a float32 tensor are one proxy.
+    """
     seen: set[str] = set()
 
     def distinct(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Higher-order operators of a captured graph: checkpointed regions are inlined, custom autograd functions lowered."""
+"""Inlines the checkpointed regions of a captured graph, and lowers its custom autograd functions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from thunder_memsave.frontend.opaque import OpaqueExecutor
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 REGION = "checkpoint_region"
-"""Key of a node's meta: the number of the outermost checkpointed region that it was in."""
+"""Key in a node's meta of the number of its outermost checkpointed region."""
 
 _ids = count()
 
 
 class Evaluator(Protocol):
-    """What a rule needs of the lowering that calls it."""
+    """The part of the lowering that a rule calls."""
 
     opaque: OpaqueExecutor
 
@@ -35,13 +35,13 @@ class Evaluator(Protocol):
 
 
 def inline_checkpoints(graph: fx.GraphModule) -> None:
-    """Replace each checkpointed region by its nodes, which say to which outermost one they belong.
+    """Replace each checkpointed region by its nodes, marked with the number of the outermost one.
 
-    Thunder's own rule recomputes the region and draws its dropout again, which gives wrong gradients. Here, random
+    Thunder's own rule redraws the region's dropout when it recomputes, which gives wrong gradients. Here, random
     numbers are drawn once, whatever `preserve_rng_state` says.
 
     Raises:
-        CompileError: a region has a policy of its own about what it keeps.
+        CompileError: A region has its own policy (`context_fn`) on what it keeps.
     """
     for node in graph.graph.find_nodes(op="call_function", target=_CHECKPOINT):
         region, *arguments = node.args
@@ -65,7 +65,7 @@ def _refuse_policy(node: fx.Node, body: fx.GraphModule) -> None:
         where = user_frame_of_text(node.meta.get("stack_trace"))
         raise CompileError(
             f"torch.utils.checkpoint was called with context_fn (at {where}), a policy that the memory planner does "
-            "not know. Leave context_fn out: the whole region is then computed again; or leave the checkpoint out, and "
+            "not know. Leave context_fn out: the whole region is then recomputed; or leave the checkpoint out, and "
             "name the modules under memory.keep and memory.recompute."
         )
 
@@ -91,7 +91,7 @@ def _copy_nodes(
 def _autograd_function(
     lowering: Evaluator, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One symbol whose gradient is the user's `backward`, lowered the same way as the forward."""
+    """Record one symbol whose gradient is the user's `backward`, lowered like the forward."""
     forward, backward, *inputs = args
 
     def run_forward(*inputs: Any) -> Any:

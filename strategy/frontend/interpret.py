@@ -1,7 +1,7 @@
-"""The other frontend: Thunder's interpreter traces the Python code of a method, instead of Dynamo.
+"""The alternative frontend: Thunder's interpreter, instead of Dynamo, traces the Python code of a method.
 
-It takes some models that Dynamo breaks on, needs several times longer, and refuses current transformers models. The
-checks of its own prologue decide when a trace may be used again; those of sharded parameters are rewritten to shards.
+It takes some models that Dynamo breaks on, is several times slower, and refuses current transformers models. Its own
+prologue's checks decide when a trace is reused; checks of sharded parameters are rewritten to the shards' shapes.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Interpretation:
     _epilogue: Callable[..., Any]
 
     def matches(self, call: Call) -> bool:
-        """Whether Thunder's prologue accepts the call."""
+        """Return whether Thunder's prologue accepts the call."""
         if torch.is_grad_enabled() is not self.grad_enabled or _autocasts():
             return False
         try:
             self._prologue(*call.args, **call.kwargs)
-        except Exception:  # the prologue's checks raise whatever the check raises
+        except Exception:  # each check raises its own type of error
             return False
         return True
 
     def why_not(self, call: Call) -> str:
-        """The first reason why `matches` is False."""
+        """Return the first reason why `matches` is False."""
         if torch.is_grad_enabled() is not self.grad_enabled:
             return "grad mode changed"
         try:
@@ -66,7 +66,7 @@ class Interpretation:
         return "autocast was turned on"
 
     def callable(self, run_graph: Callable[..., Any]) -> Callable[..., Any]:
-        """The method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
+        """Return the method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             inputs, to_epilogue = self._prologue(*args, **kwargs)
@@ -86,7 +86,7 @@ def interpret(
     """Trace `call` of `module` with Thunder's interpreter.
 
     Raises:
-        CaptureError: the interpreter cannot trace the code, or the call needs what only `frontend: dynamo` has.
+        CaptureError: The interpreter cannot trace the code, or the call needs a feature of `frontend: dynamo`.
     """
     _refuse(module, call)
     jitted = thunder.jit(module, executors=executors)  # only its tracing is used
@@ -145,7 +145,7 @@ def _refuse(module: nn.Module, call: Call) -> None:
 
 
 def _parameters(prologue: TraceCtx) -> dict[str, str]:
-    """Proxy name -> parameter name."""
+    """Map proxy names to parameter names."""
     return {
         bsym.output.name: bsym.args[1]
         for bsym in prologue.bound_symbols
@@ -154,7 +154,7 @@ def _parameters(prologue: TraceCtx) -> dict[str, str]:
 
 
 def _check_shards(module: nn.Module, prologue: TraceCtx) -> None:
-    """Let the prologue check each sharded parameter for its shard's shape."""
+    """Make the prologue check each sharded parameter for its shard's shape."""
     named = dict(module.named_parameters(remove_duplicate=False))
     for name, (check, _) in get_checks(prologue).items():
         parameter = named.get(name)
@@ -169,7 +169,7 @@ def _unshard_inputs(
     parameters: dict[str, str],
     data_parallel: DataParallel | None,
 ) -> TraceCtx:
-    """Replace each parameter by the full value of its shard."""
+    """Replace each parameter by the gathered value of its shard."""
     if data_parallel is None:
         return computation
     training = torch.is_grad_enabled() and any(a.requires_grad for a in _tensors(computation))

@@ -1,11 +1,11 @@
-"""Lowers a captured FX graph to a Thunder trace, checking every value against what eager PyTorch gives.
+"""Lowers a captured FX graph to a Thunder trace, and checks every value against eager PyTorch.
 
 Each FX node runs once on Thunder's proxies. Dynamo has already computed the node's shape, dtype and requires_grad with
-PyTorch's own kernels (`node.meta["example_value"]`); these decide three things here:
+PyTorch's own kernels (`node.meta["example_value"]`), which decide three things here:
 
-- where Thunder disagrees, compilation stops and names the user's line (no silent difference);
-- what needs no gradient in eager (`no_grad`, `detach`, masks, rotary tables) is a constant of the differentiation;
-- under autocast, which casts eager makes (`_autocast_arguments`).
+- if Thunder disagrees, compilation stops and names the user's line (no silent difference);
+- values that need no gradient in eager (`no_grad`, `detach`, masks, rotary tables) are constants of differentiation;
+- under autocast, they tell which casts eager makes (`Autocast.arguments`).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Lowered:
     constants: tuple[Tensor, ...]
     """Tensors that the graph holds itself (literals in the user's code)."""
     input_names: tuple[str, ...]
-    """What errors call the inputs."""
+    """Names of the inputs in error messages."""
     depends_on: tuple[frozenset[int], ...] | None
-    """For each computed value, the inputs that eager gives a gradient; None when eager's rules are not known."""
+    """Indices of the inputs that each computed value has a gradient for in eager; None if unknown."""
     training: bool
-    """Whether there is anything to differentiate."""
+    """Whether any input needs a gradient."""
     outputs: Callable[[Sequence[Tensor], Sequence[Any]], Sequence[Any]]
-    """`(inputs, computed values)` -> what the graph returns."""
+    """`(inputs, computed values) -> the graph's outputs`."""
     state: Callable[[], tuple[Tensor, ...]] = tuple
-    """What fp8 linears read beside inputs and constants, as it is now; the trace's last arguments."""
+    """Returns the current state of the fp8 linears: the trace's last arguments."""
 
 
 def lower(
@@ -82,12 +82,12 @@ def lower(
         capture: The graph.
         compile_data: Thunder's settings, with the executors.
         data_parallel: The ranks that share the parameters; None on one device.
-        opaque: Gets the operations that Thunder does not know.
-        target: Where every tensor is taken to be, for a plan; None: where it is.
+        opaque: The executor for operations that Thunder does not know.
+        target: The device of every tensor, for a plan; None: each tensor's own.
         fp8: The linears that compute in fp8.
 
     Raises:
-        CompileError: Thunder does not know an operation that needs a gradient, or gives another shape or dtype than
+        CompileError: Thunder does not know an operation that needs a gradient, or infers another shape or dtype than
             PyTorch; the message names the user's line.
     """
     inline_checkpoints(capture.graph)
@@ -98,7 +98,7 @@ def lower(
 
 
 def _whole_inputs(capture: Capture) -> frozenset[fx.Node]:
-    """What a graph may return as it is: of any other input, the caller would get this rank's rows."""
+    """Return the inputs that may be returned unchanged; for any other, the caller would get this rank's rows."""
     placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
     pairs = zip(placeholders, capture.inputs, strict=True)
     return frozenset(node for node, graph_input in pairs if graph_input.is_whole)
@@ -186,7 +186,7 @@ class _Lowering:
         return values
 
     def _run_located(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        """Run a node, and say of its symbols which line and module they come from."""
+        """Run a node, and tag its symbols with their source line and module."""
         num_symbols = len(self.trace.scopes[-1])
         result = self._run_node(node, values)
         source = where(node).partition(" in ")[0]
@@ -236,7 +236,7 @@ class _Lowering:
             )
 
     def _read(self, argument: Any, values: Mapping[fx.Node, Any], *, as_kept: bool = False) -> Any:
-        """`as_kept`: weights of which fp8 numbers are kept are these."""
+        """Replace nodes by their values; `as_kept`: pass fp8-stored weights as their fp8 numbers."""
 
         def read(node: fx.Node) -> Any:
             return self.inputs.force(values[node], as_kept=as_kept)
@@ -245,7 +245,7 @@ class _Lowering:
         return plain if self.target is None else tree_map(self._on_target, plain)
 
     def _on_target(self, argument: Any) -> Any:
-        """The graph names the devices on which its tensors were captured."""
+        """Replace devices, which the graph captured from its tensors, by the plan's target."""
         return self.target if isinstance(argument, torch.device) else argument
 
 
@@ -254,7 +254,7 @@ def _computation() -> None:
 
 
 def _plain(argument: Any) -> Any:
-    """FX keeps arguments in immutable containers of its own; Thunder knows lists and dictionaries."""
+    """Convert FX's immutable containers to the lists and dictionaries that Thunder knows."""
     if isinstance(argument, slice):
         return argument
     if isinstance(argument, dict):

@@ -1,4 +1,4 @@
-"""Runs a PyTorch function inside a trace as it is, where Thunder does not know it and no gradient is needed."""
+"""Calls a PyTorch function inside a trace unchanged, if Thunder does not know it and no gradient is needed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from thunder_memsave.frontend.fx_nodes import module_name, node_callable, own_na
 class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
     """Holds the opaque operations of one trace.
 
-    Thunder names such an executor and its operators after an address. Here the names are equal in every process that
-    makes the same trace: ranks compare them, and plans on disk are found by them.
+    Thunder puts a memory address into the names of such an executor and its operators. Here every process that makes
+    the same trace uses the same names: ranks compare them, and plans on disk are found by them.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
         return f"OpaqueExecutor({self.name!r})"
 
     def unique(self, name: str) -> str:
-        """Return a name that no other operation of the trace has: with a number, in the order of the calls."""
+        """Return a name that is unique in the trace: with a number, in the order of the calls."""
         return f"{name}_{next(self._numbers)}"
 
     def register_operator(self, name: str, **options: Any) -> Symbol:
@@ -49,7 +49,7 @@ class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
         *,
         device: torch.device | None = None,
     ) -> Any:
-        """Record `function(*args, **kwargs)`, whose result looks like `expected`, but for another device if given."""
+        """Record `function(*args, **kwargs)`; the result has the metadata of `expected`, on `device` if given."""
 
         def meta(*_: Any, **__: Any) -> TensorProxy:
             return proxy_like(expected, device)
@@ -59,17 +59,17 @@ class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
 
 
 def _operator_name(function: Callable[..., Any]) -> str:
-    """The function's own name first: passes look for parts of it, and a module may be called like an operation."""
+    """Return a name that begins with the function's: passes match its parts, and a module may share one's name."""
     return f"{_identifier(own_name(function))}_of_{_identifier(module_name(function))}"
 
 
 def _identifier(name: str) -> str:
-    """As Python's code may have it: also of a lambda, or of an overload with a dot."""
+    """Return a valid Python identifier, even for a lambda or an overload with a dot."""
     return "".join(c if c.isalnum() else "_" for c in name).strip("_")
 
 
 def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorProxy:
-    """A proxy with the metadata of a (fake) tensor, on `device` if given."""
+    """Return a proxy with the metadata of a (fake) tensor, on `device` if given."""
     return TensorProxy(
         shape=tuple(expected.shape),
         device=devices.to_device(device or expected.device),
@@ -79,7 +79,7 @@ def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorPr
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether running the node draws random numbers, found by running it on its fake inputs."""
+    """Return whether the node draws random numbers, found by running it on its fake inputs."""
     seen = _RandomOps()
 
     def fake(argument: fx.Node) -> Any:

@@ -1,8 +1,8 @@
-"""Lets Dynamo return weights from the graph, where it would load them from the module again.
+"""Makes Dynamo return weights from the graph instead of reading them from the module.
 
-Dynamo reads an input that a method returns (`return self.weight`, also in a dataclass, or stored on an object) from
-where it came from, once the graph has run: from the module, which holds this rank's rows. For an output of the graph,
-the trace gathers the whole weight, and reduces its gradient.
+If a method returns an input (`return self.weight`, also in a dataclass, or stored on an object), Dynamo reads it from
+its source after the graph has run: from the module, which holds only this rank's rows. For an output of the graph, the
+trace gathers the whole weight and reduces its gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch._dynamo.variables import TensorVariable
 
 @contextmanager
 def returned_from_graph(stand_ins: Collection[int]) -> Iterator[None]:
-    """Capture so that these tensors, and what is read off them (`weight.data`), are outputs of the graph.
+    """Make these tensors, and attributes of them (`weight.data`), outputs of the graph during capture.
 
     Args:
-        stand_ins: The `id` of each.
+        stand_ins: The `id` of each tensor.
     """
     if not stand_ins:
         yield

@@ -1,4 +1,4 @@
-"""What a capture holds, and the canary for the private functions of torch that it uses."""
+"""A capture holds the module's own tensors and its guards; a canary watches the private functions of torch."""
 
 from __future__ import annotations
 

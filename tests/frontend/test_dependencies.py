@@ -1,4 +1,4 @@
-"""What reaches which output follows eager's rules, read off the captured graph."""
+"""Each output depends on the inputs that eager's autograd would reach, read off the captured graph."""
 
 from __future__ import annotations
 

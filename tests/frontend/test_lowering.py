@@ -1,4 +1,4 @@
-"""Lowering checks itself against PyTorch, and keeps what needs no gradient out of the differentiation."""
+"""Lowering checks itself against PyTorch, and does not differentiate values that need no gradient."""
 
 from __future__ import annotations
 

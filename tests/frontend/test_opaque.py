@@ -1,4 +1,4 @@
-"""Operations that Thunder does not know have names that every process gives them."""
+"""Operations that Thunder does not know have the same names in every process."""
 
 from __future__ import annotations
 
