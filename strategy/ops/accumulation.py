@@ -1,13 +1,13 @@
-"""Whole gradients that a rank keeps over micro-batches, until one backward reduces their sum.
+"""Keeps unreduced whole gradients over micro-batches, until one backward reduces their sum.
 
-A trace of a backward that may do so has a `with_unreduced` before each reduction:
+The trace of a backward that may do so has a `with_unreduced` before each reduction:
 
-    t8 = with_unreduced(t7, "t_weight")             # t7 plus what is kept of it
+    t8 = with_unreduced(t7, "t_weight")             # t7 plus the kept sum
     ft9 = reduce_scatter_rows(t8, op, group, True, None)
     t10 = torch_wait_prim_impl(ft9)
     return (t10, ...)
 
-`without_reductions` makes the trace for `fabric.no_backward_sync` of it, which communicates no gradient:
+`without_reductions` derives the trace for `fabric.no_backward_sync`, which communicates no gradient:
 
     keep_unreduced(t7, "t_weight")
     return (None, ...)
@@ -45,26 +45,26 @@ register_executor(_executor)
 
 @dataclass(slots=True, weakref_slot=True)
 class _Kept:
-    """One parameter's sum so far, already divided by the number of ranks."""
+    """One parameter's unreduced gradient sum, already divided by the number of ranks."""
 
     parameter: Tensor
     total: Tensor
     grad: Tensor
-    """What `parameter.grad` was set to: as long as it stays, nobody has dropped the gradients."""
+    """The `parameter.grad` at that time; another one means that the gradients were dropped."""
     version: int
     hook: RemovableHandle | None = None
 
     @property
     def is_dropped(self) -> bool:
-        """Whether `zero_grad` was called since, in either of its forms."""
+        """Whether `zero_grad` was called since, with `set_to_none` or without."""
         if self.parameter.grad is not self.grad:
             return True
         return self.grad._version != self.version and not bool(self.grad.any())
 
     def follow(self) -> None:
-        """Tell what autograd adds to `grad` from what `zero_grad` does, also where a sum of zeros is added.
+        """Count autograd's additions to `grad`, to tell them from `zero_grad` even if they add zeros.
 
-        Such as a weight's decay in the loss, or `0 * weight.sum()`: on some ranks only, where others have other rows.
+        Such as a weight decay in the loss, or `0 * weight.sum()`; the rows of some ranks may get zeros only.
         """
         # Weak: the hook is the parameter's, and must not keep the parameter and its gradient alive.
         this = weakref.ref(self)
@@ -77,24 +77,24 @@ class _Kept:
             self.hook = self.parameter.register_post_accumulate_grad_hook(added)
 
     def unfollow(self) -> None:
-        """It is kept no longer."""
+        """Stop counting: the sum is no longer kept."""
         if self.hook is not None:
             self.hook.remove()
 
 
 class UnreducedGradients:
-    """Those of one module."""
+    """The kept, unreduced gradients of one module."""
 
     def __init__(self, data_parallel: DataParallel | None) -> None:
-        """`data_parallel`: the ranks over which gradients are reduced; None where there is nothing to reduce."""
+        """Keep nothing yet; `data_parallel`: the ranks that reduce gradients; None: there is nothing to reduce."""
         self._data_parallel = data_parallel
         self.is_keeping = False
-        """Whether a backward that runs now keeps its gradients instead of reducing them."""
+        """Whether backwards currently keep their gradients instead of reducing them."""
         self._kept: dict[int, _Kept] = {}
 
     @contextmanager
     def keeping(self, *, enabled: bool) -> Iterator[None]:
-        """Backwards inside keep their gradients."""
+        """Make backwards inside keep their gradients."""
         before, self.is_keeping = self.is_keeping, enabled
         try:
             yield
@@ -108,17 +108,17 @@ class UnreducedGradients:
         return data_parallel is not None and data_parallel.accumulate == "accumulate_unsharded"
 
     def parameters(self) -> list[Tensor]:
-        """Those with gradients that are not reduced yet."""
+        """Return the parameters with unreduced gradients."""
         found = [self._find(kept.parameter) for kept in list(self._kept.values())]
         return [kept.parameter for kept in found if kept is not None]
 
     @property
     def num_waiting(self) -> int:
-        """How many parameters have gradients that are not reduced yet."""
+        """Number of parameters with unreduced gradients."""
         return sum(not kept.is_dropped for kept in self._kept.values())
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
-        """Keep a gradient. In float32 at least: bfloat16 would round every sum to 8 bits."""
+        """Add a gradient to the kept sum, in float32 at least: bfloat16 would round every sum to 8 bits."""
         kept = self._find(parameter)
         if kept is not None:
             kept.total.add_(grad)
@@ -132,7 +132,7 @@ class UnreducedGradients:
         self._kept[id(parameter)] = kept
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """What is kept, which is then kept no longer."""
+        """Remove and return a parameter's kept sum; None if there is none."""
         kept = self._find(parameter)
         if kept is None:
             return None
@@ -140,9 +140,9 @@ class UnreducedGradients:
         return kept.total
 
     def reduce_rest(self) -> None:
-        """Reduce what the backward that just ran had no gradient to add to. A collective.
+        """Reduce the kept sums to which the last backward added no gradient. A collective.
 
-        For weights that some micro-batches use and the last one does not; the ranks must agree on which.
+        These are of weights that some micro-batches use and the last one does not; the ranks must agree on which.
         """
         for parameter in self.parameters():
             total = self.take(parameter)
@@ -164,7 +164,7 @@ class UnreducedGradients:
 
 
 def whole_gradient_bytes(parameters: Iterable[Tensor]) -> int:
-    """What the kept gradients of these parameters take on each rank, of those that are trained."""
+    """Return the bytes of the trained parameters' unreduced gradients on each rank."""
     return sum(
         whole_shape(p).numel() * torch.promote_types(p.dtype, torch.float32).itemsize
         for p in parameters
@@ -194,7 +194,7 @@ class _Backward:
 
     gradients: UnreducedGradients
     parameters: Mapping[str, Tensor]
-    """By the names of the trace; only those that this run gives a gradient."""
+    """The parameters that get a gradient in this run, by their names in the trace."""
 
 
 _running: ContextVar[_Backward] = ContextVar("_running")
@@ -202,7 +202,7 @@ _running: ContextVar[_Backward] = ContextVar("_running")
 
 @contextmanager
 def running(gradients: UnreducedGradients, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """A compiled backward runs inside, and gives these parameters, named as in its trace, gradients."""
+    """Run a compiled backward inside that computes gradients of these parameters, named as in its trace."""
     token = _running.set(_Backward(gradients, parameters))
     try:
         yield
@@ -226,7 +226,7 @@ def _keep_unreduced(grad: Tensor, name: str) -> None:
 with_unreduced = _executor.register_operator(
     "with_unreduced", meta=lambda grad, name: TensorProxy(like=grad), fn=_with_unreduced
 )
-"""`(grad, parameter's name) -> grad` plus what was kept of it, about to be reduced."""
+"""`(grad, parameter's name) -> grad + kept sum`, right before its reduction."""
 
 _keep = _executor.register_operator(
     "keep_unreduced",
@@ -237,7 +237,7 @@ _keep = _executor.register_operator(
 
 
 def accumulated_names(trace: TraceCtx) -> Sequence[str]:
-    """Names of the parameters whose gradients may be kept, in the order of their reductions."""
+    """Return the names of the parameters whose gradients may be kept, in the order of their reductions."""
     return [b.args[1] for b in trace.bound_symbols if b.sym.id == with_unreduced.id]
 
 
@@ -248,7 +248,7 @@ def without_reductions(trace: TraceCtx) -> TraceCtx:
         trace: A backward trace, before values are deleted after their last use.
 
     Returns:
-        A trace without everything that leads from a `with_unreduced` to the output, where None is in its place.
+        A trace without the symbols between each `with_unreduced` and the output, which is None there.
     """
     reduced: set[str] = set()
     new = from_trace(trace)

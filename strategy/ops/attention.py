@@ -1,8 +1,8 @@
-"""Scaled dot product attention: one operator of a kernel where one applies, else a decomposition.
+"""Scaled dot product attention: one kernel as one operator if one applies, else a decomposition.
 
-Thunder decomposes attention on the CPU, and on CUDA where it cannot ask a GPU, as in a plan: that saves twice what
-eager saves or more, and a row that is masked entirely (left padding) becomes NaN where eager gives zeros. What the
-kernels do not take on CUDA, such as dropout, is left to the executors that Thunder brings.
+Thunder decomposes attention on the CPU, and on CUDA if it cannot query a GPU, as in a plan: this saves at least twice
+the bytes that eager saves, and a fully masked row (left padding) becomes NaN, where eager gives zeros. On CUDA, calls
+that the kernels do not support, such as those with dropout, are left to Thunder's own executors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def scaled_dot_product_attention(
     *,
     mask_needs_grad: bool = False,
 ) -> TensorProxy:
-    """`torch.nn.functional.scaled_dot_product_attention` on proxies; the arguments are the same.
+    """Record `torch.nn.functional.scaled_dot_product_attention` on proxies; the arguments are the same.
 
-    `mask_needs_grad`: whether the mask is trained, as a position bias is. The kernels give it no gradient.
+    `mask_needs_grad`: whether the mask is trained, as a position bias is. The kernels compute no gradient for it.
     """
     if query.device.devicetype is devices.DeviceType.CUDA and not mask_needs_grad:
         if attn_mask is None and _cuda_flash_applies(query, key, value, dropout_p, is_causal):
@@ -99,7 +99,7 @@ def _cuda_efficient_applies(
 
 
 def _capability(device: devices.Device) -> tuple[int, int]:
-    """Of the GPU that is here; without one the trace is a plan, and all devices that are planned for are newer."""
+    """Return this machine's GPU capability; without a GPU the trace is a plan, for a device that supports flash."""
     if not torch.cuda.is_available():
         return _FLASH_CAPABILITY
     return torch.cuda.get_device_capability(device.index)
@@ -130,7 +130,7 @@ def _decomposed(
     is_causal: bool,
     scale: float | None,
 ) -> TensorProxy:
-    """softmax(query @ key^T * scale + mask) @ value; rows that attend to nothing give zeros, also in the gradient."""
+    """Compute softmax(query @ key^T * scale + mask) @ value; fully masked rows and their gradients are zero."""
     factor = math.sqrt(scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
     logits = (query * factor) @ (key.transpose(-2, -1) * factor)
     if is_causal:
@@ -153,7 +153,7 @@ def _additive(mask: TensorProxy | None, query: TensorProxy) -> TensorProxy | Non
 
 
 def _repeat_heads(heads: TensorProxy, query: TensorProxy) -> TensorProxy:
-    """Grouped-query attention: each key/value head serves `query heads / heads` consecutive query heads."""
+    """Repeat each key/value head for its `query heads / heads` consecutive query heads (grouped-query attention)."""
     return ltorch.repeat_interleave(heads, query.shape[-3] // heads.shape[-3], -3)
 
 

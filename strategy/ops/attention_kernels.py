@@ -1,10 +1,10 @@
-"""Attention as single operators with backwards of their own: PyTorch's kernels for the CPU and for CUDA.
+"""PyTorch's attention kernels for the CPU and CUDA, each as one operator with its own backward.
 
-Each takes `(query, key, value, mask, is_causal, scale)` and saves its output and the logarithms of the sums of each
-row, never the scores. None draws random numbers, so dropout is not theirs.
+Each takes `(query, key, value, mask, is_causal, scale)` and saves its output and the logsumexp of each row, never the
+scores. None supports dropout.
 
-They are chosen by the device that a trace is for, without asking a device that is there: a plan that is made on a
-machine without the GPU holds what the GPU will hold. Thunder's own executors ask the GPU, and decompose without one.
+The device that a trace is for selects the kernel, without querying a GPU, so that a plan made on a machine without one
+has the bytes of a real run. Thunder's own executors query the GPU, and decompose without one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _kernel(
     """Make the row of a kernel, and a symbol of its own: the lowering chooses between the kernels.
 
     Args:
-        name: In the trace that runs.
+        name: The operator's name in the executed trace.
         forward: `(query, key, value, *settings) -> (output, logsumexp)`.
         backward: `(grad, query, key, value, output, logsumexp, *settings) -> three gradients`.
         num_logsumexp: Numbers per head that the kernel writes for so many queries.
@@ -225,7 +225,7 @@ def _efficient_backward(
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as what is added to the scores, made for one call: kept, it would be twice the mask's bytes."""
+    """Return the mask as an additive bias. Made per call: kept, a bias would take at least twice the mask's bytes."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -294,7 +294,7 @@ cpu_flash = _kernel(
     scratch={"cpu": _cpu_blocks_bytes},
     backward_scratch={"cpu": _cpu_blocks_bytes},
 )
-"""For the CPU: any mask that is added, of 2 or 4 dimensions."""
+"""CPU kernel: takes additive masks of 2 or 4 dims."""
 
 cuda_flash = _kernel(
     "cuda_flash_attention",
@@ -303,7 +303,7 @@ cuda_flash = _kernel(
     num_logsumexp=lambda num_queries: num_queries,
     backward_scratch={"cuda": _cuda_backward_bytes},
 )
-"""For CUDA: no mask; keys and values may have fewer heads than queries (grouped queries)."""
+"""CUDA flash kernel: takes no mask; keys and values may have fewer heads than queries (grouped queries)."""
 
 cuda_efficient = _kernel(
     "cuda_efficient_attention",

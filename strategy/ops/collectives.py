@@ -1,7 +1,7 @@
-"""The collectives of a trace as operators, and what a symbol of an executed trace communicates.
+"""The collectives of a trace as operators, and predicates that recognise them in an executed trace.
 
-Like Thunder's, these return `(handle, tensor)`, which is what its `wait` takes. Those for several tensors return one
-such pair for each.
+Like Thunder's, these return `(handle, tensor)`, which its `wait` takes. Those for several tensors return one such pair
+for each.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ all_reduce_bucket = collectives_executor.register_operator(
 
 
 def is_all_gather(bsym: BoundSymbol) -> bool:
-    """Whether an executed trace's symbol gathers one parameter, given as its first argument.
+    """Return whether an executed trace's symbol gathers one parameter, its first argument.
 
-    Collectives that the user's own code calls are none of our business.
+    False for collectives that the user's own code calls.
     """
     if bsym.sym.name not in (_ALL_GATHER, _CAST_AND_ALL_GATHER):
         return False
@@ -156,33 +156,33 @@ def is_all_gather(bsym: BoundSymbol) -> bool:
 
 
 def is_reduce_scatter(bsym: BoundSymbol) -> bool:
-    """Whether an executed trace's symbol starts to sum its first argument over the ranks, for this rank's rows."""
+    """Return whether an executed trace's symbol starts a reduce-scatter (sum) of its first argument."""
     if bsym.sym.name != _REDUCE_SCATTER or not isinstance(bsym.output, FutureTensorProxy):
         return False
     return bool(bsym.args[1] is dist_prims.DistributedReduceOps.SUM)
 
 
 def is_all_reduce(bsym: BoundSymbol) -> bool:
-    """Whether an executed trace's symbol starts to sum its first argument over the ranks, for all of them."""
+    """Return whether an executed trace's symbol starts an all-reduce (sum) of its first argument."""
     if bsym.sym.name != _ALL_REDUCE or not isinstance(bsym.output, FutureTensorProxy):
         return False
     return bool(bsym.args[1] is dist_prims.DistributedReduceOps.SUM)
 
 
 def reduces_in_place(all_reduce: BoundSymbol) -> bool:
-    """Whether an all-reduce of an executed trace overwrites its input, which then nothing else reads."""
+    """Return whether an all-reduce of an executed trace overwrites its input, which nothing else reads then."""
     return bool(all_reduce.args[4]) if len(all_reduce.args) > 4 else False
 
 
 def gathers(bsym: BoundSymbol) -> Sequence[tuple[TensorProxy, FutureTensorProxy]]:
-    """The parameters that an executed trace's symbol gathers, alone or together: shard and future of the whole."""
+    """Return (shard, future of the whole) for each parameter that an executed trace's symbol gathers."""
     if bsym.sym.name == _ALL_GATHER_BUCKET:
         return list(zip(bsym.args[0], bsym.output, strict=True))
     return [(bsym.args[0], bsym.output)] if is_all_gather(bsym) else []
 
 
 def is_wait(bsym: BoundSymbol) -> bool:
-    """Whether an executed trace's symbol waits for a collective."""
+    """Return whether an executed trace's symbol waits for a collective."""
     return bool(bsym.sym.name == _WAIT)
 
 

@@ -1,7 +1,7 @@
-"""Cross entropy on proxies, where Thunder's own rule fails in backward or differs from PyTorch.
+"""Cross entropy on proxies, for the cases in which Thunder's rule fails in backward or differs from PyTorch.
 
-Thunder 0.2.6 fails in backward with `reduction="sum"` and with targets of more than one dim, and counts ignored rows
-in the part of the loss that `label_smoothing` adds.
+Thunder 0.2.6 fails in backward with `reduction="sum"` and with targets of more than one dim, and includes ignored rows
+in the term that `label_smoothing` adds to the loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> TensorProxy:
-    """`torch.nn.functional.cross_entropy` on proxies; the arguments are the same."""
+    """Record `torch.nn.functional.cross_entropy` on proxies; the arguments are the same."""
     if size_average is not None or reduce is not None:
         raise NotImplementedError("size_average and reduce are deprecated, use reduction")
     if dtypes.is_float_dtype(target.dtype):
@@ -48,7 +48,7 @@ def cross_entropy(
 
 
 def _rows(logits: TensorProxy) -> TensorProxy:
-    """`(classes)`, `(n, classes)` or `(n, classes, d1, ...)` as `(rows, classes)`."""
+    """Reshape `(classes)`, `(n, classes)` or `(n, classes, d1, ...)` to `(rows, classes)`."""
     if logits.ndim == 1:
         return logits.unsqueeze(0)
     if logits.ndim == 2:
@@ -64,7 +64,7 @@ def _smoothed(
     ignore_index: int,
     label_smoothing: float,
 ) -> tuple[Any, Any]:
-    """The loss of each row, and its weight in the mean; both are zero in ignored rows."""
+    """Return the loss of each row, and its weight in the mean; both are zero in ignored rows."""
     log_probabilities = ltorch.log_softmax(rows, dim=1)
     counted = classes != ignore_index
     safe = ltorch.where(counted, classes, 0)

@@ -1,6 +1,6 @@
-"""Where in the user's code an operation of a trace comes from; it stays with what the operation becomes.
+"""Tags the operations of a trace with their place in the user's code, and keeps it through transforms.
 
-Thunder keeps a bound symbol's line until a transform replaces the symbol. Tags, which transforms hand on, keep it
+Thunder keeps a bound symbol's line until a transform replaces the symbol. Transforms copy tags, so a tag keeps the line
 through differentiation and execution.
 """
 
@@ -18,16 +18,16 @@ _OF_MODULES = re.compile(r"(?:\.__dict__)?(?:\['_modules'\]|\._modules)\['([^']*
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A line, and the module that ran it."""
+    """A source line, and the module that ran it."""
 
     source: str = ""
-    """`file:line`; empty where unknown."""
+    """`file:line`; empty if unknown."""
     module: str = ""
-    """Such as `model.layers.3.mlp`; empty for the outermost one."""
+    """Dotted name of the module, such as `model.layers.3.mlp`; empty for the outermost one."""
 
 
 def locate(symbols: Iterable[BoundSymbol], place: Location) -> None:
-    """Say of symbols, and of what they consist of, where they come from, where nothing is said yet."""
+    """Tag the symbols and their subsymbols that have no location yet."""
     for bsym in symbols:
         if location(bsym) is None:
             bsym.tags.add(place)
@@ -35,12 +35,12 @@ def locate(symbols: Iterable[BoundSymbol], place: Location) -> None:
 
 
 def location(bsym: BoundSymbol) -> Location | None:
-    """What is known of a symbol; None for nothing."""
+    """Return the location of a symbol; None if it has none."""
     return next((tag for tag in bsym.tags if isinstance(tag, Location)), None)
 
 
 def module_name(stack: Mapping[str, tuple[str, Any]] | None) -> str:
-    """Of the innermost module of what Dynamo keeps with a node (`nn_module_stack`)."""
+    """Return the name of the innermost module in a node's `nn_module_stack`."""
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]

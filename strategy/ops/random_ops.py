@@ -1,7 +1,7 @@
-"""Random operations that run once in forward and give the same numbers again in backward.
+"""Random operations that draw once in forward and reproduce the same numbers in backward.
 
-`drawing(symbol)` stands for the operation in forward, and also returns the state that its generator had before;
-`replaying(symbol)` gives the same numbers from that state, and leaves the generator as it is:
+`<name>_drawing` replaces the operation in forward, and also returns the generator's state from before;
+`<name>_replaying` reproduces the numbers from that state, and leaves the generator as it is:
 
     (t1, state) = uniform_cpu_drawing((2, 4), 0.0, 1.0, device=cpu, dtype=float32)
     ...
@@ -44,27 +44,27 @@ def draws_random_numbers(bsym: BoundSymbol) -> bool:
 
 
 def is_replayable(bsym: BoundSymbol) -> bool:
-    """Whether `drawing` and `replaying` know this random symbol's function and its generator."""
+    """Return whether this random symbol's function and generator are known, so that `replay` can pair it."""
     has_its_own = any(isinstance(a, torch.Generator) for a in bsym.flat_args)
     return not has_its_own and _function(bsym) is not None and _device(bsym) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One random symbol as two."""
+    """A random symbol as a pair of a drawing and a replaying one."""
 
     drawing: BoundSymbol
-    """In place of the symbol: gives its results under their names, and the state."""
+    """Replaces the symbol in forward: returns its results under the same names, and the generator's state."""
     state: TensorProxy
 
     def replaying(self, bsym: BoundSymbol) -> BoundSymbol:
-        """The same numbers again, under the names of the results of `bsym`, a clone of the symbol."""
+        """Return the symbol that replays the numbers under the names of the results of `bsym`, a clone."""
         _, symbol = _pair(bsym)
         return symbol.bind(self.state, *bsym.args, output=bsym.output, **bsym.kwargs)
 
 
 def replay(bsym: BoundSymbol) -> Replay:
-    """Make the pair of a replayable random symbol, in the trace that is being made."""
+    """Make the pair for a replayable random symbol, in the current trace."""
     symbol, _ = _pair(bsym)
     state = _state_proxy(_device(bsym))
     outputs = bsym.output if isinstance(bsym.output, tuple) else (bsym.output,)
@@ -73,11 +73,11 @@ def replay(bsym: BoundSymbol) -> Replay:
 
 
 _pairs: dict[tuple[str, torch.device, int, int], tuple[Symbol, Symbol]] = {}
-"""By what runs; the pairs keep the functions alive, so that no other one gets the address of one of them."""
+"""Pairs by what they run; they keep the functions alive, so that no other function gets the same id."""
 
 
 def _pair(bsym: BoundSymbol) -> tuple[Symbol, Symbol]:
-    """The two operators for this symbol's; each is registered once."""
+    """Return the drawing and the replaying operator of this symbol; each is registered once."""
     function, device = _function(bsym), devices.to_torch_device(_device(bsym))
     assert function is not None
     key = (bsym.sym.name, device, id(function), id(bsym.sym.meta))
@@ -96,7 +96,7 @@ def _pair(bsym: BoundSymbol) -> tuple[Symbol, Symbol]:
 
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
-    """What runs; None where Python code is generated for it in another way."""
+    """Return the function that the symbol runs; None if its Python code is generated in another way."""
     context = bsym._call_ctx or {}
     if bsym.sym.name in context:
         return context[bsym.sym.name]  # type: ignore[no-any-return]
@@ -104,7 +104,7 @@ def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
 
 
 def _device(bsym: BoundSymbol) -> devices.Device | None:
-    """Of the generator: that of the results."""
+    """Return the generator's device, which is that of the results; None if there is no single known one."""
     found = {o.device for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)}
     (device,) = found if len(found) == 1 else (None,)
     return device if device and device.devicetype in _NUM_STATE_BYTES else None
@@ -156,7 +156,7 @@ def _state(device: torch.device) -> Tensor:
 
 @contextmanager
 def _generator_at(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Set the default generator of the device back, and afterwards to where it was."""
+    """Set the device's default generator to `state` inside, and restore it afterwards."""
     before = _state(device)
     if _computes_nothing(device):
         yield
@@ -169,7 +169,7 @@ def _generator_at(state: Tensor, device: torch.device) -> Iterator[None]:
 
 
 def _computes_nothing(device: torch.device) -> bool:
-    """Whether shapes alone are wanted, as when a plan is made; the device need not exist then."""
+    """Return whether only shapes are computed, as for a plan; the device need not exist then."""
     return device.type == "meta" or detect_fake_mode() is not None
 
 

@@ -1,4 +1,4 @@
-"""The full value of a sharded or replicated parameter in a trace, and the reduction of its gradient."""
+"""Gathers a sharded or replicated parameter in a trace, and reduces its gradient."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from thunder_memsave.ops.accumulation import with_unreduced
 def unshard(
     proxy: TensorProxy, data_parallel: DataParallel, kind: DistParallelType, *, training: bool
 ) -> TensorProxy:
-    """The full value of a parameter, padding included.
+    """Return the whole parameter, padding included.
 
-    Where it is trained, its gradient is the mean over all ranks, of this rank's rows, summed over the ranks in
-    `data_parallel.reduce_dtype`. It is reduced within the group, and with several replicas across them after that.
+    If it is trained, its gradient is this rank's rows of the mean over all ranks, summed in
+    `data_parallel.reduce_dtype`: first within the group, then across the replicas if there are several.
     """
     if training and proxy.requires_grad:
         return _trained(proxy, kind, *_reduction(proxy, data_parallel))
@@ -38,7 +38,7 @@ def unshard(
 
 
 def _reduction(proxy: TensorProxy, data_parallel: DataParallel) -> tuple[Any, ...]:
-    """What `_gradient` is to do, as plain arguments of a symbol."""
+    """Return the settings of `_grad_transform`, as plain arguments of a symbol."""
     wanted = data_parallel.reduce_dtype
     reduce_dtype = proxy.dtype if wanted is None else dtypes.to_dtype(wanted)
     if reduce_dtype.bytes < proxy.dtype.bytes:
@@ -110,7 +110,7 @@ def _reduce_scatter(grad: TensorProxy, group: ProcessGroup) -> TensorProxy:
 
 
 def _all_reduce(grad: TensorProxy, group: ProcessGroup, *, owned: bool) -> TensorProxy:
-    """`owned`: the values may be overwritten, so nothing is copied."""
+    """Sum `grad` over the group; `owned`: it may be overwritten, so it is not copied."""
     return dist_prims.all_reduce(
         grad, dist_prims.DistributedReduceOps.SUM, group, True, owned
     ).wait()

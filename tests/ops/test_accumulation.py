@@ -1,4 +1,4 @@
-"""What micro-batches inside `no_backward_sync` communicate, keep and give, against one process."""
+"""Micro-batches inside `no_backward_sync` communicate nothing, keep their sum, and give one process's gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_MICRO_BATCHES = 3
 
 
 class Net(nn.Module):
-    """Rows that two ranks cannot share evenly, a scalar, a frozen bias, and a part for one method only."""
+    """Has an odd number of rows, a scalar, a frozen bias, and a part that only one method uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def batch(seed: int) -> Tensor:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what this rank starts of each collective."""
+    """Counts the collectives of each kind that this rank starts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,14 +81,14 @@ def traffic() -> Iterator[Counter[str]]:
 
 
 def run(fabric: Fabric, model: Any, method: str, seed: int, *, last: bool) -> None:
-    """One micro-batch of this rank, half of the rows."""
+    """Return one micro-batch of this rank, half of the rows."""
     with fabric.no_backward_sync(model, enabled=not last):
         rows = batch(seed)[fabric.global_rank :: NUM_RANKS].to(next(model.parameters()).dtype)
         fabric.backward(getattr(model, method)(rows).square().mean())
 
 
 def expected(*calls: tuple[str, int]) -> dict[str, Tensor | None]:
-    """Gradients of one process on all rows."""
+    """Return the gradients of one process on all rows."""
     reference = build()
     for method, seed in calls:
         getattr(reference, method)(batch(seed)).square().mean().backward()
@@ -142,7 +142,7 @@ def check_traffic() -> None:
 
 
 def check_the_choice_of_auto() -> None:
-    """Whole gradients are kept where they take at most a tenth of the budget: 48 numbers of 4 bytes here."""
+    """Whole gradients are kept if they take at most a tenth of the budget: 48 numbers of 4 bytes here."""
     for budget, keeps in [(1920, True), (1919, False)]:
         fabric = make_fabric(devices=NUM_RANKS, sharding="zero3", memory={"budget": budget})
         model, _ = set_up(fabric)
@@ -166,7 +166,7 @@ def check_traffic_of(fabric: Fabric, num_reductions: int) -> None:
 
 
 def check_gathers(fabric: Fabric, num_gathers: int) -> None:
-    """Every weight in every forward, and under zero3 again in backward where it is read there: `down.weight`."""
+    """Forward gathers every weight; under zero3 backward regathers the one it reads, `down.weight`."""
     mode = strategy_of(fabric).config.sharding.mode
     per_micro_batch = {"none": 0, "zero2": 4, "zero3": 5}[mode]
     assert num_gathers == NUM_MICRO_BATCHES * per_micro_batch
@@ -190,7 +190,7 @@ def check_keeping(directory: Path) -> None:
 
 
 def check_a_dropped_micro_batch(fabric: Fabric) -> None:
-    """`zero_grad` forgets what is kept, in both of its forms and the module's."""
+    """`zero_grad` drops the kept gradients, in both of its forms and the module's."""
     model, optimizer = set_up(fabric)
     drops: list[Any] = [
         optimizer.zero_grad,
@@ -207,7 +207,7 @@ def check_a_dropped_micro_batch(fabric: Fabric) -> None:
 
 
 def check_a_loss_with_the_parameters_themselves(fabric: Fabric) -> None:
-    """Zeros that autograd adds are not taken for `zero_grad(set_to_none=False)`."""
+    """Zeros added by autograd are not mistaken for `zero_grad(set_to_none=False)`."""
     model, optimizer = set_up(fabric)
     for step in (0, 10):
         for seed in range(step, step + NUM_MICRO_BATCHES):
@@ -260,7 +260,7 @@ def check_that_nothing_is_lost_without_a_word(fabric: Fabric) -> None:
 
 
 def check_saving(fabric: Fabric, directory: Path) -> None:
-    """A checkpoint has no gradients, says so, and leaves those that wait as they are; so does `summon_full`."""
+    """A checkpoint has no gradients, says so, and leaves unreduced ones as they are; so does `summon_full`."""
     model, optimizer = set_up(fabric)
     state = {"model": model, "optimizer": optimizer}
     message = "'model' is saved while the gradients of 4 parameters wait for the last micro-batch"

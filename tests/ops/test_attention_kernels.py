@@ -1,4 +1,4 @@
-"""The kernels for CUDA, on meta: shapes and dtypes are what PyTorch's are; the mask is what they can read."""
+"""The CUDA kernels on meta: shapes and dtypes are PyTorch's, and the mask has a layout that they can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of modules as Dynamo spells them."""
+"""Module names are read from the paths that Dynamo writes."""
 
 from __future__ import annotations
 

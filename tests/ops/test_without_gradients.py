@@ -1,4 +1,4 @@
-"""Every operator with a kernel of ours computes the same where nothing is differentiated, planned or not."""
+"""Every operator with a kernel of ours computes the same if nothing is differentiated, planned or not."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.planner.devices import device
 
 HALF = torch.bfloat16
-"""Other than that of the parameters."""
+"""A dtype other than the parameters'."""
 
 
 class Cube(torch.autograd.Function):
-    """A user's operation, of others that the executors must claim."""
+    """A user's operation, composed of others that the executors must claim."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
