@@ -1,4 +1,4 @@
-"""Turns a module on the meta device into real tensors, each rank its own rows only."""
+"""Fills a module on the meta device with real tensors, on each rank its own rows only."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ def materialize(
     rename: Rename = without_adapters,
     frozen: FrozenInFp8 | None = None,
 ) -> None:
-    """Fills everything of `module` that is on meta, in place, and shards the rest as well.
+    """Fill every meta tensor of `module` in place, and shard the rest as well. A collective.
 
-    From files, a rank reads its own rows of one tensor after the other, so that the host holds its
-    shard and one tensor. What the files do not have is initialised by the modules' own
-    `reset_parameters` or `_init_weights`, with the same values on all ranks, as are non-persistent
-    buffers; a module is whole on the host meanwhile. A collective.
+    From files, a rank reads its own rows of one tensor at a time, so that the host holds its shard and one tensor.
+    Tensors that the files do not have, and non-persistent buffers, are initialised by the modules' own
+    `reset_parameters` or `_init_weights`, with the same values on all ranks; the module being initialised is whole on
+    the host meanwhile.
 
-    Weights of which only fp8 numbers are to be kept are cast as soon as they are read, so that no more than one of them
-    is there in its own dtype; those that are initialised are all there until `FrozenInFp8.cast_rest`.
+    Weights to be kept as fp8 numbers are cast as soon as they are read, so that at most one of them is live in its own
+    dtype; initialised ones are live in their own dtype until `FrozenInFp8.cast_rest`.
 
     Args:
-        module: Wholly or partly on meta.
-        device: Where the real tensors go.
+        module: A module wholly or partly on meta.
+        device: The device of the real tensors.
         data_parallel: The ranks to shard over.
         weights: As in `load_on_setup`, for the whole module.
         rename: As in `load_on_setup`.
-        frozen: The weights of which only fp8 numbers are to be kept.
+        frozen: The weights to be kept as fp8 numbers only.
 
     Raises:
-        StateMismatchError: names or shapes in the files do not fit; nothing was changed.
-        ValueError: nothing says what a parameter or buffer starts as; names it.
-        OtherRankError: another rank raised one of these, or could not read its rows.
+        StateMismatchError: Names or shapes in the files do not fit; nothing was changed.
+        ValueError: A parameter or buffer has no initial value; the message names it.
+        OtherRankError: Another rank raised one of these, or could not read its rows.
     """
     if weights is not None:
         load_on_setup(module, weights, rename=rename)
@@ -103,7 +103,7 @@ def _fill_from_file(read: _Read, device: torch.device, data_parallel: DataParall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Read:
-    """One tensor of the module and where its rows are stored."""
+    """A tensor of the module, and the source of its rows."""
 
     name: str
     target: Tensor
@@ -139,7 +139,7 @@ def _fill(
 
 
 def _plan_reads(module: nn.Module) -> Iterator[_Read]:
-    """What comes from files, each distinct tensor once; all problems at once."""
+    """Yield the reads from files, each distinct tensor once; raise for all problems at once."""
     planned: dict[int, _Read] = {}
     problems: list[Problem] = []
     for prefix, owner in list(module.named_modules()):
@@ -203,7 +203,7 @@ def _non_persistent(owner: nn.Module) -> set[str]:
 
 
 def _may_be_ignored(owner: nn.Module, name: str) -> bool:
-    """Transformers' models list what old files hold and they no longer read."""
+    """Return whether a transformers model lists this name as one that old files have and it no longer reads."""
     ignored: Mapping[str, object] | list[str] = (
         getattr(owner, "_keys_to_ignore_on_load_unexpected", None) or []
     )

@@ -1,4 +1,4 @@
-"""Initial values for parameters and buffers on meta, by the modules' own rules."""
+"""Computes initial values for parameters and buffers on meta, by the modules' own rules."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 def initialize(module: nn.Module, *, seed: int) -> Iterator[Initialised]:
-    """Yields (name, meta tensor, its whole initial value on the CPU), and expects it to be filled.
+    """Yield (name, meta tensor, its whole initial value on the CPU); the caller fills the tensor before the next.
 
     One seed gives the same values on all ranks; the global generators are left as they were.
 
     Raises:
-        ValueError: nothing says what a tensor starts as; names it.
+        ValueError: A tensor has no initial value; the message names it.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        # Of the CPU only: `torch.manual_seed` would give all ranks one CUDA seed, for good.
+        # The CPU generator only: `torch.manual_seed` would give all ranks the same CUDA seed, for good.
         torch.default_generator.manual_seed(seed)
         for unit in _units(module, "", ()):
             yield from _initialize_unit(unit)
@@ -35,23 +35,23 @@ def initialize(module: nn.Module, *, seed: int) -> Iterator[Initialised]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Unit:
-    """A part of the module that is made on the CPU whole, initialised, and taken over."""
+    """A part of the module that is allocated whole on the CPU, initialised, and copied from."""
 
     name: str
     module: nn.Module
     ancestors: tuple[nn.Module, ...]
     recurse: bool
-    """Its submodules too, or only the tensors that it owns itself."""
+    """Whether its submodules belong to it, or only the tensors that it owns itself."""
 
     def full_name(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
 
 
 def _units(module: nn.Module, name: str, ancestors: tuple[nn.Module, ...]) -> Iterator[_Unit]:
-    """The largest parts with rules of their own of which nothing is there yet, then single owners.
+    """Yield the largest parts with a rule whose parameters are all on meta, then single owners of meta tensors.
 
     A model's own rule may look beyond one layer, as GPT-2's does for residual projections; but
-    where weights came from files, making the model whole again would take its whole memory.
+    if some weights came from files, allocating the whole model again would take its whole memory.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if not any(t.is_meta for t in tensors):
@@ -85,7 +85,7 @@ def _has_rule(module: nn.Module) -> bool:
 
 
 def _is_peft(module: nn.Module) -> bool:
-    """Adapters have rules of their own, and inside them is a model with another."""
+    """Return whether the module has adapters, which have rules of their own around a model with another."""
     return any(
         hasattr(m, "reset_lora_parameters") or hasattr(m, "peft_config") for m in module.modules()
     )
@@ -96,7 +96,7 @@ def _initialize_unit(unit: _Unit) -> Iterator[Initialised]:
     results = []
     floating = all(t.is_floating_point() or t.is_complex() for t in missing.values())
     state = torch.get_rng_state()
-    # What is still the filling has no rule. Integers have no NaN: two fillings tell.
+    # A tensor that still holds the filling has no rule. Integers have no NaN, so two fillings tell.
     for filling in (None,) if floating else (0, 1):
         torch.set_rng_state(state)
         with _scratch(unit, filling) as scratch:
@@ -124,9 +124,9 @@ def _is_made(made: list[Tensor]) -> bool:
 
 @contextmanager
 def _scratch(unit: _Unit, filling: int | None) -> Iterator[dict[int, Tensor]]:
-    """Puts whole CPU tensors in the place of all below the unit; its own are back afterwards.
+    """Replace all tensors below the unit by whole CPU tensors inside, and restore them afterwards.
 
-    Of all, because a rule may reach into submodules, whose tensors may be loaded already.
+    All of them, because a rule may write to submodules, whose tensors may be loaded already.
     """
     owners = list(unit.module.modules())
     kept = [(o, dict(o._parameters), dict(o._buffers)) for o in owners]
@@ -171,7 +171,7 @@ def _children_first(
 
 
 def _apply_rule(module: nn.Module, ancestors: tuple[nn.Module, ...]) -> None:
-    """Transformers' rule comes from the model around a layer, and goes before the layer's own."""
+    """Apply the rule of the enclosing transformers model if there is one, else the layer's own."""
     for model in (module, *reversed(ancestors)):
         rule = getattr(model, "_init_weights", None)
         if callable(rule):
@@ -185,7 +185,7 @@ def _apply_rule(module: nn.Module, ancestors: tuple[nn.Module, ...]) -> None:
 
 
 def _reset_adapters(layer: Any, unit: _Unit) -> None:
-    """LoRA's own rule: the product of A and B starts as zero."""
+    """Apply LoRA's own rule: the product of A and B starts as zero."""
     wrappers: list[Any] = [m for m in unit.ancestors if hasattr(m, "peft_config")]
     configs: dict[str, Any] = wrappers[0].peft_config if wrappers else {}
     for adapter in [*layer.lora_A, *layer.lora_embedding_A]:
@@ -200,20 +200,20 @@ def _reset_adapters(layer: Any, unit: _Unit) -> None:
 
 
 def _rebuild_buffers(unit: _Unit, missing: dict[str, Tensor]) -> Iterator[Initialised]:
-    """Constants that a constructor computes: construct the same module again, on the CPU."""
+    """Yield constants that a constructor computes, by constructing the same module on the CPU."""
     for name, target in missing.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = unit.module.get_submodule(owner_name)
         if isinstance(target, nn.Parameter) or leaf not in owner._buffers:
             continue
-        again = _constructed_again(owner)
-        value = again._buffers.get(leaf) if again is not None else None
+        rebuilt = _reconstructed(owner)
+        value = rebuilt._buffers.get(leaf) if rebuilt is not None else None
         if value is not None and value.shape == target.shape:
             yield unit.full_name(name), target, value
 
 
-def _constructed_again(owner: nn.Module) -> nn.Module | None:
-    """None where the arguments are not all known, or the result does not look the same."""
+def _reconstructed(owner: nn.Module) -> nn.Module | None:
+    """Construct the module once more on the CPU; None if an argument is unknown or its settings would differ."""
     construct: Callable[..., nn.Module] = type(owner)
     arguments: dict[str, Any] = {}
     for p in inspect.signature(construct).parameters.values():
@@ -223,12 +223,12 @@ def _constructed_again(owner: nn.Module) -> nn.Module | None:
             return None
         arguments[p.name] = vars(owner)[p.name]
     with torch.device("cpu"):
-        again = construct(**arguments)
-    return again if _settings(again) == _settings(owner) else None
+        rebuilt = construct(**arguments)
+    return rebuilt if _settings(rebuilt) == _settings(owner) else None
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps of its construction: equal settings make equal constants."""
+    """Return the plain attributes that a constructor has set: equal settings make equal constants."""
     return {
         k: v
         for k, v in vars(module).items()

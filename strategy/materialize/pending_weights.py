@@ -1,4 +1,4 @@
-"""Notes from which files a module on the meta device is to be filled, and says what they hold."""
+"""Records the files that will fill a module on the meta device, and reads what they hold."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PENDING = "_thunder_memsave_weights"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingWeights:
-    """Files from which a submodule is to be filled, once it is known where its rows go."""
+    """The files that will fill a submodule, once each rank knows its rows."""
 
     source: TensorSource
     rename: Rename
 
 
 def without_adapters(name: str) -> str | None:
-    """A parameter's name before `peft` wrapped the model, or None for what `peft` added."""
+    """Return a parameter's name before `peft` wrapped the model; None for a parameter that `peft` added."""
     if re.search(r"(^|\.)lora_|(^|\.)ia3_|(^|\.)prompt_encoder\.", name):
         return None
     name = name.removeprefix("base_model.model.")
@@ -44,17 +44,17 @@ def load_on_setup(
     *,
     rename: Rename = without_adapters,
 ) -> None:
-    """Notes that `module`, on the meta device, is to be filled from files when it is set up.
+    """Fill `module`, which is on the meta device, from files when it is set up.
 
-    Wrap the module as you like meanwhile; `rename` maps its names then to those in the files.
+    The module may be wrapped until then; `rename` maps its names at setup to those in the files.
 
     Args:
         module: A model, or a part of one.
         weights: A safetensors file, a file with a state dict, or a model directory; or tensors.
-        rename: Gives None for parameters that the files do not have; they are initialised.
+        rename: Returns None for parameters that the files do not have; they are initialised.
 
     Raises:
-        ValueError: there is nothing to read at `weights`, or `module` has values already.
+        ValueError: There is nothing to read at `weights`, or `module` has values already.
     """
     if not any(p.is_meta for p in module.parameters()):
         raise ValueError(
@@ -68,9 +68,9 @@ def load_on_setup(
 
 
 def names_in_files(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters and buffers that `load_on_setup` is going to fill, tied twins too.
+    """Return the names of the parameters and buffers that `load_on_setup` will fill, tied ones under each name.
 
-    To be called before the module is set up.
+    Call it before the module is set up.
     """
     filled: set[int] = set()
     for owner, pending in _pending(module):
@@ -82,9 +82,9 @@ def names_in_files(module: nn.Module) -> frozenset[str]:
 
 
 def reads_from_files(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """How to read each whole tensor that `load_on_setup` is going to fill, by its name; tied twins too.
+    """Return, by name, a function that reads each whole tensor that `load_on_setup` will fill; tied names too.
 
-    To be called before the module is set up.
+    Call it before the module is set up.
     """
     reads: dict[str, Callable[[], Tensor]] = {}
     for prefix, owner in module.named_modules():
@@ -100,9 +100,9 @@ def reads_from_files(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def fingerprint_of_files(module: nn.Module) -> str:
-    """Tell apart the files that `load_on_setup` is going to read, without reading them whole.
+    """Hash the files that `load_on_setup` will read, without reading them whole.
 
-    Names, shapes and dtypes of all tensors count, and the values in each one's first row.
+    The hash covers names, shapes and dtypes of all tensors, and the values in each one's first row.
     """
     digest = hashlib.sha256()
     for _, pending in _pending(module):
@@ -122,7 +122,7 @@ def _pending(module: nn.Module) -> Iterator[tuple[nn.Module, PendingWeights]]:
 
 
 def wanted_tensors(owner: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor]]:
-    """Find the parameters and buffers that files may have, each with its name there."""
+    """Return, by name, the parameters and buffers that files may have, each with its name there."""
     tensors: dict[str, Tensor] = dict(owner.named_parameters(remove_duplicate=False))
     tensors.update(owner.named_buffers(remove_duplicate=False))
     renamed = {name: rename(name) for name in tensors}

@@ -1,4 +1,4 @@
-"""Modules on meta become real: from files by rows, or by their own rules, alike on all ranks."""
+"""Modules on meta are filled from files by rows, or by their own rules, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _check_tied(root: Path, dp: DataParallel) -> None:
 
 
 def _check_adapters(root: Path, dp: DataParallel) -> None:
-    """Wrapped between the note and the setup, as a script would do it."""
+    """Wrapped between `load_on_setup` and setup, as in a script."""
     base = llama_on_meta()
     load_on_setup(base, root / "untied")
     model = with_lora(base)
@@ -181,7 +181,7 @@ class Rotary(nn.Module):
 
 
 class Forgetful(nn.Module):
-    """The same, of which nobody can tell afterwards what it was made from."""
+    """The same, without an attribute that tells its argument."""
 
     def __init__(self, dim: int, base: float = 10.0) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Forgetful(nn.Module):
 
 
 class Halving(nn.Module):
-    """Keeps something else than it was given under the same name."""
+    """Keeps another value than its argument under the argument's name."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_constant_buffers_are_computed_by_their_constructor() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Forgetful(3, base=7.0), lambda: Halving(8)])
-def test_constant_buffers_that_cannot_be_computed_again_are_named(make: Any) -> None:
+def test_constant_buffers_that_cannot_be_recomputed_are_named(make: Any) -> None:
     net = on_meta(lambda: nn.Sequential(nn.Linear(3, 2), make()))
     with pytest.raises(ValueError, match=r"buffer '1.table' is on the meta device, and (F|H)"):
         materialize(net, device=CPU, data_parallel=None)
