@@ -17,7 +17,7 @@ from thunder_memsave.compat import (
 
 @functools.cache
 def apply() -> None:
-    """Import thunder; each package of ours that needs it calls this before its modules are imported."""
+    """Import Thunder with its work-arounds; each package that needs it calls this before importing its modules."""
     with (
         torch213_named_tensors.stubs(),
         absent_transformer_engine.silence(),

@@ -1,7 +1,7 @@
 """Thunder 0.2.6 warns at every import where the optional TransformerEngine is not installed.
 
-`thunder/executors/transformer_engineex.py` does so whether or not anybody asked for fp8, once per
-process and rank. Nothing is wrong and nobody can act on it, so the warning is kept off the screen.
+`thunder/executors/transformer_engineex.py` does so whether or not fp8 is used, once per
+process and rank. Nothing is wrong and nobody can act on it, so the warning is suppressed.
 
 Delete this file when the oldest Thunder that pyproject.toml allows is silent about it;
 `tests/compat/test_absent_transformer_engine.py` fails when the installed one is.
@@ -18,7 +18,7 @@ MESSAGE = "transformer_engine module not found!"
 
 
 def is_needed() -> bool:
-    """Say whether the installed version has the defect."""
+    """Return whether the installed version has the defect."""
     return Version(importlib.metadata.version("lightning-thunder")) <= Version("0.2.6")
 
 

@@ -17,12 +17,12 @@ from packaging.version import Version
 
 
 def is_needed() -> bool:
-    """Say whether the installed version has the defect."""
+    """Return whether the installed version has the defect."""
     return Version(importlib.metadata.version("lightning-thunder")) <= Version("0.2.6")
 
 
 def apply() -> None:
-    """Give every operation whose derivative was replaced one of its own, under a name of its own."""
+    """Register a derivative under a unique name for every operation whose derivative was replaced."""
     if not is_needed():
         return
     from thunder.executors.torchex import _always_executable, ex
@@ -40,7 +40,7 @@ def apply() -> None:
 
 
 def replaced_derivatives() -> list[Any]:
-    """The symbols whose derivative is executed as another function's."""
+    """Return the symbols whose derivative is executed as another function's."""
     from thunder.core.prims import OpTags
     from thunder.core.symbol import Symbol
     from thunder.executors.torchex import ex

@@ -1,7 +1,7 @@
-"""Dynamo reads whole modules of Python token by token for a line of a log that is off.
+"""Dynamo tokenizes whole Python modules for a log line even if that log is off.
 
-For every call that it puts into a graph it makes the header of that line, with the name of the
-function that is at the line of code, and only then hands both to the log. To find the name it
+For every call that it puts into a graph it formats the header of that line, with the name of the
+function around the line of code, before it asks whether the log is on. To find the name it
 tokenizes the file: seconds for `torch/nn/functional.py` and the files of transformers' models.
 
 Delete this file when `tests/compat/test_dynamo_function_names.py` says that torch asks no more.
@@ -15,7 +15,7 @@ _LOG = "torch._dynamo.output_graph.__trace_call"
 
 
 def apply() -> None:
-    """Let Dynamo look for names of functions only where `TORCH_LOGS=trace_call` shows them."""
+    """Let Dynamo look for names of functions only if `TORCH_LOGS=trace_call` shows them."""
     from torch._dynamo import symbolic_convert
 
     known = symbolic_convert.get_funcname

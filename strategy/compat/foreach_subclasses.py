@@ -18,12 +18,12 @@ _LISTS = [
 
 
 def is_needed() -> bool:
-    """Say whether torch asks the lists."""
+    """Return whether torch reads the lists."""
     return None not in _LISTS
 
 
 def allow(cls: type) -> None:
-    """Let optimizers choose `foreach` for parameters of this very type."""
+    """Let optimizers choose `foreach` for parameters of exactly this type."""
     for types in _LISTS:
         if types is not None and cls not in types:
             types.append(cls)

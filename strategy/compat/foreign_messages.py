@@ -1,4 +1,4 @@
-"""Reads what torch, gloo, nccl and safetensors tell in the text of an error alone; ours have fields."""
+"""Parses messages of torch, gloo, nccl and safetensors whose facts are only in the text; our errors have fields."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _NUMBERED = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
 def first_line(error: BaseException) -> str:
-    """Return what stands before the lines of C++ frames; the type's name of an error that says nothing."""
+    """Return the message's first line, without C++ frames; the type's name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return what stands before the advice, without its full stop."""
+    """Return the message's first sentence, without its full stop; the advice comes after it."""
     return str(error).partition(". ")[0].rstrip(".")
 
 
 def says_peer_failed(error: RuntimeError) -> bool:
-    """Tell whether gloo, nccl or the store blames another process, rather than this one's arguments."""
+    """Return whether gloo, nccl or the store blames another process, rather than this one's arguments."""
     return _ABOUT_PEERS.search(str(error)) is not None
 
 
 def says_timeout(error: RuntimeError) -> bool:
-    """Tell whether another process did not come in time, rather than that it ended."""
+    """Return whether another process was late, rather than that it ended."""
     return "timed out" in str(error).lower()
 
 
 def missing_bytes(error: BaseException) -> int | None:
-    """Return what torch asked for beyond what was free; None where its message says nothing of it.
+    """Return the bytes that torch requested beyond the free ones; None if its message does not tell.
 
     `Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.50 MiB is free.`
     """
@@ -51,10 +51,10 @@ def error_numbers(error: BaseException) -> Iterator[int]:
 
 
 def says_saved_were_freed(error: RuntimeError) -> bool:
-    """Tell whether autograd has no saved tensors any more."""
+    """Return whether autograd's saved tensors were freed."""
     return "second time" in str(error) or "freed" in str(error)
 
 
 def says_saved_were_overwritten(error: RuntimeError) -> bool:
-    """Tell whether autograd found a saved tensor changed."""
+    """Return whether autograd found a saved tensor changed."""
     return "inplace operation" in str(error)

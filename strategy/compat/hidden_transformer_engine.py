@@ -1,10 +1,10 @@
-"""Thunder 0.2.6 loads an installed TransformerEngine at every import, and fails where that cannot be loaded.
+"""Thunder 0.2.6 loads an installed TransformerEngine at every import, and fails if that cannot be loaded.
 
-`thunder/executors/transformer_engineex.py` and `transformer_engine_v1ex.py` do so for executors of Thunder's that this
-package never uses: it takes seconds, `import thunder` raises where TransformerEngine's python is there without an
-extension that was built for the installed PyTorch, and with TransformerEngine 2.10 and later it warns that a name is
-gone. While we import Thunder, it is told that there is no TransformerEngine. Who wants Thunder's own executors for it
-imports Thunder before this package.
+`thunder/executors/transformer_engineex.py` and `transformer_engine_v1ex.py` do so for executors that this package never
+uses: it takes seconds, `import thunder` raises if TransformerEngine's Python package is installed without an extension
+built for the installed PyTorch, and with TransformerEngine 2.10 and later it warns about a removed name. While we
+import Thunder, it is told that there is no TransformerEngine. To use Thunder's own executors for it, import Thunder
+before this package.
 
 Delete this file when the oldest Thunder that pyproject.toml allows loads TransformerEngine for its executors' users
 only; `tests/compat/test_hidden_transformer_engine.py` fails when the installed one does.
@@ -22,13 +22,13 @@ _NAME = "transformer_engine"
 
 
 def is_needed() -> bool:
-    """Say whether the installed version has the defect."""
+    """Return whether the installed version has the defect."""
     return Version(importlib.metadata.version("lightning-thunder")) <= Version("0.2.6")
 
 
 @contextmanager
 def hide() -> Iterator[None]:
-    """Answer Thunder's question whether TransformerEngine is installed with no."""
+    """Tell Thunder that TransformerEngine is not installed."""
     if not is_needed():
         yield
         return

@@ -1,7 +1,7 @@
-"""Thunder 0.2.6 passes the views of a changed tensor to `update_aliases` in the order of a set of their names.
+"""Thunder 0.2.6 passes the views of a changed tensor to `update_aliases` in the iteration order of a set.
 
-That order depends on `PYTHONHASHSEED`, which differs between processes, and so do the arguments, the names of the
-results and all that is compared or looked up by them: ranks of one run would disagree about what they compute
+That order depends on `PYTHONHASHSEED`, which differs between processes. So do the arguments, the names of the results
+and everything compared or looked up by them: ranks of one run would disagree about what they compute
 (`insert_alias_updates` in thunder/core/update_aliases.py; no report of it is known:
 https://github.com/Lightning-AI/lightning-thunder/blob/main/thunder/core/update_aliases.py).
 
@@ -18,12 +18,12 @@ from packaging.version import Version
 
 
 def is_needed() -> bool:
-    """Say whether the installed version has the defect."""
+    """Return whether the installed version has the defect."""
     return Version(importlib.metadata.version("lightning-thunder")) <= Version("0.2.6")
 
 
 def apply() -> None:
-    """Hand the views of a tensor to both functions that go through them in the order of their names."""
+    """Sort the views of a tensor by name for both functions that iterate over them."""
     if not is_needed():
         return
     from thunder.core import update_aliases

@@ -21,14 +21,14 @@ METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 
 
 def is_needed() -> bool:
-    """Say whether the installed versions have the defect."""
+    """Return whether the installed versions have the defect."""
     thunder = Version(importlib.metadata.version("lightning-thunder"))
     return Version(torch.__version__) >= Version("2.13") and thunder <= Version("0.2.6")
 
 
 @contextmanager
 def stubs() -> Iterator[None]:
-    """Give `torch.Tensor` the removed methods while Thunder is imported, and take them away again.
+    """Give `torch.Tensor` the removed methods while Thunder is imported, and remove them afterwards.
 
     They must not stay: other libraries ask `hasattr(tensor, "rename")` to see what torch can do.
     """

@@ -45,7 +45,7 @@ def agent(port: int) -> DynamicRendezvousHandler:
 
 @contextmanager
 def second_round(pool: ThreadPoolExecutor) -> Iterator[Future[RendezvousInfo]]:
-    """What the agent gets that takes the place of one that died; the other one stays rank 0."""
+    """Rendezvous result of the agent that replaces a dead one; the other one stays rank 0."""
     server = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
     first, second, returned = (agent(server.port) for _ in range(3))
     joining = [pool.submit(a.next_rendezvous) for a in (first, second)]

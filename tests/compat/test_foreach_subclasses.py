@@ -16,7 +16,7 @@ from thunder_memsave.sharding.sharded_parameter import ShardedParameter, mark_sh
 
 
 class Subclass(nn.Parameter):
-    """What no list of torch knows."""
+    """A type that is in no list of torch."""
 
 
 def sharded() -> ShardedParameter:
@@ -31,7 +31,7 @@ def sharded() -> ShardedParameter:
 
 @pytest.fixture
 def foreach_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch prefers on CUDA, preferred on the CPU."""
+    """Apply torch's CUDA preference on the CPU."""
     monkeypatch.setattr(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
 
 

@@ -30,6 +30,6 @@ while time.monotonic() < end:
 
 
 def test_several_coalesced_gathers_still_corrupt_the_heap() -> None:
-    """If this fails again and again, torch is healed, and `transport.start_all_gather` may leave joining to it."""
+    """If this fails repeatedly, torch is fixed, and `transport.start_all_gather` may leave joining to it."""
     ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True)
     assert ended.returncode < 0, ended.stderr[-500:]

@@ -12,7 +12,7 @@ IMPORT = "from thunder_memsave.compat import torch213_named_tensors as c\nwith c
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    """In a process that finds TransformerEngine's python, without its extension."""
+    """Run code in a process that finds TransformerEngine's Python package without its extension."""
     return subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", script],
         env={**os.environ, "PYTHONPATH": str(FOLDER)},

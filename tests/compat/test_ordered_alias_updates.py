@@ -31,14 +31,14 @@ class ChangesWhatHasViews(nn.Module):
 
 @pytest.fixture
 def trace() -> TraceCtx:
-    """As `insert_alias_updates` gets it."""
+    """The trace that `insert_alias_updates` gets."""
     compiled = CompiledModule(ChangesWhatHasViews())
     compiled(torch.randn(NUM_VIEWS, 4))
     return compiled.captures[0].forward_traces[1]
 
 
 def views_by_update(trace: TraceCtx, module: ModuleType) -> list[list[str]]:
-    """The first names of the views that each symbol passes on, before the tensor is changed."""
+    """Return the views that each symbol passes on, by their names before the tensor is changed."""
     first_name: dict[str, str] = {}
     found: list[list[str]] = []
     for bsym in module.insert_alias_updates(trace, []).bound_symbols:

@@ -1,4 +1,4 @@
-"""Thunder draws the dropout of a `torch.utils.checkpoint` region again in backward, which gives wrong gradients.
+"""Thunder redraws the dropout of a `torch.utils.checkpoint` region in backward, which gives wrong gradients.
 
 That is why such regions are ours (`strategy/frontend/higher_order.py`, `strategy/passes/checkpoint_regions.py`): random
 numbers are drawn once, and backward replays them. Found in Thunder 0.2.6: its rule clones `uniform` like any other
@@ -24,7 +24,7 @@ WIDTH = 256
 
 
 class Region(nn.Module):
-    """What it returns is zero where its weight has no gradient, if backward has forward's mask."""
+    """Its output is zero exactly where its weight has no gradient, if backward has forward's mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Region(nn.Module):
 
 
 def masks(region: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of forward and of backward."""
+    """Return the masks of forward and of backward."""
     dropped = region(torch.ones(WIDTH))
     dropped.sum().backward()
     assert weight.grad is not None
