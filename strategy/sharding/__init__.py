@@ -1,4 +1,4 @@
-"""Which rows of each parameter a rank holds, and what is computed with them outside of traces.
+"""Shards parameters by rows, and computes with the shards outside of traces.
 
-In: a module and the ranks that share it. Out: parameters that hold rows, gathered again where they are asked for.
+In: a module and the ranks that share it. Out: parameters that hold this rank's rows, and ways to gather them.
 """

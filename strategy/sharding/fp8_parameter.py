@@ -1,4 +1,4 @@
-"""A whole weight of which only fp8 numbers are kept, and which refuses to be computed with without their scale."""
+"""A parameter that holds only a weight's fp8 numbers, and refuses operations that would ignore their scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thunder_memsave.sharding.sharded_parameter import (
     unquantized_dtype,
 )
 
-# These read a weight as a whole even where the shapes of a shard happen to fit.
+# These read a weight as a whole even if the shapes of a shard happen to fit.
 _REFUSED = frozenset(
     {"linear", "bilinear", "embedding", "embedding_bag", "one_hot", "multi_head_attention_forward"}
     | {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm"}
@@ -34,15 +34,15 @@ _REFUSED_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 
 
 class Fp8ParameterError(ThunderMemsaveError, ValueError):
-    """A weight of which only fp8 numbers are kept was used as if it were the weight itself."""
+    """The fp8 numbers of a weight were used as if they were the weight."""
 
-    code = None  # the traceback shows who did
+    code = None  # the traceback shows the user
 
 
 class Fp8Parameter(nn.Parameter):
-    """The fp8 numbers of a weight that is not trained; their scale is a buffer of its linear.
+    """The fp8 numbers of a frozen weight; their scale is a buffer of its linear.
 
-    Made in place by assigning `__class__`, as a `ShardedParameter` is; a rank's rows of such a weight are one of those.
+    Made in place by assigning `__class__`, like `ShardedParameter`; a shard of such a weight is a `ShardedParameter`.
     """
 
     _parameter_name: str
@@ -55,7 +55,7 @@ class Fp8Parameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs `func` on plain tensors, or refuses it."""
+        """Run `func` on plain tensors, or refuse it."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             name = _computing_operation(func, args, kwargs)
@@ -65,14 +65,14 @@ class Fp8Parameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
-        """Copies the numbers and what is known of the weight."""
+        """Copy the numbers and the weight's attributes."""
         if id(self) not in memo:
             memo[id(self)] = _rebuild(self.data.clone(), *self._state())
         copied_once: Fp8Parameter = memo[id(self)]
         return copied_once
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickles as what it is: torch's own way gives a parameter that looks like a weight."""
+        """Pickle as fp8 numbers: torch's own way gives a parameter that looks like a weight."""
         return _rebuild, (self.data, *self._state())
 
     def _state(self) -> tuple[str, torch.dtype]:
@@ -82,12 +82,12 @@ class Fp8Parameter(nn.Parameter):
 
 
 def hold_fp8(p: nn.Parameter, values: Tensor, *, name: str) -> None:
-    """Let `p` hold fp8 numbers, of its rows where it is sharded, instead of the weight, which is freed.
+    """Replace the weight, or shard, that `p` holds by its fp8 numbers, and free it.
 
     Args:
-        p: Not trained. The object stays, with its attributes.
+        p: A frozen parameter. The object stays, with its attributes.
         values: fp8, in the shape of `p`.
-        name: Dotted, for messages.
+        name: Dotted name, for messages.
     """
     dtype = p.dtype
     p.data = values
@@ -114,12 +114,12 @@ def _rebuild(values: Tensor, name: str, dtype: torch.dtype) -> Fp8Parameter:
 def _computing_operation(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """The name of an operation that computes with weights as a model's forward does; None: another one.
+    """Return the name of an operation that computes with weights like a model's forward; None for any other.
 
     Args:
-        func: As `__torch_function__` gets it, and so are the others.
-        args: What it is called with.
-        kwargs: Likewise.
+        func: The function that `__torch_function__` got.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     name = name_of(func)
     if name in _REFUSED_ATTRIBUTES:
@@ -136,14 +136,14 @@ def _is_in_place(name: str) -> bool:
 
 
 def _mixes_shapes(values: Sequence[Any]) -> bool:
-    """Whether an activation, an index or a full tensor meets the shard: scalars do not count."""
+    """Return whether tensors of several shapes meet, such as an activation and a weight; scalars do not count."""
     shapes = {t.shape for t in tensors_in(values) if t.dim() > 0}
     return len(shapes) > 1
 
 
 def _message(operation: str, p: Fp8Parameter) -> str:
     return (
-        f"{operation}() was asked to use {p._parameter_name!r} outside the compiled forward, and of that weight only "
-        "fp8 numbers are kept (fp8.frozen_weights: fp8), which mean nothing without their scale. Call the module that "
+        f"{operation}() was asked to use {p._parameter_name!r} outside the compiled forward, but only fp8 numbers of "
+        "that weight are kept (fp8.frozen_weights: fp8), which mean nothing without their scale. Call the module that "
         "fabric.setup() returned, or set fp8.frozen_weights to 'compute', which keeps the weight too."
     )

@@ -1,4 +1,4 @@
-"""Norms of gradients that are spread over ranks: for clipping, and for whether they are finite."""
+"""Clips sharded gradients by their norm over all ranks, and checks that they are finite."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def clip_norm(
     error_if_nonfinite: bool = True,
     data_parallel: DataParallel | None,
 ) -> Tensor:
-    """Scales all gradients so that their norm over all ranks is at most `max_norm`.
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
     Every rank calls it with the same parameters; replicated ones count once, and padding rows not
-    at all, because their gradients are zero. A collective where parameters are sharded.
+    at all, because their gradients are zero. A collective if parameters are sharded.
 
     Returns:
         The norm before clipping, the same on all ranks.
 
     Raises:
         ValueError: `max_norm` or `norm_type` is not positive.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set, on every rank.
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is set; on every rank.
     """
     _require_positive("max_norm", max_norm)
     _require_positive("norm_type", norm_type)
@@ -50,7 +50,7 @@ def clip_norm(
 
 
 def clip_value(parameters: Iterable[nn.Parameter], *, clip_value: float) -> None:
-    """Clamps every gradient element to `[-clip_value, clip_value]`. No communication.
+    """Clamp every gradient element to `[-clip_value, clip_value]`. No communication.
 
     Raises:
         ValueError: `clip_value` is not positive.
@@ -60,7 +60,7 @@ def clip_value(parameters: Iterable[nn.Parameter], *, clip_value: float) -> None
 
 
 def are_finite(parameters: Iterable[nn.Parameter], *, data_parallel: DataParallel | None) -> bool:
-    """Whether every gradient is finite on every rank; the same answer on all. A collective of one number."""
+    """Return whether every gradient is finite on every rank; the same answer on all. A collective of one number."""
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     # The largest element: NaN goes through it, and unlike a sum it does not overflow.
@@ -78,7 +78,7 @@ def global_norm(
     norm_type: float = 2.0,
     data_parallel: DataParallel | None,
 ) -> Tensor:
-    """The norm of all gradients over all ranks. A collective where parameters are sharded."""
+    """Return the norm of all gradients over all ranks. A collective if parameters are sharded."""
     whole = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
     if data_parallel is None or not any(is_sharded(p) for p in parameters):
         return nn.utils.get_total_norm(whole, norm_type)
@@ -92,7 +92,7 @@ def global_norm(
 
 
 def _norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
-    """At least float32: bfloat16 has 8 bits for what is summed over a whole model."""
+    """Return float32 or float64: bfloat16's 8 bits are too few for a sum over a whole model."""
     is_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return torch.float64 if is_double else torch.float32
 

@@ -1,4 +1,4 @@
-"""Makes `state_dict` and `load_state_dict` of a sharded module speak of real rows only."""
+"""Hides padding rows from `state_dict` and `load_state_dict` of a sharded module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from thunder_memsave.sharding.sharded_parameter import ShardedParameter, is_shar
 
 
 def hide_padding(module: nn.Module) -> None:
-    """Install hooks: `state_dict()` gives this rank's rows without padding, and takes them back.
+    """Install hooks: `state_dict()` returns this rank's rows without padding, and `load_state_dict()` takes them.
 
-    No communication. What it gives refuses to be written to a file, where it would look whole. With `keep_vars=True`
-    the parameters themselves come out, padding included.
+    No communication. The values refuse to be written to a file, where they would look whole. With `keep_vars=True`
+    the values are the parameters themselves, padding included.
     """
     for submodule in module.modules():
         if any(is_sharded(p) for p in submodule._parameters.values() if p is not None):

@@ -1,7 +1,7 @@
-"""Names the operations that are right when each rank does them with its rows of a parameter.
+"""Lists the operations that are correct if each rank applies them to its rows of a parameter.
 
-They are functions of each row's elements alone. The list is of what is allowed: an operation that is not known here is
-refused, as a sum over this rank's rows is a wrong number and no error.
+They are functions of each row's elements alone. It is an allowlist: any other operation is refused, because a sum over
+this rank's rows, for example, is a wrong number and no error.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 
 class Kind(Enum):
-    """What an operation does with rows, and what becomes of its result."""
+    """The effect of an operation on rows, and the type of its result."""
 
     INSPECTS = auto()
-    """It asks for no element, or makes a tensor like this one: the result is the caller's."""
+    """Reads no element, or makes a tensor like this one: the result is a plain value."""
     COPIES = auto()
-    """The result is the same rows, and marked as these, also where autograd records it."""
+    """Copies the rows: the result is marked as rows, even if autograd records the copy."""
     COMPUTES = auto()
-    """The result is rows too, if the operands fit; a gradient of it would be that of these rows alone."""
+    """Computes rows if the operands fit; a gradient of the result would be that of these rows alone."""
     ADDS = auto()
-    """As COMPUTES, but what is added to a gradient stays a gradient: the result is what the first operand is."""
+    """Like COMPUTES, but the result has the type of the first operand: a gradient plus rows stays a gradient."""
     COMPARES = auto()
-    """As COMPUTES, and has no gradient."""
+    """Like COMPUTES, without a gradient."""
     CHANGES = auto()
-    """As COMPUTES, in place: the result is the operand that was changed."""
+    """Like COMPUTES, in place: the result is the changed operand."""
     DIFFERENTIATES = auto()
-    """`torch.autograd.grad`, which gives gradients of rows where rows are what it is asked for."""
+    """Is `torch.autograd.grad`: allowed unless rows are among its outputs."""
 
 
 _ATTRIBUTES = (
@@ -79,12 +79,12 @@ _OWNERS = (Tensor, torch, nn.init)
 
 
 def kind_of(operation: Callable[..., Any]) -> Kind | None:
-    """What a function, as `__torch_function__` gets it, does with rows; None: it is not known to be right."""
+    """Return the kind of a function that `__torch_function__` got; None: it is not known to be correct on rows."""
     return _KINDS.get(operation)
 
 
 def name_of(operation: Callable[..., Any]) -> str:
-    """What errors call the operation."""
+    """Return the operation's name for error messages."""
     name = str(getattr(operation, "__name__", operation))
     if name == "__get__":
         return str(getattr(getattr(operation, "__self__", None), "__name__", name))
@@ -116,11 +116,11 @@ def _kinds() -> dict[Any, Kind]:
 
 
 def _functions(names: list[str]) -> Iterator[Any]:
-    """Yield all functions of these names; a version of torch may have other ones."""
+    """Yield the functions of these names that this version of torch has."""
     for name in names:
         for owner in _OWNERS:
             found = getattr(owner, name, None)
-            # Of `object`, what is no operation on tensors; and types such as `torch.long` are no functions.
+            # Not methods of `object`, which are no tensor operations, nor dtypes such as `torch.long`.
             if callable(found) and found is not getattr(object, name, None):
                 yield found
 

@@ -1,4 +1,4 @@
-"""Says which rows of each parameter a rank holds, in place in the module, and gathers them."""
+"""Shards the parameters of a module in place, each rank its own rows, and gathers them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RowRange:
 
 
 def own_rows(unsharded_shape: torch.Size, data_parallel: DataParallel) -> RowRange:
-    """This rank's rows in Thunder's FSDP layout: ceil(n / world) each, padding at the very end."""
+    """Return this rank's rows in Thunder's FSDP layout: ceil(n / world) each, padding at the very end."""
     total = unsharded_shape[0]
     num_rows = -(-total // data_parallel.world_size)
     start = min(data_parallel.rank * num_rows, total)
@@ -42,37 +42,37 @@ def own_rows(unsharded_shape: torch.Size, data_parallel: DataParallel) -> RowRan
 
 
 def can_shard(unsharded_shape: torch.Size, data_parallel: DataParallel | None) -> bool:
-    """Whether a parameter of this shape is split: 0-dim and empty ones are replicated."""
+    """Return whether a parameter of this shape is sharded: 0-dim and empty ones are replicated."""
     if data_parallel is None or not data_parallel.shards:
         return False
     return len(unsharded_shape) > 0 and unsharded_shape.numel() > 0
 
 
 def is_module_sharded(module: nn.Module) -> bool:
-    """Whether any parameter of `module` holds only this rank's rows."""
+    """Return whether any parameter of `module` is a shard."""
     return any(is_sharded(p) for p in module.parameters())
 
 
 def num_real_rows(p: Tensor) -> int:
-    """How many leading rows of `p` are the parameter's own; the rest is padding."""
+    """Return the number of leading rows of `p` that are not padding."""
     if isinstance(p, ShardedParameter):
         return p._num_real_rows
     return p.shape[0] if p.dim() else 1
 
 
 def local_rows(t: Tensor, p: Tensor) -> Tensor:
-    """The real rows of `t`, which has the shape of `p`: the parameter, its grad, its moments."""
+    """Return the rows of `t` without padding; `t` has the shape of `p`: the parameter, its grad, its moments."""
     return as_rows(t)[: num_real_rows(p)] if is_sharded(p) else as_rows(t)
 
 
 def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
-    """Replaces the data of every parameter by this rank's rows, in place.
+    """Replace the data of every parameter by this rank's rows, in place.
 
     Parameter objects, `requires_grad` and ties stay, so an optimizer made before still trains
     them. Every parameter gets `unsharded_shape`. Meta parameters stay on meta.
 
     Raises:
-        ValueError: the module is sharded already, has gradients, ties weights by storage only, or
+        ValueError: The module is sharded already, has gradients, ties weights by storage only, or
             has parameters of another type than `nn.Parameter`.
     """
     for name, p in module.named_parameters():
@@ -85,7 +85,7 @@ def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
 
 
 def shard_rest(module: nn.Module, data_parallel: DataParallel | None) -> None:
-    """`shard_module` for a module of which some parameters are sharded already."""
+    """Shard the parameters that are not sharded yet, as `shard_module` does."""
     rest = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
     _refuse_unshardable(rest)
     _refuse_subclasses(rest, data_parallel)
@@ -99,14 +99,14 @@ def shard_rest(module: nn.Module, data_parallel: DataParallel | None) -> None:
 
 
 def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
-    """A copy of `rows` of `whole`, padded with zeros."""
+    """Return a copy of `rows` of `whole`, padded with zeros."""
     shard = whole.new_zeros((rows.num_rows, *whole.shape[1:]))
     shard[: rows.num_real_rows] = whole[rows.start : rows.stop]
     return shard
 
 
 def fill_meta(p: Tensor, values: Tensor, *, name: str, rows: RowRange | None) -> None:
-    """Makes a meta parameter or buffer hold `values`: all of it, or `rows` of it with padding.
+    """Give a meta parameter or buffer its `values`: all of it, or `rows` of it with padding.
 
     The object stays, with its attributes and `requires_grad`; only its contents change.
     """
@@ -120,14 +120,14 @@ def fill_meta(p: Tensor, values: Tensor, *, name: str, rows: RowRange | None) ->
 
 
 def whole_shape(t: Tensor) -> torch.Size:
-    """The shape of the whole tensor of which `t` may be a shard."""
+    """Return the shape of `t`, or of the whole tensor if `t` is a shard."""
     return t.unsharded_shape if isinstance(t, ShardedParameter) else t.shape
 
 
 def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
-    """The whole parameter, without padding. A collective for sharded parameters.
+    """Return the whole parameter, without padding. A collective for sharded parameters.
 
-    Replicated parameters come back as they are, not copied: do not write to the result.
+    Replicated parameters are returned without a copy: do not write to the result.
     """
     if data_parallel is None or not isinstance(p, ShardedParameter):
         return as_rows(p)
@@ -135,7 +135,7 @@ def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
 
 
 def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataParallel) -> Tensor:
-    """All ranks' rows of a tensor sharded like a parameter, without padding. A collective."""
+    """Gather all ranks' rows of a tensor sharded like a parameter, without padding. A collective."""
     shard = shard.contiguous()
     whole = shard.new_empty((shard.shape[0] * data_parallel.world_size, *shard.shape[1:]))
     all_gather(whole, shard, data_parallel)
@@ -143,7 +143,7 @@ def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataP
 
 
 def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
-    """Fills `out` with the contiguous `shard` of all ranks, one after the other."""
+    """Fill `out` with the contiguous `shard` of all ranks, in the order of ranks."""
     if shard.dtype.itemsize == 1:
         # gloo knows no float8, but moving bytes does not need to.
         out, shard = out.view(torch.uint8), shard.view(torch.uint8)
@@ -181,7 +181,7 @@ def _refuse_subclasses(named: dict[str, nn.Parameter], data_parallel: DataParall
 def _neighbours_in_memory(
     named: dict[str, nn.Parameter],
 ) -> Iterator[tuple[tuple[str, nn.Parameter], tuple[str, nn.Parameter]]]:
-    """Each parameter and the one of its storage that reaches furthest among those before it."""
+    """Yield each parameter with the one of its storage that starts before it and reaches furthest."""
     of_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, p in named.items():
         if p.numel() and (address := p.untyped_storage().data_ptr()):
@@ -195,14 +195,14 @@ def _neighbours_in_memory(
 
 
 def _bytes_of(p: Tensor) -> range:
-    """From the first to the last byte of `p` within its storage."""
+    """Return the range of bytes of `p` within its storage."""
     last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
     start = p.storage_offset() * p.element_size()
     return range(start, start + (last + 1) * p.element_size())
 
 
 def mark(p: nn.Parameter, name: str, shape: torch.Size, rows: RowRange) -> None:
-    """Note on a parameter which rows of which whole it holds."""
+    """Mark a parameter as the given rows of a whole of this name and shape."""
     mark_sharded(
         p,
         unsharded_shape=shape,

@@ -1,4 +1,4 @@
-"""Do all ranks build the same model with the same settings: asked before they depend on it."""
+"""Checks before training that all ranks built the same model with the same settings."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class RankMismatchError(ThunderMemsaveError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorFacts:
-    """What has to be the same of one parameter or buffer on all ranks."""
+    """Properties of one parameter or buffer that must be equal on all ranks."""
 
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
     checksum: int | None
-    """Of the values; None on the meta device and for shards, which differ by nature."""
+    """Checksum of the values; None on the meta device and for shards, which differ between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,18 +58,18 @@ class Digest:
     settings: Mapping[str, str]
     """Versions and configuration by dotted name."""
     tensors: Mapping[str, TensorFacts]
-    """By kind and name, in the module's order: `parameter 'head.weight'`."""
+    """Tensors by kind and name, such as `parameter 'head.weight'`, in the module's order."""
 
 
 def check_ranks_agree(
     module: nn.Module, *, config: object, data_parallel: DataParallel | None
 ) -> None:
-    """Compares all ranks' digests. One collective, on `data_parallel.everyone`.
+    """Compare all ranks' digests. One collective, on `data_parallel.everyone`.
 
-    Random seeds are no part of it: ranks may draw different dropout masks and data.
+    Random seeds are not compared: ranks may draw different dropout masks and data.
 
     Raises:
-        RankMismatchError: on every rank, naming the first rank that differs and how.
+        RankMismatchError: Two ranks differ; raised on every rank, naming the first that differs and how.
     """
     if data_parallel is None or data_parallel.num_ranks == 1:
         return
@@ -84,16 +84,16 @@ def check_ranks_agree(
 def check_choices_agree(
     name: str, choice: str, *, advice: str, data_parallel: DataParallel | None
 ) -> None:
-    """Compares what each rank chose by what it found on its machine. One collective, on `data_parallel.everyone`.
+    """Compare a choice that each rank made by its own machine. One collective, on `data_parallel.everyone`.
 
     Args:
-        name: Of what was chosen.
-        choice: This rank's.
-        advice: What to do about ranks that differ.
+        name: The setting that was chosen.
+        choice: This rank's choice.
+        advice: The advice to the user if ranks differ.
         data_parallel: The ranks; None: there is one.
 
     Raises:
-        RankMismatchError: on every rank, naming the first rank that chose otherwise than rank 0, and both choices.
+        RankMismatchError: Two ranks differ; raised on every rank, naming the first that differs from rank 0.
     """
     if data_parallel is None or data_parallel.num_ranks == 1:
         return
@@ -105,7 +105,7 @@ def check_choices_agree(
 
 
 def _of_all_ranks(own: T, purpose: str, data_parallel: DataParallel) -> list[T]:
-    """By rank."""
+    """Gather a value of all ranks, in the order of ranks."""
     values: list[T | None] = [None] * data_parallel.num_ranks
     with collective(purpose, data_parallel.everyone):
         dist.all_gather_object(values, own, group=data_parallel.everyone)
@@ -113,7 +113,7 @@ def _of_all_ranks(own: T, purpose: str, data_parallel: DataParallel) -> list[T]:
 
 
 def make_digest(module: nn.Module, *, config: object) -> Digest:
-    """This rank's digest. Tied parameters appear under their first name."""
+    """Return this rank's digest. Tied parameters appear under their first name."""
     tensors = {f"parameter {n!r}": _facts(p) for n, p in module.named_parameters()}
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
@@ -131,7 +131,7 @@ class Difference:
 
 
 def differences(first: Digest, other: Digest, *, rank: int) -> Sequence[Difference]:
-    """What differs between rank 0 and `rank`: settings, then names, then each tensor."""
+    """Return the differences between rank 0 and `rank`: settings, then names, then each tensor."""
     return [
         *_different_settings(first, other, rank),
         *_different_names(list(first.tensors), list(other.tensors), rank),
@@ -140,7 +140,7 @@ def differences(first: Digest, other: Digest, *, rank: int) -> Sequence[Differen
 
 
 def checksum(t: Tensor) -> int:
-    """A 64-bit sum over the bits of `t`, position-weighted, computed where `t` is.
+    """Return a position-weighted 64-bit sum over the bits of `t`, computed on its device.
 
     Integer arithmetic modulo 2**64 gives the same number on every device. Takes 100 MB beside `t`,
     whatever its size.
@@ -218,7 +218,7 @@ def _different_names(first: list[str], other: list[str], rank: int) -> list[Diff
 
 
 def _different_tensors(first: Digest, other: Digest, rank: int) -> list[Difference]:
-    """Values last: where a shape differs too, the seed is not what has to change."""
+    """Return differences of shapes, dtypes and `requires_grad`, then of values, for which the advice is the seed."""
     shared = [n for n in first.tensors if n in other.tensors]
     found = [_different_fact(n, first.tensors[n], other.tensors[n], rank) for n in shared]
     values = [_different_values(n, first.tensors[n], other.tensors[n], rank) for n in shared]

@@ -1,4 +1,4 @@
-"""A parameter that holds this rank's rows, and tensors made of them: each operation on one is right, or raises."""
+"""A sharded parameter, and tensors computed from its rows: each operation on them is correct or raises."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 
 _STATE = ("unsharded_shape", "_first_row", "_num_real_rows", "_parameter_name")
 _UNQUANTIZED = "unquantized_dtype"
-# Who asks a value of `state_dict()` for its memory is about to write a file.
+# A caller that reads the memory of a value of `state_dict()` is about to write a file.
 _GIVES_BYTES = frozenset(
     {"data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__dlpack__"}
 )
 
 
 class ShardedParameterError(ThunderMemsaveError, ValueError):
-    """Rows of a weight, which are all that this rank holds, were used as if they were the whole weight."""
+    """This rank's rows of a weight were used as if they were the whole weight."""
 
-    code = None  # the traceback shows who did
+    code = None  # the traceback shows the user
 
 
 class ShardedParameter(nn.Parameter):
     """This rank's rows of a parameter: real rows first, then padding rows of zeros.
 
-    Made in place by assigning `__class__`, so that the object keeps its identity. What is right when each rank does it
-    with its rows is done: an optimizer's arithmetic, copies, inspection. What that gives is marked as rows too. All
-    other operations raise `ShardedParameterError`, and so does what would record a gradient. `p.data` is the one way
-    around that: a plain tensor of the rows.
+    Made in place by assigning `__class__`, so that the object keeps its identity. Operations that are correct on each
+    rank's rows run: an optimizer's arithmetic, copies, inspection. Their results are marked as rows too. All other
+    operations raise `ShardedParameterError`, and so do operations that would record a gradient. `p.data`, a plain
+    tensor of the rows, is the only way around that.
     """
 
     unsharded_shape: torch.Size
@@ -54,7 +54,7 @@ class ShardedParameter(nn.Parameter):
         return _run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """Copies the rows and what is known about the whole."""
+        """Copy the rows and the attributes of the whole."""
         if id(self) not in memo:
             copied = nn.Parameter(self.data.clone(), self.requires_grad)
             memo[id(self)] = _rebuild(copied, self._state())
@@ -62,7 +62,7 @@ class ShardedParameter(nn.Parameter):
         return copied_once
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickles as what it is: torch's own way gives a parameter that looks whole."""
+        """Pickle as a sharded parameter: torch's own way gives a parameter that looks whole."""
         plain = nn.Parameter(self.data, self.requires_grad)
         return _rebuild, (plain, self._state())
 
@@ -72,9 +72,9 @@ class ShardedParameter(nn.Parameter):
 
 
 class ShardedRows(Tensor):
-    """A tensor made of a sharded parameter's rows, such as `p.detach()`: the same operations are right, no others.
+    """A tensor computed from a sharded parameter's rows, such as `p.detach()`, with the same operations.
 
-    It is written to no file, where it would look whole. `t.data` is a plain tensor of the rows.
+    It refuses to be written to a file, where it would look whole. `t.data` is a plain tensor of the rows.
     """
 
     unsharded_shape: torch.Size
@@ -93,21 +93,21 @@ class ShardedRows(Tensor):
         return _run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copies the rows, marked as this tensor is."""
+        """Copy the rows, with this tensor's marks."""
         if id(self) not in memo:
             memo[id(self)] = _marked(self.data.clone(), self, type(self))
         copied_once: Tensor = memo[id(self)]
         return copied_once
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuses to be pickled, which is how `torch.save` writes."""
+        """Refuse to be pickled, which is how `torch.save` writes."""
         raise ShardedParameterError(_message_of_file(self))
 
 
 class StateRows(ShardedRows):
-    """A value of a sharded module's `state_dict()`: this rank's rows without padding, as documented.
+    """A value of a sharded module's `state_dict()`: this rank's rows without padding.
 
-    It is a plain tensor to what reads it, but what is made of it is written to no file either.
+    Every operation reads it as a plain tensor, but neither it nor a result can be written to a file.
     """
 
     @classmethod
@@ -118,7 +118,7 @@ class StateRows(ShardedRows):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs `func` on plain tensors, unless it hands out the memory."""
+        """Run `func` on plain tensors, unless it exposes the memory."""
         kwargs = kwargs or {}
         if any(not issubclass(t, StateRows) and issubclass(t, _STRICT) for t in types):
             return _run(func, args, kwargs)
@@ -144,7 +144,7 @@ def mark_sharded(
     num_real_rows: int,
     parameter_name: str,
 ) -> ShardedParameter:
-    """Turns `p`, which already holds this rank's rows, into a sharded parameter in place."""
+    """Turn `p`, which already holds this rank's rows, into a sharded parameter in place."""
     p.__class__ = ShardedParameter
     assert isinstance(p, ShardedParameter)
     p.unsharded_shape = unsharded_shape
@@ -164,22 +164,22 @@ def _rebuild(plain: nn.Parameter, state: dict[str, Any]) -> ShardedParameter:
 
 
 def mark_quantized(p: nn.Parameter, *, unquantized_dtype: torch.dtype) -> None:
-    """Notes that `p`, sharded or not, holds fp8 numbers of a weight of this dtype."""
+    """Mark `p`, sharded or not, as the fp8 numbers of a weight of this dtype."""
     setattr(p, _UNQUANTIZED, unquantized_dtype)
 
 
 def unquantized_dtype(p: Tensor) -> torch.dtype | None:
-    """The dtype of a weight of which `p` holds fp8 numbers; None: `p` holds the weight itself."""
+    """Return the dtype of the weight whose fp8 numbers `p` holds; None: `p` holds the weight itself."""
     return vars(p).get(_UNQUANTIZED)
 
 
 def is_sharded(p: Tensor) -> bool:
-    """Whether `p` holds only this rank's rows of a parameter."""
+    """Return whether `p` is a shard."""
     return isinstance(p, ShardedParameter)
 
 
 def first_of(kind: type[TensorT], args: Sequence[Any]) -> TensorT | None:
-    """The first tensor of this type among arguments, also within lists and mappings."""
+    """Return the first tensor of this type among arguments, also within lists and mappings."""
     return next((a for a in tensors_in(args) if isinstance(a, kind)), None)
 
 
@@ -196,27 +196,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """The rows themselves as a plain tensor, which shares memory and version with `t`; any other tensor detached."""
+    """Return the rows as a plain tensor that shares memory and version with `t`; any other tensor detached."""
     with torch._C.DisableTorchFunctionSubclass():
         return t.detach()
 
 
 def refuse_rows(t: Tensor, *, operation: str) -> None:
-    """Raise where ranks would mix different rows of a weight; torch's own collectives do not ask.
+    """Refuse rows as a collective's input: ranks would mix different rows, and torch does not check.
 
     Args:
-        t: Anything's argument.
-        operation: What the error calls it.
+        t: The input.
+        operation: The collective's name in the error.
 
     Raises:
-        ShardedParameterError: `t` is a sharded parameter, or made of its rows.
+        ShardedParameterError: `t` is a sharded parameter, or computed from its rows.
     """
     if _is_rows(t):
         raise ShardedParameterError(_message(operation, t))
 
 
 def mark_state(rows: Tensor, p: ShardedParameter) -> StateRows:
-    """`rows`, which are plain, as a value of `state_dict()`."""
+    """Mark plain `rows` as a value of `state_dict()`."""
     marked = _marked(rows, p, StateRows)
     assert isinstance(marked, StateRows)
     return marked
@@ -265,7 +265,7 @@ def _gives_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _copied(result: Any, of: Tensor, args: Sequence[Any]) -> Any:
-    """Mark a copy of rows; `x.type_as(p)` is none."""
+    """Mark the result if it is a copy of rows; `x.type_as(p)` is not."""
     is_own = bool(args) and not _is_rows(args[0])
     if is_own or _is_rows(result) or not isinstance(result, Tensor):
         return result
@@ -302,13 +302,13 @@ def _is_rows(t: Any) -> bool:
 
 
 def _is_plain(operands: Sequence[Any], of: Tensor) -> bool:
-    """Whether the first operand is the caller's own, of the rows' shape: a gradient, or an optimizer's state."""
+    """Return whether the first operand is a plain tensor of the rows' shape: a gradient or optimizer state."""
     first = operands[0] if operands else None
     return isinstance(first, Tensor) and not _is_rows(first) and first.shape == of.shape
 
 
 def _refuse_misfit(func: Callable[..., Any], of: Tensor, operands: Sequence[Any]) -> None:
-    """Raise where another operand is not one row for each row of `of`, or one for all of them."""
+    """Refuse operands that have neither a row for each row of `of` nor one for all of them."""
     for t in tensors_in(operands):
         is_other_weight = _is_rows(t) and whole_rows(t) != whole_rows(of)
         if is_other_weight or not (t.shape == of.shape or _is_one_for_all(t, of)):
@@ -316,7 +316,7 @@ def _refuse_misfit(func: Callable[..., Any], of: Tensor, operands: Sequence[Any]
 
 
 def whole_rows(t: Any) -> int:
-    """The number of rows of the weight of which `t` holds some."""
+    """Return the number of rows of the whole weight that `t` is a shard of."""
     rows: int = t.unsharded_shape[0]
     return rows
 
@@ -334,7 +334,7 @@ def _refuse_gradient(func: Callable[..., Any], of: Tensor, operands: Sequence[An
 
 
 def _mark_each(result: Any, of: StateRows, args: Sequence[Any]) -> Any:
-    """Mark what has elements of a state dict's value; a single number is read, not written."""
+    """Mark results with elements of a state dict's value; a single number is read, not written."""
     if isinstance(result, Tensor):
         is_new = not any(result is a for a in tensors_in(args))
         return _marked(result, of, StateRows) if is_new and result.dim() else result
@@ -372,8 +372,8 @@ def _message(operation: str, of: Tensor) -> str:
 
 def _message_of_file(of: Tensor) -> str:
     return (
-        f"A file was to get rows of {_rows_held(of).format('as if they were all')} Gather the whole weights first, on "
-        "every rank: `with strategy.summon_full(module):` around what writes, such as save_pretrained, or "
-        "strategy.get_module_state_dict(module), or fabric.save with state_dict_type='full'. To write these rows "
-        "alone, pass on `value.data`."
+        f"Refused to write rows of {_rows_held(of).format('to a file as if they were all of it')} Gather the whole "
+        "weights first, on every rank: `with strategy.summon_full(module):` around the call that writes, such as "
+        "save_pretrained, or strategy.get_module_state_dict(module), or fabric.save with state_dict_type='full'. To "
+        "write only these rows, pass `value.data`."
     )

@@ -1,4 +1,4 @@
-"""Makes sharded parameters whole for a while, in place, and puts the shards back."""
+"""Gathers sharded parameters temporarily, in place, and restores the shards."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _CHANGES_ARE_KEPT = "_changes_are_kept"
 def summon_full(
     module: nn.Module, data_parallel: DataParallel | None, *, writeback: bool = False
 ) -> Iterator[None]:
-    """Makes every parameter of `module` whole inside the context. A collective.
+    """Make every parameter of `module` whole inside the context. A collective.
 
-    Gradients of the shards are set aside and come back at the end. With `writeback`, this rank's
-    rows of what the parameters then hold are kept; otherwise changes are dropped. Inside another
-    `summon_full`, what that one made whole stays whole until it ends.
+    Gradients of the shards are set aside and restored at the end. With `writeback`, this rank
+    keeps its rows of the changed parameters; otherwise changes are dropped. Parameters that an
+    enclosing `summon_full` has gathered stay whole until that one ends.
 
     Raises:
-        ValueError: a gradient was computed inside, which has no place among the shards' gradients;
-            or `writeback` was asked for inside a context that drops changes.
+        ValueError: A gradient was computed inside, which does not fit the shards;
+            or `writeback` was set inside a context that drops changes.
     """
     if data_parallel is None:
         yield
@@ -55,7 +55,7 @@ def summon_full(
     if with_grad:
         raise ValueError(
             f"backward() ran inside summon_full and gave {with_grad[0]!r} (and {len(with_grad) - 1}"
-            " more) a gradient of the whole weight, which no optimizer state here fits; "
+            " more) a gradient of the whole weight, which does not fit this rank's rows; "
             "run forward and backward outside summon_full."
         )
 

@@ -28,7 +28,7 @@ def make_net() -> nn.Module:
 
 
 def set_gradients(net: nn.Module, dp: DataParallel | None = None) -> nn.Module:
-    """The same gradients of the whole parameters, each rank its rows of them."""
+    """Set the same gradients of the whole parameters, on each rank its rows of them."""
     generator = torch.Generator().manual_seed(1)
     for name, p in net.named_parameters():
         shape = vars(p).get("unsharded_shape", p.shape)

@@ -172,7 +172,7 @@ def _check_summon_within_summon(dp: DataParallel) -> None:
 
 
 def _check_summon_that_fails_midway(dp: DataParallel) -> None:
-    """As where the second gathered weight does not fit the device any more."""
+    """Gathering fails midway, as if the next weight did not fit the device."""
     net, whole = make_odd_net(), make_odd_net()
     shard_module(net, dp)
     net.emb.weight.grad = grad = torch.ones(4, 3)
@@ -265,7 +265,7 @@ def _check_shared_storage_is_refused(dp: DataParallel) -> None:
 
 
 class Packed(nn.Parameter):
-    """As of quantized weights, whose data are not the weight's rows."""
+    """A quantized weight, whose data are not the weight's rows."""
 
 
 def _check_other_parameter_types_are_refused(dp: DataParallel) -> None:

@@ -1,4 +1,4 @@
-"""A weight that leaves a compiled call is whole; rows of one are right by rows, or refused, and get into no file."""
+"""A weight returned by a compiled call is whole; operations on rows are correct or refused, and no file gets rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ WHOLE: dict[str, Operation] = {
     "vector": lambda w: nn.utils.parameters_to_vector([w]),
     "unbound": lambda w: sum(row.square().sum() for row in w),
 }
-"""Each gives another number for some of the rows; all have a gradient."""
+"""Operations whose result on some of the rows differs; all have a gradient."""
 
 READ: dict[str, Operation] = {
     "any": lambda w: w.isnan().any(),
@@ -95,19 +95,19 @@ BY_ROWS: dict[str, Operation] = {
     "lerped": lambda w: torch.lerp(w, w * 3, 0.5),
     "foreach": lambda w: torch._foreach_mul([w, w], 3.0)[1],
 }
-"""Arithmetic of which each row needs no other."""
+"""Arithmetic in which each row is independent of the others."""
 
 
 @dataclass
 class Output:
-    """As of transformers, which `torch.utils._pytree` does not know."""
+    """An output like those of transformers, which `torch.utils._pytree` does not know."""
 
     loss: Tensor
     weights: dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """Rows that two ranks cannot share evenly: used, tied, frozen, and read by nothing but the caller."""
+    """Weights with odd numbers of rows: used, tied, frozen, and read only by the caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def refuses(name: str) -> Any:
 
 
 def check_optimizers(fabric: Fabric) -> None:
-    """Also stepped by hand, where no strategy knows of it; what they keep is plain."""
+    """Optimizers stepped by hand, without the strategy, work too; their state is plain tensors."""
     kinds: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
         (torch.optim.SGD, {"momentum": 0.9}),
         (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
@@ -317,7 +317,7 @@ def check_files(fabric: Fabric, directory: Path) -> None:
     own.mkdir()
     refused = pytest.raises(
         ShardedParameterError,
-        match=r"A file was to get rows of '\S+' of shape .* as if they were all; this rank holds only .*"
+        match=r"Refused to write rows of '\S+' of shape .* as if they were all of it; this rank holds .*"
         r"strategy.summon_full\(module\).*strategy.get_module_state_dict\(module\).*"
         r"fabric.save with state_dict_type='full'",
     )
@@ -336,7 +336,7 @@ def check_files(fabric: Fabric, directory: Path) -> None:
         torch.save({n: p.detach().cpu() for n, p in model.named_parameters()}, io.BytesIO())
     assert not list(own.glob("rows*"))
     with pytest.raises(
-        (ShardedParameterError, OtherRankError), match="A file was to get rows of '"
+        (ShardedParameterError, OtherRankError), match="Refused to write rows of '"
     ):
         fabric.save(directory / "saved", {"model": model, "weights": model.state_dict()})
     with fabric.strategy.summon_full(model):  # type: ignore[attr-defined]
@@ -352,7 +352,7 @@ def check_files(fabric: Fabric, directory: Path) -> None:
 
 
 def check_state(fabric: Fabric, model: nn.Module, expected: dict[str, Tensor]) -> None:
-    """To what reads them, the values of a state dict are this rank's rows, as README says."""
+    """Readers of a state dict's values get this rank's rows, as README says."""
     state = copy.deepcopy(model.state_dict())
     for name, value in state.items():
         num_rows = -(-expected[name].shape[0] // 2)
@@ -383,7 +383,7 @@ def check_the_other_frontend() -> None:
 
 
 class Plain(nn.Module):
-    """The interpreter takes tuples."""
+    """Returns a tuple, which the interpreter supports."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -453,8 +453,8 @@ def test_what_is_made_of_a_state_dicts_values_gets_into_no_file_either() -> None
         value * 1,
         *value.chunk(2),
     ):
-        with pytest.raises(ShardedParameterError, match="A file was to get rows of 'w'"):
+        with pytest.raises(ShardedParameterError, match="Refused to write rows of 'w'"):
             torch.save(made, io.BytesIO())
-        with pytest.raises(ShardedParameterError, match="A file was to get rows of 'w'"):
+        with pytest.raises(ShardedParameterError, match="Refused to write rows of 'w'"):
             made.untyped_storage()
     assert value.sum().item() == value.data.sum().item()
