@@ -1,4 +1,4 @@
-"""The ranks: their groups, what they send each other, what they agree on, and who gave no sign.
+"""Process groups, collectives, agreement between ranks, and errors that name lost ranks.
 
-In: PyTorch's process groups. Out: `DataParallel`, and collectives that name whom they waited for.
+In: PyTorch's process groups. Out: `DataParallel`, and collectives whose errors name the ranks that they waited for.
 """

@@ -1,4 +1,4 @@
-"""What all ranks must agree on around files and setup: names, and whether it worked."""
+"""Runs a step on all ranks, or on rank 0, and raises on all of them if one fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OtherRankError(ThunderMemsaveError, RuntimeError):
     """Another rank could not do its part."""
 
     tells_most: ClassVar[bool] = False
-    """Of errors that several ranks share, all ranks raise this one."""
+    """Whether all ranks raise this error if several ranks share different ones."""
 
 
 class CheckpointError(OtherRankError):
@@ -28,12 +28,12 @@ class CheckpointError(OtherRankError):
 
 
 def is_rank_zero(data_parallel: DataParallel | None) -> bool:
-    """Whether this process does what is done once."""
+    """Return whether this process is rank 0, which does what must happen once."""
     return data_parallel is None or dist.get_rank(data_parallel.everyone) == 0
 
 
 def broadcast(value: T, data_parallel: DataParallel | None) -> T:
-    """Rank 0's value, on all ranks. A collective."""
+    """Return rank 0's value on all ranks. A collective."""
     if data_parallel is None:
         return value
     values: list[T] = [value]
@@ -48,7 +48,7 @@ def together(
     *,
     error_elsewhere: type[OtherRankError] = CheckpointError,
 ) -> T:
-    """Runs `act` on every rank, and fails on all ranks if it failed on one. A collective.
+    """Run `act` on every rank, and fail on all ranks if it failed on one. A collective.
 
     Otherwise the other ranks would wait for the failed one until the timeout. `act` may not
     communicate.
@@ -77,18 +77,18 @@ def together_telling(
     shared: Callable[[Exception], OtherRankError | None] = lambda _: None,
     error_elsewhere: type[OtherRankError] = CheckpointError,
 ) -> tuple[T, list[ToldT]]:
-    """Run `act` on every rank, and tell all of them how it went: all have what was told, or all raise. A collective.
+    """Run `act` on every rank and share the outcomes: all ranks get them, or all raise. A collective.
 
     Args:
-        act: Does not communicate, or fails on all ranks alike.
-        num_ranks: How many there are; one tells nobody.
-        group: Of all ranks; None is the default one.
-        tell: What the others learn of a result; small, for it is pickled.
-        shared: Makes of a rank's error the one that all ranks raise; None: the others only hear of it.
-        error_elsewhere: What the others raise then.
+        act: A function that does not communicate, or fails on all ranks alike.
+        num_ranks: The number of ranks; a single one shares nothing.
+        group: All ranks; None is the default group.
+        tell: Returns the part of a result to send to the others; small, because it is pickled.
+        shared: Converts a rank's error to one that all ranks raise; None: the others raise `error_elsewhere`.
+        error_elsewhere: The error that the other ranks raise then.
 
     Returns:
-        This rank's result, and what each rank told, by rank.
+        This rank's result, and the part that each rank sent, by rank.
 
     Raises:
         OtherRankError: `act` raised on another rank; the rank itself raises the original.
@@ -118,7 +118,7 @@ def together_telling(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """How it went on one rank."""
+    """The outcome on one rank."""
 
     told: Any
     failed: str | None
@@ -133,11 +133,11 @@ def _of_all(own: _Outcome, *, num_ranks: int, group: dist.ProcessGroup | None) -
     if num_ranks == 1:
         return [own]
     outcomes: list[_Outcome | None] = [None] * num_ranks
-    with collective("exchange of what failed where", group):
+    with collective("exchange of outcomes", group):
         dist.all_gather_object(outcomes, own, group=group)
     return outcomes  # type: ignore[return-value]  # all are filled
 
 
 def once(act: Callable[[], None], data_parallel: DataParallel | None) -> None:
-    """Runs `act` on rank 0 only, and fails on all ranks if it failed there. A collective."""
+    """Run `act` on rank 0 only, and fail on all ranks if it failed there. A collective."""
     together(act if is_rank_zero(data_parallel) else lambda: None, data_parallel)

@@ -1,4 +1,4 @@
-"""The ranks that share parameters, and how parameters are spread over them."""
+"""`DataParallel`: the ranks that share parameters, and the sharding mode."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallel:
-    """How parameters are spread over ranks: split inside `group`, the same across `replicas`."""
+    """The layout of parameters over ranks: sharded within `group`, replicated across `replicas`."""
 
     mode: Literal["none", "zero2", "zero3", "auto"]
-    """`none`: every rank holds everything; otherwise every rank holds its rows, and whole parameters stay from forward
-    to backward (`zero2`), are gathered again (`zero3`), or as the plan says, without a budget again (`auto`)."""
+    """`none`: every rank holds everything. Otherwise every rank holds its rows, and backward uses forward's gathered
+    parameters (`zero2`), regathers them (`zero3`), or does as the plan says (`auto`; without a budget it regathers)."""
     group: dist.ProcessGroup
-    """The ranks that share one set of rows, with the user's timeout, as every group here."""
+    """The ranks that share one set of rows; like every group here, with the user's timeout."""
     replicas: dist.ProcessGroup | None = None
-    """The ranks that hold the same rows as this one; None: no other does."""
+    """The ranks that hold the same rows as this one; None: there are no others."""
     world: dist.ProcessGroup | None = None
-    """All ranks; None: those of `group` are all."""
+    """All ranks; None: `group` has all ranks."""
     prefetch: int | Literal["auto"] = 0
-    """Bytes of whole parameters that may be on their way beside those that are read; `auto` is two largest blocks."""
+    """Bytes of whole parameters in flight beside those being read; `auto` is twice the largest block."""
     accumulate: Literal["reduce_every", "accumulate_unsharded"] = "reduce_every"
-    """Where gradients of several micro-batches are summed: as shards, or whole and not yet reduced."""
+    """Form in which gradients of several micro-batches are summed: reduced shards, or whole and unreduced."""
     bucket_bytes: int = 0
-    """Parameters of at most so many bytes share collectives; 0: each has its own."""
+    """Bytes of the largest parameters that share collectives; 0: each has its own."""
     reduce_dtype: torch.dtype | None = torch.float32
-    """Gradients of fewer bits are summed over the ranks in it; None: in their own."""
+    """Dtype in which gradients of fewer bits are summed over the ranks; None: their own."""
 
     @property
     def rank(self) -> int:
@@ -43,7 +43,7 @@ class DataParallel:
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks, for what all must agree on."""
+        """The group of all ranks."""
         return self.group if self.world is None else self.world
 
     @property
@@ -53,5 +53,5 @@ class DataParallel:
 
     @property
     def shards(self) -> bool:
-        """Whether parameters are split at all."""
+        """Whether parameters are sharded at all."""
         return self.mode != "none" and self.world_size > 1

@@ -1,8 +1,8 @@
-"""A collective that fails says who noticed, in which collective, and which ranks gave no sign of life.
+"""Explains failed collectives: the rank that noticed, the collective, and the ranks that did not respond.
 
-It costs nothing until then: a rank that gives up notes so in the store, and reads who else did. On nccl it is torch's
-watchdog that gives up and ends the process, within seconds of the timeout; the last thing that it logs names the rank
-and the collective. Nothing of what is here runs then, except for collectives that block.
+It costs nothing until then: a rank that gives up writes so to the store, and reads who else did. On nccl torch's
+watchdog gives up and ends the process, within seconds of the timeout; its last log message names the rank and the
+collective. Nothing in this file runs then, except for collectives that block.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from thunder_memsave.errors import ThunderMemsaveError
 
 _GRACE_SECONDS = 0.8
 _GRACE_SECONDS_OF_SERVER = 1.2
-"""Rank 0 may serve the store: it stays a little longer than the others, who read there too."""
+"""Seconds that rank 0 stays: it may serve the store, which the others still read."""
 _LONGEST_SECONDS = 1.5
-"""The store of a stopped process does not answer, and its clients have no timeout of their own."""
+"""Seconds to wait for the store: that of a stopped process does not answer, and clients have no timeout."""
 
 _MOST_LISTED = 8
 
@@ -30,11 +30,11 @@ _num_failures = 0
 
 
 class CollectiveError(ThunderMemsaveError, RuntimeError):
-    """A collective did not end well, because of another rank.
+    """A collective failed because of another rank.
 
     Args:
-        message: For the user.
-        is_timeout: Nobody came in time, rather than that a connection broke.
+        message: The message for the user.
+        is_timeout: Whether the other rank was late, rather than that a connection broke.
     """
 
     def __init__(self, message: str, *, is_timeout: bool = False) -> None:
@@ -43,7 +43,7 @@ class CollectiveError(ThunderMemsaveError, RuntimeError):
 
 
 class Waitable(Protocol):
-    """Something that a collective returned."""
+    """The handle that a collective returned."""
 
     def wait(self) -> object:
         """Return when the collective has ended."""
@@ -51,14 +51,14 @@ class Waitable(Protocol):
 
 @contextmanager
 def collective(name: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Explains errors of the collective inside.
+    """Explain errors of the collective inside.
 
     Args:
-        name: What it does, for the message: `all-gather of rows`.
-        group: Who takes part; None for all processes.
+        name: The collective's name in the message, such as `all-gather of rows`.
+        group: The participating ranks; None for all processes.
 
     Raises:
-        CollectiveError: another rank did not come in time, or its process ended.
+        CollectiveError: Another rank was late, or its process ended.
     """
     try:
         yield
@@ -78,21 +78,21 @@ class NoticingHandle:
         self._name, self._group = name, group
 
     def wait(self) -> None:
-        """Return when the results may be read; all of them, and again and again.
+        """Return when the results may be read; may be called for each of them, and repeatedly.
 
         Raises:
-            CollectiveError: another rank did not come in time, or its process ended.
+            CollectiveError: Another rank was late, or its process ended.
         """
         if self._work is None:
             return
         with collective(self._name, self._group):
             self._work.wait()
-        # It knows all that was received together, and would keep it alive as long as any of it.
+        # It references everything that was received together, and would keep it alive as long as any of it.
         self._work = None
 
 
 def named_ranks(ranks: Collection[int]) -> str:
-    """`ranks 0, 3` for a message, in order; of many only the first."""
+    """Return `ranks 0, 3` for a message, in order; of many only the first."""
     listed = ", ".join(map(str, sorted(ranks)[:_MOST_LISTED]))
     more = f" and {len(ranks) - _MOST_LISTED} more" if len(ranks) > _MOST_LISTED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
@@ -120,11 +120,11 @@ def _who(silent: list[int] | None) -> str:
 
 
 def _silent_ranks(waited_in: str) -> list[int] | None:
-    """The ranks that did not give up at about the same time; None if that cannot be known."""
+    """Return the ranks that did not give up at about the same time; None if that cannot be known."""
     global _num_failures
     _num_failures += 1
     found: list[list[int]] = []
-    # A thread: a call to the store of a stopped process does not return.
+    # In a thread, as a call to the store of a stopped process does not return.
     asking = threading.Thread(
         target=_ask_store,
         args=(f"thunder_memsave/gave_up/{_num_failures}", waited_in, found),

@@ -1,4 +1,4 @@
-"""The process groups of a run: the user's timeout, and a store that survives restarts."""
+"""Makes the process groups of a run, with the user's timeout and a store that survives restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTLE_SECONDS = 0.1
 
 
 def needs_process_group(world_size: int) -> bool:
-    """One process started by hand communicates with nobody; under torchrun it has a group of one.
+    """Return whether this process needs a group: one started by hand does not, one under torchrun does.
 
     A group of one keeps scripts that call `torch.distributed` themselves the same at any size.
     """
@@ -37,16 +37,16 @@ def init_default_group(
     timeout: timedelta,
     device: torch.device | None = None,
 ) -> None:
-    """Joins the default process group, unless this process is in one already.
+    """Join the default process group, unless this process is in one already.
 
     Args:
         backend: `gloo`, `nccl`, or one per device type such as `cpu:gloo,cuda:nccl`.
-        rank: This process among all.
+        rank: This process's rank.
         world_size: The number of processes.
-        main_address: Where rank 0, or torchrun's agent, serves the store.
+        main_address: The address at which rank 0, or torchrun's agent, serves the store.
         main_port: The store's port.
-        timeout: How long a collective waits before it fails.
-        device: Binds nccl to its device, so that no collective has to guess it.
+        timeout: The time after which a collective fails.
+        device: The device that nccl is bound to, so that no collective has to guess it.
     """
     if dist.is_initialized():
         return
@@ -65,13 +65,13 @@ def init_default_group(
 
 
 def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataParallel | None:
-    """Our own groups over all ranks, or None where this process is alone. A collective.
+    """Make the strategy's groups over all ranks; None without a process group. A collective.
 
     Thunder copies the default group without its timeout, so that on gloo a stopped peer is noticed
-    after 30 minutes; and groups of our own keep the user's collectives out of ours.
+    only after 30 minutes; and groups of its own separate the strategy's collectives from the user's.
 
     Raises:
-        ConfigError: hybrid sharding in groups of a size that does not divide the number of ranks.
+        ConfigError: The size of hybrid sharding's groups does not divide the number of ranks.
     """
     if not dist.is_initialized():
         return None
@@ -84,7 +84,7 @@ def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataPa
 
 
 def _settings(config: StrategyConfig) -> dict[str, Any]:
-    """What of the configuration holds whatever the groups are."""
+    """Return the settings of `DataParallel` that do not depend on the groups."""
     mode = config.sharding.mode
     return {
         "mode": "zero3" if mode == "hybrid" else mode,
@@ -111,12 +111,12 @@ def _size_of_shard_group(config: StrategyConfig, ranks_per_node: int) -> int:
 
 
 def _grid_of_groups(size: int, timeout: timedelta) -> dict[str, Any]:
-    """This rank's row and column of all ranks, written `size` to a row."""
+    """Make this rank's row and column of the grid of all ranks, `size` to a row."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     rows = [list(range(start, start + size)) for start in range(0, num_ranks, size)]
     columns = [list(range(offset, num_ranks, size)) for offset in range(size)]
     own: dict[str, Any] = {}
-    # Every rank makes every group, in one order: torch numbers them on each rank by itself.
+    # Every rank makes every group, in one order: each rank numbers them locally.
     for kind, members in [("group", rows), ("replicas", columns)]:
         for ranks in members:
             made = dist.new_group(ranks, timeout=timeout, group_desc=f"thunder_memsave {kind}")
@@ -126,10 +126,10 @@ def _grid_of_groups(size: int, timeout: timedelta) -> dict[str, Any]:
 
 
 def destroy_groups() -> None:
-    """Leaves every process group of this process.
+    """Leave every process group of this process.
 
-    A thread of gloo that is still letting go of the last collective's tensors needs the interpreter's lock. Once the
-    interpreter shuts down it does not get it, and the process ends with SIGABRT; so it is given a moment here.
+    A thread of gloo that is still releasing the last collective's tensors needs the interpreter's lock. Once the
+    interpreter shuts down it cannot get it, and the process ends with SIGABRT; so this waits for a moment.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

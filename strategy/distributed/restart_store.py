@@ -1,4 +1,4 @@
-"""A store of this attempt's own, where a launcher keeps one store over its restarts."""
+"""Gives each attempt of a run its own store, if a launcher keeps one store over its restarts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _POLL_SECONDS = 0.02
 
 
 class StartError(ThunderMemsaveError, RuntimeError):
-    """Some ranks of this attempt never came to its start."""
+    """Some ranks did not start with this attempt."""
 
 
 def own_store(
     store: dist.Store, *, rank: int, world_size: int, timeout: timedelta
 ) -> dist.PrefixStore:
-    """The part of `store` that no earlier attempt has written to. A collective.
+    """Return a part of `store` that no earlier attempt has written to. A collective.
 
-    torchrun keeps one store over its restarts, where a restarted rank would read the gloo address of a dead one and
-    wait for it (https://github.com/pytorch/pytorch/issues/135712). Its count of restarts names no attempt either: each
-    node has its own, one that comes back begins at 0, and a changed membership does not count. So rank 0 draws a name:
+    torchrun keeps one store over its restarts, in which a restarted rank would read the gloo address of a dead one and
+    wait for it (https://github.com/pytorch/pytorch/issues/135712). Its count of restarts does not identify an attempt:
+    each node has its own, a returning one begins at 0, and a changed membership does not count. So rank 0 draws a name:
 
         rank r: ask/r = question    rank 0: answer/question = name    rank r: seen/name/r    rank 0: go/name
 
-    A question is new in each process, so only a rank 0 that runs now answers it, and answers to the dead are read by
-    nobody. Until all ranks have seen one name, a rank 0 that was itself restarted may still answer with another.
+    Each process asks a new question, so only a live rank 0 answers it, and nobody reads answers to dead processes.
+    Until all ranks have seen one name, a restarted rank 0 may still answer with another.
 
     Raises:
-        StartError: a rank did not come within the timeout.
+        StartError: A rank did not start within the timeout.
     """
     handshake = dist.PrefixStore("thunder_memsave/start", store)
     deadline = time.monotonic() + timeout.total_seconds()

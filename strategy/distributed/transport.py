@@ -1,11 +1,11 @@
 """Starts all-gathers and reduce-scatters along dim 0, and all-reduces, of one tensor or of several together.
 
 Each start returns one `(handle, result)` per tensor; the result may be read after `handle.wait()`, which may be called
-once per result. Nothing else needs to be kept: gloo's works hold what they read, and nccl's until they are waited for
+once per result. The caller need not keep the inputs: gloo's works hold them, and nccl's do until they are waited for
 (`stashed_for_allocator_safety_` in torch's ProcessGroupNCCL.hpp; before it was the default, `record_stream` did that).
 
-On the CPU a start also waits: gloo's ranks share the CPU with what they would overlap. And several gathers are joined
-here, not by torch: its gloo corrupts the heap where coalesced gathers end at the same time as another collective
+On the CPU a start also waits: gloo's ranks share the CPU with the computation to overlap. And several gathers are
+joined here, not by torch: its gloo corrupts the heap if coalesced gathers end at the same time as another collective
 (tests/compat/test_gloo_coalesced_gathers.py).
 """
 
@@ -26,13 +26,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 AUTO_BUCKET_BYTES = 4 * 2**20
-"""Joining pays where starting takes longer than sending. On 2 gloo ranks nine gathers of 256 B take 2.3 ms alone and
+"""Joining pays if starting takes longer than sending. On 2 gloo ranks nine gathers of 256 B take 2.3 ms alone and
 0.4 ms joined; a step of six blocks of 2.25 MiB waits 96 ms for its collectives with buckets of 1 MiB, 80 ms with 4 MiB
 (`benchmarks/sharding.py`)."""
 
 
 class Handle(Protocol):
-    """Something to wait for."""
+    """A collective to wait for."""
 
     def wait(self) -> object:
         """Return when the result may be read."""
@@ -43,7 +43,7 @@ def start_all_gather(
 ) -> list[tuple[Handle, Tensor]]:
     """Gather the rows of all ranks for each of `shards`, which have one dtype and device.
 
-    Each result is a tensor of its own, so that it can be freed alone.
+    Each result has its own storage, so that it can be freed alone.
     """
     whole = [s.new_empty((s.shape[0] * group.size(), *s.shape[1:])) for s in shards]
     outputs, inputs = list(map(_bytes, whole)), [_bytes(s.contiguous()) for s in shards]
@@ -63,8 +63,8 @@ def start_reduce_scatter(
 ) -> list[tuple[Handle, Tensor]]:
     """Sum each of `whole` over the ranks and keep this rank's rows; all have one dtype and device.
 
-    On the CPU the sum runs from rank 0 to the last one for every element, together with others or alone; gloo's own
-    order depends on where in a buffer an element is, and it sends everything to everyone.
+    On the CPU every element is summed from rank 0 to the last one, in a bucket or alone; gloo's own order depends on
+    an element's place in the buffer, and it sends everything to everyone.
     """
     whole = [w.contiguous() for w in whole]
     shards = [w.new_empty((w.shape[0] // group.size(), *w.shape[1:])) for w in whole]
@@ -85,7 +85,7 @@ def start_all_reduce(
 ) -> list[tuple[Handle, Tensor]]:
     """Sum each of `values` over the ranks, in place; all have one dtype and device.
 
-    On the CPU the sum runs from rank 0 to the last one for every element, as it does in `start_reduce_scatter`.
+    On the CPU every element is summed from rank 0 to the last one, as in `start_reduce_scatter`.
     """
     name, on_cpu = _named("all-reduce", values), values[0].device.type == "cpu"
     if on_cpu and (len(values) > 1 or group.size() > 2):
@@ -102,14 +102,14 @@ def start_all_reduce(
 
 
 class _Ended:
-    """Of a collective that has ended; torch's would hold what was sent and received until the trace lets go of it."""
+    """Handle of an ended collective; torch's would keep the buffers alive as long as the trace holds it."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 def _started(handle: Handle, tensor: Tensor) -> Handle:
-    """Let it run beside what follows, where that is safe."""
+    """Let the collective overlap with what follows; on the CPU, wait for it."""
     if tensor.device.type == "cpu":
         handle.wait()
         return _Ended()
@@ -117,7 +117,7 @@ def _started(handle: Handle, tensor: Tensor) -> Handle:
 
 
 def _sum_joined(values: Sequence[Tensor], group: dist.ProcessGroup, name: str) -> Handle:
-    """Every rank sends all of its values in one message, or one to each other rank."""
+    """Sum values in one collective over a flat copy of them."""
     flat = torch.cat([v.reshape(-1) for v in values])
     handle, sums = _sum_flat(flat, group, name)
     for v, total in zip(values, sums.split([v.numel() for v in values]), strict=True):
@@ -126,7 +126,7 @@ def _sum_joined(values: Sequence[Tensor], group: dist.ProcessGroup, name: str) -
 
 
 def _sum_flat(flat: Tensor, group: dist.ProcessGroup, name: str) -> tuple[Handle, Tensor]:
-    # Two numbers have one sum in either order, and gloo's own way takes less time.
+    # Two numbers have the same sum in either order, and gloo's own all-reduce is faster.
     if group.size() <= 2:
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
@@ -141,7 +141,7 @@ def _sum_flat(flat: Tensor, group: dist.ProcessGroup, name: str) -> tuple[Handle
 def _gather_joined(
     whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup
 ) -> Handle:
-    """Every rank sends all of its rows in one message."""
+    """Gather in one collective over a flat copy of the rows."""
     sent = torch.cat([s.view(-1) for s in shards])
     received = sent.new_empty((group.size(), sent.numel()))
     work = all_gather_single(received.view(-1), sent, group, True)
@@ -155,7 +155,7 @@ def _gather_joined(
 def _sum_parts(
     whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup, name: str
 ) -> Handle:
-    """Every rank sends each other rank its rows, and adds up what it gets."""
+    """Exchange rows all-to-all, and sum the received ones in the order of ranks."""
     by_rank = [w.view(group.size(), -1) for w in whole]
     sent = by_rank[0] if len(whole) == 1 else torch.cat(by_rank, dim=1)
     received = torch.empty_like(sent)
@@ -171,11 +171,11 @@ def _sum_parts(
 
 
 def _named(kind: str, whole: Sequence[Tensor]) -> str:
-    """What is communicated, for messages."""
+    """Return the collective's name for messages, with the shapes that it communicates."""
     more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
     return f"{kind} of {', '.join(str(list(w.shape)) for w in whole[:3])}{more}"
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """Gloo knows no float8, but moving bytes does not need to."""
+    """View one-byte dtypes as bytes: gloo does not support float8."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t

@@ -76,7 +76,7 @@ def check_waits(rank: int, dp: DataParallel) -> None:
     assert dp.replicas is not None
     replicas, rows = dp.replicas, torch.ones(2, 3)
     waits: list[tuple[Callable[[], object], str]] = [
-        (lambda: together(lambda: None, dp), "exchange of what failed where with ranks 1, 2, 3"),
+        (lambda: together(lambda: None, dp), "exchange of outcomes with ranks 1, 2, 3"),
         (lambda: sum_over(replicas), "sum with rank 3"),
         (
             lambda: start_all_gather([rows], dp.group)[0][0].wait(),

@@ -1,4 +1,4 @@
-"""The ranks of one attempt find each other in a store that is full of dead ones' keys."""
+"""The ranks of one attempt find each other in a store that holds keys of dead ranks."""
 
 from __future__ import annotations
 

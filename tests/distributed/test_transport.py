@@ -1,4 +1,4 @@
-"""What comes out of a collective does not depend on what else is in it."""
+"""The results of a collective do not depend on the other tensors in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_all(rank: int) -> None:
 
 
 def check_reduce_scatter(rank: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """From rank 0 to the last one, each rounded to the dtype; non-contiguous inputs too."""
+    """Sums run from rank 0 to the last one, each rounded to the dtype; non-contiguous inputs too."""
     everyone = [whole(r, dtype) for r in range(WORLD)]
     mine = [*everyone[rank][:-1], everyone[rank][-1].transpose(0, 2).contiguous().transpose(0, 2)]
     together = start_reduce_scatter(mine, group)
@@ -59,7 +59,7 @@ def check_reduce_scatter(rank: int, dtype: torch.dtype, group: dist.ProcessGroup
 
 
 def check_all_reduce(rank: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """From rank 0 to the last one, too, and in place; also of a number, and of what is not contiguous."""
+    """Sums run from rank 0 to the last one, in place; also of a 0-dim and of a non-contiguous tensor."""
     everyone = [[*whole(r, dtype), torch.tensor(r / 3, dtype=dtype)] for r in range(WORLD)]
     mine = [t.clone() for t in everyone[rank]]
     mine[2] = mine[2].t().contiguous().t()
@@ -88,7 +88,7 @@ def check_all_gather(rank: int, dtype: torch.dtype, group: dist.ProcessGroup) ->
 
 
 def check_several_in_flight(rank: int, group: dist.ProcessGroup) -> None:
-    """Inputs are let go right after the start, and waits come in another order."""
+    """Inputs are released right after the start, and waits come in another order."""
     started = [start_reduce_scatter(whole(rank + k, torch.float32), group) for k in range(4)]
     filler = [torch.full((300, 7), float("nan")) for _ in range(16)]
     for k, results in reversed(list(enumerate(started))):
@@ -101,7 +101,7 @@ def check_several_in_flight(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def check_pair(rank: int) -> None:
-    """Two ranks sum in another way than more do."""
+    """Two ranks use another algorithm than more do."""
     group = dist.group.WORLD
     assert group is not None
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
