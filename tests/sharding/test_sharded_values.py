@@ -335,9 +335,7 @@ def check_files(fabric: Fabric, directory: Path) -> None:
     with refused:
         torch.save({n: p.detach().cpu() for n, p in model.named_parameters()}, io.BytesIO())
     assert not list(own.glob("rows*"))
-    with pytest.raises(
-        (ShardedParameterError, OtherRankError), match="Refused to write rows of '"
-    ):
+    with pytest.raises((ShardedParameterError, OtherRankError), match="Refused to write rows of '"):
         fabric.save(directory / "saved", {"model": model, "weights": model.state_dict()})
     with fabric.strategy.summon_full(model):  # type: ignore[attr-defined]
         model.module.save_pretrained(own / "out")
