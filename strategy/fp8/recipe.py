@@ -1,4 +1,4 @@
-"""The fp8 recipes: which dtype and which scaling each tensor of a linear gets.
+"""The fp8 recipes: the dtype and the scaling of each tensor of a linear.
 
 They are TransformerEngine's, under its names for their options (transformer_engine/common/recipe/__init__.py):
 `delayed` is `DelayedScaling`, `current` is `Float8CurrentScaling`, `block` is `Float8BlockScaling`, `mxfp8` is
@@ -24,40 +24,40 @@ NEEDS_BLACKWELL = ("mxfp8", "nvfp4")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How the tensors of a linear are scaled and cast."""
+    """The scaling and the dtypes of the tensors of a linear."""
 
     name: RecipeName
-    """`delayed`: a scale per tensor, from the amax of earlier steps; `current`: from its own; `block`: a scale per
-    1x128 elements of inputs and gradients, and per 128x128 of weights, powers of 2."""
+    """`delayed`: a scale per tensor, from the amax of earlier steps; `current`: a scale per tensor, from its own amax;
+    `block`: a power of 2 per 1x128 elements of inputs and gradients, and per 128x128 elements of weights."""
 
     fp8_format: Literal["HYBRID", "E4M3"]
-    """`HYBRID`: gradients are e5m2, which has a larger range and a bit less; all else is e4m3."""
+    """`HYBRID`: gradients are e5m2, with a larger range and one mantissa bit less; all else is e4m3."""
 
     amax_history_len: int
-    """Steps that the scales of `delayed` look back."""
+    """Number of steps whose amax `delayed` considers."""
 
     amax_compute_algo: Literal["max", "most_recent"]
-    """Which amax of those steps counts."""
+    """The amax that `delayed` takes from those steps."""
 
     margin: int
-    """Scales of `delayed` are 2**margin smaller than what would just fit."""
+    """Headroom of `delayed`: scales are 2**margin smaller than the largest that fits."""
 
     reduce_amax: bool
     """Whether `delayed` takes the largest amax of all ranks."""
 
     def dtype(self, role: Role) -> torch.dtype:
-        """The fp8 type of the input, the weight or the gradient of the output."""
+        """Return the fp8 dtype of the input, the weight or the output's gradient."""
         if self.fp8_format == "HYBRID" and role == "grad":
             return torch.float8_e5m2
         return torch.float8_e4m3fn
 
     def use_fast_accum(self, product: Product) -> bool:
-        """Whether a GEMM may add up with fewer bits: as in TransformerEngine, forward's with a scale per tensor."""
+        """Return whether a GEMM may accumulate in fewer bits: like TransformerEngine, forward's with tensor scales."""
         return product == "forward" and self.name != "block"
 
 
 def recipe_of(config: Fp8Config) -> Recipe:
-    """The recipe that a configuration asks for."""
+    """Return the recipe of a configuration."""
     own_format: Literal["HYBRID", "E4M3"] = (
         "HYBRID" if config.recipe in ("delayed", "current") else "E4M3"
     )
@@ -72,14 +72,14 @@ def recipe_of(config: Fp8Config) -> Recipe:
 
 
 def refuse_own_scales(config: Fp8Config | None, *, num_ranks: int) -> None:
-    """Refuse scales that differ from rank to rank: a checkpoint holds one model, with those of rank 0.
+    """Refuse scales that differ between ranks, because a checkpoint holds only those of rank 0.
 
     Args:
-        config: Of the linears that compute in fp8; None: none does.
-        num_ranks: That train the model.
+        config: The `fp8` section; None: no linear computes in fp8.
+        num_ranks: The number of ranks that train the model.
 
     Raises:
-        ConfigError: each rank would have scales of its own.
+        ConfigError: Each rank would have its own scales.
     """
     if config is None or config.reduce_amax or num_ranks == 1:
         return

@@ -1,11 +1,11 @@
-"""The state of delayed scaling: for each linear, the amax of its tensors in the last steps and their scales.
+"""The state of delayed scaling: for each linear, the amax history of its tensors and their scales.
 
 The casts of a step read the scales and raise the first row of the histories (`quantize_delayed` of the backends).
-`update_scales` runs once per optimizer step, between the last backward and the next forward. So all that a step
-computes, its recomputation and its micro-batches too, is cast with the same scales.
+`update_scales` runs once per optimizer step, between the last backward and the next forward. So all casts of a step,
+in every micro-batch and recomputation, use the same scales.
 
-The schedule is that of TransformerEngine's python, `_amax_and_scale_update` in transformer_engine/pytorch/
-quantization.py, bit by bit.
+The schedule is bit-identical to TransformerEngine's Python one, `_amax_and_scale_update` in
+transformer_engine/pytorch/quantization.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from thunder_memsave.fp8.recipe import Recipe
 
 INPUT, WEIGHT, GRAD = 0, 1, 0
-"""Columns: of the input and the weight in the forward state, of the output's gradient in the backward state."""
+"""Columns of the state: input and weight in the forward one, the output's gradient in the backward one."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -28,9 +28,9 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 class ScalingState(nn.Module):
     """The scales of one linear and the amax that they come from, as float32 buffers.
 
-    - `forward_amax_history` `[amax_history_len, 2]`: of the input and the weight; the first row is the current step's,
-      the last one the step before's.
-    - `forward_scale` `[2]`: what input and weight are multiplied with before the cast; 1 at first.
+    - `forward_amax_history` `[amax_history_len, 2]`: amax of the input and the weight; the first row is the current
+      step's, the last one the previous step's.
+    - `forward_scale` `[2]`: the factors that input and weight are multiplied with before the cast; 1 at first.
     - `backward_amax_history` `[amax_history_len, 1]` and `backward_scale` `[1]`: the same for the output's gradient.
     """
 
@@ -40,7 +40,7 @@ class ScalingState(nn.Module):
     backward_scale: Tensor
 
     def __init__(self, recipe: Recipe, *, device: torch.device | None = None) -> None:
-        """Begin as TransformerEngine does: no amax, scales of 1."""
+        """Start like TransformerEngine, with no amax and scales of 1."""
         super().__init__()
         self.recipe = recipe
         for direction, tensors in (("forward", 2), ("backward", 1)):
@@ -52,7 +52,7 @@ class ScalingState(nn.Module):
             self.register_buffer(f"{direction}_scale", scale)
 
     def reset_parameters(self) -> None:
-        """Begin anew; what a module that was made on the meta device is initialised with."""
+        """Reset the state to its start; also initialises a module that was made on the meta device."""
         for part in (self.forward_amax_history, self.backward_amax_history):
             part.zero_()
         for part in (self.forward_scale, self.backward_scale):
@@ -68,16 +68,16 @@ class ScalingState(nn.Module):
         return self
 
     def update(self) -> None:
-        """Take new scales, for this linear alone; `update_scales` does many at once."""
+        """Update the scales of this linear alone; `update_scales` does many at once."""
         update_scales([self])
 
 
 @torch.no_grad()
 def reduce_amax(states: Sequence[ScalingState], all_reduce_max: Callable[[Tensor], object]) -> None:
-    """Let the current step's amax be the largest of all ranks: before `update_scales`, in one collective.
+    """Take the maximum of the current step's amax over all ranks, in one collective; call it before `update_scales`.
 
     Args:
-        states: Of one device, in the same order on all ranks.
+        states: States on one device, in the same order on all ranks.
         all_reduce_max: Replaces a float32 tensor by the elementwise maximum over the ranks, in place.
     """
     newest = [part.history[0] for part in _parts(states)]
@@ -90,12 +90,12 @@ def reduce_amax(states: Sequence[ScalingState], all_reduce_max: Callable[[Tensor
 
 @torch.no_grad()
 def update_scales(states: Sequence[ScalingState]) -> None:
-    """Take the scales of the next step from the histories, and begin the next step's row of them.
+    """Compute the next step's scales from the histories, and start its row of the histories.
 
     All states are updated together, so that the number of kernels does not grow with the number of linears.
 
     Args:
-        states: Of one device and one recipe.
+        states: States on one device, of one recipe.
     """
     parts = list(_parts(states))
     if not parts:
@@ -121,7 +121,7 @@ class _Part:
 
 
 def _parts(states: Sequence[ScalingState]) -> Iterator[_Part]:
-    """Yield the forward parts of all states, then their backward parts, as `_fp8_max` has them."""
+    """Yield the forward parts of all states, then their backward parts, in the order of `_fp8_max`."""
     for state in states:
         yield _Part(history=state.forward_amax_history, scale=state.forward_scale)
     for state in states:
@@ -129,7 +129,7 @@ def _parts(states: Sequence[ScalingState]) -> Iterator[_Part]:
 
 
 def _fp8_max(recipe: Recipe, num_states: int, device: torch.device) -> Tensor:
-    """The largest number of the fp8 type of each scale."""
+    """Return the largest number of the fp8 dtype of each scale."""
     forward, backward = (torch.finfo(recipe.dtype(role)).max for role in ("input", "grad"))
     return torch.cat(
         [
@@ -140,8 +140,8 @@ def _fp8_max(recipe: Recipe, num_states: int, device: torch.device) -> Tensor:
 
 
 def _next_scale(amax: Tensor, scale: Tensor, fp8_max: Tensor, margin: int) -> Tensor:
-    """The scales for these amaxes; where an amax is 0 or infinite, the scale stays as it was."""
-    # TransformerEngine writes `fp8_max / amax`, which torch computes as this product: a division rounds otherwise.
+    """Return the scales for these amaxes; if an amax is 0 or infinite, the old scale stays."""
+    # TransformerEngine writes `fp8_max / amax`, which torch computes as this product: a division rounds differently.
     new = amax.reciprocal() * fp8_max / 2**margin
     new = torch.where((amax > 0) & amax.isfinite(), new, scale)
     return torch.where(new.isinf(), _FLOAT32_MAX, new)

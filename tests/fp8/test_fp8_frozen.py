@@ -1,4 +1,4 @@
-"""Nothing is computed, transposed or kept for what is not trained: counted in the traces that run."""
+"""Nothing is computed, transposed or kept for frozen weights: counted in the traces that run."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def loss_of(result: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """What one call of one linear is made of, and which gradients eager PyTorch wants of it."""
+    """One call of one linear: its sizes, and the gradients that eager PyTorch needs."""
 
     rows: int
     in_features: int
@@ -214,7 +214,7 @@ def test_the_results_are_those_of_computing_everything(kind: str, recipe: str) -
 
 
 def assert_equal_gradients(model: nn.Module, other: nn.Module) -> None:
-    """Of all that `model` trains; at least one is not zero."""
+    """Compare the gradients of all trained parameters of `model`; at least one is not zero."""
     assert any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         if p.requires_grad:
@@ -225,7 +225,7 @@ def assert_equal_gradients(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_adapters_get_the_gradients_that_they_get_where_all_weights_are_trained(kind: str) -> None:
-    """With `current`, weights are scaled alike whether they are trained or not."""
+    """With `current`, frozen weights are scaled like trained ones."""
     model = ADAPTED[kind]()
     everything = copy.deepcopy(model)
     everything.requires_grad_(True)

@@ -157,7 +157,7 @@ def smallest_budget(model: nn.Module, recipe: str, inputs: dict[str, Tensor]) ->
 
 
 def quantized_again(module: CompiledModule) -> int:
-    """How many tensors forward quantised, and backward quantises once more."""
+    """Count the tensors that forward quantised and backward requantises."""
     backward = module.captures[0].backward_traces[-1]
     return sum(b.flat_proxy_outs[0].name.startswith(PREFIX) for b in ops(backward, "quantize"))
 
@@ -191,7 +191,7 @@ def free_planner() -> MemoryPlanner:
 
 
 def saved_bytes(module: CompiledModule) -> int:
-    """Of what forward computed."""
+    """Return the saved bytes that forward computed."""
     forward = module.captures[0].forward_traces[-1]
     given = {a.name for a in forward.args}
     kept = {p.name: p for p in forward.output[1][0] if p.name not in given}

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Of bytes."""
+    """A byte-level language model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ SIZES = (32, 64, 48, 16)
 
 
 def step_calls(trained: Sequence[int], *, recipe: str, steps: int = 3) -> te_kernels.Calls:
-    """What the last of some steps runs, where only these of three linears are trained."""
+    """Return the kernel calls of the last step, with only these of three linears trained."""
     torch.manual_seed(0)
     linears = [nn.Linear(i, o) for i, o in pairwise(SIZES)]
     for index, linear in enumerate(linears):

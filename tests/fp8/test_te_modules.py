@@ -26,7 +26,7 @@ RECIPES = [
 
 
 def batches() -> list[Tensor]:
-    """Of which the later ones are larger, so that scales change."""
+    """Return batches of growing magnitude, so that scales change."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(16, 32, generator=generator) * 3**step).bfloat16() for step in range(NUM_STEPS)

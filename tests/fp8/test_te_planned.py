@@ -26,7 +26,7 @@ def deep_model() -> nn.Module:
 
 
 def compiled(budget_bytes: int | None) -> CompiledModule:
-    """With linears in fp8 by TransformerEngine, within a budget."""
+    """Compile a module with fp8 linears by TransformerEngine, within a budget."""
     budget = None if budget_bytes is None else BytesOrFraction(budget_bytes)
     planner = MemoryPlanner(
         MemoryConfig(budget=budget) if budget is not None else MemoryConfig(),
@@ -42,7 +42,7 @@ class Step:
 
     gradients: list[Tensor]
     again: list[Tensor]
-    """Of a second backward through the same graph."""
+    """Gradients of a second backward through the same graph."""
     state: dict[str, Tensor]
     num_quantized: int
 

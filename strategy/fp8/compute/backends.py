@@ -1,4 +1,4 @@
-"""Whose kernels compute in fp8: TransformerEngine's or PyTorch's."""
+"""Chooses the fp8 backend: TransformerEngine or PyTorch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 def choose_backend(config: Fp8Config, device: torch.device) -> Backend:
-    """The backend that is asked for, or that can compute on `device`.
+    """Return the requested backend; for `auto`, the best one for `device`.
 
     Raises:
-        ConfigError: it cannot; says what is there.
+        ConfigError: It cannot compute on `device`; the message says why.
     """
     backend = _best(config, device) if config.backend == "auto" else config.backend
     require(backend, config.recipe, device)
@@ -27,15 +27,15 @@ def choose_backend(config: Fp8Config, device: torch.device) -> Backend:
 
 
 def require(backend: Backend, recipe: RecipeName, device: torch.device) -> None:
-    """Refuse to begin where a backend cannot compute.
+    """Refuse a backend that cannot compute a recipe on a device.
 
     Args:
-        backend: That was chosen.
-        recipe: As `fp8.recipe` names it.
-        device: That the model is on.
+        backend: The chosen backend.
+        recipe: The value of `fp8.recipe`.
+        device: The model's device.
 
     Raises:
-        ConfigError: with what is missing, and what can be done.
+        ConfigError: It cannot; the message says what is missing and what to do.
     """
     is_torch = backend == "torch"
     reason = (torch_support if is_torch else te_backend).why_not(recipe, device)

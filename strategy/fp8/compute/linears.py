@@ -1,4 +1,4 @@
-"""The fp8 linears of one module: their state in it, and what a trace reads of that."""
+"""The fp8 linears of one module: chooses them, adds their state, and hands it to a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from thunder_memsave.settings.section import ConfigError
 from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
 
 STATE_NAME = "fp8_scaling"
-"""Of the submodule of each linear that holds its scaling state, so that checkpoints have it."""
+"""Name of the submodule of each linear that holds its scaling state, so that checkpoints have it."""
 
 StatePart = Literal[
     "forward_scale",
@@ -43,33 +43,33 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Frozen:
-    """A weight that is not trained, in fp8."""
+    """The cached fp8 numbers of a frozen weight."""
 
     weight: Tensor
     weight_scale_inv: Tensor
     weight_transposed: Tensor | None
     source: tuple[int, int, torch.dtype]
-    """What tells whether the weight is still what was quantised."""
+    """Address, version and dtype of the weight that was quantised, to notice changes."""
 
 
 def is_scaling_state(name: str) -> bool:
-    """Whether an entry of a `state_dict` belongs to fp8's scaling state."""
+    """Return whether an entry of a `state_dict` belongs to fp8's scaling state."""
     return STATE_NAME in name.split(".")
 
 
 def set_up_fp8(
     module: nn.Module, config: Fp8Config, *, frontend: str, backend: Backend
 ) -> Fp8Linears:
-    """Choose the linears of `module` that compute in fp8, and give them their state.
+    """Choose the linears of `module` that compute in fp8, and add their scaling state.
 
     Args:
-        module: After it was sharded, where it is.
-        config: Which, and how.
-        frontend: That captures the module.
-        backend: That computes.
+        module: The module, after sharding.
+        config: The `fp8` section.
+        frontend: The frontend that captures the module.
+        backend: The backend that computes.
 
     Raises:
-        ConfigError: nothing would run in fp8.
+        ConfigError: Nothing would run in fp8.
     """
     choices = choose_linears(module, config, frontend=frontend)
     _log.info("fp8 by %s: %s", backend, report(choices))
@@ -77,10 +77,10 @@ def set_up_fp8(
 
 
 def choose_linears(module: nn.Module, config: Fp8Config, *, frontend: str) -> tuple[Choice, ...]:
-    """Decide for each linear of `module` whether it computes in fp8, and change nothing.
+    """Decide for each linear of `module` whether it computes in fp8, without changing it.
 
     Raises:
-        ConfigError: none would, or the frontend cannot tell them apart.
+        ConfigError: None would, or the frontend cannot tell them apart.
     """
     if frontend != "dynamo":
         raise ConfigError(
@@ -91,7 +91,7 @@ def choose_linears(module: nn.Module, config: Fp8Config, *, frontend: str) -> tu
     choices = choose(module, skip_modules=config.skip_modules)
     if all(c.reason is not None for c in choices):
         raise ConfigError(
-            f"fp8 is set, but {report(choices)} Leave fp8 out, or change what keeps the linears from it.",
+            f"fp8 is set, but {report(choices)} Leave fp8 out, or change what excludes the linears.",
             key="fp8",
         )
     return choices
@@ -104,16 +104,16 @@ def frozen_in_fp8(
     frontend: str,
     data_parallel: DataParallel | None,
 ) -> FrozenInFp8 | None:
-    """Choose the frozen weights of `module` of which only fp8 numbers are to be kept; None: all stay as they are.
+    """Choose the frozen weights of `module` to keep as fp8 numbers only; None: `config` asks for none.
 
     Args:
-        module: Before it has values, or before it is sharded.
-        config: What is asked for.
-        frontend: That captures the module.
+        module: The module, before it has values or is sharded.
+        config: The `fp8` section.
+        frontend: The frontend that captures the module.
         data_parallel: The ranks that will share its parameters.
 
     Raises:
-        ConfigError: it is asked for, and no weight is frozen, or no linear runs in fp8.
+        ConfigError: It is asked for, but no weight is frozen, or no linear runs in fp8.
     """
     if config is None or config.frozen_weights == "compute":
         return None
@@ -131,27 +131,27 @@ class Fp8Linear:
 
     @property
     def state(self) -> ScalingState | None:
-        """Its scaling state; None where the recipe has none."""
+        """The linear's scaling state; None if the recipe has none."""
         state = getattr(self.linear, STATE_NAME, None)
         assert state is None or isinstance(state, ScalingState)
         return state
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its weight is not trained."""
+        """Whether the weight is not trained."""
         return not self.linear.weight.requires_grad
 
     @property
     def is_kept_in_fp8(self) -> bool:
-        """Whether fp8 numbers are all that there is of its weight."""
+        """Whether only fp8 numbers of the weight are kept."""
         return unquantized_dtype(self.linear.weight) is not None
 
     def parts(self, *, training: bool, transposed: bool) -> tuple[StatePart, ...]:
-        """What a trace reads of it.
+        """Return the parts of the state that a trace reads.
 
         Args:
             training: Whether there is a backward.
-            transposed: Whether a gradient of the input is wanted.
+            transposed: Whether the input needs a gradient.
         """
         found: list[StatePart] = []
         if self.state is not None:
@@ -160,7 +160,7 @@ class Fp8Linear:
                 found += ["backward_scale", "backward_amax_history"]
         if self.is_kept_in_fp8:
             found.append("weight_scale_inv")
-        # A shard's weight is gathered by the trace, and quantised there.
+        # The trace gathers a sharded weight, and quantises it there.
         elif self.is_frozen and not is_sharded(self.linear.weight):
             found += ["weight", "weight_scale_inv"]
             if transposed:
@@ -168,7 +168,7 @@ class Fp8Linear:
         return tuple(found)
 
     def read(self, part: StatePart) -> Tensor:
-        """The tensor as it is now."""
+        """Return the current tensor of a part."""
         if self.is_kept_in_fp8 and part == "weight_scale_inv":
             tensor = scale_inv_of(self.linear)
         elif part.startswith("weight"):
@@ -179,7 +179,7 @@ class Fp8Linear:
         return tensor
 
     def take_frozen(self, weight: Tensor, scale_inv: Tensor, transposed: Tensor) -> None:
-        """Use these for the weight that is not trained; for a plan, whose tensors hold nothing that could be cast."""
+        """Set the frozen weight's fp8 numbers; for a plan, whose weight has no values to cast."""
         self._frozen = _Frozen(
             weight=weight,
             weight_scale_inv=scale_inv,
@@ -190,7 +190,7 @@ class Fp8Linear:
     def _quantized(self, *, transposed: bool) -> _Frozen:
         weight = self.linear.weight
         source = _source(weight)
-        # Also where the first call is an evaluation: what inference mode makes cannot be saved for a backward.
+        # Even if the first call is an evaluation: tensors made in inference mode cannot be saved for a backward.
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._frozen is None or self._frozen.source != source:
                 quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
@@ -210,17 +210,17 @@ class Fp8Linears:
     def __init__(
         self, module: nn.Module, choices: Sequence[Choice], *, recipe: Recipe, backend: Backend
     ) -> None:
-        """Give each chosen linear its state, unless it has one, as a copy of a module has.
+        """Add the state to each chosen linear that has none; those of a copied module have one.
 
         Raises:
-            ConfigError: a linear has something else of the state's name.
+            ConfigError: A linear has another attribute of the state's name.
         """
         self.choices, self.recipe, self.backend = tuple(choices), recipe, backend
         self.owner = type(module).__name__
         self.by_name: dict[str, Fp8Linear] = {}
         self._was_recorded = False
         self.on_copy: Callable[[nn.Module, Fp8Linears], None] | None = None
-        """Is told of copies of the module, for they are trained by optimizers of their own."""
+        """Called with each copy of the module, which other optimizers train."""
         for choice in choices:
             if choice.reason is None:
                 linear = module.get_submodule(choice.name)
@@ -231,22 +231,23 @@ class Fp8Linears:
         self._of_name = _of_name(module, self.by_name)
 
     def find(self, name: str, weight: Tensor) -> Fp8Linear | None:
-        """The linear that computes with this weight in the module of this name; None: it does not compute in fp8.
+        """Return the linear that computes with this weight in the module of this name; None: it is not in fp8.
 
-        Within a linear (its hooks too) that is itself, for its own weight; elsewhere the first one with the weight.
+        Inside a linear (or its hooks) that is the linear itself, for its own weight; elsewhere the first one with the
+        weight.
         """
         own = [self._of_name[name]] if name in self._of_name else self.by_name.values()
         return next((f for f in own if f is not None and f.linear.weight is weight), None)
 
     def note_recorded(self) -> None:
-        """A forward whose amax counts has begun."""
+        """Note that a forward that records amax has begun."""
         self._was_recorded = True
 
     def update(self, group: dist.ProcessGroup | None) -> None:
-        """Take new scales, once for all forwards since the last time. A collective where amax is reduced.
+        """Update the scales, once for all forwards since the last update. A collective if amax is reduced.
 
         Args:
-            group: All ranks that see different data; None: there are no others.
+            group: All ranks, which see different data; None: there are no others.
         """
         states = [f.state for f in self.by_name.values() if f.state is not None]
         if not self._was_recorded or not states:
@@ -257,7 +258,7 @@ class Fp8Linears:
         update_scales(states)
 
     def for_copy(self, module: nn.Module) -> Fp8Linears:
-        """The same of a copy of the module, whose state was copied with it."""
+        """Return the fp8 linears of a copy of the module, whose state was copied with it."""
         copied = Fp8Linears(module, self.choices, recipe=self.recipe, backend=self.backend)
         if self.on_copy is not None:
             self.on_copy(module, copied)
@@ -278,7 +279,7 @@ def _add_state(name: str, linear: nn.Linear, recipe: Recipe) -> None:
 
 
 def _of_name(module: nn.Module, by_name: Mapping[str, Fp8Linear]) -> dict[str, Fp8Linear | None]:
-    """All linears, by every name that the module has for them (a shared one has several); None: not in fp8."""
+    """Return all linears by each of their names in the module (a shared one has several); None: not in fp8."""
     chosen = {id(found.linear): found for found in by_name.values()}
     names = module.named_modules(remove_duplicate=False)
     return {name: chosen.get(id(m)) for name, m in names if isinstance(m, nn.Linear)}

@@ -1,4 +1,4 @@
-"""When fp8 linears take new scales: after each step of an optimizer that trains their module."""
+"""Updates the scales of fp8 linears after each step of an optimizer that trains their module."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from thunder_memsave.fp8.compute.linears import Fp8Linears
 
 
 class Fp8Steps:
-    """Is told of the steps of all optimizers, by torch's hook, and of those that were left out by the strategy.
+    """Receives the steps of all optimizers from torch's hook, and skipped steps from the strategy.
 
-    Between two steps nothing changes a scale: micro-batches, recomputation and second backwards see the same ones. A
-    step without a training forward since the last one changes nothing, so that one step is never counted twice.
+    Between two steps no scale changes: micro-batches, recomputation and second backwards see the same ones. A step
+    without a training forward since the last one changes nothing, so that no step is counted twice.
     """
 
     def __init__(self, data_parallel: DataParallel | None) -> None:
-        """`data_parallel`: the ranks that see different data; None: there is one."""
+        """Register the hook; `data_parallel`: the ranks that see different data; None: there is one."""
         self._data_parallel = data_parallel
         self._modules: list[tuple[weakref.ref[nn.Module], weakref.ref[Fp8Linears]]] = []
         ended = weakref.WeakMethod(self.ended)
@@ -35,12 +35,12 @@ class Fp8Steps:
         weakref.finalize(self, handle.remove)
 
     def add(self, module: nn.Module, linears: Fp8Linears) -> None:
-        """Take care of the linears of `module` and of its copies, while they live; in the same order on all ranks."""
+        """Update the linears of `module` and of its copies while they live; call it in one order on all ranks."""
         linears.on_copy = self.add
         self._modules.append((weakref.ref(module), weakref.ref(linears)))
 
     def ended(self, optimizer: Optimizer) -> None:
-        """Update those modules of which the optimizer has a parameter. A collective where amax is reduced."""
+        """Update the modules that the optimizer trains. A collective if amax is reduced."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for references in self._modules:
             module, linears = references[0](), references[1]()

@@ -1,9 +1,8 @@
 """Thunder's operators for a linear in fp8, and their gradients.
 
-Each operator is one function of a backend (`torch_backend.py`, `te_backend.py`). The gradients with respect to the
-input, the weight and the bias are separate operators, so dead-code elimination removes those that nobody wants, and
-with them what they would have saved. The recorded amax is a running maximum: to run an operator once more, in backward
-or for another micro-batch, changes nothing.
+Each operator is one function of a backend (`torch_backend.py`, `te_backend.py`). The gradients of the input, the weight
+and the bias are separate operators, so dead-code elimination removes unused ones, and the tensors saved for them. The
+recorded amax is a running maximum, so recomputing an operator in backward changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT
 Backend = Literal["torch", "transformer_engine"]
 
 BLOCK = 128
-"""The side of a block of weights, and the length of those of inputs and gradients."""
+"""Side of a block of weights, and length of a block of inputs and gradients, in elements."""
 
 _MODULES = {"torch": "torch_backend", "transformer_engine": "te_backend"}
 
@@ -49,33 +48,33 @@ class Operators:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """How the linears of a call compute."""
+    """The settings by which a linear computes."""
 
     backend: Backend
     recipe: Recipe
     records: bool
-    """Whether amax is recorded: not in evaluation."""
+    """Whether amax is recorded, as it is in training."""
     is_frozen: bool
-    """Whether the weight is not trained: it is scaled by its own amax."""
+    """Whether the weight is frozen; it is then scaled by its own amax."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateProxies:
-    """What a linear reads beside its input and parameters; None: it has no such state."""
+    """The state that a linear reads beside its input and parameters; None: it has no such part."""
 
     forward_scale: TensorProxy | None = None
     forward_amax_history: TensorProxy | None = None
     backward_scale: TensorProxy | None = None
     backward_amax_history: TensorProxy | None = None
     weight: TensorProxy | None = None
-    """A frozen weight in fp8, that is kept beside the weight or instead of it; and so are the next two."""
+    """A frozen weight's fp8 numbers, kept beside or instead of the weight; the next two belong to them."""
     weight_transposed: TensorProxy | None = None
     weight_scale_inv: TensorProxy | None = None
 
 
 @cache
 def operators(backend: Backend) -> Operators:
-    """The operators of `backend`, which is imported when the first of them runs."""
+    """Return the operators of `backend`, which is imported when the first of them runs."""
     executor = OperatorExecutor(f"thunder_memsave_fp8_{backend}", version="0")
     register_executor(executor)
 
@@ -93,17 +92,17 @@ def operators(backend: Backend) -> Operators:
 
 
 def quantize_frozen(backend: Backend, recipe: Recipe, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight that is not trained, by its own amax.
+    """Quantise a frozen weight by its own amax.
 
-    That is the scale that `delayed` gets to after its first update, but for its margin.
+    Apart from the margin, `delayed` arrives at the same scale after its first update.
 
     Args:
-        backend: That will compute with it.
-        recipe: What it is quantised for.
-        weight: Of shape [out, in].
+        backend: The backend that will compute with it.
+        recipe: The recipe to quantise for.
+        weight: Shape [out, in].
 
     Returns:
-        It in fp8, and the factor that undoes its scale.
+        The weight in fp8, and its inverse scale.
     """
     dtype = recipe.dtype("weight")
     if recipe.name == "block":
@@ -112,7 +111,7 @@ def quantize_frozen(backend: Backend, recipe: Recipe, weight: Tensor) -> tuple[T
 
 
 def transpose(backend: Backend, q: Tensor) -> Tensor:
-    """A quantised matrix with its dims exchanged, contiguous."""
+    """Return a contiguous transpose of a quantised matrix."""
     return _transpose(backend, q)
 
 
@@ -126,14 +125,14 @@ def fp8_linear(
     """Record `x @ weight.t() + bias`, computed in fp8.
 
     Args:
-        computation: How.
-        x: Of shape [..., in], in the dtype that is computed in.
-        weight: Of shape [out, in]; not read where `state` has it in fp8.
-        bias: Of shape [out].
-        state: Of this linear.
+        computation: The settings.
+        x: Shape [..., in], in the compute dtype.
+        weight: Shape [out, in]; not read if `state` has it in fp8.
+        bias: Shape [out].
+        state: The linear's state.
 
     Returns:
-        Of shape [..., out], in the dtype of `x`.
+        Shape [..., out], in the dtype of `x`.
     """
     parts = (
         state.forward_scale,
@@ -148,12 +147,12 @@ def fp8_linear(
 
 
 def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
-    """Record the weight that fp8 numbers stand for.
+    """Record the dequantisation of a weight.
 
     Args:
-        numbers: Of shape [out, in].
-        scale_inv: Of shape [1], or one for each block of 128x128.
-        dtype: Of the result.
+        numbers: fp8, shape [out, in].
+        scale_inv: Inverse scales: shape [1], or one for each block of 128x128.
+        dtype: The result's dtype.
     """
     factors = scale_inv
     if len(scale_inv.shape) == 2:
@@ -166,7 +165,7 @@ def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtyp
 
 @cache
 def _symbol(computation: Computation) -> Symbol:
-    """One for each way to compute, because Thunder looks gradients up by the symbol."""
+    """Return the symbol for these settings; each has its own, because Thunder looks gradients up by symbol."""
     identity = ("thunder_memsave.fp8_linear", computation)
 
     def run(x: TensorProxy, *rest: Any) -> TensorProxy:
@@ -243,7 +242,7 @@ class _Linear:
         return self._like_input(self._gemm("grad_input", grad, by_columns))
 
     def _grad_weight(self, grad: TensorProxy, by_rows: _Quantized, x: _Quantized) -> TensorProxy:
-        if self._is_block:  # blocks of rows are no blocks of columns
+        if self._is_block:  # row-wise blocks do not give column-wise ones
             columns = [ltorch.transpose(t, 0, 1).contiguous() for t in (grad, self._rows(self._x))]
             return self._gemm(
                 "grad_weight",
@@ -287,12 +286,12 @@ class _Linear:
         )
 
     def _rows(self, value: TensorProxy) -> TensorProxy:
-        """As a contiguous matrix."""
+        """Reshape to a contiguous matrix of rows."""
         rows = math.prod(value.shape[:-1])
         return ltorch.reshape(value, (rows, value.shape[-1]))
 
     def _like_input(self, rows: TensorProxy) -> TensorProxy:
-        """A product in the shape of the input but for the last dim."""
+        """Reshape a product to the input's shape, except for the last dim."""
         return ltorch.reshape(rows, (*self._x.shape[:-1], rows.shape[-1]))
 
     def _scale_of_transposed(self, scale_inv: TensorProxy) -> TensorProxy:
@@ -320,7 +319,7 @@ def _quantize_delayed(
     dtype: torch.dtype,
     records: bool,
 ) -> tuple[Tensor, Tensor]:
-    # `data` has a version of its own: autograd would refuse the backward of an earlier micro-batch.
+    # `data` has its own version counter: otherwise autograd would refuse the backward of an earlier micro-batch.
     return _backend(backend).quantize_delayed(  # type: ignore[no-any-return]
         x, scale, amax_history.data, index, dtype, records
     )

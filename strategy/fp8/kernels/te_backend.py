@@ -1,9 +1,9 @@
 """The fp8 operations of a linear on plain tensors, by TransformerEngine: quantise, transpose, multiply.
 
-The same functions as `torch_backend.py`. TransformerEngine's quantisers and GEMM are called without its modules and its
-autograd, so what backward needs are plain tensors; its schedule of scales is not used: state is given by the caller. It
-is imported when the first function runs. Its kernels look for data, so on FakeTensors, which have none, PyTorch's
-operators say what is made, read and written.
+The functions are those of `torch_backend.py`. TransformerEngine's quantisers and GEMM are called without its modules
+and its autograd, so backward needs only plain tensors; its schedule of scales is not used: the caller passes the state.
+It is imported when the first function runs. Its kernels need data, so FakeTensors, which have none, run PyTorch
+operators that make, read and write the same.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from thunder_memsave.fp8.kernels.torch_backend import whole_rows
 from thunder_memsave.fp8.kernels.torch_support import HOPPER, Chip, chip_of, dotted
 
 BLOCK = 128
-"""The side of a block; TransformerEngine knows no other."""
+"""Side of a block, the only one that TransformerEngine supports."""
 
 MIN_VERSION = Version("2.10")
-"""Before, its GEMM wants a workspace from its caller."""
+"""The first version whose GEMM needs no workspace from its caller."""
 
 _MIN_VERSION_OF_BLOCKS = Version("2.12")
-"""Before, tensors whose blocks have scales want to be told in which of two formats they are."""
+"""The first version in which tensors with scales of blocks have only one format."""
 
 DEVICE_TYPES = frozenset({"cuda"})
-"""Where its kernels run."""
+"""The devices that its kernels run on."""
 
 _SCALES_MULTIPLE = 4
-"""cuBLAS reads the scales of blocks in rows of so many."""
+"""Multiple to which cuBLAS wants rows of block scales padded."""
 
 
 def quantize_delayed(
     x: Tensor, scale: Tensor, amax_history: Tensor, index: int, dtype: torch.dtype, records: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cast with a scale from earlier steps, and note the amax for later ones: `torch_backend.quantize_delayed`."""
-    # The kernel takes the maximum of what is there and what it sees, where it is told to.
+    """Cast with a scale from earlier steps, and record the amax for later ones: `torch_backend.quantize_delayed`."""
+    # The kernel raises this tensor to the amax, so without recording it gets a temporary one.
     amax = amax_history[0, index : index + 1] if records else torch.zeros_like(scale[:1])
     if isinstance(x, FakeTensor):
         amax.copy_(amax)
@@ -62,7 +62,7 @@ def quantize_delayed(
 def quantize_current(
     x: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cast with the scale that x's own amax gives: `torch_backend.quantize_current`."""
+    """Cast with the scale of x's own amax: `torch_backend.quantize_current`."""
     if isinstance(x, FakeTensor):
         return _made(x, dtype, (1,))
     library = _library()
@@ -85,7 +85,7 @@ def quantize_block(
     amax_epsilon: float = 0.0,
     force_pow_2_scales: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Cast each block with the scale that the block's own amax gives: `torch_backend.quantize_block`."""
+    """Cast each block with the scale of its own amax: `torch_backend.quantize_block`."""
     assert (block_rows, block_cols) in ((1, BLOCK), (BLOCK, BLOCK)), "there are no other kernels"
     down, across = -(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols)
     if isinstance(x, FakeTensor):
@@ -129,7 +129,7 @@ def gemm(
     use_fast_accum: bool = False,
 ) -> Tensor:
     """Multiply `a @ b.t() + bias`: `torch_backend.gemm`."""
-    # The kernel would read the bias of a float32 result as bfloat16.
+    # For a float32 result the kernel would read the bias as bfloat16.
     added_later = bias if out_dtype == torch.float32 else None
     fused = None if bias is None or added_later is not None else bias.to(out_dtype)
     if isinstance(a, FakeTensor):
@@ -150,7 +150,7 @@ def gemm(
 
 
 def why_not(recipe: str, device: torch.device) -> str | None:
-    """What keeps TransformerEngine from computing in `recipe` on `device`; None: nothing does."""
+    """Return why TransformerEngine cannot compute `recipe` on `device`; None: it can."""
     try:
         library = _library()
     except ConfigError as error:
@@ -175,7 +175,7 @@ def why_not(recipe: str, device: torch.device) -> str | None:
 
 
 def why_not_on(chip: Chip | None, recipe: str) -> str | None:
-    """The same for a chip that need not be here, as far as that is known without TransformerEngine; None: a CPU."""
+    """Return the same for a chip that need not be present, as far as known without TransformerEngine; None: a CPU."""
     if chip is None:
         return "TransformerEngine computes on CUDA devices: set `fp8.backend: torch`"
     if recipe not in _SUPPORT:
@@ -201,7 +201,7 @@ _SUPPORT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Library:
-    """The pieces of TransformerEngine that are called."""
+    """The parts of TransformerEngine that are called."""
 
     pytorch: ModuleType
     tensor: ModuleType
@@ -253,13 +253,13 @@ def _installed_version() -> Version:
 
 
 def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    quantizer.internal = True  # no tensor subclass, which autograd would know
+    quantizer.internal = True  # return no tensor subclass, which autograd would track
     quantized = _library().extension.quantize(x, quantizer)
     return quantized._data.view(dtype), quantized._scale_inv.reshape(1)
 
 
 def _made(x: Tensor, dtype: torch.dtype, scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Results without data, in layouts of the kernels, which are one each."""
+    """Return results without data in the kernels' layouts, with the memory traffic of one kernel."""
     q = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     with once_through_memory(x, q):
         q.copy_(x)
@@ -269,9 +269,9 @@ def _made(x: Tensor, dtype: torch.dtype, scales: tuple[int, ...]) -> tuple[Tenso
 
 
 def _operand(q: Tensor, scale_inv: Tensor) -> Any:
-    """What the GEMM knows as a quantised matrix, over the memory of plain tensors."""
+    """Wrap plain tensors as the quantised matrix that the GEMM takes, without a copy."""
     library = _library()
-    # A gradient of a weight is summed over rows of any number ("Caller must pad.", says cublaslt_gemm.cu).
+    # A weight's gradient sums over any number of rows; cublaslt_gemm.cu says "Caller must pad."
     data, dtype = whole_rows(q).view(torch.uint8), library.dtypes[q.dtype]
     if scale_inv.dim() < 2:
         return library.tensor.Float8TensorStorage(

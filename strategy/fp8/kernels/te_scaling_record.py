@@ -1,4 +1,4 @@
-"""TransformerEngine's scaling for eager code that is computed again: what it was in forward, and not updated."""
+"""Replays TransformerEngine's scaling state of forward when eager code is recomputed, without updating it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _HOME = "transformer_engine.pytorch.quantization"
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A module of TransformerEngine is about to quantize with delayed scaling."""
+    """One use of delayed scaling by a module of TransformerEngine."""
 
     state: Any
     scale: Tensor
-    """A copy."""
+    """Copy of the scale at that time."""
 
 
 class ScalingRecord:
-    """What TransformerEngine's modules quantized with in one forward.
+    """The scales with which TransformerEngine's modules quantised in one forward.
 
-    Its own record of that (`te.checkpoint`) is a queue per module, which gives a recompute the scales of another
-    forward where backwards run in another order, and is empty for a second backward. This one belongs to a forward.
+    Its own record (`te.checkpoint`) is a queue per module, which gives a recompute the scales of another forward if
+    backwards run in another order, and is empty for a second backward. This one belongs to a forward.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class ScalingRecord:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around forward."""
+        """Record the scales of the forward inside."""
         manager = _global_state()
         if manager is None:
             yield
@@ -53,7 +53,7 @@ class ScalingRecord:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Around the same computation again: the state is afterwards what it was before."""
+        """Use the recorded scales for the recompute inside, and restore the state afterwards."""
         manager = _global_state()
         if manager is None or self._autocast is None:
             yield
@@ -79,12 +79,12 @@ class ScalingRecord:
 
 
 def _global_state() -> Any:
-    """TransformerEngine's, or None where nobody has imported it."""
+    """Return TransformerEngine's global state; None if it is not imported."""
     return getattr(sys.modules.get(_HOME), "FP8GlobalStateManager", None)
 
 
 def _delayed_scaling(fp8_meta: Any) -> Any:
-    """The state of forward, None where the recipe has none."""
+    """Return the forward state of delayed scaling; None if the recipe has none."""
     state = fp8_meta.get("scaling_fwd")
     return state if hasattr(state, "amax_history") and hasattr(state, "scale") else None
 
@@ -92,8 +92,8 @@ def _delayed_scaling(fp8_meta: Any) -> Any:
 def _same_use(use: _Use | None, state: Any) -> _Use:
     if use is None or use.state is not state:
         raise RuntimeError(
-            "a function that thunder_memsave.checkpoint computes again ran other fp8 modules, or the same in another "
-            "order, than in forward. Make it do the same each time, or leave checkpoint out."
+            "a function under thunder_memsave.checkpoint ran other fp8 modules, or the same in another order, when it "
+            "was recomputed. Make it do the same each time, or leave checkpoint out."
         )
     return use
 
@@ -107,7 +107,7 @@ def _restore(before: list[tuple[Any, Tensor, Tensor]]) -> None:
 
 @contextmanager
 def _noticing_uses(manager: Any, note: Callable[[Any], None]) -> Iterator[None]:
-    """Modules say here, in each forward and before they quantize, that they have a state of delayed scaling."""
+    """Call `note` when a module registers its state, which it does in each forward before it quantises."""
 
     def add(register: Callable[[Any], None], fp8_meta: Any) -> None:
         register(fp8_meta)
@@ -119,7 +119,7 @@ def _noticing_uses(manager: Any, note: Callable[[Any], None]) -> Iterator[None]:
 
 @contextmanager
 def _without_updates(manager: Any) -> Iterator[None]:
-    """An autocast that ends inside updates the scales of all forwards; this one was counted already."""
+    """Disable forward's scale updates inside: an autocast that ends there would count this forward twice."""
 
     def update(really: Callable[..., None], forward: bool = True) -> None:
         if not forward:

@@ -1,7 +1,7 @@
-"""TransformerEngine's own recipes and contexts in terms of our `fp8` section.
+"""Converts TransformerEngine's recipes and contexts to the `fp8` section, and refuses those that contradict it.
 
-A recipe is taken over where every option of it is one that we compute; `te.autocast` around a call is let through where
-it asks for what the model was set up with, since captured linears do not look at it.
+A recipe is accepted if all of its options are supported. `te.autocast` around a call is accepted if it asks for the
+model's own settings, since captured linears ignore it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from thunder_memsave.config import ConfigError, Fp8Config
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 
-# By class: our name for the recipe, and the options of TransformerEngine that we have one value of.
+# By class: our name for the recipe, and the options of which only one value is supported.
 _RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "DelayedScaling": ("delayed", {"scaling_factor_compute_algo": None}),
     "Float8CurrentScaling": ("current", {"use_power_2_scales": False}),
@@ -34,10 +34,10 @@ _ALGORITHMS = ("max", "most_recent")
 
 
 def config_of(recipe: Any) -> Fp8Config:
-    """The `fp8` section that asks TransformerEngine for what its `recipe` asks for.
+    """Return the `fp8` section that is equivalent to a recipe of TransformerEngine.
 
     Raises:
-        ConfigError: names the recipe, or the option of it, that is not computed here.
+        ConfigError: The recipe, or an option of it, is not supported; the message names it.
     """
     kind = type(recipe).__name__
     if kind not in _RECIPES:
@@ -60,13 +60,13 @@ def config_of(recipe: Any) -> Fp8Config:
 
 
 def refuse_contradiction(recipe: Recipe | None) -> None:
-    """Refuse a call inside a `te.autocast` that asks for something else than the model was set up for.
+    """Refuse a call inside a `te.autocast` whose settings differ from the model's.
 
     Args:
-        recipe: What its linears compute in; None: they do not run in fp8.
+        recipe: The recipe of the model's linears; None: they do not run in fp8.
 
     Raises:
-        ConfigError: says what the context asks for and what the model does.
+        ConfigError: They differ; the message names both settings.
     """
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is None or not _is_inside_autocast(quantization):
@@ -96,7 +96,7 @@ def refuse_contradiction(recipe: Recipe | None) -> None:
 
 
 def difference(asked: Recipe, ours: Recipe) -> tuple[str, Any, Any] | None:
-    """The first option in which two recipes differ, under our name: what is asked for, and ours."""
+    """Return the first option in which two recipes differ: our name for it, the asked value and ours."""
     for field in dataclasses.fields(Recipe):
         theirs, own = getattr(asked, field.name), getattr(ours, field.name)
         if theirs != own:

@@ -1,10 +1,10 @@
 """The fp8 operations of a linear on plain tensors, by PyTorch: quantise, transpose, multiply.
 
-The arithmetic is that of TransformerEngine's kernels, bit by bit, on the CPU too: a value is multiplied by its scale in
-float32, saturates at the largest finite number of the fp8 type, and stays NaN if it was; the largest magnitude (amax)
-counts infinities and not NaN (`fmaxf` in transformer_engine/common/cast/fp8/quantize_fp8.cuh).
+The arithmetic is bit-identical to TransformerEngine's kernels, on the CPU too: a value is multiplied by its scale in
+float32, saturates at the largest finite number of the fp8 dtype, and stays NaN if it was; the largest magnitude (amax)
+includes infinities and ignores NaN (`fmaxf` in transformer_engine/common/cast/fp8/quantize_fp8.cuh).
 
-Matrices are contiguous, with the dimension that is summed over last.
+Matrices are contiguous, with the contracted dim last.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from torch import Tensor
 from thunder_memsave.aten_record import once_through_memory
 
 BLOCK = 128
-"""The side of a block; on Hopper the GEMMs know no other."""
+"""Side of a block, the only one that GEMMs on Hopper support."""
 
 _CHUNK_ELEMENTS = 2**24
-"""So many elements of an operand are in float32 at a time: 64 MiB, whatever its size."""
+"""Number of elements of an operand that are in float32 at a time: 64 MiB, whatever its size."""
 
 _CAST_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
-"""So many are cast at a time, so that what is between the kernels of a cast stays in the cache: 1 MiB in float32 on
-the CPU, 16 MiB on GPUs, whose second level holds 24 MiB and more from Ada on."""
+"""Number of elements cast at a time, so that intermediates of a cast stay in the cache: 1 MiB in float32 on the CPU,
+16 MiB on GPUs, whose L2 cache holds at least 24 MiB from Ada on."""
 
 _MULTIPLE = 16
-"""cuBLAS's fp8 GEMMs want rows whose bytes are a multiple of this."""
+"""Multiple of bytes that rows must have for cuBLAS's fp8 GEMMs."""
 
 
 def quantize_delayed(
     x: Tensor, scale: Tensor, amax_history: Tensor, index: int, dtype: torch.dtype, records: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cast with a scale from earlier steps, and note the amax for later ones.
+    """Cast with a scale from earlier steps, and record the amax for later ones.
 
     Args:
-        x: In any float type and shape.
-        scale: float32 `[tensors]`, of the linear's tensors in this direction; `scale[index]` is taken.
+        x: Any float dtype and shape.
+        scale: float32 `[tensors]`, of the linear's tensors in this direction; `scale[index]` is used.
         amax_history: float32 `[length, tensors]`; its first row is the current step's.
-        index: Which of the linear's tensors `x` is.
-        dtype: The fp8 type.
-        records: Whether `amax_history[0, index]` becomes the larger of itself and x's amax, in place: the same however
+        index: Index of `x` among the linear's tensors.
+        dtype: The fp8 dtype.
+        records: Whether `amax_history[0, index]` becomes the maximum of itself and x's amax, in place: the same however
             often, and in whatever order, the casts of a step run.
 
     Returns:
-        x in fp8, and the factor that undoes the scale, float32 `[1]`, which shares no memory with the state.
+        x in fp8, and the inverse scale, float32 `[1]`, which shares no memory with the state.
     """
     chosen = scale[index : index + 1]
     newest = amax_history[0, index] if records else None
@@ -55,16 +55,16 @@ def quantize_delayed(
 def quantize_current(
     x: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cast with the scale that x's own amax gives.
+    """Cast with the scale of x's own amax.
 
     Args:
-        x: In any float type and shape.
-        dtype: The fp8 type.
-        amax_epsilon: The least that the amax is taken for.
+        x: Any float dtype and shape.
+        dtype: The fp8 dtype.
+        amax_epsilon: Lower bound of the amax.
         force_pow_2_scales: Whether scales are rounded down to powers of 2.
 
     Returns:
-        x in fp8, and the factor that undoes the scale, float32 `[1]`.
+        x in fp8, and the inverse scale, float32 `[1]`.
     """
     scale = current_scale(
         amax(x), dtype, amax_epsilon=amax_epsilon, force_pow_2_scales=force_pow_2_scales
@@ -75,7 +75,7 @@ def quantize_current(
 def current_scale(
     amax: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
 ) -> Tensor:
-    """The scale that `quantize_current` takes for a tensor of this amax, float32 `[1]`."""
+    """Return the scale of `quantize_current` for a tensor of this amax, float32 `[1]`."""
     return _scale_of(
         amax.reshape(1),
         dtype,
@@ -93,18 +93,18 @@ def quantize_block(
     amax_epsilon: float = 0.0,
     force_pow_2_scales: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Cast each block with the scale that the block's own amax gives.
+    """Cast each block with the scale of its own amax.
 
     Args:
-        x: `[rows, columns]` in any float type; the last blocks may be smaller than the others.
-        dtype: The fp8 type.
+        x: `[rows, columns]` in any float dtype; the last blocks may be smaller than the others.
+        dtype: The fp8 dtype.
         block_rows: 1 for inputs and gradients, 128 for weights.
         block_cols: 128.
-        amax_epsilon: The least that an amax is taken for.
+        amax_epsilon: Lower bound of each amax.
         force_pow_2_scales: Whether scales are rounded down to powers of 2.
 
     Returns:
-        x in fp8, and the factors that undo the scales, float32 of `block_scales_shape`.
+        x in fp8, and the inverse scales, float32 of shape `block_scales_shape`.
     """
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scales = x.new_empty(
@@ -138,7 +138,7 @@ def block_scales(
     amax_epsilon: float = 0.0,
     force_pow_2_scales: bool = True,
 ) -> Tensor:
-    """The scales that `quantize_block` takes for blocks of these amaxes, of a tensor whose type is `of`."""
+    """Return the scales of `quantize_block` for blocks of these amaxes, of a tensor of dtype `of`."""
     return _scale_of(
         amax,
         dtype,
@@ -159,14 +159,14 @@ def cast_blocks(
 def block_scales_shape(
     rows: int, columns: int, block_rows: int, block_cols: int = BLOCK
 ) -> tuple[int, int]:
-    """How many blocks there are down and across a matrix."""
+    """Return the number of blocks down and across a matrix."""
     return -(-rows // block_rows), -(-columns // block_cols)
 
 
 def transpose(q: Tensor) -> Tensor:
     """Copy `[rows, columns]` to `[columns, rows]`.
 
-    For scales of the whole tensor; where blocks have scales, x.t() is what is quantised.
+    For scales of the whole tensor; with scales of blocks, x.t() is quantised instead.
     """
     return q.t().contiguous()
 
@@ -184,13 +184,13 @@ def gemm(
 
     Args:
         a: fp8 `[m, k]`.
-        a_scale_inv: float32 `[1]`, or what `quantize_block` gave.
+        a_scale_inv: float32 `[1]`, or inverse scales of `quantize_block`.
         b: fp8 `[n, k]`.
         b_scale_inv: As `a_scale_inv`.
         bias: `[n]` or None; added before the result is rounded to `out_dtype`, except to float32 on CUDA, where it is
             added to the result.
-        out_dtype: Of the result.
-        use_fast_accum: Whether Hopper's tensor cores may add up with fewer bits; nothing elsewhere.
+        out_dtype: The result's dtype.
+        use_fast_accum: Whether Hopper's tensor cores may accumulate in fewer bits; no effect elsewhere.
 
     Returns:
         `[m, n]`.
@@ -207,36 +207,36 @@ def gemm(
 
 
 def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
-    """Give back in float32 what a quantised tensor stands for.
+    """Dequantise to float32.
 
     Args:
-        q: fp8, of any shape; `[rows, columns]` where blocks have scales.
-        scale_inv: float32 `[1]`, or what `quantize_block` gave.
+        q: fp8, of any shape; `[rows, columns]` with scales of blocks.
+        scale_inv: float32 `[1]`, or inverse scales of `quantize_block`.
     """
     if scale_inv.dim() < 2:
         return q.float() * scale_inv
     rows, columns = q.shape
-    # The only block heights that there are; blocks of one row have a scale in each.
+    # Blocks have 1 or BLOCK rows; with 1, there is a scale in each row.
     block_rows = 1 if scale_inv.shape[0] == rows else BLOCK
     return q.float() * _of_elements(scale_inv, rows, columns, block_rows, BLOCK)
 
 
 def whole_rows(matrix: Tensor) -> Tensor:
-    """Append zeros to the rows of an fp8 matrix where cuBLAS wants them longer; products are the same.
+    """Pad the rows of an fp8 matrix with zeros to the multiple that cuBLAS needs; products are the same.
 
     Returns:
-        The matrix itself where its rows are a multiple of 16.
+        The matrix itself if its rows are a multiple of 16.
     """
     missing = -matrix.shape[1] % _MULTIPLE
     if not missing:
         return matrix
-    # Padding is not written for fp8 types; zero is zero in bytes as well.
+    # `pad` does not support fp8 dtypes; zero is zero in bytes as well.
     padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
     return padded.view(matrix.dtype)
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude among the elements that are numbers, float32 without dimensions; 0 if there is none."""
+    """Return the largest magnitude of the elements that are not NaN, 0-dim float32; 0 if there is none."""
     largest = x.new_zeros((), dtype=torch.float32)
     flat = x.reshape(-1)
     with once_through_memory(x):
@@ -246,7 +246,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def _raise(amax: Tensor, part: Tensor) -> None:
-    """Let `amax` be the larger of itself and the part's, in place."""
+    """Raise `amax` to at least the part's, in place."""
     amax.copy_(torch.maximum(amax, _magnitudes(part).amax().float()))
 
 
@@ -255,7 +255,7 @@ def _magnitudes(x: Tensor) -> Tensor:
 
 
 def _cached(x: Tensor, rows: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the chunks in which x is cast."""
+    """Yield the chunks of x to cast, each small enough for the cache."""
     most = _CAST_ELEMENTS["cpu" if x.device.type == "cpu" else "cuda"]
     return _chunks(rows, x.numel() // max(rows, 1), most, multiple)
 
@@ -270,13 +270,13 @@ def _chunks(
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None = None) -> Tensor:
-    """Cast with one scale, float32 `[1]`; what is too large becomes the largest number.
+    """Cast with one scale, float32 `[1]`; values that are too large saturate.
 
     Args:
-        x: In any float type and shape.
-        scale: What it is multiplied with.
-        dtype: The fp8 type.
-        raised: An amax that becomes the larger of itself and x's, in the same pass over x.
+        x: Any float dtype and shape.
+        scale: The factor that x is multiplied with.
+        dtype: The fp8 dtype.
+        raised: An amax to raise to at least x's, in the same pass over x.
     """
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     source, target = x.reshape(-1), quantized.view(-1)
@@ -290,7 +290,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None 
 
 
 def _saturated(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    # Casts of some torch versions make NaN or infinity of what is too large; clamping keeps NaN.
+    # Casts of some torch versions turn too large values into NaN or infinity; clamping keeps NaN.
     largest = torch.finfo(dtype).max
     return scaled.clamp_(-largest, largest)
 
@@ -303,7 +303,7 @@ def _scale_of(
     force_pow_2_scales: bool,
     instead_of_inf: float,
 ) -> Tensor:
-    """The scale for an amax: `compute_scale_from_amax` in transformer_engine/common/recipe/recipe_common.cuh."""
+    """Return the scale for an amax: `compute_scale_from_amax` in transformer_engine/common/recipe/recipe_common.cuh."""
     amax = amax.clamp_min(amax_epsilon)
     # Not `number / tensor`, for which torch multiplies by the reciprocal, which rounds twice.
     scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
@@ -315,7 +315,7 @@ def _scale_of(
 
 
 def block_amax(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
-    """The amax of each block, float32."""
+    """Return the amax of each block, float32."""
     rows, columns = x.shape
     down, across = block_scales_shape(rows, columns, block_rows, block_cols)
     padding = (0, across * block_cols - columns, 0, down * block_rows - rows)
@@ -339,7 +339,7 @@ def _dequantized_gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply in float32, of which there is no more than a few chunks at a time."""
+    """Multiply in float32, with only a few chunks dequantised at a time."""
 
     def tile(a_rows: slice, b_rows: slice) -> Tensor:
         left = _dequantized_rows(a, a_scale_inv, a_rows)
@@ -347,7 +347,7 @@ def _dequantized_gemm(
         return found if bias is None else found.add_(bias[b_rows])
 
     tiles = [(a_rows, b_rows) for b_rows in _row_parts(b) for a_rows in _row_parts(a)]
-    if len(tiles) == 1:  # a float32 result is not copied
+    if len(tiles) == 1:  # avoids a copy of a float32 result
         return tile(*tiles[0]).to(out_dtype)
     product = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     for rows in tiles:
@@ -361,7 +361,7 @@ def _row_parts(matrix: Tensor) -> Iterator[slice]:
 
 
 def _dequantized_rows(q: Tensor, scale_inv: Tensor, rows: slice) -> Tensor:
-    """Rows of a matrix whose blocks have scales, in float32; they begin with a block."""
+    """Dequantise rows of a matrix with scales of blocks; they begin at the start of a block."""
     height = 1 if scale_inv.shape[0] == q.shape[0] else BLOCK
     return dequantize(q[rows], scale_inv[rows.start // height : -(-rows.stop // height)])
 
@@ -390,9 +390,9 @@ def _cuda_gemm(
 
 
 def _cuda_scales(matrix: Tensor, scale_inv: Tensor) -> Tensor:
-    """Lay scales out as cuBLAS reads them; `torch._scaled_mm` tells by shapes and strides which they are.
+    """Lay scales out as cuBLAS reads them; `torch._scaled_mm` recognises their kind by shapes and strides.
 
-    Those of 1x128 blocks lie along the columns. Those of 128x128 blocks lie along the rows, which begin every 4 numbers
+    Those of 1x128 blocks are column-major. Those of 128x128 blocks are row-major, with rows padded to a multiple of 4
     (aten/src/ATen/native/cuda/ScaledBlas.cpp).
     """
     if scale_inv.dim() < 2:

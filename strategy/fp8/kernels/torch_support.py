@@ -1,4 +1,4 @@
-"""Which recipes PyTorch's kernels compute on which chips; where they do not, what is missing and what to do."""
+"""Tells whether PyTorch's kernels support a recipe on a chip, and if not, what is missing and what to do."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from packaging.version import Version
 from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
 
 ADA, HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
-"""The first compute capability of each; before Ada there is no fp8."""
+"""The first compute capability of each architecture; those before Ada have no fp8."""
 
 _CUDA_OF_BLOCKS = "12.9"
-"""The first whose cuBLAS multiplies blocks that have scales."""
+"""The first CUDA version whose cuBLAS supports scales of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:
-    """A GPU with CUDA, here or planned for."""
+    """A CUDA GPU, present or planned for."""
 
     name: str
     capability: tuple[int, int]
@@ -32,7 +32,7 @@ class Chip:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """The GPU behind a CUDA device."""
+    """Return the GPU of a CUDA device."""
     return Chip(
         name=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
@@ -41,7 +41,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def why_not(recipe: RecipeName, device: torch.device) -> str | None:
-    """What keeps PyTorch's kernels from computing in `recipe` on `device`, and what to do; None: nothing does."""
+    """Return why PyTorch's kernels cannot compute `recipe` on `device`, and what to do; None: they can."""
     if device.type == "cuda":
         return why_not_on(chip_of(device), recipe)
     if recipe in NEEDS_BLACKWELL:
@@ -52,7 +52,7 @@ def why_not(recipe: RecipeName, device: torch.device) -> str | None:
 
 
 def why_not_on(chip: Chip, recipe: RecipeName) -> str | None:
-    """The same for a chip that need not be here."""
+    """Return the same for a chip that need not be present."""
     if recipe in NEEDS_BLACKWELL:
         if chip.capability < _BLACKWELL:
             return _needs_blackwell(recipe, str(chip))
@@ -72,7 +72,7 @@ def why_not_on(chip: Chip, recipe: RecipeName) -> str | None:
 
 
 def dotted(capability: tuple[int, int]) -> str:
-    """A compute capability as CUDA writes it."""
+    """Write a compute capability as CUDA does."""
     return ".".join(map(str, capability))
 
 

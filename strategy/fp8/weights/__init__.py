@@ -1,4 +1,4 @@
-"""Which linears compute in fp8, and their weights as fp8 numbers: cast, loaded and sharded by rows.
+"""Chooses the fp8 linears, and casts, loads and shards their weights as fp8 numbers.
 
-In: a module. Out: the same module, with fp8 numbers and a scale in place of weights that are not trained.
+In: a module. Out: the same module, with fp8 numbers and a scale in place of frozen weights.
 """

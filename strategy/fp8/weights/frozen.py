@@ -1,4 +1,4 @@
-"""Weights that are not trained, kept as fp8 numbers alone: cast once, each rank its own rows, by one scale."""
+"""Keeps frozen weights as fp8 numbers only: cast once, on each rank its own rows, with one scale."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class FrozenScale(nn.Module):
-    """What undoes the scale of a weight of which a linear keeps fp8 numbers alone: the buffer `scale_inv`, float32.
+    """The inverse scale of a weight kept as fp8 numbers only: the buffer `scale_inv`, float32.
 
-    `[1]`, or `[rows / 128, columns / 128]` with the recipe `block`; of the whole weight, where that is sharded too.
+    Its shape is `[1]`, or `[rows / 128, columns / 128]` of the whole weight with the recipe `block`.
     """
 
     scale_inv: Tensor
@@ -47,27 +47,27 @@ class FrozenScale(nn.Module):
 
 
 def scale_inv_of(linear: nn.Module) -> Tensor:
-    """What undoes the scale of the fp8 numbers that a linear keeps as its weight."""
+    """Return the inverse scale of the fp8 numbers that a linear keeps as its weight."""
     return cast("FrozenScale", linear.get_submodule(SCALE_NAME)).scale_inv
 
 
 def refuse_trained_again(name: str, weight: Tensor) -> None:
-    """Refuse to train a weight of which only fp8 numbers are kept, and to compute with numbers that were cast.
+    """Refuse a weight kept as fp8 numbers that is now trained, or whose numbers were cast.
 
     Raises:
-        ConfigError: says what can be done instead.
+        ConfigError: It is; the message says what to do instead.
     """
     if weight.requires_grad:
         raise ConfigError(
-            f"the weight of {name!r} requires a gradient, but it did not when the model was set up, so that only fp8 "
-            "numbers are kept of it (fp8.frozen_weights: fp8); unfreeze it before fabric.setup(), or set "
+            f"the weight of {name!r} requires a gradient, but it did not when the model was set up, so only its fp8 "
+            "numbers are kept (fp8.frozen_weights: fp8); unfreeze it before fabric.setup(), or set "
             "fp8.frozen_weights to 'compute'.",
             key="fp8.frozen_weights",
         )
     if weight.dtype != torch.float8_e4m3fn:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"the weight of {name!r} holds fp8 numbers (fp8.frozen_weights: fp8), and was cast to {dtype} without "
+            f"the weight of {name!r} holds fp8 numbers (fp8.frozen_weights: fp8), but was cast to {dtype} without "
             "their scale; leave out model.to(dtype) and the like after fabric.setup().",
             key="fp8.frozen_weights",
         )
@@ -75,16 +75,16 @@ def refuse_trained_again(name: str, weight: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
-    """One weight."""
+    """One weight to keep as fp8 numbers."""
 
     name: str
     weight: nn.Parameter
     linears: list[nn.Linear] = field(default_factory=list)
-    """More than one where they share it."""
+    """The linears that share the weight."""
 
 
 class FrozenInFp8:
-    """The weights of one module that are to be kept in fp8 alone."""
+    """The weights of one module to keep as fp8 numbers only."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class FrozenInFp8:
         recipe: Recipe,
         data_parallel: DataParallel | None,
     ) -> None:
-        """Choose those that are not trained and that nothing but linears in fp8 has.
+        """Choose the frozen weights that only fp8 linears have.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: There are none.
         """
         self._recipe, self._data_parallel = recipe, data_parallel
         self._kept = _chosen(module, choices)
@@ -109,15 +109,15 @@ class FrozenInFp8:
             )
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of weights."""
         return len(self._kept)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether this is one of them, still to be cast."""
+        """Return whether this is one of the weights, and not cast yet."""
         return id(tensor) in self._kept and unquantized_dtype(tensor) is None
 
     def cast_rest(self, device: torch.device) -> None:
-        """Cast all that are not cast yet. A collective, as `cast_each` is."""
+        """Cast all weights that are not cast yet. A collective, like `cast_each`."""
         rest = [kept.weight for kept in self._kept.values() if self.has(kept.weight)]
         self.cast_each(((weight, lambda: None) for weight in rest), device)
 
@@ -125,17 +125,17 @@ class FrozenInFp8:
     def cast_each(
         self, fills: Iterable[tuple[Tensor, Callable[[], object]]], device: torch.device
     ) -> None:
-        """Let weights hold fp8 numbers on `device` instead, one after the other. A collective.
+        """Replace weights by their fp8 numbers on `device`, one after the other. A collective.
 
-        The numbers and the scale are those that the whole weight would get: `symbols.quantize_frozen`. Ranks meet once
-        for each weight that they share out, and at the end.
+        The numbers and the scale are those of the whole weight: `symbols.quantize_frozen`. Ranks synchronise once for
+        each weight that is sharded, and at the end.
 
         Args:
-            fills: Each weight, sharded or not, and what gives it its values where it has none yet.
-            device: For the numbers.
+            fills: Each weight, sharded or not, and a function that fills it if it has no values yet.
+            device: The device of the numbers.
 
         Raises:
-            OtherRankError: another rank could not.
+            OtherRankError: Another rank failed.
         """
         waiting: list[Callable[[], object]] = []
         for weight, fill in fills:
@@ -155,7 +155,7 @@ class FrozenInFp8:
         device: torch.device,
         data_parallel: DataParallel,
     ) -> Callable[[], None]:
-        """Take what the ranks need to know of each other's rows; returns what can wait for the next time they meet."""
+        """All-reduce the amax of a sharded weight; return the rest of its cast, to run at the next synchronisation."""
 
         def amax_of_rows() -> tuple[Rows, Tensor]:
             _run(waiting)
@@ -177,7 +177,7 @@ class FrozenInFp8:
         _hold_scale(kept.linears, scale_inv)
 
     def stand_in(self) -> None:
-        """Let all of them hold fp8 numbers without memory; for a plan, whose weights hold nothing."""
+        """Replace all weights by storage-less fp8 numbers; for a plan, whose weights have no values."""
         for kept in self._kept.values():
             shape = shape_of_scales(whole_shape(kept.weight), self._recipe)
             numbers = torch.empty(kept.weight.shape, dtype=self._recipe.dtype("weight"))
@@ -192,7 +192,7 @@ class FrozenInFp8:
 
 
 def _run(waiting: list[Callable[[], object]]) -> None:
-    """One after the other; each is let go then, with the weight that it holds."""
+    """Run the functions in order, and release each afterwards, with the weight that it holds."""
     while waiting:
         waiting.pop(0)()
 
@@ -210,7 +210,7 @@ def _chosen(module: nn.Module, choices: Sequence[Choice]) -> dict[int, _Kept]:
     for owner, name, parameter in _all_parameters(module):
         linears = kept[id(parameter)].linears if id(parameter) in kept else []
         if name != "weight" or all(linear is not owner for linear in linears):
-            # An embedding, or a linear that stays as it is, has it too.
+            # An embedding, or a linear that is not in fp8, shares it.
             kept.pop(id(parameter), None)
     return kept
 

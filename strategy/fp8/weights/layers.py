@@ -1,4 +1,4 @@
-"""Which linears of a module run in fp8, and why the others do not."""
+"""Decides which linears of a module run in fp8, with a reason for each that does not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from thunder_memsave.settings.section import ConfigError, suggestion
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 
 FEATURE_MULTIPLE = 16
-"""Of a linear's in and out features: fp8 kernels read whole 16 bytes (cuBLASLt, and TransformerEngine's
-`assert_dim_for_fp8_exec`). On the CPU too, so that plans and runs agree across devices."""
+"""Required divisor of a linear's in and out features: fp8 kernels read 16 bytes at a time (cuBLASLt, and
+TransformerEngine's `assert_dim_for_fp8_exec`). It holds on the CPU too, so that plans and runs agree across devices."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT_SKIPPED = "lm_head"
@@ -23,24 +23,24 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Whether one linear runs in fp8."""
+    """The decision on one linear."""
 
     name: str
-    """Dotted, in the module that was asked about."""
+    """Dotted name in the module."""
     reason: str | None
-    """Why it does not; None: it does."""
+    """The reason why it does not run in fp8; None: it does."""
 
 
 def choose(module: nn.Module, *, skip_modules: Sequence[str]) -> tuple[Choice, ...]:
-    """Decide for each linear of `module`, in its order.
+    """Decide for each linear of `module`, in the module's order.
 
     Args:
         module: The model.
-        skip_modules: Names of modules, or patterns such as `*.gate`, whose linears stay as they are: the whole dotted
+        skip_modules: Names of modules, or patterns such as `*.gate`, whose linears do not run in fp8: the whole dotted
             name, or its end, such as `lm_head`.
 
     Raises:
-        ConfigError: a pattern names no module of this model.
+        ConfigError: A pattern names no module of this model.
     """
     _refuse_idle_patterns(module, skip_modules)
     return tuple(
@@ -51,7 +51,7 @@ def choose(module: nn.Module, *, skip_modules: Sequence[str]) -> tuple[Choice, .
 
 
 def report(choices: Sequence[Choice]) -> str:
-    """What was chosen, in one paragraph: how many run in fp8, and which do not for which reason."""
+    """Describe the choices in one paragraph: how many linears run in fp8, and why the others do not."""
     chosen, others = by_reason(choices)
     lines = [f"{len(chosen)} of {len(choices)} linears run in fp8"]
     lines += [f"not {shown(names, _NUM_SHOWN)}: {reason}" for reason, names in others.items()]
@@ -59,7 +59,7 @@ def report(choices: Sequence[Choice]) -> str:
 
 
 def by_reason(choices: Sequence[Choice]) -> tuple[list[str], dict[str, list[str]]]:
-    """The names of those that run in fp8, and those of the others by the reason why they do not."""
+    """Return the names of the linears in fp8, and those of the others by reason."""
     chosen = [c.name for c in choices if c.reason is None]
     others: dict[str, list[str]] = {}
     for choice in choices:
@@ -69,7 +69,7 @@ def by_reason(choices: Sequence[Choice]) -> tuple[list[str], dict[str, list[str]
 
 
 def shown(names: Sequence[str], num_shown: int) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, with the number of further ones."""
     more = len(names) - num_shown
     first = ", ".join(names[:num_shown])
     return f"{first} and {more} more" if more > 0 else first
@@ -93,7 +93,7 @@ def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str]) -> str | Non
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern names the module or one around it, by the whole name or its end."""
+    """Return whether a pattern names the module or an enclosing one, by the whole name or its end."""
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
         for name in _with_ancestors(module)
@@ -118,6 +118,6 @@ def _refuse_idle_patterns(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _ends(names: Sequence[str], pattern: str) -> list[str]:
-    """The ends of names that have as many parts as the pattern."""
+    """Return the ends of names with as many parts as the pattern."""
     num_parts = pattern.count(".") + 1
     return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))

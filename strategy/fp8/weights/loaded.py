@@ -1,4 +1,4 @@
-"""What a `state_dict` may give to a linear in fp8: its weight, or numbers with their scale where it keeps those."""
+"""Makes fp8 linears refuse entries of a `state_dict` that do not fit: fp8 numbers for a weight, or the reverse."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from thunder_memsave.aten_record import FP8_DTYPES
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 
 SCALE_NAME = "fp8_weight"
-"""Of the submodule of each linear that holds the scale of its weight, so that a `state_dict` has it."""
+"""Name of the submodule of each linear that holds its weight's scale, so that a `state_dict` has it."""
 
 
 def weight_of_scale(name: str) -> str | None:
-    """The name of the weight that an entry of a `state_dict` is the scale of; None: it is no such scale."""
+    """Return the name of the weight whose scale this entry of a `state_dict` is; None: it is no such scale."""
     prefix, dot, last = name.rpartition(f"{SCALE_NAME}.")
     is_scale = last == "scale_inv" and bool(dot) and (not prefix or prefix.endswith("."))
     return f"{prefix}weight" if is_scale else None
 
 
 def which_half(*, has_scale: bool) -> str:
-    """Say what is there where one of the two is missing."""
+    """Describe a `state_dict` that has only one of the two, for messages."""
     return "a scale without its fp8 numbers" if has_scale else "fp8 numbers without their scale"
 
 
 def refuse_other_numbers(linear: nn.Linear) -> None:
-    """Let `linear.load_state_dict`, and that of modules around it, refuse numbers that mean something else there.
+    """Make `load_state_dict` of the linear and of enclosing modules refuse values that do not fit.
 
-    PyTorch copies whatever has the right shape: fp8 numbers without their scale, or weights cast to fp8. So loading
-    raises a ValueError with `strict=False` too. A copy of a linear that refuses does so already.
+    PyTorch copies anything of the right shape, even fp8 numbers without their scale, or weights cast to fp8. So loading
+    raises a ValueError, even with `strict=False`. A copy of such a linear has the hook already.
     """
     hooks = linear._load_state_dict_pre_hooks.values()
     if all(getattr(hook, "hook", None) is not _refuse for hook in hooks):
@@ -60,9 +60,9 @@ def _why_no_weight(value: object) -> str | None:
     if not isinstance(value, Tensor) or value.dtype not in FP8_DTYPES:
         return None
     return (
-        f"dtype {value.dtype} was given, and the model keeps the weight itself (fp8.frozen_weights: compute, or the "
-        "weight is trained), for which fp8 numbers mean nothing without their scale; set the model up as the one that "
-        "saved them was, with fp8.frozen_weights 'fp8', or give it weights"
+        f"dtype {value.dtype} was given, but the model keeps the weight itself (fp8.frozen_weights: compute, or the "
+        "weight is trained), and fp8 numbers mean nothing without their scale; set the model up like the one that "
+        "saved them, with fp8.frozen_weights 'fp8', or give it weights"
     )
 
 

@@ -1,4 +1,4 @@
-"""A rank's rows of a weight that is cast to fp8 by the scale of the whole."""
+"""Casts a rank's rows of a weight to fp8 by the scale of the whole weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thunder_memsave.sharding.sharded_parameter import ShardedParameter
 
 
 def shape_of_scales(shape: torch.Size, recipe: Recipe) -> tuple[int, ...]:
-    """Of what undoes the scales of a weight: one for all of it, or one for each of its blocks."""
+    """Return the shape of a weight's inverse scales: one for all of it, or one for each block."""
     if recipe.name != "block":
         return (1,)
     return torch_backend.block_scales_shape(shape[0], shape[1], BLOCK)
@@ -26,21 +26,21 @@ class Rows:
     """A rank's rows of a weight, on the device."""
 
     values: Tensor
-    """`[rows, columns]` without padding; there may be none."""
+    """`[rows, columns]` without padding; may be empty."""
     first: int
     num_rows: int
-    """With padding."""
+    """Number of rows, padding included."""
     whole: torch.Size
 
     @classmethod
     def of(cls, weight: Tensor, device: torch.device) -> Rows:
-        """Those of a weight that has values, sharded or not."""
+        """Return the rows of a weight that has values, sharded or not."""
         first = weight._first_row if isinstance(weight, ShardedParameter) else 0
         values = local_rows(weight, weight).to(device)
         return cls(values=values, first=first, num_rows=weight.shape[0], whole=whole_shape(weight))
 
     def amax(self, recipe: Recipe) -> Tensor:
-        """What these rows say of the amax of the whole, or of each of its blocks."""
+        """Return these rows' part of the amax of the whole, or of each of its blocks; 0 for other blocks."""
         found = self.values.new_zeros(shape_of_scales(self.whole, recipe), dtype=torch.float32)
         if self.values.numel() == 0:
             return found
@@ -51,7 +51,7 @@ class Rows:
         return found
 
     def quantized(self, amax: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-        """These rows in fp8 with zeros for padding, and what undoes the scales of the whole."""
+        """Return these rows in fp8, padded with zeros, and the inverse scales of the whole."""
         dtype = recipe.dtype("weight")
         if recipe.name == "block":
             scales = torch_backend.block_scales(amax, dtype, of=self.values.dtype)
@@ -72,9 +72,9 @@ class Rows:
 
     @property
     def _blocks(self) -> slice:
-        """Rows of blocks that these rows are in, wholly or partly."""
+        """The rows of blocks that these rows overlap."""
         return slice(self.first // BLOCK, -(-(self.first + self.values.shape[0]) // BLOCK))
 
     def _from_a_block(self) -> Tensor:
-        """With zeros before, where the first row is not a block's first."""
+        """Return the rows, padded with zeros in front up to the start of a block."""
         return nn.functional.pad(self.values, (0, 0, self.first % BLOCK, 0))

@@ -180,7 +180,7 @@ def test_a_second_backward_gives_the_same_bits_and_changes_no_state(recipe: str)
         assert_equal_state(state_of(linears_of(module)), state)
 
 
-def test_in_a_region_that_is_computed_again_bits_and_state_are_the_same() -> None:
+def test_in_a_recomputed_region_bits_and_state_are_the_same() -> None:
     plain, again = scaled(make()), scaled(make())
     run(plain, 1).backward()
     loss = checkpoint(run, again, 1)
@@ -376,7 +376,7 @@ def test_a_linear_that_has_something_of_the_states_name_is_refused() -> None:
 
 
 def checkpointed(fabric: Fabric, path: Path) -> None:
-    """Four steps, or two, a checkpoint, another model that takes it over, and two more: the same bits."""
+    """Four steps give the same bits as two, a checkpoint, another model that loads it, and two more."""
     runs = []
     for resumes in (False, True):
         model, optimizer = setup(fabric)
@@ -428,7 +428,7 @@ def check_ranks(directory: Path) -> None:
 
 
 def check_a_backend_that_one_rank_cannot_use(fabric: Fabric) -> None:
-    """The other rank stops with the reason, instead of waiting for the timeout."""
+    """The other rank stops with the reason instead of waiting for the timeout."""
     is_bad = fabric.global_rank == 1
     reason = "TransformerEngine cannot be loaded" if is_bad else None
     with (
@@ -462,7 +462,7 @@ def after_a_step(fabric: Fabric) -> tuple[Any, Any]:
 
 
 def check_the_ranks_have_one_state(fabric: Fabric) -> None:
-    """That of a process that sees both batches, in one step."""
+    """Their state is that of one process that sees both batches in one step."""
     model, _ = after_a_step(fabric)
     alone = make()
     for number in (0, 1):

@@ -1,4 +1,4 @@
-"""What a linear in fp8 becomes in a trace: dtypes, shapes, and what is kept where weights are gathered."""
+"""A linear in fp8 has the expected dtypes and shapes in a trace, and saves no gathered weight."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_records_amax_may_run_again() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-def test_no_whole_weight_is_kept_in_fp8_where_weights_are_gathered_again(
+def test_no_whole_weight_is_kept_in_fp8_if_weights_are_regathered(
     recipe: str, is_frozen: bool
 ) -> None:
     layers = [nn.Linear(64, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False)]

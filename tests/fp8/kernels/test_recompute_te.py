@@ -1,4 +1,4 @@
-"""TransformerEngine's own modules under `checkpoint`: its python is the real one, its kernels are emulated."""
+"""TransformerEngine's own modules under `checkpoint`: its Python is the real one, its kernels are emulated."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_accumulation_in_any_order_recomputes_with_the_scales_of_its_forward_wit
 def test_the_scales_of_the_steps_differ_with_emulated_kernels(
     transformer_engine: ModuleType,
 ) -> None:
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     model = Model(transformer_engine, "delayed", call=plainly)
     first, *later = train(model, "around")
     assert all(not torch.equal(first[4], bits[4]) for bits in later)

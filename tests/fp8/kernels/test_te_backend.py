@@ -1,4 +1,4 @@
-"""TransformerEngine's results, bit by bit, from plain tensors; kernels are emulated, its python is the real one."""
+"""The backend has TransformerEngine's bits, from plain tensors; kernels are emulated, its Python is the real one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Quantized = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step of a linear with a bias is given."""
+    """The inputs of one step of a linear with a bias."""
 
     x: Tensor
     weight: Tensor
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of it."""
+    """The results of one step."""
 
     y: Tensor
     grad_input: Tensor
@@ -62,7 +62,7 @@ def steps() -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """Its own functions for a linear, with quantisers that its recipe makes."""
+    """A linear by its own functions, with quantisers that its recipe makes."""
 
     recipe: Any
     states: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class TransformerEngine:
         return self.states[mode].make_quantizers()
 
     def update(self) -> list[Tensor]:
-        """Its schedule in python, once per step; the amax histories and scales after it."""
+        """Run its Python schedule, once per step; return the amax histories and scales after it."""
         if not self.recipe.delayed():
             return []
         for mode, state in self.states.items():
@@ -121,7 +121,7 @@ Quantize = Callable[[Tensor, str], Quantized]
 def linear(
     step: Step, backend: ModuleType, quantize: Quantize, *, fast: bool, blocks: bool
 ) -> Result:
-    """The same linear from a backend's functions, as our operators put them together."""
+    """The same linear by a backend's functions, as our operators combine them."""
     x, grad = step.x.flatten(0, 1), step.grad.flatten(0, 1)
     dtype = x.dtype
     qx, qw, qg = quantize(x, "input"), quantize(step.weight, "weight"), quantize(grad, "grad")
@@ -142,7 +142,7 @@ def linear(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also where both are NaN."""
+    """Compare bits, so that NaN equals NaN."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype

@@ -1,4 +1,4 @@
-"""Where TransformerEngine cannot compute, the error says what is there and what to do."""
+"""If TransformerEngine cannot compute, the error says what is installed and what to do."""
 
 from __future__ import annotations
 

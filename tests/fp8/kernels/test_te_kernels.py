@@ -1,4 +1,4 @@
-"""The emulated kernels do what the sources of TransformerEngine's say, where these are particular."""
+"""The emulated kernels do what the sources of TransformerEngine's kernels say, in the particular cases."""
 
 from __future__ import annotations
 

@@ -39,14 +39,14 @@ def small_model() -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Three steps."""
+    """The results of three steps."""
 
     outputs: list[Tensor]
     weights: list[Tensor]
     types: list[str]
-    """Of the submodules."""
+    """Types of the submodules."""
     num_gemms: list[int]
-    """Of TransformerEngine, in each step."""
+    """Number of TransformerEngine's GEMMs in each step."""
 
 
 def train(context: AbstractContextManager[Any] | None = None, **arguments: Any) -> Trained:

@@ -1,4 +1,4 @@
-"""TransformerEngine's recipes and contexts: taken over where they mean what we compute, else refused."""
+"""TransformerEngine's recipes and contexts are accepted if we compute the same, else refused."""
 
 from __future__ import annotations
 

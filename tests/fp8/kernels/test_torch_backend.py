@@ -31,12 +31,12 @@ STEPS: list[tuple[float, float | None]] = [
 
 
 def part(name: str) -> Any:
-    """A module of TransformerEngine, which is there in tests with the fixture."""
+    """Return a module of TransformerEngine, which tests with the fixture have."""
     return importlib.import_module(f"transformer_engine.{name}")
 
 
 def has_own_cpu_kernel() -> bool:
-    """With AMX, oneDNN multiplies fp8; without, torch does in float32."""
+    """Return whether the CPU has AMX: then oneDNN multiplies fp8, otherwise torch multiplies in float32."""
     return torch.cpu._is_amx_tile_supported()
 
 
@@ -65,7 +65,7 @@ def linear(step: int, *, rows: int = 24, wide: int = 48, narrow: int = 32) -> Li
 
 @dataclass(frozen=True)
 class Results:
-    """What a step of a linear gives; the fp8 tensors as bytes."""
+    """The results of a step of a linear; the fp8 tensors as bytes."""
 
     output: Tensor
     grad_input: Tensor
@@ -73,7 +73,7 @@ class Results:
 
 
 def backend_step(recipe: Recipe, state: ScalingState | None, given: Linear) -> Results:
-    """Forward and backward by the torch backend, as design and symbols have them."""
+    """Run forward and backward by the torch backend, as `symbols.py` does."""
     forward, backward = (None, None) if state is None else (state, state)
 
     def quantize(x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def backend_step(recipe: Recipe, state: ScalingState | None, given: Linear) -> R
 
 
 class TransformerEngineLinear:
-    """The same by TransformerEngine's own python and its quantisers."""
+    """Run the same by TransformerEngine's own Python and its quantisers."""
 
     def __init__(self, recipe: Recipe) -> None:
         recipes = part("common.recipe")
@@ -404,7 +404,7 @@ def test_rows_that_cuda_would_refuse_are_made_whole() -> None:
 
 
 class Chip:
-    """A CUDA device that is not there."""
+    """A CUDA device that does not exist."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], cuda: str

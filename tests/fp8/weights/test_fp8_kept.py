@@ -1,4 +1,4 @@
-"""`frozen_weights: fp8`: weights are fp8 numbers alone, and all results those of weights that were cast once."""
+"""`frozen_weights: fp8`: only fp8 numbers of weights are kept, and all results are those of weights cast once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Net(nn.Module):
-    """Frozen linears of odd sizes between trained ones; the last one stays as it is."""
+    """Frozen linears of odd sizes between trained ones; the last one does not run in fp8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_linears_that_share_a_weight_share_its_numbers_and_their_scale() -> None
 
 
 class ReadsTheWeight(nn.Module):
-    """As DoRA does."""
+    """Reads a linear's weight itself, as DoRA does."""
 
     def __init__(self, seen: Tensor | None = None) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_rows_of_all_ranks_are_the_numbers_of_the_whole(
 
 
 class _OneOf:
-    """As much of a group of ranks as rows are told by."""
+    """A stand-in for `DataParallel`, with the attributes that decide on rows."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.shards = rank, world_size, True
@@ -461,9 +461,9 @@ def test_numbers_are_not_loaded_into_weights_that_a_linear_in_fp8_keeps() -> Non
     weights = Net()
     plain = make_fabric(sharding="none", fp8={"recipe": "current"}).setup(weights)
     message = (
-        r"^narrow\.weight: dtype torch\.float8_e4m3fn was given, and the model keeps the weight itself "
-        r"\(fp8\.frozen_weights: compute, or the weight is trained\), for which fp8 numbers mean nothing without their "
-        r"scale; set the model up as the one that saved them was, with fp8\.frozen_weights 'fp8', or give it weights$"
+        r"^narrow\.weight: dtype torch\.float8_e4m3fn was given, but the model keeps the weight itself "
+        r"\(fp8\.frozen_weights: compute, or the weight is trained\), and fp8 numbers mean nothing without their "
+        r"scale; set the model up like the one that saved them, with fp8\.frozen_weights 'fp8', or give it weights$"
     )
     numbers = {name: value for name, value in kept.state_dict().items() if "narrow" in name}
     for module in (plain, copy.deepcopy(plain)):
@@ -482,8 +482,8 @@ def test_a_copy_of_a_model_checks_what_is_loaded_once() -> None:
 def test_the_numbers_are_refused_where_they_would_be_taken_for_a_weight() -> None:
     _, module = kept_net()
     message = (
-        r"^linear\(\) was asked to use 'wide\.weight' outside the compiled forward, and of that weight only fp8 "
-        r"numbers are kept \(fp8\.frozen_weights: fp8\), which mean nothing without their scale\. Call the module that "
+        r"^linear\(\) was asked to use 'wide\.weight' outside the compiled forward, but only fp8 numbers of that "
+        r"weight are kept \(fp8\.frozen_weights: fp8\), which mean nothing without their scale\. Call the module that "
         r"fabric\.setup\(\) returned, or set fp8\.frozen_weights to 'compute', which keeps the weight too\.$"
     )
     with pytest.raises(Fp8ParameterError, match=message):
@@ -503,8 +503,8 @@ def test_a_weight_that_is_to_be_trained_after_all_is_refused() -> None:
     _, module = kept_net()
     module.module.wide.weight.requires_grad_(True)
     message = (
-        r"the weight of 'wide' requires a gradient, but it did not when the model was set up, so that only fp8 numbers "
-        r"are kept of it \(fp8\.frozen_weights: fp8\); unfreeze it before fabric\.setup\(\), or set"
+        r"the weight of 'wide' requires a gradient, but it did not when the model was set up, so only its fp8 numbers "
+        r"are kept \(fp8\.frozen_weights: fp8\); unfreeze it before fabric\.setup\(\), or set"
     )
     with pytest.raises(ConfigError, match=message):
         loss_of(module, 0)

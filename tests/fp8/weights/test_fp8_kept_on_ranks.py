@@ -1,4 +1,4 @@
-"""`frozen_weights: fp8` on two ranks: bytes are gathered, and all results those of weights that were cast once."""
+"""`frozen_weights: fp8` on two ranks: fp8 numbers are gathered, and all results are those of weights cast once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Net(nn.Module):
-    """Frozen linears, of which a rank's rows are no whole blocks of 128, after a trained factor."""
+    """Frozen linears whose rows per rank are not whole blocks of 128, after a trained factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def check_training(sharding: str, recipe: str) -> None:
 
 
 def check_traces(model: Any, sharding: str) -> None:
-    """What is gathered are fp8 numbers, which products read as they come; backward alone transposes them."""
+    """Gathers send fp8 numbers, which GEMMs read directly; only backward transposes them."""
     (compiled,) = model._forward_module.captures
     forward, backward = compiled.forward_traces[-1], compiled.backward_traces[-1]
     assert {str(whole.dtype) for whole in gathered_weights(forward)} == {
@@ -117,13 +117,13 @@ def check_traces(model: Any, sharding: str) -> None:
 
 
 def gathered_weights(trace: TraceCtx) -> list[FutureTensorProxy]:
-    """Whole ones that are on their way; not biases and factors."""
+    """Return the futures of gathered weights, without biases and factors."""
     whole = [w for bsym in trace.bound_symbols for _, w in gathers(bsym)]
     return [w for w in whole if len(w.shape) == 2]
 
 
 def gathered_bytes(model: Any) -> int:
-    """In forward and backward."""
+    """Return the bytes gathered in forward and backward."""
     (compiled,) = model._forward_module.captures
     traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
     found = [w for trace in traces for w in gathered_weights(trace)]
@@ -131,7 +131,7 @@ def gathered_bytes(model: Any) -> int:
 
 
 def check_bytes_and_peak() -> None:
-    """Half the bytes of weights, held and gathered, and the peak that was foretold."""
+    """Weights take half the bytes, held and gathered, and the peak is the predicted one."""
     plans, gathered = {}, {}
     for kept in ("compute", "fp8"):
         fabric = fabric_of("zero3", "current", kept)
@@ -150,7 +150,7 @@ def check_bytes_and_peak() -> None:
 
 
 def peak_bytes_of_a_step(fabric: Fabric, model: Any) -> int:
-    """Of forward and backward, with the batch."""
+    """Return the peak bytes of forward and backward, with the batch."""
     x = batch(fabric.global_rank, 0)
     with letting_go():
         measured = measured_memory(lambda: fabric.backward(model(x))).peak_bytes
@@ -187,7 +187,7 @@ def check_checkpoints(directory: Path) -> None:
 
 
 def check_files(directory: Path) -> None:
-    """Each rank reads its rows of one weight, casts them, and goes on."""
+    """Each rank reads its rows of one weight and casts them before the next."""
     fabric = fabric_of("zero3", "current", "fp8")
     path = fabric.broadcast(directory) / "model.safetensors"
     if fabric.global_rank == 0:
@@ -219,7 +219,7 @@ def check_a_rank_that_cannot_read(fabric: Fabric, path: Path) -> None:
 
 
 def check_a_rank_that_cannot_cast() -> None:
-    """The other hears of it when they meet next; where nothing is shared out, that is at the end."""
+    """The other rank fails at the next synchronisation; if nothing is sharded, that is at the end."""
     for sharding, num_meetings in (("zero3", 2), ("none", 1)):
         fabric = fabric_of(sharding, "current", "fp8")
         broken = MemoryError("no room") if fabric.global_rank == 1 else None

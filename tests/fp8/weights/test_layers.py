@@ -1,4 +1,4 @@
-"""Which linears are chosen to run in fp8, and what is said of the others."""
+"""Linears are chosen to run in fp8, and the others have a reason in the report."""
 
 from __future__ import annotations
 
