@@ -374,7 +374,7 @@ def test_arguments_are_let_go_of_with_the_graph() -> None:
     assert alive() is None
 
 
-def test_a_compiled_module_inside_is_computed_again() -> None:
+def test_a_compiled_module_inside_is_recomputed() -> None:
     def run(call: Call) -> list[Tensor]:
         torch.manual_seed(0)
         layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))

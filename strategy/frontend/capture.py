@@ -67,7 +67,7 @@ class Capture:
     graph: torch.fx.GraphModule
     inputs: Sequence[GraphInput]
     reason: str
-    """Why the call was captured: `first call`, or the guard that failed."""
+    """Reason for the capture: `first call`, or the guard that failed."""
     grad_enabled: bool
     _guards: Any
     _make_callable: Callable[[Callable[..., Any]], Callable[..., Any]]

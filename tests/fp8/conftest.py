@@ -13,7 +13,7 @@ from thunder_memsave.fp8.kernels import te_backend
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Its own python with emulated kernels, which our backend takes for the real one."""
+    """TransformerEngine's own Python with emulated kernels, which our backend takes for the real one."""
     with te_on_cpu.transformer_engine() as pytorch:
         te_backend._library.cache_clear()
         monkeypatch.setattr(te_backend, "DEVICE_TYPES", frozenset({"cuda", "cpu"}))

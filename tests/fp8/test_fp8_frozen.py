@@ -225,7 +225,7 @@ def assert_equal_gradients(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_adapters_get_the_gradients_that_they_get_where_all_weights_are_trained(kind: str) -> None:
-    """With `current`, frozen weights are scaled like trained ones."""
+    """Under `current`, frozen weights are scaled like trained ones."""
     model = ADAPTED[kind]()
     everything = copy.deepcopy(model)
     everything.requires_grad_(True)

@@ -137,7 +137,7 @@ def test_gradients_and_state_are_the_same_bits_under_any_budget(case: str) -> No
     smallest = smallest_budget(copy.deepcopy(model), recipe, inputs)
     largest = peak_bytes(free)
     assert smallest < 0.96 * largest
-    num_again = []
+    num_requantized = []
     for part in (0.0, 0.5):
         budget = smallest + int(part * (largest - smallest))
         module = planned(copy.deepcopy(model), recipe, budget)
@@ -145,8 +145,8 @@ def test_gradients_and_state_are_the_same_bits_under_any_budget(case: str) -> No
             assert torch.equal(ours, theirs)
         assert all(torch.equal(v, state[k]) for k, v in state_of(linears_of(module)).items())
         assert peak_bytes(module) <= budget
-        num_again.append(quantized_again(module))
-    assert max(num_again) > 0
+        num_requantized.append(requantized(module))
+    assert max(num_requantized) > 0
 
 
 def smallest_budget(model: nn.Module, recipe: str, inputs: dict[str, Tensor]) -> int:
@@ -156,7 +156,7 @@ def smallest_budget(model: nn.Module, recipe: str, inputs: dict[str, Tensor]) ->
     return error.value.smallest_bytes
 
 
-def quantized_again(module: CompiledModule) -> int:
+def requantized(module: CompiledModule) -> int:
     """Count the tensors that forward quantised and backward requantises."""
     backward = module.captures[0].backward_traces[-1]
     return sum(b.flat_proxy_outs[0].name.startswith(PREFIX) for b in ops(backward, "quantize"))
@@ -177,7 +177,7 @@ def test_without_a_budget_less_is_saved_than_without_fp8(recipe: str) -> None:
     assert not saved(compiled).fp8.keys() & weights
 
 
-def test_what_is_cast_again_records_no_amax_again() -> None:
+def test_a_recomputed_cast_records_no_amax() -> None:
     module = fp8_module(Deep(), planner=free_planner())
     module(**batch(module.module))
     casts = ops(module.captures[0].backward_traces[-1], "quantize")

@@ -283,7 +283,7 @@ def test_a_run_may_begin_with_an_evaluation_in_inference_mode() -> None:
     assert all(bool(g.any()) for g in gradients(module))
 
 
-def test_loaded_frozen_weights_are_quantised_again() -> None:
+def test_loaded_frozen_weights_are_requantised() -> None:
     fabric = make_fabric(sharding="none", fp8=FP8)
     model, _ = setup(fabric)
     before = model(batch(0)).detach()
