@@ -7,7 +7,8 @@
     run/           a run in its order: `job.py` checks data, model and checkpoint, `train.py` does the steps
       data/        JSONL, chats, text -> documents -> tokens -> rows of one length -> batches
       model/       directory or hub -> a model on the meta device, with its adapter
-      training/    rows in, optimizer steps out: loop, loss, evaluation, optimizer, learning rate
+      objectives/  what a run trains for: the loss of a batch, its weight and metrics
+      training/    rows in, optimizer steps out: loop, evaluation, optimizer, learning rate
       process/     the other processes of this machine, signals, and why a run ended early
       output/      where a run writes, and from which checkpoint it goes on
                           v

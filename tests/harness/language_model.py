@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from thunder_memsave.finetune.data.packing import Batch
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
-from thunder_memsave.finetune.training.loss import MaskKind
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
+from thunder_memsave.finetune.objectives.causal_lm import MaskKind
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 
 VOCAB_SIZE = 320
 

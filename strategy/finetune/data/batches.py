@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from thunder_memsave.finetune.data.objective import BatchT, RowSet
+from thunder_memsave.finetune.data.row_set import RowSet
+
+BatchT = TypeVar("BatchT")
 
 NO_ROW = -1
 """Stands for a row of padding, which fills the last batch and counts nowhere."""

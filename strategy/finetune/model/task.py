@@ -1,4 +1,4 @@
-"""What a kind of model decides: its transformers class and its name in peft; its loss is in `loss`."""
+"""The kinds of models that can be trained: their transformers class, and their name in peft."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ from thunder_memsave.config import StrategyConfig, parse_strategy
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.errors import BudgetError
-from thunder_memsave.finetune.data.objective import Objective
 from thunder_memsave.finetune.model.build import autocast_of, describe_model
+from thunder_memsave.finetune.objectives.choose import objective_of
+from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.plan.fp8_planned import planned_fp8, refuse_without_fp8
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.loss_memory import caller_memory
-from thunder_memsave.finetune.training.objectives import objective_of
 from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.capture import Call

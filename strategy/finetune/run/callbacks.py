@@ -22,11 +22,11 @@ from thunder_memsave.callbacks import (
 )
 from thunder_memsave.callbacks.loss_curve import LossCurve
 from thunder_memsave.config import parse_fp8
+from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.output.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.classes.class_kinds import CALLBACK, LOGGER
 from thunder_memsave.finetune.run_file.classes.class_spec import build, import_class
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
-from thunder_memsave.finetune.training.objectives import objective_of
 from thunder_memsave.settings.section import ConfigError
 
 _OWN_PACKAGE = "thunder_memsave."

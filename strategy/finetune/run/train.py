@@ -25,6 +25,7 @@ from thunder_memsave.errors import BudgetError, CaptureError, CompileError, Plan
 from thunder_memsave.finetune.export.export import export, is_adapted
 from thunder_memsave.finetune.model.build import autocast_of
 from thunder_memsave.finetune.model.trained_part import trained_part
+from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.output.environment import add_start
 from thunder_memsave.finetune.output.same_run import check_same_run
 from thunder_memsave.finetune.process import signals
@@ -40,7 +41,6 @@ from thunder_memsave.finetune.run_file.config import GuardsConfig, RunConfig
 from thunder_memsave.finetune.training.loop import Plan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
 from thunder_memsave.finetune.training.loss_memory import caller_memory
-from thunder_memsave.finetune.training.objectives import objective_of
 from thunder_memsave.finetune.training.optimizer import (
     IMPLEMENTATION,
     make_optimizer,

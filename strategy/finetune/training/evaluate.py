@@ -11,7 +11,8 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from thunder_memsave.finetune.data.batches import Sharding, make_batch, ordered_rows
-from thunder_memsave.finetune.data.objective import BatchT, Objective, RowSet
+from thunder_memsave.finetune.data.row_set import RowSet
+from thunder_memsave.finetune.objectives.objective import BatchT, Objective
 
 _BATCHES_BETWEEN = 4
 """Forward passes between two looks at whether to go on: each look is a collective."""

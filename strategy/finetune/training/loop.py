@@ -34,7 +34,8 @@ from thunder_memsave.finetune.data.batches import (
     num_steps_per_epoch,
     step_rows,
 )
-from thunder_memsave.finetune.data.objective import Objective, RowSet
+from thunder_memsave.finetune.data.row_set import RowSet
+from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.stop import BadStepError, NotFiniteError
 from thunder_memsave.finetune.run_file.config import (

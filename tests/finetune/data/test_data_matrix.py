@@ -26,6 +26,8 @@ from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
 from thunder_memsave.finetune.model.build import load_tokenizer
+from thunder_memsave.finetune.objectives.causal_lm import MaskKind, model_inputs
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import (
     ClassSpec,
     DataConfig,
@@ -36,8 +38,6 @@ from thunder_memsave.finetune.run_file.config import (
     TrainConfig,
 )
 from thunder_memsave.finetune.training import loop
-from thunder_memsave.finetune.training.loss import MaskKind, model_inputs
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
 
 NUM_DOCUMENTS = 23
 FORMATS = ("TextJSONL", "PromptJSONL", "ChatJSONL")

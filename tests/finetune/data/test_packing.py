@@ -10,7 +10,7 @@ from harness.language_model import llama_config, loss_sum, sample_of
 from thunder_memsave.finetune.data.batches import make_batch
 from thunder_memsave.finetune.data.packing import Batch, Rows, block_diagonal_mask, pack, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
-from thunder_memsave.finetune.training.loss import MaskKind
+from thunder_memsave.finetune.objectives.causal_lm import MaskKind
 
 
 def samples_of(lengths: list[int], *, seed: int = 0) -> list[Sample]:

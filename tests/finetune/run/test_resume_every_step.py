@@ -27,9 +27,9 @@ from thunder_memsave.callbacks.verified import load_checkpoint
 from thunder_memsave.checkpoints.manifest import read_manifest
 from thunder_memsave.finetune.data.batches import Sharding
 from thunder_memsave.finetune.data.packing import Rows, pad
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.training.loop import Plan, fit
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
 
 NUM_STEPS, NUM_TOKENS = 20, 32
 Optimizer = Literal["AdamW", "SGD"]

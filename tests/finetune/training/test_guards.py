@@ -21,6 +21,7 @@ from thunder_memsave.callbacks.checkpoint import list_checkpoints, read_info
 from thunder_memsave.callbacks.verified import load_checkpoint
 from thunder_memsave.finetune.data.batches import Sharding
 from thunder_memsave.finetune.data.packing import Rows, pad
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.stop import BadStepError, LossSpikeError, NotFiniteError
 from thunder_memsave.finetune.run_file.config import (
@@ -36,7 +37,6 @@ from thunder_memsave.finetune.training.guards import (
 )
 from thunder_memsave.finetune.training.loop import Ending, Plan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
 
 NUM_TOKENS, NUM_ROWS, BATCH = 11, 40, 4
 

@@ -23,6 +23,7 @@ from thunder_memsave.callbacks.hooks import HOOKS
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
 from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.stop import NotFiniteError
 from thunder_memsave.finetune.run_file.config import (
@@ -33,7 +34,6 @@ from thunder_memsave.finetune.run_file.config import (
 from thunder_memsave.finetune.training.evaluate import evaluate
 from thunder_memsave.finetune.training.loop import Plan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
 
 NUM_TOKENS = 11
 OBJECTIVE = SupervisedFineTuning(mask="none", length=9)

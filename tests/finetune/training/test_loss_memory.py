@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from harness.memory import measured_memory
+from thunder_memsave.finetune.objectives.causal_lm import loss_of_logits
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
-from thunder_memsave.finetune.training.loss import loss_of_logits
 from thunder_memsave.finetune.training.loss_memory import caller_memory
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
 from thunder_memsave.planner.graph import StepMemory
 
 SHAPE = torch.Size((2, 24, 300))

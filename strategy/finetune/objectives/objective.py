@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 BatchT = TypeVar("BatchT")
-BatchT_co = TypeVar("BatchT_co", covariant=True)
-
-
-class RowSet(Protocol[BatchT_co]):
-    """What batches are made of."""
-
-    def __len__(self) -> int:
-        """Count the rows."""
-
-    def lay_out(self, chosen: Sequence[int | None]) -> BatchT_co:
-        """Make a batch of rows by number, on the CPU; None gives a row whose loss and weight are 0."""
 
 
 class Objective(ABC, Generic[BatchT]):

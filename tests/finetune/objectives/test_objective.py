@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from harness.memory import measured_memory
 from thunder_memsave.finetune.data.batches import Sharding, make_batch, step_rows
-from thunder_memsave.finetune.data.objective import Objective
+from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.plan.plan_run import _inputs
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
 from thunder_memsave.finetune.run_file.config import EvalConfig, LRSchedulerConfig

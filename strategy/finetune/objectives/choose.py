@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder_memsave.finetune.data.objective import Objective
+from thunder_memsave.finetune.objectives.causal_lm import mask_kind
+from thunder_memsave.finetune.objectives.objective import Objective
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import RunConfig
-from thunder_memsave.finetune.training.loss import mask_kind
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning
 
 
 def objective_of(config: RunConfig) -> Objective[Any]:

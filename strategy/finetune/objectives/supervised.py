@@ -14,10 +14,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from typing_extensions import override
 
 from thunder_memsave.callbacks.flops import training_flops
-from thunder_memsave.finetune.data.objective import Objective
 from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.tokenize import IGNORED
-from thunder_memsave.finetune.training.loss import MaskKind, loss_of_logits, model_inputs
+from thunder_memsave.finetune.objectives.causal_lm import MaskKind, loss_of_logits, model_inputs
+from thunder_memsave.finetune.objectives.objective import Objective
 
 
 @dataclass(frozen=True, kw_only=True)

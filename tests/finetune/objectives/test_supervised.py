@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import sample_of
 from thunder_memsave.finetune.data.packing import pack
+from thunder_memsave.finetune.objectives.causal_lm import MaskKind
+from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning, perplexity
 from thunder_memsave.finetune.plan.plan_run import _inputs
-from thunder_memsave.finetune.training.loss import MaskKind
-from thunder_memsave.finetune.training.supervised import SupervisedFineTuning, perplexity
 
 
 @pytest.mark.parametrize(("loss", "expected"), [(0.0, 1.0), (1e4, math.inf), (math.inf, math.inf)])
