@@ -69,13 +69,14 @@ from thunder_memsave.sharding.same_on_all_ranks import check_choices_agree, chec
 T = TypeVar("T")
 
 _SMALL_PART = 0.1
-"""Of the memory budget: whole gradients of the adapters of a large model take less, those of full training more."""
+"""Largest share of the memory budget for whole gradients under `accumulate: auto`: a large model's adapters need
+less, full training more."""
 
 _log = logging.getLogger(__name__)
 
 
 class ForwardModule(CompiledModule):
-    """What Fabric calls: the compiled `forward`, or the method that Fabric redirects through it."""
+    """The module that Fabric calls: runs the compiled `forward`, or the method that Fabric redirects through it."""
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +84,7 @@ class ForwardModule(CompiledModule):
         return self.call_method(take_redirection(self.module), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:
-        """A copy compiles anew: compiled graphs hold on to the model that they were captured from."""
+        """Copy the model, to be compiled anew: compiled graphs refer to the model that they were captured from."""
         module = copy.deepcopy(self.module, memo)
         for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
             vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
@@ -103,31 +104,29 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     Args:
         accelerator: Set by Fabric, as are the next four.
         parallel_devices: The devices of this node's processes.
-        cluster_environment: Who launched the processes.
-        checkpoint_io: Refused: checkpoints are sharded over the ranks.
+        cluster_environment: The launcher of the processes.
+        checkpoint_io: Refused, as checkpoints are sharded over the ranks.
         precision: One of Fabric's precision plugins.
         sharding: `"none"`, `"zero2"`, `"zero3"`, `"hybrid"`, `"auto"`, a mapping such as
             `{"mode": "hybrid", "size": 8}`, or a `ShardingConfig`.
-        prefetch: Bytes of gathered weights on their way beside those that are read: `"auto"`,
-            `"256MiB"`, a number.
-        accumulate: What a backward inside `fabric.no_backward_sync` does: `"reduce_every"`,
+        prefetch: Bytes of gathered weights in flight besides those being read: `"auto"`, `"256MiB"`, or a number.
+        accumulate: What backward does inside `fabric.no_backward_sync`: `"reduce_every"`,
             `"accumulate_unsharded"` or `"auto"`.
-        bucket: Parameters of at most so many bytes share collectives: `"auto"`, `"64KiB"`, a number.
-        reduce_dtype: In what gradients of fewer bits are summed over the ranks: `"float32"`, or
-            None for their own type.
-        frontend: How graphs are captured, `"dynamo"` or `"interpreter"`.
-        executors: Names of Thunder executors; None takes the defaults.
-        trace_dir: A directory for the traces after each step of a compilation; None writes none.
-        leave_out: Steps of a compilation that are not done, for an experiment.
-        nonfinite_gradients: What a step does whose gradients are not finite: `"ignore"`, `"skip"`,
-            `"stop"`.
-        timeout: How long a collective may wait for the other ranks, such as `"30min"`.
-        state_dict_type: What `fabric.save` writes, `"sharded"` or `"full"`.
-        memory: The budget and what it leaves open: a mapping such as `{"budget": "60GiB"}`, or a
-            `MemoryConfig`; None takes the defaults.
+        bucket: Largest parameter, in bytes, that shares collectives with others: `"auto"`, `"64KiB"`, or a number.
+        reduce_dtype: Dtype in which gradients of fewer bits are summed over the ranks: `"float32"`, or
+            None for their own dtype.
+        frontend: How graphs are captured: `"dynamo"` or `"interpreter"`.
+        executors: Names of Thunder executors; None means the defaults.
+        trace_dir: Directory for the traces after each step of a compilation; None writes none.
+        leave_out: Steps of a compilation to leave out, for an experiment.
+        nonfinite_gradients: What happens to a step with non-finite gradients: `"ignore"`, `"skip"` or `"stop"`.
+        timeout: Longest wait of a collective for the other ranks, such as `"30min"`.
+        state_dict_type: What `fabric.save` writes: `"sharded"` or `"full"`.
+        memory: The memory budget and the planner's settings: a mapping such as `{"budget": "60GiB"}`, or a
+            `MemoryConfig`; None means the defaults.
         fp8: Which linears compute in fp8, and how: a mapping such as `{"recipe": "delayed"}`, `{}` for
-            the defaults, or an `Fp8Config`; None: none does.
-        process_group_backend: None takes `nccl` on CUDA devices and `gloo` on the CPU.
+            the defaults, or an `Fp8Config`; None turns fp8 off.
+        process_group_backend: None means `nccl` on CUDA devices and `gloo` on the CPU.
 
     Raises:
         ConfigError: an argument is unknown or wrong.
@@ -194,7 +193,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         self._fp8_steps: Fp8Steps | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
-        """Copies of a model that Fabric set up share the strategy, with its process groups."""
+        """Return the strategy itself: copies of a model that Fabric set up share its process groups."""
         return self
 
     @classmethod
@@ -242,7 +241,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         if empty_init:
             stack.enter_context(torch.device("meta"))  # setup_module makes the values
         elif not self._shards:
-            stack.enter_context(self.root_device)  # else the whole model need not fit there
+            stack.enter_context(self.root_device)  # a sharded model may not fit there whole
         stack.enter_context(self.precision.module_init_context())
         stack.enter_context(self.module_sharded_context())
         return stack
@@ -262,11 +261,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     def setup_module(self, module: nn.Module) -> ForwardModule:
         """Shard the model in place and wrap it into its compiled forward. A collective.
 
-        The parameters stay the objects that they were, so optimizers made before train them.
+        The parameters remain the same objects, so optimizers made before train them.
 
         Raises:
             ValueError: the model is compiled, distributed or set up already.
-            RankMismatchError: the ranks' models differ, or what they would compute them with.
+            RankMismatchError: the ranks' models differ, or their settings.
             OtherRankError: another rank's model could not be set up.
         """
         self._on_all_ranks(lambda: refuse_unsuitable(module))
@@ -297,7 +296,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         return forward
 
     def _fp8_backend(self) -> Backend | None:
-        """What computes in fp8, the same on all ranks; refused before a weight is cast. A collective."""
+        """Choose the fp8 backend, the same on all ranks, before any weight is cast. A collective."""
         fp8 = self.config.fp8
         if fp8 is None:
             return None
@@ -335,7 +334,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         )
 
     def _accumulating(self, module: nn.Module) -> DataParallel | None:
-        """`accumulate: auto` keeps whole gradients where they are a small part of the budget. A collective."""
+        """Resolve `accumulate: auto`: keep whole gradients if they are a small part of the budget. A collective."""
         data_parallel = self.data_parallel
         if data_parallel is None or self.config.accumulate != "auto":
             return data_parallel
@@ -350,7 +349,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         return self.config.memory.budget_bytes(total_bytes(self.root_device))
 
     def _step_memory(self) -> StepMemory:
-        """With the optimizers that are set up by now; the first call of a model should come after them."""
+        """Measure a step's memory with the optimizers set up so far; set them up before the model's first call."""
         clip = partial(clip_norm, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)
         try:
             memory = step_memory(
@@ -368,35 +367,35 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         return replace(memory, gradient_bytes=memory.gradient_bytes + self._kept_bytes())
 
     def _kept_bytes(self) -> int:
-        """Of whole gradients that are kept between micro-batches."""
+        """Return the bytes of whole gradients that are kept between micro-batches."""
         if not self._accumulation.was_used:
             return 0
         keeping = [m for m in self._modules if m.unreduced.may_keep]
         return sum(whole_gradient_bytes(m.module.parameters()) for m in keeping)
 
     def count_caller(self, *, between_bytes: int = 0, other_bytes: int = 0) -> None:
-        """Let plans that are made from now on count what the script itself holds, which they cannot see.
+        """Tell the planner what the script itself allocates, for all plans made from now on.
 
         Args:
-            between_bytes: The most that it allocates between a call's forward and its backward beside the outputs,
-                such as by a loss that is taken outside of the model.
-            other_bytes: What it holds all the time, such as batches that wait.
+            between_bytes: Peak bytes that the script allocates between forward and backward besides the model's
+                outputs, such as by a loss outside of the model.
+            other_bytes: Bytes that the script holds all the time, such as queued batches.
         """
         self._caller = StepMemory(between_bytes=between_bytes, other_bytes=other_bytes)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the call that was compiled last, of those with a backward; None before the first."""
+        """The plan of the most recently compiled call with a backward; None before the first."""
         call = self._planned_call()
         return None if call is None else call.plan
 
     def explain(self, *, num_rows: int = 40, passes: bool = False) -> str:
-        """The plan as text: what is kept for backward, and what is computed again, with the user's source lines.
+        """Return the plan as text: what is kept for backward and what is recomputed, with source lines.
 
         Args:
-            num_rows: Of the table of decisions; the rest is counted.
-            passes: Instead of the plan, the steps of the compilation that came last, each with its time and the
-                number of operations after it.
+            num_rows: Rows of the table of decisions; the rest is counted.
+            passes: Return the steps of the last compilation instead, each with its time and the number of operations
+                after it.
 
         Raises:
             RuntimeError: nothing was compiled yet.
@@ -434,26 +433,26 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step, unless gradients wait for their reduction, or are not finite and such steps are skipped.
+        """Take the step, unless gradients are unreduced, or are non-finite and such steps are skipped.
 
         Raises:
             RuntimeError: no backward reduced the gradients of the last micro-batches.
-            NonfiniteGradientsError: gradients are not finite, and the run is to stop; on every rank.
-            ConfigError: a closure makes the gradients, and they are to be checked.
+            NonfiniteGradientsError: gradients are non-finite and the policy is to stop; on every rank.
+            ConfigError: a closure computes the gradients, and they were to be checked.
         """
         may_step = not isinstance(optimizer, Optimizer) or self._may_step(optimizer, kwargs)
         result = super().optimizer_step(optimizer, **kwargs) if may_step else None
         if isinstance(optimizer, Optimizer):
-            self.leave_out_step(optimizer)  # changes nothing more where the step was taken
+            self.leave_out_step(optimizer)  # no effect if the step was taken
         return result
 
     def leave_out_step(self, optimizer: Optimizer) -> None:
-        """Let a step end that was not taken: fp8 scales follow its amax. A collective.
+        """End a step that was not taken, so that fp8 scales are updated from its amax. A collective.
 
-        For loops that do not call `optimizer.step()` where they find the step's loss or gradients bad.
+        For loops that do not call `optimizer.step()` when the loss or gradients are bad.
 
         Args:
-            optimizer: That would have taken the step, on every rank.
+            optimizer: The optimizer that would have taken the step, on every rank.
         """
         if self._fp8_steps is not None:
             self._fp8_steps.ended(optimizer)  # the optimizer has not called its hooks
@@ -476,7 +475,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scale the gradients to a global norm; returns the norm before. A collective."""
+        """Scale the gradients to a global norm, and return the norm before. A collective."""
         _refuse_unreduced(optimizer, self._modules)
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
@@ -484,7 +483,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             parameters,
             max_norm=max_norm,
             norm_type=norm_type,
-            # Fabric's default, which would end a run that is told to skip such steps.
+            # Fabric's default would end a run whose policy is to skip such steps.
             error_if_nonfinite=error_if_nonfinite and self._nonfinite.policy != "skip",
             data_parallel=self.data_parallel,
         )
@@ -501,7 +500,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
 
 class _Accumulation(_BackwardSyncControl):
-    """Micro-batches before the last one reduce their gradients too, or keep them whole, as configured.
+    """Reduces the gradients of every micro-batch, or keeps them whole until the last one, as configured.
 
     Thunder's own `no_sync` drops the gradients of sharded parameters.
     """
@@ -522,7 +521,7 @@ class _Accumulation(_BackwardSyncControl):
 
 
 def _refuse_unreduced(optimizer: Optimizer, modules: Iterable[ForwardModule]) -> None:
-    """The gradients of the last micro-batches would be missing without a word."""
+    """Refuse a step that would silently lack the gradients of the last micro-batches."""
     waiting = {id(p) for module in modules for p in module.unreduced.parameters()}
     own = [p for group in optimizer.param_groups for p in group["params"]]
     num_waiting = sum(id(p) in waiting for p in own)

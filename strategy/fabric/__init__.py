@@ -1,4 +1,4 @@
-"""The rest of Fabric's contract: processes, precision, state, forward methods, gradients that are not finite.
+"""The rest of Fabric's contract: processes, precision, state, forward methods, non-finite gradients.
 
-In: calls of Fabric's hooks, from `strategy.py`. Out: the same as with Fabric's own strategies, or a refusal by name.
+In: Fabric's hook calls, from `strategy.py`. Out: what Fabric's own strategies do, or an error that says what to use.
 """

@@ -3,7 +3,7 @@
 For a method marked with `mark_forward_method`, and for a LightningModule's step methods, Fabric
 replaces the model's `forward` by a function that calls the method, and then calls the forward
 module. A graph captured for one method must never run for another, so the patch is recognised and
-taken off, and the method's name goes to the compiled module.
+removed, and the method's name is passed to the compiled module.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PATCH = "wrapped_forward"
 
 
 def take_redirection(module: nn.Module) -> str:
-    """Name the method that the next call of `module` is for, and restore its real `forward`.
+    """Return the name of the method that the next call of `module` is for, and restore its real `forward`.
 
     Raises:
-        RuntimeError: Fabric's patch looks different from the one this was written for.
+        RuntimeError: Fabric's patch differs from the one this was written for.
     """
     patch = vars(module).get("forward")
     if patch is None or not _is_fabric_patch(patch):
@@ -47,8 +47,8 @@ def _is_fabric_patch(function: Any) -> bool:
 
 
 def _restore(module: nn.Module, original_forward: Callable[..., Any]) -> None:
-    # Only a forward that the user put on the instance belongs there: leaving a bound method behind
-    # would change what the capture's guards see.
+    # Restore only a forward that the user put on the instance: a leftover bound method would change
+    # what the capture's guards see.
     if getattr(original_forward, "__func__", None) is type(module).forward:
         vars(module).pop("forward")
     else:

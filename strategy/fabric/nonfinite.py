@@ -1,4 +1,4 @@
-"""What becomes of an optimizer step whose gradients are not finite: the same on every rank."""
+"""The policy for optimizer steps with non-finite gradients: the same decision on every rank."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 class NonfiniteGradientsError(ThunderMemsaveError, ArithmeticError):
-    """An optimizer step would have made weights infinite or not a number; no rank took it."""
+    """A gradient is infinite or NaN, so the optimizer step was not taken on any rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Clipped:
-    """Gradients whose norm is known: which they are, so that a later backward is noticed."""
+    """Gradients whose norm is known, with their versions, so that a later backward is noticed."""
 
     grads: tuple[tuple[weakref.ref[Tensor], int], ...]
     is_finite: bool
@@ -48,10 +48,10 @@ class _Clipped:
 
 
 class NonfiniteGradients:
-    """Decides before every optimizer step, on all ranks alike."""
+    """Decides before every optimizer step whether to take it, on all ranks alike."""
 
     def __init__(self, policy: Policy) -> None:
-        """`policy`: take the step all the same, skip it, or raise an error."""
+        """Set the policy: take the step anyway, skip it, or raise an error."""
         self.policy = policy
         self.num_skipped = 0
         self._clipped: _Clipped | None = None
@@ -59,7 +59,7 @@ class NonfiniteGradients:
     def note_norm(
         self, parameters: list[nn.Parameter], norm: Tensor, *, data_parallel: DataParallel | None
     ) -> None:
-        """Remember what clipping found, if all ranks know it from each other: the step need not ask again."""
+        """Remember the norm that clipping found, if it covers all ranks, so that the step need not reduce again."""
         if self.policy == "ignore" or not _is_of_all_ranks(parameters, data_parallel):
             return
         self._clipped = _Clipped.of(parameters, is_finite=bool(torch.isfinite(norm)))
@@ -67,10 +67,10 @@ class NonfiniteGradients:
     def allows_step(
         self, optimizer: Optimizer, *, precision: Precision, data_parallel: DataParallel | None
     ) -> bool:
-        """Whether to take the step. A collective, unless clipping has just found the norm.
+        """Tell whether to take the step. A collective, unless clipping has just found the norm.
 
         Raises:
-            NonfiniteGradientsError: the gradients are not finite, and the policy is to stop; on every rank.
+            NonfiniteGradientsError: the gradients are non-finite and the policy is to stop; on every rank.
         """
         if self.policy == "ignore" or has_scaler(precision):
             return True
@@ -101,16 +101,16 @@ class NonfiniteGradients:
 
 
 def has_scaler(precision: Precision) -> bool:
-    """Whether a gradient scaler skips such steps by itself, and scales less from then on."""
+    """Tell whether a gradient scaler skips such steps by itself, and lowers its scale."""
     scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
     return scaler is not None and bool(scaler.is_enabled())
 
 
 def refuse_stop_with_scaler(policy: Policy, precision: Precision) -> None:
-    """Refuse to stop where overflows are a part of the search for the right scale.
+    """Refuse the policy `stop` with a gradient scaler, which finds its scale by overflowing.
 
     Raises:
-        ConfigError: says so.
+        ConfigError: the two are combined.
     """
     if policy == "stop" and has_scaler(precision):
         raise ConfigError(
@@ -120,10 +120,10 @@ def refuse_stop_with_scaler(policy: Policy, precision: Precision) -> None:
 
 
 def refuse_closure(policy: Policy) -> None:
-    """Refuse a step that makes its gradients itself, after they could have been looked at.
+    """Refuse a closure, which computes gradients inside the step, where they cannot be checked before.
 
     Raises:
-        ConfigError: the policy needs to look at them.
+        ConfigError: the policy needs to check them.
     """
     if policy != "ignore":
         raise ConfigError(
@@ -133,7 +133,7 @@ def refuse_closure(policy: Policy) -> None:
 
 
 def _is_of_all_ranks(parameters: list[nn.Parameter], data_parallel: DataParallel | None) -> bool:
-    """Whether a norm is one of all ranks' gradients; of what is replicated, each rank sees its own only."""
+    """Tell whether a norm covers all ranks' gradients; each rank sees only its own of replicated ones."""
     if data_parallel is None:
         return True
     return data_parallel.replicas is None and all(map(is_sharded, parameters))

@@ -1,4 +1,4 @@
-"""Which of Fabric's precision plugins work, and what some of them need to."""
+"""The supported precision plugins of Fabric, and adapters for those that need one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refuse_unsupported(precision: Precision) -> None:
     """Refuse a precision plugin that does not work with this strategy.
 
     Raises:
-        ConfigError: names the plugin, the reason and the supported ones.
+        ConfigError: the plugin is not supported; the message lists those that are.
     """
     for cls, reason in _REFUSED.items():
         if isinstance(precision, cls):
@@ -55,7 +55,7 @@ def share_found_inf(precision: Precision, group: ProcessGroup) -> None:
     finite would step while another one skips.
 
     Raises:
-        ConfigError: the scaler is of the user's own type, which cannot be replaced.
+        ConfigError: the scaler is of a user-defined type, which cannot be replaced.
     """
     scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
     if scaler is None or isinstance(scaler, ShardedGradScaler):
@@ -79,17 +79,17 @@ def share_found_inf(precision: Precision, group: ProcessGroup) -> None:
 
 
 class CapturedTransformerEngine(TransformerEnginePrecision):
-    """`TransformerEnginePrecision` around a model whose own linears compute in fp8, and stay what they are.
+    """`TransformerEnginePrecision` for a captured model, whose own linears compute in fp8.
 
-    Lightning's plugin replaces them by TransformerEngine's modules unless it is told not to, and those cannot be
-    captured. Here they never are, and its recipe becomes the strategy's `fp8`.
+    Lightning's plugin by default replaces them by TransformerEngine's modules, which cannot be captured. This one
+    keeps the linears, and its recipe becomes the strategy's `fp8`.
     """
 
     def __init__(self, plugin: TransformerEnginePrecision) -> None:
-        """Take the settings of `plugin` over.
+        """Take over the settings of `plugin`.
 
         Raises:
-            ConfigError: it is told to replace layers, or its recipe is not computed here.
+            ConfigError: it is to replace layers, or its recipe is not supported here.
         """
         if plugin.replace_layers:
             raise ConfigError(
@@ -110,7 +110,7 @@ class CapturedTransformerEngine(TransformerEnginePrecision):
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
-        """As Lightning's, without the context of TransformerEngine, of whose modules there are none."""
+        """Enter Lightning's contexts, without TransformerEngine's: the model has none of its modules."""
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         stack = ExitStack()
         stack.enter_context(self.tensor_init_context())
@@ -119,7 +119,7 @@ class CapturedTransformerEngine(TransformerEnginePrecision):
 
 
 def taken_over(precision: Precision) -> Precision:
-    """The plugin to use for `precision`: itself, or what does its work around a captured model."""
+    """Return the plugin to use for `precision`: itself, or its adapter for captured models."""
     refuse_unsupported(precision)
     if isinstance(precision, CapturedTransformerEngine):
         return precision
@@ -129,10 +129,10 @@ def taken_over(precision: Precision) -> Precision:
 
 
 def fp8_of(precision: Precision, configured: Fp8Config | None) -> Fp8Config | None:
-    """What computes in fp8 where the plugin may ask for it too.
+    """Return the fp8 settings, of the strategy or of the precision plugin.
 
     Raises:
-        ConfigError: the plugin and the strategy ask for different things.
+        ConfigError: the two ask for different things.
     """
     if not isinstance(precision, CapturedTransformerEngine):
         return configured

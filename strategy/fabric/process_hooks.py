@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, how they start, and how they talk to each other."""
+"""The processes of a run: their ranks, how they start, and their collectives."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 
 class ProcessHooks(ParallelStrategy):
-    """The part of Fabric's contract that is about processes, and not about models.
+    """The part of Fabric's contract that concerns processes, not models.
 
     Args:
         accelerator: Set by Fabric, as are the next three.
         parallel_devices: The devices of this node's processes.
-        cluster_environment: Who launched the processes.
+        cluster_environment: The launcher of the processes.
         precision: One of Fabric's precision plugins.
-        config: Of which the timeout and what is said about sharding are used.
-        process_group_backend: None takes `nccl` on CUDA devices and `gloo` on the CPU.
+        config: Only the timeout and the sharding are used.
+        process_group_backend: None means `nccl` on CUDA devices and `gloo` on the CPU.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ProcessHooks(ParallelStrategy):
         self._setup_distributed()
 
     def _check_world_size(self) -> None:
-        # Fabric checks this in a launcher, and there is none under torchrun.
+        # Fabric checks this in its launcher, and under torchrun there is none.
         if self.world_size != self.num_nodes * self.num_processes:
             raise ConfigError(
                 f"Fabric(devices={self.num_processes}, num_nodes={self.num_nodes}) asks for "
@@ -182,7 +182,7 @@ class ProcessHooks(ParallelStrategy):
     ) -> Tensor:
         if sync_grads or not dist.is_initialized():
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-        # Fabric's own way to do this warns about a deprecation in torch 2.13.
+        # Fabric's own implementation warns about a deprecation in torch 2.13.
         tensor = tensor.detach().contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         with collective("fabric.all_gather", group):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from thunder_memsave.config import ConfigError
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 
-# Class name by defining module: asking `sys.modules` imports none of them.
+# Class name by defining module: a lookup in `sys.modules` imports none of them.
 _WRAPPERS = (
     ("thunder.core.module", "ThunderModule", "pass the model as it was before thunder.jit"),
     ("torch._dynamo", "OptimizedModule", "pass the model as it was before torch.compile"),
@@ -22,15 +22,15 @@ _WRAPPERS = (
     ("torch.distributed.fsdp", "FSDPModule", "pass the model without fully_shard"),
 )
 
-# These norm, factor or orthogonalize a weight, or all of them, and would do so to each rank's rows.
+# These normalise, factor or orthogonalise whole weights, and would do so to each rank's rows.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 
 
 def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer of PyTorch's whose step on shards differs from that on whole weights.
+    """Refuse a torch optimizer whose step on shards differs from its step on whole weights.
 
     Raises:
-        ConfigError: names it, and what to use.
+        ConfigError: it is one of those; the message says what to use.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if not any(is_sharded(p) for p in parameters):
@@ -45,10 +45,10 @@ def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
 
 
 def refuse_unsuitable(module: nn.Module) -> None:
-    """Refuse a model that is compiled, distributed or set up already, or has modules of TransformerEngine.
+    """Refuse a model that is compiled, distributed or set up already, or contains TransformerEngine modules.
 
     Raises:
-        ValueError: says which of these it is, and what to pass instead.
+        ValueError: it is one of these; the message says what to pass instead.
     """
     if _fabric_will_recompile():
         raise ValueError(
@@ -101,7 +101,7 @@ def _loaded_wrappers() -> Iterator[tuple[type, str]]:
 
 
 def _fabric_will_recompile() -> bool:
-    """Whether the `Fabric.setup` that called us took a torch.compile wrapper off the model.
+    """Tell whether the `Fabric.setup` that called us removed a torch.compile wrapper from the model.
 
     Fabric hands the strategy the bare model and compiles what the strategy returns; no argument
     says so, only its own local variable does.

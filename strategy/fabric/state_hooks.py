@@ -1,4 +1,4 @@
-"""Fabric's hooks that save, load and gather what the ranks hold."""
+"""Fabric's hooks that save, load and gather the state of a run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 class StateHooks(ProcessHooks):
-    """The part of Fabric's contract that is about state; all of it takes whole models.
+    """The part of Fabric's contract that concerns state; all hooks take whole models.
 
-    A model may be given as Fabric wrapped it, as the strategy did, or as the user made it.
+    A model may be passed as Fabric wrapped it, as the strategy did, or as the user made it.
     """
 
     @property
@@ -58,7 +58,7 @@ class StateHooks(ProcessHooks):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save the model, optimizers and the rest of `state` as `state_dict_type` says; gradients are not saved."""
+        """Save the model, optimizers and the rest of `state` in the format `state_dict_type`, without gradients."""
         if storage_options is not None:
             raise ConfigError(
                 f"storage_options={storage_options!r} is for CheckpointIO plugins, which "
@@ -75,12 +75,12 @@ class StateHooks(ProcessHooks):
         )
 
     def snapshot_bytes(self, state: dict[str, Any]) -> int:
-        """How much host memory `snapshot` takes on this rank. No communication."""
+        """Return the bytes of host memory that `snapshot` takes on this rank. No communication."""
         originals = _originals(_unwrap_objects(state))
         return num_bytes_to_copy(originals, data_parallel=self.data_parallel)
 
     def snapshot(self, state: dict[str, Any]) -> Snapshot:
-        """Copy what `fabric.save` would save now to host memory, from where another thread can write it.
+        """Copy what `fabric.save` would save to host memory, so that another thread can write it.
 
         No communication.
 
@@ -102,8 +102,8 @@ class StateHooks(ProcessHooks):
     ) -> dict[str, Any]:
         """Restore `state` in place; a module alone is loaded from raw weights.
 
-        Returns what the checkpoint has beyond it. Raw weights are read without running code,
-        whatever `weights_only` says.
+        Returns the checkpoint's other entries. Raw weights are read without running code, whatever
+        `weights_only` says.
         """
         if isinstance(state, nn.Module | Optimizer):
             module = _original(state) if isinstance(state, nn.Module) else state
@@ -124,7 +124,7 @@ class StateHooks(ProcessHooks):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole CPU tensors under the model's own names, on every rank. A collective."""
+        """Gather whole CPU tensors under the model's own names, on every rank. A collective."""
         return unsharded_state_dict(_original(module), self.data_parallel)
 
     @override
@@ -137,21 +137,21 @@ class StateHooks(ProcessHooks):
     def summon_full(
         self, module: nn.Module, *, writeback: bool = False
     ) -> AbstractContextManager[None]:
-        """Make every parameter of the model whole inside the context. A collective.
+        """Return a context in which every parameter of the model is whole. A collective.
 
-        With `writeback`, changes made inside are kept, each rank keeping its own rows.
+        With `writeback`, changes made inside are kept; each rank keeps its own rows.
         """
         return summon_full(_original(module), self.data_parallel, writeback=writeback)
 
 
 def _warn_of_gradients_left_out(state: Mapping[str, Any]) -> None:
-    # No error: a checkpoint before a machine is taken away is worth more than the gradients.
+    # No error: when a machine is about to be taken away, a checkpoint is worth more than these gradients.
     for name, module in state.items():
         num_waiting = module.unreduced.num_waiting if isinstance(module, CompiledModule) else 0
         if num_waiting:
             _log.warning(
                 "%r is saved while the gradients of %d parameters wait for the last micro-batch of a step; "
-                "a checkpoint holds no gradients, so that a run which resumes from it goes on without those. "
+                "a checkpoint holds no gradients, so a run that resumes from it goes on without those. "
                 "Save after optimizer.step().",
                 name,
                 num_waiting,
@@ -159,7 +159,7 @@ def _warn_of_gradients_left_out(state: Mapping[str, Any]) -> None:
 
 
 def _original(module: nn.Module) -> nn.Module:
-    """The user's model inside what Fabric and we put around it."""
+    """Return the user's model inside Fabric's wrapper and ours."""
     if isinstance(module, _FabricModule):
         return module.module
     return module.module if isinstance(module, CompiledModule) else module
