@@ -1,6 +1,6 @@
-"""What `fabric.save` and `fabric.load` do: sharded and full checkpoints, whole or not there at all.
+"""Saves and loads the state of a run: sharded and full checkpoints, each complete or absent.
 
-In: modules, optimizers and other state on all ranks. Out: files, and the same state again on any number of ranks.
+In: modules, optimizers and other state on all ranks. Out: files, and the same state on any number of ranks.
 """
 
 from thunder_memsave.checkpoints.module_state import (

@@ -1,4 +1,4 @@
-"""Files and directories appear under their name complete, or not at all."""
+"""Writes files and directories so that they appear under their name complete, or not at all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no reader takes for a checkpoint."""
+    """Return a name beside `path` that no reader takes for a checkpoint."""
     return path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
 
 
 def save_synced(value: Any, path: Path) -> None:
-    """`torch.save` whose bytes are on the disk when it returns."""
+    """Save with `torch.save`, and return when the bytes are on the disk."""
     with path.open("wb") as f:
         torch.save(value, f)
         f.flush()
@@ -26,9 +26,9 @@ def save_synced(value: Any, path: Path) -> None:
 
 
 def commit(temporary: Path, path: Path) -> None:
-    """Gives `temporary` its final name. What was there is set aside first, and then removed.
+    """Rename `temporary` to its final name; what was there is moved aside first, then removed.
 
-    A file over a file is one atomic step; where a directory is involved, a crash between the two
+    Replacing a file by a file is one atomic step. If a directory is involved, a crash between the two
     renames leaves the old checkpoint whole under `.old-<name>-<id>`.
     """
     if temporary.is_file() and not path.is_dir():
@@ -43,7 +43,7 @@ def commit(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or directory that may not exist."""
+    """Remove a file or directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -51,7 +51,7 @@ def remove(path: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a temporary file and commits it; nothing stays of a failed attempt."""
+    """Let `write` fill a temporary file and commit it; a failed attempt leaves nothing behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     try:
@@ -62,7 +62,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Puts the names in a directory on the disk: a rename is safe only then."""
+    """Sync a directory's names to the disk: a rename is durable only then."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

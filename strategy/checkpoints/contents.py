@@ -1,4 +1,4 @@
-"""What a checkpoint's `state` holds: modules, optimizers, and the rest."""
+"""The `state` of a checkpoint, sorted by kind: modules, optimizers, and the rest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A scheduler, a data loader: what has its own state to save."""
+    """An object with state of its own to save, such as a scheduler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save."""
+        """Return the state to save."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes what was saved."""
+        """Restore a saved state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Contents:
 
     @classmethod
     def of(cls, state: MutableMapping[str, Any], *, asked: str) -> Contents:
-        """Sorts the user's state.
+        """Sort the user's state.
 
         Raises:
             ValueError: it holds no module.
@@ -47,21 +47,21 @@ class Contents:
         return cls(everything=state, modules=modules, optimizers=optimizers)
 
     def others(self) -> dict[str, Any]:
-        """What is neither a module nor an optimizer."""
+        """Return the entries that are neither modules nor optimizers."""
         known = self.modules.keys() | self.optimizers.keys()
         return {k: v for k, v in self.everything.items() if k not in known}
 
     def state_of_others(self) -> dict[str, Any]:
-        """What is saved for them."""
+        """Return what is saved for those entries."""
         return {
             k: v.state_dict() if isinstance(v, Stateful) else v for k, v in self.others().items()
         }
 
     def require_keys(self, stored: Iterable[str], path: Path, *, strict: bool) -> None:
-        """Checks that all that was asked for is there.
+        """Check that the checkpoint has every key that was asked for.
 
         Raises:
-            KeyError: something is not, and `strict` is set.
+            KeyError: a key is missing, and `strict` is set.
         """
         stored = list(stored)
         missing = [key for key in self.everything if key not in stored]
@@ -72,7 +72,7 @@ class Contents:
             )
 
     def restore_others(self, stored: MutableMapping[str, Any]) -> None:
-        """Moves what was stored for them out of `stored` and into the user's state."""
+        """Move the stored entries of the others out of `stored` and into the user's state."""
         for key, current in self.others().items():
             if key not in stored:
                 continue

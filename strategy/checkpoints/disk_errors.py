@@ -1,4 +1,4 @@
-"""Tells errors of the disk from others, also where torch hides them behind another one."""
+"""Tells disk errors from others, also when torch hides them behind another exception."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OF_DISKS = (
 
 
 def disk_error(error: BaseException) -> OSError | None:
-    """The error of a file or a disk that an error is, or was raised after; None where there is none."""
+    """Return the file or disk error that `error` is, or that led to it; None if there is none."""
     for before in _chain(error):
         if isinstance(before, OSError) and before.errno in _OF_DISKS:
             return before
-        # Only the text is left of another rank's, of those that torch has caught, and of safetensors'.
+        # Of errors from other ranks, from safetensors, or caught by torch, only the text is left.
         for number in error_numbers(before):
             if number in _OF_DISKS:
                 return OSError(number, str(before))
@@ -36,13 +36,13 @@ def disk_error(error: BaseException) -> OSError | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Tell whether an error, or one that led to it, is of a disk without space."""
+    """Tell whether an error, or one that led to it, is a full disk."""
     found = disk_error(error)
     return found is not None and found.errno in _FULL
 
 
 def told(error: OSError) -> str:
-    """An error of a file in the user's words: `Input/output error: /runs/a/state/meta.pt`."""
+    """Describe a file error for the user: `Input/output error: /runs/a/state/meta.pt`."""
     if error.filename is None:
         return error.strerror or str(error)
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
@@ -50,7 +50,7 @@ def told(error: OSError) -> str:
 
 
 class TellingWriter(dcp.FileSystemWriter):
-    """DCP's writer, whose error says on all ranks which one of the disk it was: what led to it is not sent along."""
+    """DCP's writer, which names the disk error on all ranks: DCP does not send along what led to an error."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files."""
@@ -67,9 +67,9 @@ class TellingWriter(dcp.FileSystemWriter):
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that led to it."""
+    """Yield an error and those that led to it."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
-        # `__context__` too: torch's writer fails again while it closes, and that error is the one raised.
+        # `__context__` too: torch's writer fails a second time while it closes, and raises that error.
         seen = seen.__cause__ or seen.__context__

@@ -39,7 +39,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 def save_full(
     path: Path, contents: Contents, *, data_parallel: DataParallel | None, filter: Filter
 ) -> None:
-    """Gathers tensor by tensor to rank 0, which writes the file. A collective."""
+    """Gather tensor by tensor to rank 0, which writes the file. A collective."""
     checkpoint: dict[str, Any] = {}
     filters = {key: _Filter(keep) for key, keep in filter.items()}
     for key, module in contents.modules.items():
@@ -63,7 +63,7 @@ def save_full(
 
 
 class _Filter:
-    """A user's filter that lets rank 0, which alone calls it, go on to where all ranks stop."""
+    """A user's filter, called on rank 0 alone, that keeps its error until all ranks can stop together."""
 
     def __init__(self, keep: Callable[[str, Any], bool]) -> None:
         self.keep = keep
@@ -89,7 +89,7 @@ def load_full(
     strict: bool,
     weights_only: bool,
 ) -> dict[str, Any]:
-    """Each rank maps the file and copies its own rows. Returns what was not asked for."""
+    """Map the file and copy this rank's rows; return the entries that were not asked for."""
     loaded = load_mapped(path, weights_only=weights_only)
     contents.require_keys(loaded, path, strict=strict)
     optimizers = {
@@ -117,7 +117,7 @@ def load_full(
 
 
 class _FullOptimizer:
-    """One optimizer and what the file holds for it."""
+    """An optimizer and what the file holds for it."""
 
     def __init__(self, optimizer: Optimizer, saved: Mapping[str, Any], contents: Contents) -> None:
         self.optimizer = optimizer

@@ -1,7 +1,7 @@
-"""`manifest.json`: what a run's checkpoint consists of, to the byte, so that damage is noticed.
+"""`manifest.json`: the files of a run's checkpoint with sizes and hashes, so that damage is noticed.
 
-Beside it lies `manifest.sha256`, so that the manifest itself cannot change unnoticed;
-`sha256sum -c manifest.sha256` checks it too. Plain Python: what lies in a file is never run.
+Beside it is `manifest.sha256`, so that changes of the manifest itself are noticed too;
+`sha256sum -c manifest.sha256` checks it. Plain Python: nothing in a file is ever run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder_memsave.errors import ThunderMemsaveError
 
 MANIFEST = "manifest.json"
 STATE = "state"
-"""The one directory within a checkpoint: what `fabric.save` wrote."""
+"""The one directory inside a checkpoint, written by `fabric.save`."""
 
 _READ_BY_NAME = (f"{STATE}/.metadata", f"{STATE}/meta.pt")
 _CHECKSUM = "manifest.sha256"
@@ -39,12 +39,12 @@ class DamagedCheckpointError(ThunderMemsaveError, ValueError):
 
 
 class UnverifiableCheckpointError(ThunderMemsaveError, ValueError):
-    """A checkpoint was written by another version, before there were manifests or with newer ones."""
+    """A checkpoint was written by another version: before manifests existed, or with newer ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What a file must be."""
+    """Size and hash of a file as it was written."""
 
     num_bytes: int
     sha256: str
@@ -52,29 +52,29 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """Description of a checkpoint: its step, its ranks, and its files."""
 
     step: int
-    """Optimizer steps that were finished."""
+    """Finished optimizer steps."""
     world_size: int
-    """How many ranks wrote it."""
+    """Number of ranks that wrote it."""
     sharding: str
-    """How weights lay on them."""
+    """How weights were sharded over them."""
     versions: Mapping[str, str]
     values: Mapping[str, Any]
     """The plain entries of the state."""
     tensors: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """Key of the module -> name -> whole `shape`, `dtype`, and `is_trained`."""
     files: Mapping[str, FileRecord]
-    """By name within the checkpoint, such as `state/meta.pt`."""
+    """Records by name inside the checkpoint, such as `state/meta.pt`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the evaluation at this very step, if there was one."""
+    """Metrics of the evaluation at this very step, if there was one."""
     config: Mapping[str, Any] | None = None
-    """The whole run file, with its defaults; None where there is none. For comparison, and for people."""
+    """The whole run file with its defaults, for comparison and for people; None if there is none."""
     precision: str | None = None
-    """Fabric's, such as `bf16-true`."""
+    """Fabric's precision, such as `bf16-true`."""
     plan_sha256: str | None = None
-    """Of what backward kept and what it computed again; None where nothing was planned."""
+    """Hash of the plan, of what backward kept and recomputed; None if nothing was planned."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -86,11 +86,11 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest, of which no byte may have changed.
+    """Read the manifest, and check that no byte of it changed.
 
     Raises:
-        DamagedCheckpointError: it is not as it was written, or there is none.
-        UnverifiableCheckpointError: the checkpoint is older than manifests are, or newer than this version.
+        DamagedCheckpointError: it changed, or is missing.
+        UnverifiableCheckpointError: the checkpoint was written before manifests existed, or by a newer version.
     """
     if (directory / "checkpoint.json").exists() and not os.path.lexists(directory / MANIFEST):
         raise UnverifiableCheckpointError(
@@ -117,10 +117,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def record_file(directory: Path, name: str) -> FileRecord:
-    """What a file is now.
+    """Return the size and hash of a file as it is now.
 
     Raises:
-        DamagedCheckpointError: it is no regular file within the directory.
+        DamagedCheckpointError: it is not a regular file inside the directory.
     """
     with _opened(directory, name) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -128,7 +128,7 @@ def record_file(directory: Path, name: str) -> FileRecord:
 
 
 def files_in(directory: Path) -> list[str]:
-    """Names of a checkpoint's files, but for the manifest's own."""
+    """List a checkpoint's files, except for the manifest's own."""
     own = {MANIFEST, _CHECKSUM}
     names = [entry.name for entry in directory.iterdir() if entry.name not in own | {STATE}]
     inner = directory / STATE
@@ -140,12 +140,12 @@ def files_in(directory: Path) -> list[str]:
 
 
 def share_of_files(names: Iterable[str], *, rank: int, world_size: int) -> list[str]:
-    """The files that a rank hashes: those that it wrote, where their name says so."""
+    """Return the files that a rank hashes: those that it wrote, if the name tells."""
     return [name for name in names if _writer_of(name) % world_size == rank]
 
 
 def require_layout(directory: Path, manifest: Manifest) -> None:
-    """Check that the manifest names a whole checkpoint; reads no file.
+    """Check that the manifest names a whole checkpoint, without reading any file.
 
     Raises:
         DamagedCheckpointError: it does not.
@@ -158,7 +158,7 @@ def require_layout(directory: Path, manifest: Manifest) -> None:
         )
     if (directory / STATE).is_symlink():
         raise DamagedCheckpointError(f"{STATE} is a link, and none is followed")
-    # Others may lie there, such as .nfs0001: nothing reads them.
+    # Other files may be there, such as .nfs0001: nothing reads them.
     read = _READ_BY_NAME if (directory / STATE).is_dir() else (STATE,)
     for name in read:
         if name not in manifest.files:
@@ -193,13 +193,13 @@ def _require_size(directory: Path, name: str, num_bytes: int) -> None:
 
 
 def _writer_of(name: str) -> int:
-    """DCP and we number files by rank; what all ranks share is rank 0's."""
+    """Return the rank in a file's name; files that all ranks share are rank 0's."""
     match = re.fullmatch(rf"(?:{STATE}/__(\d+)_\d+\.distcp|random-(\d+)\.pt)", name)
     return 0 if match is None else int(match[1] or match[2])
 
 
 def _opened(directory: Path, name: str) -> io.BufferedReader:
-    """Opens a regular file; a link, a device or a pipe is never opened for reading."""
+    """Open a regular file; a link, a device or a pipe is never opened for reading."""
     path = directory / name
     try:
         if path.parent != directory and path.parent.is_symlink():
@@ -255,7 +255,7 @@ def _parsed(content: Any) -> Manifest:
 
 
 def _file_record(name: str, *, num_bytes: object, sha256: object) -> FileRecord:
-    # The length first: how long the pattern takes grows with its square.
+    # The length first: the pattern's time grows with its square.
     if len(name) > _MAX_NAME or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name[:_MAX_NAME]!r} is not the name of a file within the checkpoint")
     if type(num_bytes) is not int or num_bytes < 0:

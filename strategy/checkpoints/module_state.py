@@ -23,18 +23,18 @@ Keep = Callable[[str, Tensor], bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that does not fit."""
+    """One mismatch between stored and wanted state."""
 
     name: str
     text: str
 
 
 class StateMismatchError(ThunderMemsaveError, ValueError):
-    """What is stored does not fit the module or optimizer; nothing was changed.
+    """Stored state does not fit the module or optimizer; nothing was changed.
 
     Args:
-        message: For the user.
-        places: What does not fit where, a line for each of the first.
+        message: Text for the user.
+        places: The first mismatches, one line each.
     """
 
     def __init__(self, message: str, *, places: Sequence[str] = ()) -> None:
@@ -43,7 +43,7 @@ class StateMismatchError(ThunderMemsaveError, ValueError):
 
     @classmethod
     def listing(cls, problems: Sequence[Problem], *, what: str, advice: str) -> StateMismatchError:
-        """Say that `what` does not fit, and list the first problems."""
+        """Build the error from what does not fit, with the first problems listed."""
         places = [f"{each.name}: {each.text}" for each in problems[:_MOST_LISTED]]
         if len(problems) > _MOST_LISTED:
             places.append(f"and {len(problems) - _MOST_LISTED} more")
@@ -55,10 +55,10 @@ class StateMismatchError(ThunderMemsaveError, ValueError):
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and persistent buffers under all their names, tied twins too.
+    """Return the module's own parameters and persistent buffers under all their names, tied twins included.
 
     Raises:
-        ValueError: a submodule saves something else than tensors (`get_extra_state`).
+        ValueError: a submodule saves something other than tensors (`get_extra_state`).
     """
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -71,7 +71,7 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def local_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """This rank's real rows, without padding and without communication."""
+    """Return this rank's real rows, without padding and without communication."""
     return {name: local_rows(t, t) for name, t in named_state(module).items()}
 
 
@@ -83,16 +83,16 @@ def unsharded_state_dict(
     names: Callable[[str], bool] | None = None,
     keep: Keep | None = None,
 ) -> dict[str, Tensor]:
-    """Full CPU tensors under their original names, tied twins included. A collective.
+    """Gather full CPU tensors under their original names, tied twins included. A collective.
 
-    They are gathered one by one, so a device holds one full tensor beside its shards.
+    They are gathered one by one, so a device holds one full tensor besides its shards.
 
     Args:
         module: Sharded or not.
         data_parallel: The group that holds the shards.
         rank_zero_only: Other ranks return an empty dict and keep nothing.
-        names: Gathers only these, for instance an adapter's.
-        keep: Drops what it is false for, after gathering; it sees the full tensor.
+        names: Selects the names to gather, for instance an adapter's.
+        keep: Selects the full tensors to keep after gathering.
     """
     state: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}
@@ -112,7 +112,7 @@ def unsharded_state_dict(
 def load_state_dict(
     module: nn.Module, source: TensorSource | Mapping[str, Tensor], *, strict: bool = True
 ) -> None:
-    """Copies full tensors into the module, each rank its own rows, in place. No communication.
+    """Copy full tensors into the module, each rank its own rows, in place. No communication.
 
     With `strict=False`, missing and unexpected names are skipped and dtypes converted.
 
@@ -130,7 +130,7 @@ def load_state_dict(
 
 
 def copy_rows(source: TensorSource, name: str, target: Tensor) -> None:
-    """Reads this rank's rows of `name` into `target`, leaving its padding as it is."""
+    """Read this rank's rows of `name` into `target`, leaving its padding as it is."""
     rows = None
     if isinstance(target, ShardedParameter):
         rows = slice(target._first_row, target._first_row + target._num_real_rows)
@@ -139,7 +139,7 @@ def copy_rows(source: TensorSource, name: str, target: Tensor) -> None:
 
 
 def first_stored_names(wanted: Mapping[str, Tensor], stored: Iterable[str]) -> dict[str, Tensor]:
-    """One stored name for each distinct tensor: tied twins may be stored once or twice."""
+    """Return one stored name for each distinct tensor: tied twins may be stored once or twice."""
     available, seen, chosen = set(stored), set(), {}
     for name, t in wanted.items():
         if name in available and id(t) not in seen:
@@ -151,7 +151,7 @@ def first_stored_names(wanted: Mapping[str, Tensor], stored: Iterable[str]) -> d
 def compare(
     wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec], *, strict: bool
 ) -> list[Problem]:
-    """What does not fit. Shapes count even where `strict` is off: there is no way to load them."""
+    """Return the mismatches. Shapes count even if `strict` is off: they cannot be loaded."""
     problems = _name_problems(wanted, stored) if strict else _halves(wanted, stored)
     for name, t in wanted.items():
         if name in stored:
@@ -160,7 +160,7 @@ def compare(
 
 
 def raise_problems(problems: list[Problem], *, what: str) -> None:
-    """Raises all problems as one error, the first ones spelled out."""
+    """Raise all problems as one error, with the first ones listed."""
     if problems:
         raise StateMismatchError.listing(
             problems,
@@ -184,7 +184,7 @@ def _name_problems(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec
 
 
 def _halves(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]) -> list[Problem]:
-    """Fp8 numbers without their scale, and scales without their numbers: one of the file, one of the model."""
+    """Find fp8 numbers without their scale and scales without their numbers, between file and model."""
     pairs = [(name, weight_of_scale(name)) for name in wanted]
     return [
         Problem(
@@ -203,7 +203,7 @@ def _tensor_problems(name: str, t: Tensor, spec: TensorSpec, *, strict: bool) ->
         return [Problem(name=name, text=text)]
     if t.is_meta:
         return [Problem(name=name, text="on the meta device in the model; materialize it first")]
-    # Numbers without their scale are no weights, whichever way they are converted.
+    # Numbers without their scale are no weights, however they are converted.
     if t.dtype != spec.dtype and torch.float8_e4m3fn in (t.dtype, spec.dtype):
         return [Problem(name=name, text=_of_other_numbers(t, spec))]
     if strict and t.dtype != spec.dtype:

@@ -1,4 +1,4 @@
-"""An optimizer's state under parameter names: it outlives ranks, order and process count."""
+"""An optimizer's state under parameter names, independent of ranks, order and world size."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedState:
-    """An optimizer's state dict with names where PyTorch has positions."""
+    """An optimizer's state dict with names instead of PyTorch's positions."""
 
     state: dict[str, dict[str, Any]]
-    """Tensors, or plain values, by parameter name and the optimizer's own key."""
+    """Tensors or plain values, by parameter name and the optimizer's own key."""
     param_groups: list[dict[str, Any]]
     """Plain values only; `params` are names."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The layout that PyTorch's and Lightning's own name-keyed checkpoints have."""
+        """Return the layout of PyTorch's and Lightning's own name-keyed checkpoints."""
         return {"state": self.state, "param_groups": self.param_groups}
 
 
 def named_parameters_of(optimizer: Optimizer, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The optimizer's parameters by their first name in the one module that has them all.
+    """Return the optimizer's parameters by their first name in the one module that has them all.
 
     Raises:
         ValueError: no module in the state has all of them, so they have no names.
@@ -56,10 +56,10 @@ def named_parameters_of(optimizer: Optimizer, modules: Iterable[nn.Module]) -> d
 
 
 def named_state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> NamedState:
-    """The optimizer's state as it is: tensors of shards have the shard's shape, with padding.
+    """Return the optimizer's state as it is: tensors of shards have the shard's shape, with padding.
 
     Raises:
-        ValueError: state of a sharded parameter is neither like the shard nor a single number.
+        ValueError: the state of a sharded parameter is neither shaped like the shard nor a single number.
     """
     name_of = {id(p): name for name, p in parameters.items()}
     groups = [
@@ -85,7 +85,7 @@ def gather_optimizer_state(
     *,
     keep: bool = True,
 ) -> NamedState:
-    """The whole state on the CPU, gathered tensor by tensor. A collective.
+    """Gather the whole state on the CPU, tensor by tensor. A collective.
 
     Ranks with `keep=False` take part and get placeholders.
     """
@@ -101,11 +101,11 @@ def gather_optimizer_state(
 def set_optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], named: NamedState
 ) -> None:
-    """Gives the optimizer a state whose tensors are local already.
+    """Set the optimizer's state from tensors that are local already.
 
-    Goes through `Optimizer.load_state_dict`, whose hooks users rely on; it casts moments to the
+    Goes through `Optimizer.load_state_dict`, whose hooks users rely on. It casts moments to the
     parameter's dtype, which would round float32 moments of a bfloat16 parameter, so their dtype is
-    put back.
+    restored.
     """
     order = [p for group in optimizer.param_groups for p in group["params"]]
     index_of = {id(p): i for i, p in enumerate(order)}
@@ -117,7 +117,7 @@ def set_optimizer_state(
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for i, key, setting in tensor_settings:
-        # Captured graphs and fused optimizers hold on to this very tensor.
+        # Captured graphs and fused optimizers refer to this very tensor.
         setting.fill_(optimizer.param_groups[i][key])
         optimizer.param_groups[i][key] = setting
     for name, values in named.state.items():
@@ -128,7 +128,7 @@ def set_optimizer_state(
 
 
 def local_part(whole: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
-    """This rank's padded part of a state tensor of `p`, on the device where the moments live."""
+    """Return this rank's padded part of a state tensor of `p`, on the device of the moments."""
     if is_sharded(p) and whole.shape == whole_shape(p):
         assert data_parallel is not None
         return take_rows(whole, own_rows(whole.shape, data_parallel)).to(p.device)
@@ -136,10 +136,10 @@ def local_part(whole: Tensor, p: Tensor, data_parallel: DataParallel | None) -> 
 
 
 def rekey(loaded: Mapping[str, Any], optimizer: Optimizer, names: Sequence[str]) -> NamedState:
-    """Names for a state that a plain optimizer saved under positions; named ones pass through.
+    """Name a state that a plain optimizer saved under positions; a named one is returned as it is.
 
     Raises:
-        ValueError: another number of parameters was saved, or no optimizer at all.
+        ValueError: the number of parameters differs, or no optimizer was saved.
     """
     if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
         raise ValueError(
@@ -167,7 +167,7 @@ def rekey(loaded: Mapping[str, Any], optimizer: Optimizer, names: Sequence[str])
 def compare_groups(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Sequence[Mapping[str, Any]]
 ) -> list[Problem]:
-    """Which parameters are in other groups, or not there: a changed trainable set ends up here."""
+    """List parameters that are in other groups or missing, such as after a change of the trainable set."""
     current = optimizer.param_groups
     if len(current) != len(saved):
         text = f"{len(saved)} parameter groups in the file, {len(current)} in the optimizer"
@@ -191,11 +191,11 @@ def compare_groups(
 def compare_state(
     parameters: Mapping[str, Tensor], stored: Mapping[tuple[str, str], torch.Size | None]
 ) -> list[Problem]:
-    """State of a parameter that is not there, or that fits no shard.
+    """List states of parameters that are missing, or that fit no shard.
 
     Args:
         parameters: The optimizer's, by name.
-        stored: Shapes in the file by parameter name and the optimizer's own key; None: a plain value.
+        stored: Shapes in the file by parameter name and the optimizer's own key; None for a plain value.
     """
     return [
         Problem(name=f"{name} ({key})", text=text)
@@ -229,7 +229,7 @@ def _tensor_settings(optimizer: Optimizer) -> list[tuple[int, str, Tensor]]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Only values that a reader can load without running code."""
+    """Refuse values that a reader could load only by running code; a tensor becomes its number."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):

@@ -1,8 +1,8 @@
-"""Reads DCP's files without running what lies in them, and without leaving their directory.
+"""Reads DCP's files without running their contents, and without leaving their directory.
 
 DCP unpickles `.metadata` and single values with pickle's full power, and opens whatever file the
-metadata names (pytorch/pytorch#189308). Here the metadata is unpickled into records that do nothing;
-DCP's objects are built from those that are what they should be.
+metadata names (pytorch/pytorch#189308). Here the metadata is unpickled into inert records, and
+DCP's objects are built from those that pass the checks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _RECORDS = frozenset(
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, which runs nothing and reads nothing but files beside the metadata."""
+    """DCP's reader, which runs nothing and reads only files beside the metadata."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         """`metadata` is what `read_metadata` returned for `path`."""
@@ -68,13 +68,13 @@ class SafeReader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What was read and checked before."""
+        """Return the metadata that was read and checked before."""
         assert self._metadata.storage_meta is not None
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what this rank needs, each part of a file checked before."""
+        """Read what this rank needs, checking each part of a file first."""
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             path = self._directory / info.relative_path
@@ -96,7 +96,7 @@ class SafeReader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _require_as_planned(self, index: MetadataIndex, shard: object) -> None:
-        """DCP takes its part of a larger shard, and converts one of another dtype."""
+        """Check a shard's shape and dtype: DCP would take a part of a larger shard, and convert another dtype."""
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
@@ -113,12 +113,12 @@ class SafeReader(dcp.FileSystemReader):
 
 @contextmanager
 def _named(entry: str) -> Iterator[None]:
-    """Says of which entry it is that something cannot be read."""
+    """Name the entry in the error if it cannot be read."""
     try:
         yield
     except (OSError, MemoryError, torch.OutOfMemoryError, DamagedCheckpointError):
         raise
-    # What torch raises for bytes that are no tensor, or another one, is not documented.
+    # It is not documented what torch raises for bytes that are no tensor, or another one.
     except Exception as error:
         raise DamagedCheckpointError(
             f"{entry!r} does not hold what the run saved, or more than tensors and plain values; "
@@ -140,7 +140,7 @@ class SafePlanner(DefaultLoadPlanner):
         self._weights_only = weights_only
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes a value that is no tensor."""
+        """Load a value that is not a tensor."""
         try:
             loaded = torch.load(value, weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
@@ -152,10 +152,10 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Reads DCP's table of contents, and checks all that it says against the files there.
+    """Read DCP's table of contents, and check it against the files in the directory.
 
     Raises:
-        DamagedCheckpointError: it is no such table, or says what cannot be.
+        DamagedCheckpointError: it is not such a table, or says something impossible.
         OSError: it cannot be read.
     """
     path = directory / METADATA_FILE
@@ -163,7 +163,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise DamagedCheckpointError(f"{METADATA_FILE} is a link, and none is followed")
     if path.stat().st_size > _MAX_METADATA_BYTES:
         raise DamagedCheckpointError(f"{METADATA_FILE} has more than {_MAX_METADATA_BYTES:,} bytes")
-    content = io.BytesIO(path.read_bytes())  # of which no read takes more than is there
+    content = io.BytesIO(path.read_bytes())  # a read cannot return more than this
     record = _RecordUnpickler(content).load()
     try:
         return _metadata(record, _sizes_of_files(directory))
@@ -181,10 +181,10 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def require_stored(path: Path, *, offset: int = 0, num_bytes: int | None = None) -> None:
-    """Checks that a file of `torch.save`, or a part of it, takes no more bytes in memory than here.
+    """Check that a file of `torch.save`, or a part of it, takes no more bytes in memory than on disk.
 
     Raises:
-        DamagedCheckpointError: it does, or is no such file.
+        DamagedCheckpointError: it takes more, or is not such a file.
     """
     with path.open("rb") as file:
         num_bytes = path.stat().st_size - offset if num_bytes is None else num_bytes
@@ -203,7 +203,7 @@ def require_stored(path: Path, *, offset: int = 0, num_bytes: int | None = None)
 
 
 class _Record:
-    """An instance of any class, as a pickle describes it; it does nothing."""
+    """An inert instance of any class, as a pickle describes it."""
 
     args: tuple[Any, ...]
     state: Any
@@ -221,18 +221,18 @@ class _Record:
 class _RecordUnpickler(pickle._Unpickler):
     """Makes records of DCP's classes, and refuses all others.
 
-    The one in Python: that in C makes a list as long as the largest number in its memo, of which a
-    file of nine bytes can say that it is billions.
+    Based on pickle's Python version: the C version allocates a list as long as the largest index in its memo,
+    and a file of nine bytes can claim that it is billions.
     """
 
-    # A bytearray is made before it is known whether as many bytes follow; DCP writes none.
+    # The unpickler allocates a bytearray before it knows that as many bytes follow; DCP writes none.
     dispatch: ClassVar = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != _BYTEARRAY
     }
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
-        # Made anew each time, so that nothing in a file can change them for the next.
+        # Created anew for each file, so that a file cannot change them for the next one.
         self._classes: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -246,7 +246,7 @@ class _RecordUnpickler(pickle._Unpickler):
 
 
 class _Part(io.RawIOBase):
-    """Some bytes of a file as if they were a file."""
+    """A range of a file's bytes, as a file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, num_bytes: int) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class _Part(io.RawIOBase):
         return content
 
     def readinto(self, buffer: Any) -> int:
-        """What torch reads a tensor's bytes with: into their place, without a copy in between."""
+        """Read into a tensor's memory without a copy; torch reads tensors this way."""
         place = memoryview(buffer).cast("B")
         self._file.seek(self._offset + self._at)
         num_read = self._file.readinto(place[: max(0, self._num_bytes - self._at)])
@@ -287,7 +287,7 @@ class _Part(io.RawIOBase):
 
 
 def _sizes_of_files(directory: Path) -> dict[str, int]:
-    """Regular files only: a link has none."""
+    """Return the sizes of regular files; a link has none."""
     sizes = {}
     for path in directory.iterdir():
         status = path.lstat()
@@ -352,11 +352,11 @@ def _chunk(record: Any, whole: torch.Size) -> ChunkStorageMetadata:
 
 
 def _require_tiles(chunks: Sequence[ChunkStorageMetadata], whole: torch.Size, dim: int = 0) -> None:
-    """Checks that shards, none of them empty, cover each value of their tensor once.
+    """Check that non-empty shards cover each value of their tensor exactly once.
 
-    DTensor cuts every dim for itself, so shards lie in a grid: those that share their place in
-    the dims before have places in this one that follow each other without a gap. Else DCP leaves
-    what the run had where there is no shard.
+    DTensor splits every dim independently, so shards form a grid: those that share their place in
+    the dims before have places in this one that follow each other without a gap. In a hole, DCP
+    would leave the run's old values.
     """
     if math.prod(whole) == 0 or (dim == len(whole) and len(chunks) == 1):
         return
@@ -379,7 +379,7 @@ def _require_places(
     entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
     stored: Mapping[MetadataIndex, _StorageInfo],
 ) -> None:
-    """Checks that it is known of each value, and of each shard that is not empty, where it lies."""
+    """Check that the location of each value and of each non-empty shard is known."""
     for name, entry in entries.items():
         places = [MetadataIndex(name)]
         if isinstance(entry, TensorStorageMetadata):

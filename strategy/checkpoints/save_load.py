@@ -1,4 +1,4 @@
-"""Saving and loading a run's state: which format, which path, which kind of request."""
+"""Saves and loads a run's state in either format."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def save_checkpoint(
     data_parallel: DataParallel | None,
     filter: Filter | None = None,
 ) -> None:
-    """Saves modules, optimizers and everything else in `state`. A collective.
+    """Save modules, optimizers and everything else in `state`. A collective.
 
     Nothing is overwritten in place: the old checkpoint stays until the new one is complete.
 
     Args:
-        path: A directory to make for `sharded`, a file for `full`. Rank 0's is used.
+        path: A directory to create for `sharded`, a file for `full`. Rank 0's is used.
         state: What to save, by key. Objects with a `state_dict` are saved through it.
         state_dict_type: One file with whole tensors, or a directory with shards.
         data_parallel: The group that holds the shards, or None in a process alone.
-        filter: For `full`: per key, keeps the entries `(name, value)` it is true for.
+        filter: For `full`: by key, a function of `(name, value)` that selects the entries to keep.
 
     Raises:
         ValueError: `state` has no model, `filter` is used with shards, or `path` is taken by
-            something that is no checkpoint.
+            something that is not a checkpoint.
     """
     path = Path(broadcast(path, data_parallel))
     contents = Contents.of(state, asked="save")
@@ -63,16 +63,16 @@ def load_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Restores everything in `state` from either format, saved on any number of ranks.
+    """Restore everything in `state` from either format, saved on any number of ranks.
 
     Names, shapes and dtypes of all modules and optimizers are checked before any is changed.
 
     Args:
-        path: What `save_checkpoint` was given. Rank 0's is used.
+        path: The path given to `save_checkpoint`. Rank 0's is used.
         state: What to restore, by key; filled in place.
         data_parallel: The group that holds the shards, or None in a process alone.
-        strict: Refuses missing and unexpected names, and other dtypes.
-        weights_only: None is True: only tensors and plain values are unpickled.
+        strict: Refuse missing and unexpected names, and other dtypes.
+        weights_only: Unpickle only tensors and plain values; None means True.
 
     Returns:
         The entries, other than modules and optimizers, that `state` did not ask for.
@@ -105,13 +105,13 @@ def load_raw(
     data_parallel: DataParallel | None,
     strict: bool = True,
 ) -> None:
-    """Loads full weights from a state-dict file, a safetensors file or a model directory.
+    """Load full weights from a state-dict file, a safetensors file or a model directory.
 
-    Each rank reads its own rows of one tensor after the other. No code in a file is run.
+    Each rank reads its own rows, one tensor after the other. No code in a file is run.
 
     Raises:
         StateMismatchError: names, shapes or dtypes differ; nothing was changed.
-        ValueError: `path` has no full tensors, or an optimizer was to be loaded.
+        ValueError: `path` has no full tensors, or `module` is an optimizer.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(

@@ -57,24 +57,24 @@ from thunder_memsave.sharding.rows import local_rows, whole_shape
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 META_FILE = "meta.pt"
-# What needs no words around it: of the disk, of the memory, of our own reader.
+# Errors that are clear without an explanation: of the disk, of memory, of our own reader.
 _CLEAR = (OSError, MemoryError, torch.OutOfMemoryError, DamagedCheckpointError)
 Keys = tuple[str | int, ...]
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether `path` is a directory with shards, ours or Lightning's."""
+    """Tell whether `path` is a directory with shards, ours or Lightning's."""
     return path.is_dir() and (path / META_FILE).is_file()
 
 
 def save_sharded(path: Path, contents: Contents, *, data_parallel: DataParallel | None) -> None:
-    """Writes beside `path` and renames at the end. A collective."""
+    """Write beside `path` and rename at the end. A collective."""
     state = state_for_dcp(contents, data_parallel)
     write_sharded(path, state, contents.state_of_others, data_parallel=data_parallel)
 
 
 def state_for_dcp(contents: Contents, data_parallel: DataParallel | None) -> dict[str, Any]:
-    """What DCP is to write of modules and optimizers: views of their tensors, nothing is copied."""
+    """Return the state of modules and optimizers for DCP: views of their tensors, nothing is copied."""
     state: dict[str, Any] = {}
     for key, module in contents.modules.items():
         named = named_state(module)
@@ -93,22 +93,22 @@ def write_sharded(
     data_parallel: DataParallel | None,
     uses_device: bool = True,
 ) -> None:
-    """Writes what `state_for_dcp` and `Contents.state_of_others` gave, or copies of it. A collective of `everyone`.
+    """Write what `state_for_dcp` and `Contents.state_of_others` returned, or copies of it. A collective of `everyone`.
 
     Args:
-        path: A directory to make.
+        path: A directory to create.
         state: Modules and optimizers.
-        others: Gives the rest.
+        others: Returns the rest of the state.
         data_parallel: The group that holds the shards, or None in a process alone.
-        uses_device: Tensors are copied from a device ahead of writing. Not where none is on one: DCP would wait for
-            the device all the same, and initialise the first one in a thread that has not chosen its own.
+        uses_device: Copy tensors from a device ahead of writing. False if none is on a device: DCP would still wait
+            for the device, and initialise the first one in a thread that has not chosen its own.
     """
     temporary = broadcast(temporary_name(path), data_parallel)
     once(lambda: temporary.mkdir(parents=True), data_parallel)
     try:
         together(lambda: _require_shared(temporary), data_parallel)
         with _dcp_options(data_parallel, failed=_not_written) as options:
-            # Of several replicas the first one writes, so that all rows are of one moment.
+            # Only the first replica writes, so that all rows are of the same moment.
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
             writer = TellingWriter(temporary)
             if not uses_device:
@@ -130,7 +130,7 @@ def load_sharded(
     strict: bool,
     weights_only: bool,
 ) -> dict[str, Any]:
-    """Each rank reads its own rows, whatever the world size was. Returns what was not asked for."""
+    """Read this rank's rows, whatever the world size was; return the entries that were not asked for."""
     stored = together(lambda: _Stored.read(path), data_parallel)
     meta = together(lambda: load_mapped(path / META_FILE, weights_only=weights_only), data_parallel)
     contents.require_keys([*stored.top_level(), *meta], path, strict=strict)
@@ -174,7 +174,7 @@ def _require_shared(directory: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stored:
-    """A checkpoint's table of contents: where in the nested state each entry belongs."""
+    """A checkpoint's table of contents: each entry's place in the nested state."""
 
     metadata: Metadata
     paths: Mapping[str, Keys]
@@ -183,7 +183,7 @@ class _Stored:
     def read(cls, path: Path) -> _Stored:
         try:
             metadata = read_metadata(path)
-        # What unpickling raises for bytes that are no pickle is not documented.
+        # It is not documented what unpickling raises for bytes that are no pickle.
         except Exception as e:
             raise ValueError(
                 f"{path} has no readable .metadata file, so its save was interrupted or the "
@@ -198,10 +198,10 @@ class _Stored:
         return ".".join(map(str, path))
 
     def under(self, *prefix: str, kinds: tuple[type, ...]) -> dict[str, Keys]:
-        """Entries below a prefix, by flat name, with the rest of their path, which is of such keys.
+        """Return the entries below a prefix, by flat name, with the rest of their path, whose keys have these types.
 
         Raises:
-            DamagedCheckpointError: it is of others.
+            DamagedCheckpointError: they have others.
         """
         n = len(prefix)
         found = {flat: p[n:] for flat, p in self.paths.items() if p[:n] == prefix}
@@ -231,7 +231,7 @@ class _Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredOptimizer:
-    """One optimizer, and its entries in the file: its state need not exist before loading."""
+    """An optimizer and its entries in the file; its state need not exist before loading."""
 
     optimizer: Optimizer
     parameters: Mapping[str, Tensor]
@@ -264,7 +264,7 @@ class _StoredOptimizer:
         return [*groups, *compare_state(self.parameters, shapes)]
 
     def template(self, data_parallel: DataParallel | None) -> dict[str, Any]:
-        """Zeros of the stored shapes and dtypes: no step is taken to make them."""
+        """Return zeros of the stored shapes and dtypes, without taking an optimizer step to make them."""
         return {
             flat: self._zeros(flat, str(rest[0]), data_parallel)
             for flat, rest in self.state_entries.items()
@@ -308,7 +308,7 @@ def _optimizer_for_dcp(
 
 
 def _for_dcp(t: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
-    """`t`, which belongs to parameter `p`, as DCP is to see it: without padding, in its place."""
+    """Return `t`, which belongs to parameter `p`, for DCP: without padding, as a DTensor if it is sharded."""
     if data_parallel is None or not is_sharded(p) or t.shape != p.shape:
         return as_rows(t)
     shape = whole_shape(p)
@@ -346,7 +346,7 @@ def _dcp_options(
     data_parallel: DataParallel | None, *, failed: Callable[[str], Exception]
 ) -> Iterator[dict[str, Any]]:
     if data_parallel is None:
-        # DCP warns that a process is alone even where it was told so. Not `catch_warnings`: saves run in threads too.
+        # DCP warns about a single process even if told so. Not `catch_warnings`: saves run in threads too.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
     group = None if data_parallel is None else data_parallel.everyone
     try:

@@ -1,4 +1,4 @@
-"""A copy of a run's state in host memory, which can be written while the state itself changes."""
+"""A copy of a run's state in host memory, which can be written while training goes on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What a sharded checkpoint of one moment holds of this rank."""
+    """This rank's part of a sharded checkpoint, as of one moment."""
 
     tensors: Mapping[str, Any]
-    """Of modules and optimizers, as DCP takes them."""
+    """State of modules and optimizers, as DCP takes it."""
     others: dict[str, Any]
     data_parallel: DataParallel | None
 
@@ -45,7 +45,7 @@ class Snapshot:
         )
 
     def write(self, path: Path, group: dist.ProcessGroup | None) -> None:
-        """Write a sharded checkpoint, without a device. A collective, of the given group alone.
+        """Write a sharded checkpoint, without using a device. A collective of the given group only.
 
         Args:
             path: A directory to make.
@@ -64,7 +64,7 @@ class Snapshot:
 def num_bytes_to_copy(
     state: MutableMapping[str, Any], *, data_parallel: DataParallel | None
 ) -> int:
-    """How much host memory a snapshot of the state takes on this rank."""
+    """Return the bytes of host memory that a snapshot of the state takes on this rank."""
     contents = Contents.of(state, asked="save")
     sizes: list[int] = []
     parts = (state_for_dcp(contents, data_parallel), contents.state_of_others())
@@ -79,7 +79,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy that shares nothing, of the shard alone where the tensor is one."""
+    """Copy a tensor, or only the local shard of a DTensor, into memory of its own."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -88,7 +88,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _mapped(value: Any, of_tensor: Callable[[Tensor], Any], *, keep: Callable[[Any], Any]) -> Any:
-    """The same mappings, lists and tuples with their tensors and their other values replaced."""
+    """Rebuild the same mappings, lists and tuples with their tensors and other values replaced."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where full tensors come from: a state dict, safetensors files, or a model directory."""
+"""Sources of full tensors: a state dict, safetensors files, or a model directory."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """What is known of a stored tensor without reading it."""
+    """Shape and dtype of a stored tensor, known without reading it."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class TensorSource(Protocol):
-    """Named full tensors of which any rows can be read without the others."""
+    """Named full tensors, any rows of which can be read without the others."""
 
     def names(self) -> Iterable[str]:
-        """All stored names."""
+        """Return all stored names."""
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of the whole tensor."""
+        """Return the shape and dtype of the whole tensor."""
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Some rows of a tensor, or all of it, on the CPU."""
+        """Read some rows of a tensor, or all of it, to the CPU."""
 
 
 class StateDictSource:
@@ -56,32 +56,32 @@ class StateDictSource:
         self._tensors = tensors
 
     def names(self) -> Iterable[str]:
-        """All names."""
+        """Return all names."""
         return self._tensors.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype."""
+        """Return shape and dtype."""
         return TensorSpec(shape=self._tensors[name].shape, dtype=self._tensors[name].dtype)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A view; pages of a mapped file are read when it is copied."""
+        """Return a view; pages of a mapped file are read when it is copied."""
         t = self._tensors[name].detach()
         return t if rows is None else t[rows]
 
 
 class SafetensorsSource:
-    """Tensors in one or several safetensors files, each opened when first needed."""
+    """Tensors in one or several safetensors files, each opened at first use."""
 
     def __init__(self, file_of: Mapping[str, Path]) -> None:
         self._file_of = file_of
         self._open: dict[Path, Any] = {}
 
     def names(self) -> Iterable[str]:
-        """All names."""
+        """Return all names."""
         return self._file_of.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        """Read from the file's header."""
+        """Read shape and dtype from the file's header."""
         stored = self._slice(name)
         dtype = stored.get_dtype()
         if dtype not in _SAFETENSORS_DTYPES:
@@ -93,7 +93,7 @@ class SafetensorsSource:
         return TensorSpec(shape=shape, dtype=_SAFETENSORS_DTYPES[dtype])
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Reads only these rows."""
+        """Read only these rows."""
         if rows is None:
             whole: Tensor = self._file(name).get_tensor(name)
             return whole
@@ -111,7 +111,7 @@ class SafetensorsSource:
 
 
 def open_source(path: str | Path) -> TensorSource:
-    """Opens a model directory, a safetensors file, or a file with a state dict of tensors.
+    """Open a model directory, a safetensors file, or a file with a state dict of tensors.
 
     Code in a pickled file is never run: `torch.load` runs with `weights_only=True`.
 
@@ -129,7 +129,7 @@ def open_source(path: str | Path) -> TensorSource:
 
 
 def load_mapped(path: Path, *, weights_only: bool) -> Any:
-    """`torch.load` that maps the file instead of reading it.
+    """Load with `torch.load`, mapping the file instead of reading it.
 
     Raises:
         ValueError: the file holds objects that could run code, or is not of torch's zip format.
@@ -150,7 +150,7 @@ def load_mapped(path: Path, *, weights_only: bool) -> Any:
 
 
 def require_tensors(loaded: object, path: Path) -> Mapping[str, Tensor]:
-    """Checks that what was loaded maps names to tensors.
+    """Check that the loaded object maps names to tensors.
 
     Raises:
         ValueError: it does not; nested mappings are named, for they are whole checkpoints.
@@ -184,7 +184,7 @@ def _open_directory(path: Path) -> TensorSource:
 
 
 def _inside(directory: Path, file: str) -> Path:
-    """An index comes with downloaded models; it may only name files beside itself."""
+    """Return the path of a file that an index names; in a downloaded model it must be beside the index."""
     if Path(file).name != file:
         raise ValueError(
             f"{directory / 'model.safetensors.index.json'} names {file!r}, which is not a file "
