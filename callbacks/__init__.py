@@ -1,7 +1,7 @@
 """Callbacks for any Lightning Fabric loop that calls Lightning's hook names by `fabric.call`.
 
-The loop passes keyword arguments (`TrainingHooks` lists them), of which each callback names those it
-needs. Callbacks that measure add to `metrics` and stand before the ones that write it.
+The loop passes keyword arguments (`TrainingHooks` lists them), of which each callback names those that it
+needs. Callbacks that measure add to `metrics`, and come before those that write it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What every rank does before any goes on: all have the results, or all stop."""
+"""Runs a step on every rank before any goes on: all get the results, or all stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class DiskError(CheckpointError):
-    """A file could not be written or read on some rank; the message names the file, and says why not."""
+    """A file could not be written or read on some rank; the message names the file and the reason."""
 
 
 class DiskFullError(DiskError):
@@ -32,7 +32,7 @@ def on_all_ranks(
     Args:
         fabric: Launched.
         act: Does not communicate, or fails on all ranks alike.
-        group: Of all ranks, over which they agree; None is the default one.
+        group: A group of all ranks, for the agreement; None means the default one.
 
     Raises:
         DiskFullError: some rank's disk is full; on all ranks.

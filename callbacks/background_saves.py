@@ -1,4 +1,4 @@
-"""One save at a time in a thread beside the training, from a copy of the state in host memory."""
+"""Saves in a thread beside the training, one at a time, from a copy of the state in host memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundSaves:
-    """Copies the state and writes the copy in a thread. Only `has_room`, `copy` and `begin` keep training waiting.
+    """Copies the state and writes the copy in a thread. Training waits only for `has_room`, `copy` and `begin`.
 
-    The thread talks to the other ranks over a group of its own, so that its messages and those of the training cannot
-    meet, and uses no device. It does not keep the process alive.
+    The thread has a process group of its own, so that its messages cannot mix with those of the training, and uses
+    no device. It does not keep the process alive.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
-        """That of the save under way, which `settle` ends; None where there is none."""
+        """Step of the save in progress, which `settle` ends; None if there is none."""
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -44,7 +44,7 @@ class BackgroundSaves:
 
         Args:
             fabric: Launched.
-            state: What is to be saved.
+            state: The state to save.
         """
         num_bytes = require_snapshots(fabric).snapshot_bytes(dict(state))
         host, free = socket.gethostname(), free_host_bytes()
@@ -61,7 +61,7 @@ class BackgroundSaves:
         return fits
 
     def copy(self, fabric: Fabric, state: Mapping[str, Any]) -> Callable[[Path], None]:
-        """Copy the state to host memory, and return what writes the copy. A collective."""
+        """Copy the state to host memory, and return a function that writes the copy. A collective."""
         if self._group is None and fabric.world_size > 1:
             timeout = require_snapshots(fabric).config.timeout
             name = "thunder_memsave saves in the background"
@@ -72,13 +72,13 @@ class BackgroundSaves:
         return lambda path: taken[0].write(path, group)
 
     def begin(self, fabric: Fabric, what: StepToSave) -> None:
-        """Write in the background what `copy` copied; the one before was settled."""
+        """Start to write what `copy` copied; the save before must be settled."""
         assert self._thread is None, "one save at a time: settle() comes first"
 
         def commit() -> None:
             try:
                 self._path = what.commit(fabric, group=self._group)
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:  # raised by `settle`
                 self._error = error
 
         self.step = what.manifest.step
@@ -87,11 +87,11 @@ class BackgroundSaves:
         self._thread.start()
 
     def settle(self, timeout_seconds: float | None = None) -> Path | None:
-        """Wait for the save under way, and return its path; None where there is none.
+        """Wait for the save in progress, and return its path; None if there is none.
 
         Raises:
-            TimeoutError: it is not done after that time.
-            BaseException: what it raised.
+            TimeoutError: it is not done within the timeout.
+            BaseException: the error of the save.
         """
         thread, path, error = self._thread, None, None
         if thread is not None:
@@ -106,7 +106,7 @@ class BackgroundSaves:
 
 
 def require_snapshots(fabric: Fabric) -> ThunderMemsaveStrategy:
-    """The strategy, if it can copy what it saves.
+    """Return the strategy, if it can copy the state that it saves.
 
     Raises:
         ConfigError: it cannot.

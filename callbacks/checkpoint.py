@@ -1,4 +1,4 @@
-"""Saves the whole state of a run every n steps; a run goes on from there bit-exactly."""
+"""Saves the whole state of a run every n steps; a resumed run continues bit-exactly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _MAX_FAILED = 3
-"""So many saves in a row may fail on a disk, the last of which ends the run."""
+"""Consecutive saves that may fail because of the disk; the last of them ends the run."""
 _GOES_ON = f"Training goes on; %s, for it ends after {_MAX_FAILED} such saves in a row."
 _ENDED = (
     "The training has ended and saves no more; %s, and go on with --resume=auto, which repeats the steps "
@@ -53,7 +53,7 @@ _GIVEN_UP = (
 _When = Literal["in training", "before the end", "at the end"]
 _THEN = {"in training": _GOES_ON, "before the end": _END_FOLLOWS, "at the end": _ENDED}
 _LONGEST_WAIT_SECONDS = 30.0
-"""For a save under way when the run ends with an error, which must not hang."""
+"""Longest wait for the save in progress when the run ends with an error, which must not hang."""
 
 Writes = Callable[[Path], None]
 
@@ -62,11 +62,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """What can be said of a checkpoint without loading it."""
+    """Facts about a checkpoint that are known without loading it."""
 
     path: Path
     world_size: int
-    """How many ranks wrote it; each has its own random state."""
+    """Number of ranks that wrote it; each has its own random state."""
 
     values: dict[str, Any]
     """The plain entries of the state, such as `step`."""
@@ -79,25 +79,25 @@ class CheckpointInfo:
 
 
 class ModelCheckpoint:
-    """Writes `step-<n>/` directories, each complete or not there at all.
+    """Writes `step-<n>/` directories, each complete or absent.
 
     A directory holds what `fabric.save` writes, every rank's random state, and a manifest with
-    the size and SHA-256 of each file. It gets its name by a rename when all of that is on the disk, so
-    that a kill at any time leaves the checkpoints before it as they were. All ranks write to the
-    same file system. Where the disk is full, or refuses to write for another reason, it warns and training goes on,
+    the size and SHA-256 of each file. It is renamed to its final name when all of that is on the disk, so
+    a kill at any time leaves the earlier checkpoints as they were. All ranks write to the same file system.
+    If the disk is full, or refuses to write for another reason, it warns and training goes on,
     until that happens three times in a row.
 
     Args:
-        directory: Where to.
+        directory: The directory of the checkpoints.
         every_n_steps: Steps between two checkpoints; None saves at the end only.
-        keep_last: How many stay. A run that went back to an earlier checkpoint replaces the later
-            ones with its first.
-        keep_best: How many stay besides because of `best_of`, for as long as none is better.
+        keep_last: Number of newest checkpoints to keep. A run that went back to an earlier checkpoint replaces
+            the later ones with its first.
+        keep_best: Number of checkpoints to keep besides, those with the best values of `best_of`.
         best_of: A metric of evaluations; a checkpoint has the value of the evaluation at its own step.
         best_mode: Whether smaller or larger values are better.
-        asynchronous: Copy the state to host memory, and write it while training goes on. One save is under way at
-            most, and the next waits for it; its error is raised at the next save, or at the end, which waits too.
-            Where host memory does not suffice for the copies, training waits for the save as without it. It needs
+        asynchronous: Copy the state to host memory, and write it while training goes on. At most one save is in
+            progress, and the next waits for it; its error is raised at the next save, or at the end, which waits too.
+            If host memory does not suffice for the copies, training waits for the save instead. It needs
             `ThunderMemsaveStrategy` and sharded checkpoints.
         config: The whole run file, for the manifest.
     """
@@ -128,14 +128,14 @@ class ModelCheckpoint:
         self._background = BackgroundSaves()
 
     def on_train_start(self, *, fabric: Fabric, step: int) -> None:
-        """Note the step that the run starts from: its checkpoint is there.
+        """Note the step that the run starts from, whose checkpoint exists.
 
         Raises:
-            ConfigError: it is to save in the background, and cannot with this strategy.
+            ConfigError: `asynchronous` is set, and the strategy cannot save that way.
         """
         if self.asynchronous:
             require_snapshots(fabric)
-        # After a rollback the state says which data is skipped, which the step's checkpoint does not.
+        # After a rollback the state contains the skipped data, and the step's checkpoint does not.
         self._saved_step = None if self._is_rolled_back else step or None
         self._is_resumed = step > 0
 
@@ -143,7 +143,7 @@ class ModelCheckpoint:
         """Note the metrics, for a checkpoint of this step.
 
         Raises:
-            ValueError: `best_of` is none of them.
+            ValueError: `best_of` is not among them.
         """
         if self.best is not None and self.best.metric not in metrics:
             raise ValueError(
@@ -154,7 +154,7 @@ class ModelCheckpoint:
         self._evaluated = (step, {k: v for k, v in numbers.items() if math.isfinite(v)})
 
     def on_train_batch_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
-        """Save if it is time."""
+        """Save if this step is due."""
         if self.every_n_steps is None or step % self.every_n_steps != 0:
             return
         self._wait_for_background(fabric, when="in training")
@@ -162,19 +162,19 @@ class ModelCheckpoint:
             self._begin(fabric, state, step=step)
 
     def on_train_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
-        """Wait for the save under way, and save the end, unless its step was saved already."""
+        """Wait for the save in progress, and save the last step, unless it was saved already."""
         self._wait_for_background(fabric, when="before the end")
         if self._saved_step != step:
             with self._warning_of_disks(fabric, step, when="at the end"):
                 self.save(fabric, state, step=step)
 
     def on_rollback_start(self, *, fabric: Fabric) -> None:
-        """Wait for the save under way, so that it can be gone back to, and nothing is written meanwhile."""
+        """Wait for the save in progress: the rollback may load it, and nothing is written meanwhile."""
         self._wait_for_background(fabric, when="in training")
         self._is_rolled_back = True
 
     def on_exception(self) -> None:
-        """Let the save under way come to its end; what it raises does not hide why the run ended."""
+        """Let the save in progress finish; its error is logged, so that it does not hide why the run ended."""
         step = self._background.step
         try:
             self._background.settle(_LONGEST_WAIT_SECONDS)
@@ -182,7 +182,7 @@ class ModelCheckpoint:
             _log.warning("the checkpoint of step %s was not completed: %s", step, error)
 
     def save(self, fabric: Fabric, state: Mapping[str, Any], *, step: int) -> Path:
-        """Write one checkpoint, and wait for it. A collective; every rank returns its path."""
+        """Write one checkpoint and wait for it; every rank returns its path. A collective."""
         self._wait_for_background(fabric, when="in training")
         writes: Writes = lambda path: fabric.save(path, dict(state))  # noqa: E731
         path = self._step(fabric, state, step=step, write_state=writes).commit(fabric)
@@ -190,7 +190,7 @@ class ModelCheckpoint:
         return path
 
     def _begin(self, fabric: Fabric, state: Mapping[str, Any], *, step: int) -> None:
-        """Save, in the background if that was asked for and is possible."""
+        """Save, in the background if that is set and possible."""
         if not self.asynchronous or not self._background.has_room(fabric, state):
             self.save(fabric, state, step=step)
             return
@@ -221,7 +221,7 @@ class ModelCheckpoint:
         prune(self.directory, step=step, keep_last=last, best=best, keeps_later=keeps_later)
 
     def _wait_for_background(self, fabric: Fabric, *, when: _When) -> None:
-        """Note how the save under way ended, if there is one. A collective."""
+        """Wait for the save in progress, if there is one, and note how it ended. A collective."""
         step = self._background.step
         if step is not None:
             with self._warning_of_disks(fabric, step, when=when):
@@ -236,7 +236,7 @@ class ModelCheckpoint:
 
     @contextmanager
     def _warning_of_disks(self, fabric: Fabric, step: int, *, when: _When) -> Iterator[None]:
-        """A disk that is full for now costs checkpoints, and not the training."""
+        """Warn of a disk error instead of ending the run; after too many in a row, raise it."""
         try:
             yield
         except DiskError as error:
@@ -244,28 +244,28 @@ class ModelCheckpoint:
             if fabric.is_global_zero:
                 self._clear()
             reason, advice = _reason_and_advice(self.directory, error)
-            # Of rank 0 alone, as what it does with its disk: what fails there must not keep it from the others' error.
+            # On rank 0 alone: an error of its disk here must not hide the error of the save.
             found = newest_name(self.directory) if fabric.is_global_zero else "?"
             message = (
                 f"no checkpoint of step {step} was written, {reason}; the last one is {found}. "
             )
-            # After the last step it is the export that counts.
+            # After the last step the export matters more.
             if self._num_failed >= _MAX_FAILED and when == "in training":
                 raise type(error)(message + _GIVEN_UP % advice) from error
             if fabric.is_global_zero:
                 _log.warning("%s", message + _THEN[when] % advice)
 
     def _clear(self) -> None:
-        """Give back the space of a save that failed, as far as that goes: the next one tries again, and says why."""
+        """Free the space of a failed save as far as possible; the next save tries again and reports errors."""
         with suppress(OSError):
             remove_partial(self.directory)
 
 
 def read_info(path: Path) -> CheckpointInfo:
-    """Read what a checkpoint says of itself.
+    """Read a checkpoint's manifest.
 
     Raises:
-        DamagedCheckpointError: its manifest is not as it was written, or there is none.
+        DamagedCheckpointError: the manifest changed, or is missing.
     """
     manifest = read_manifest(path)
     return CheckpointInfo(

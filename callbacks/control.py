@@ -1,4 +1,4 @@
-"""Lets a callback ask for the end of the training, and all ranks agree on it."""
+"""Lets a callback ask for the end of the training, and lets all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from lightning.fabric import Fabric
 
 
 class TrainingControl:
-    """What a loop hands to its callbacks as `control`.
+    """The object that a loop passes to its callbacks as `control`.
 
-    A callback of any rank may call `stop`, at any time. The loop looks at `is_asked` where it adds
-    something up over the ranks anyway, so that no rank leaves while others wait for it:
+    A callback of any rank may call `stop`, at any time. The loop reads `is_asked` where it reduces
+    something over the ranks anyway, so that no rank leaves while others wait for it:
 
         stops = fabric.all_reduce(torch.tensor(float(control.is_asked)), reduce_op="sum")
         if stops > 0:
@@ -26,11 +26,11 @@ class TrainingControl:
         return self.reason is not None
 
     def stop(self, reason: str) -> None:
-        """Ask for the end after the current step; the first reason is the one that is told."""
+        """Ask for the end after the current step; only the first reason is kept."""
         if self.reason is None:
             self.reason = reason
 
     def agreed_reason(self, fabric: Fabric) -> str:
-        """Tell the first reason of any rank. A collective, for when one is known to have asked."""
+        """Return the first reason of any rank, when one is known to have asked. A collective."""
         reasons = (fabric.broadcast(self.reason, src=rank) for rank in range(fabric.world_size))
         return next(reason for reason in reasons if reason is not None)

@@ -1,4 +1,4 @@
-"""Ends a training whose validation metric no longer gets better."""
+"""Ends a training when its validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from thunder_memsave.callbacks.control import TrainingControl
 class EarlyStopping:
     """Asks for the end after `patience` evaluations in a row without an improvement.
 
-    What it remembers goes into checkpoints, so that a resumed run ends at the same step.
+    Its state is part of checkpoints, so a resumed run ends at the same step.
 
     Args:
-        monitor: The name of a metric of `on_validation_end`.
+        monitor: Name of a metric of `on_validation_end`.
         patience: Evaluations without an improvement before the end.
         min_delta: Changes up to this do not count as an improvement.
         mode: Whether smaller or larger values are better.
@@ -50,15 +50,15 @@ class EarlyStopping:
         return {"best": self.best, "num_waited": self.num_waited}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore them."""
         self.best, self.num_waited = state_dict["best"], state_dict["num_waited"]
 
     def on_train_start(self, *, control: TrainingControl) -> None:
-        """Ask for the end again, in a run that goes on from where it had come."""
+        """Ask for the end again, in a run that resumes where it had ended."""
         self._stop_if_due(control)
 
     def on_validation_end(self, *, metrics: Mapping[str, Any], control: TrainingControl) -> None:
-        """Compare with the best so far.
+        """Compare the metric with the best so far.
 
         Raises:
             ValueError: there is no such metric.

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def training_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Count the FLOPs of one forward and backward pass, as model FLOPs utilisation takes them.
+    """Count the FLOPs of one forward and backward pass, as model FLOPs utilisation defines them.
 
-    With P the weights in matrix products, P_t those of them that are trained, P_g those whose
+    With P the weights in matrix products, P_t the trained ones among them, P_g those whose
     input needs a gradient, and per token:
 
         forward 2 P  +  grad_input 2 P_g  +  grad_weight 2 P_t  +  attention
@@ -21,9 +21,9 @@ def training_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     Frozen weights cost 2 x forward in all instead of 3 x, and nothing backward before the first
     trained one. An embedding is a look-up (0), a language model's head is a product, tied or not.
     Attention is 4 T d per layer and token forward, for T positions and d = heads x head size, and
-    twice that backward; masked positions count. What is recomputed in the backward does not.
+    twice that backward; masked positions count. Recomputation in the backward does not count.
 
-    The passes run on the meta device: they take no memory, and moments.
+    The passes run on the meta device: they need no memory, and take moments.
 
     Args:
         model: On the meta device, before `fabric.setup`.

@@ -1,4 +1,4 @@
-"""Tells how the linears that compute in fp8 are scaled: amax, scale and saturation of each of their tensors."""
+"""Reports the scaling of linears in fp8: amax, scale and saturation of each of their tensors."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _COLUMNS = ("step", "layer", "tensor", "amax", "scale", "num_saturated_steps")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Tensor:
-    """What the scaling of one tensor did in one step."""
+    """The scaling of one tensor in one step."""
 
     layer: str
     """Dotted name of the linear."""
     tensor: Literal["input", "weight", "grad"]
-    """`grad` is of the linear's output."""
+    """`grad` is the gradient of the linear's output."""
     amax: float
     """Largest magnitude on any rank, over all micro-batches of the step."""
     scale: float
-    """What it was multiplied with before the cast."""
+    """Factor before the cast."""
     num_saturated_steps: int
-    """Steps of the run, this one too, in which `amax * scale` was beyond the fp8 type: elements were cut off."""
+    """Steps of the run, up to this one, in which `amax * scale` exceeded the fp8 type, so elements were clipped."""
 
 
 class Fp8Monitor:
-    """Metric `fp8_num_saturated`: tensors of which elements were cut off in a step.
+    """Metric `fp8_num_saturated`: tensors with clipped elements in a step.
 
-    For recipe `delayed`, whose scales come from earlier steps; those of the other recipes come from the tensor itself,
-    so that nothing is cut off.
+    For recipe `delayed`, whose scales come from earlier steps. Other recipes scale by the tensor itself, so
+    nothing is clipped.
 
     The loop calls `on_before_optimizer_step(fabric, model)` on all ranks, after the last backward of the step.
     `tensors` has every tensor of every layer.
 
     Args:
-        every_n_steps: Steps between two that are written to `path`.
-        path: A CSV file with a row per tensor; None writes none. Rank 0 writes.
+        every_n_steps: Steps between two rows per tensor in `path`.
+        path: A CSV file with a row per tensor, written by rank 0; None writes none.
 
     Raises:
         ConfigError: `every_n_steps` is below 1.
@@ -66,24 +66,24 @@ class Fp8Monitor:
 
     @property
     def tensors(self) -> tuple[Fp8Tensor, ...]:
-        """Those of the last step, by layer; empty before the first. Reads the device."""
+        """The tensors of the last step, by layer; empty before the first. Reads the device."""
         return () if self._seen is None else tuple(self._seen.tensors())
 
     def on_train_start(self, *, fabric: Fabric, step: int) -> None:
-        """Begin the file, or cut it back to the step that the run goes on from."""
+        """Start the file, or truncate it to the step that the run resumes from."""
         if self.path is not None and fabric.is_global_zero:
             rows = read_metrics(self.path) if step else []
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write([row for row in rows if int(row["step"]) <= step], mode="w")
 
     def on_before_optimizer_step(self, *, fabric: Fabric, model: nn.Module) -> None:
-        """Read the scales of the step that ends, before the next ones are taken. A collective."""
+        """Read the scales of the step that ends, before they are updated. A collective."""
         if self._seen is None:
             self._seen = _Seen(_tensors_of(model), self._num_before)
         self._seen.look(fabric)
 
     def on_train_batch_end(self, *, fabric: Fabric, step: int, metrics: dict[str, Any]) -> None:
-        """Add the metric of the step, and write the tensors if it is time."""
+        """Add the metric of the step, and write the tensors if this step is due."""
         if self._seen is None:
             return
         metrics["fp8_num_saturated"] = self._seen.num_saturated()
@@ -91,12 +91,12 @@ class Fp8Monitor:
             self._write([{"step": step, **asdict(t)} for t in self.tensors], mode="a")
 
     def state_dict(self) -> dict[str, Any]:
-        """How often each tensor was beyond its type."""
+        """Return the number of saturated steps of each tensor."""
         counts = {f"{t.layer}.{t.tensor}": t.num_saturated_steps for t in self.tensors}
         return {"num_saturated_steps": counts or self._num_before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Continue from these counts."""
         self._num_before = dict(state_dict["num_saturated_steps"])
         self._seen = None
 
@@ -111,7 +111,7 @@ class Fp8Monitor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where the state of one tensor is."""
+    """The scaling state of one tensor."""
 
     layer: str
     tensor: Role
@@ -119,7 +119,7 @@ class _Place:
 
     @property
     def amax(self) -> Tensor:
-        """Of the step that is on its way, of shape [1]."""
+        """The current step's amax, of shape [1]."""
         if self.tensor == "grad":
             return self.state.backward_amax_history[0, GRAD : GRAD + 1]
         column = INPUT if self.tensor == "input" else WEIGHT
@@ -127,7 +127,7 @@ class _Place:
 
     @property
     def scale(self) -> Tensor:
-        """Of shape [1]."""
+        """The current scale, of shape [1]."""
         if self.tensor == "grad":
             return self.state.backward_scale[GRAD : GRAD + 1]
         column = INPUT if self.tensor == "input" else WEIGHT
@@ -135,12 +135,12 @@ class _Place:
 
     @property
     def fp8_max(self) -> float:
-        """Of the type that the tensor is cast to."""
+        """Largest value of the fp8 type that the tensor is cast to."""
         return torch.finfo(self.state.recipe.dtype(self.tensor)).max
 
 
 class _Seen:
-    """What was seen of all tensors, in a few kernels per step and without waiting for them."""
+    """Amaxes and saturation counts of all tensors, updated in a few kernels per step without a device sync."""
 
     def __init__(self, places: Sequence[_Place], num_before: Mapping[str, int]) -> None:
         device = places[0].amax.device
@@ -175,7 +175,7 @@ class _Seen:
 
 
 def _tensors_of(model: nn.Module) -> list[_Place]:
-    """Every tensor whose scale changes from step to step; a weight that is not trained is cast once."""
+    """List every tensor whose scale changes from step to step; a frozen weight is cast once."""
     module = getattr(model, "module", model) if is_wrapped(model) else model
     found: list[_Place] = []
     for name, state in module.named_modules():

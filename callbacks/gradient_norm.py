@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 class GradientNormMonitor:
-    """Metric `grad_norm`, for loops that do not clip and so do not know it.
+    """Metric `grad_norm`, for loops that do not clip and so do not have it.
 
     The loop calls `on_before_optimizer_step(fabric, model, optimizer)` on all ranks, after the last
-    backward of the step. It is the norm over all ranks' gradients, whatever the strategy shards.
+    backward of the step. It is the norm over all ranks' gradients, however they are sharded.
     """
 
     metric_names = ("grad_norm",)
@@ -25,7 +25,7 @@ class GradientNormMonitor:
     def on_before_optimizer_step(
         self, *, fabric: Fabric, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Measure. A collective."""
+        """Measure the norm. A collective."""
         norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf, error_if_nonfinite=False)
         assert isinstance(norm, Tensor)
         self._norm = float(norm)

@@ -1,4 +1,4 @@
-"""The hooks that a run calls, with what it passes to each."""
+"""The hooks that a run calls, with their arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from thunder_memsave.callbacks.control import TrainingControl
 
 
 class TrainingHooks(Protocol):
-    """All hooks of `thunder-memsave train`; a callback has those that it needs, and derives from nothing.
+    """All hooks of `thunder-memsave train`; a callback defines those that it needs, without a base class.
 
-    One optimizer step is one "batch" of these names. Arguments go by keyword, and a hook names those
+    One optimizer step is one "batch" of these names. Arguments are passed by keyword, and a hook names those
     that it needs. `step` counts finished optimizer steps; `metrics` is one dict for all callbacks of a hook.
     """
 
     def on_after_setup(self, *, fabric: Fabric, module: nn.Module) -> None:
-        """The model is sharded. From Fabric itself, after `fabric.setup`."""
+        """The model is sharded. Called by Fabric itself, after `fabric.setup`."""
 
     def on_train_start(
         self,
@@ -34,7 +34,7 @@ class TrainingHooks(Protocol):
         state: dict[str, Any],
         control: TrainingControl,
     ) -> None:
-        """Training begins; again after a rollback."""
+        """Training begins, also after a rollback."""
 
     def on_train_batch_start(self, *, fabric: Fabric, step: int) -> None:
         """A step begins."""
@@ -42,10 +42,10 @@ class TrainingHooks(Protocol):
     def on_before_optimizer_step(
         self, *, fabric: Fabric, step: int, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        """The step's gradients are there, and not clipped yet."""
+        """The step's gradients are complete, and not clipped yet."""
 
     def on_after_optimizer_step(self, *, strategy: Strategy, optimizer: Optimizer) -> None:
-        """The weights are changed. From Fabric itself, which passes both arguments to everyone."""
+        """The weights are updated. Called by Fabric itself, which passes both arguments to every callback."""
 
     def on_validation_start(self, *, fabric: Fabric, step: int) -> None:
         """An evaluation begins."""
@@ -66,10 +66,10 @@ class TrainingHooks(Protocol):
         optimizer: Optimizer,
         control: TrainingControl,
     ) -> None:
-        """A step has ended, and counts in `step`."""
+        """A step has ended, and is counted in `step`."""
 
     def on_save_checkpoint(self, *, fabric: Fabric, step: int, path: Path) -> None:
-        """A checkpoint is complete. From the callback that saved it."""
+        """A checkpoint is complete. Called by the callback that saved it."""
 
     def on_rollback_start(self, *, fabric: Fabric) -> None:
         """The run is about to go back to a checkpoint."""
@@ -77,10 +77,10 @@ class TrainingHooks(Protocol):
     def on_train_end(
         self, *, fabric: Fabric, step: int, num_steps: int, state: dict[str, Any]
     ) -> None:
-        """Training has ended as it should."""
+        """Training has ended normally."""
 
     def on_exception(self, *, fabric: Fabric) -> None:
-        """Training has ended otherwise, instead of `on_train_end`."""
+        """Training has ended with an exception, instead of `on_train_end`."""
 
 
 HOOKS: Mapping[str, tuple[str, ...]] = {
@@ -88,4 +88,4 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     for name, hook in vars(TrainingHooks).items()
     if name.startswith("on_")
 }
-"""The names of the arguments of each hook, in the order in which a run calls them."""
+"""Names of each hook's arguments, in the order in which a run calls the hooks."""

@@ -1,4 +1,4 @@
-"""How much memory of this machine is free for this process, limits of its container included."""
+"""Measures the free memory of this machine for this process, with the limits of its container."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _NO_LIMIT_BYTES = 2**62
-"""cgroup v1 writes the largest number of whole pages for no limit."""
+"""cgroup v1 writes the largest number of whole pages to mean no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Files:
-    """What a version of cgroup calls its files."""
+    """Names of the files of one cgroup version."""
 
     limit: str
     used: str
     cached: str
-    """A line of `memory.stat`: pages of files that count as used, and are given back when they are needed."""
+    """A line of `memory.stat`: bytes of the page cache that count as used, and are freed when needed."""
 
 
 _V1 = _Files(
@@ -32,18 +32,18 @@ _V2 = _Files(limit="memory.max", used="memory.current", cached="inactive_file")
 def free_host_bytes(
     *, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, own_cgroups: Path = _OWN_CGROUPS
 ) -> int | None:
-    """The smallest of what the machine and the groups that this process is in have left.
+    """Return the smallest free memory of the machine and of the cgroups that contain this process.
 
-    A limit may be that of a container, of a batch system's job, or of a service. Each group is in another one, whose
-    limit counts too.
+    A limit may come from a container, a batch system's job, or a service. Cgroups are nested, and each one's
+    limit counts.
 
     Args:
         meminfo: Linux's table, of which `MemAvailable` is read.
-        cgroup: Where the groups are mounted; those of cgroup v1 in `memory`.
-        own_cgroups: Linux's list of the groups of this process.
+        cgroup: Mount point of the cgroups; those of cgroup v1 are in `memory`.
+        own_cgroups: Linux's list of the cgroups of this process.
 
     Returns:
-        Bytes; None where nothing of that can be known.
+        Bytes; None if nothing is known.
     """
     known = [_of_machine(meminfo)]
     known += [_of_group(directory, _V2) for directory in _own(own_cgroups, cgroup, "")]
@@ -59,7 +59,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _own(own_cgroups: Path, root: Path, controller: str) -> Iterator[Path]:
-    """The group of this process, and those around it up to the root; a path may be one outside, of which we see none.
+    """Yield this process's cgroup and those around it up to the root; a path may lead outside of what we see.
 
     Lines are `4:memory:/a/b` in cgroup v1 and `0::/a/b` in v2.
     """

@@ -1,4 +1,4 @@
-"""Draws training loss, validation loss and learning rate of a run as a PNG."""
+"""Draws a run's training loss, validation loss and learning rate as a PNG."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 
 
 class LossCurve:
-    """Rank 0 draws at evaluations and when the training ends, also by an error.
+    """Draws on rank 0 at evaluations and when the training ends, also by an error.
 
-    It draws what `MetricsCSV` has written, which must stand before it: so a resumed run has the
-    whole curve. The file is replaced in one go, so a viewer never sees half of it. What a disk refuses is warned of
-    once.
+    It draws what `MetricsCSV` has written, which must come before it, so a resumed run has the
+    whole curve. The file is replaced atomically, so a viewer never sees half of it. The first disk error is a
+    warning.
 
     Args:
         path: The PNG.
         metrics: The CSV file, with the columns `step`, `loss`, `val_loss` and `lr`; None is
             `metrics.csv` beside the PNG.
-        min_seconds: Between two drawings; the last one always comes.
-        clock: Gives seconds.
+        min_seconds: Shortest time between two drawings; the last one is always made.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LossCurve:
         self._has_warned = False
 
     def on_validation_end(self, *, fabric: Fabric) -> None:
-        """Draw, unless it was done just now."""
+        """Draw, unless the last drawing is too recent."""
         now = self._clock()
         if self._drawn_at is None or now - self._drawn_at >= self.min_seconds:
             self._draw(fabric)
@@ -69,7 +69,7 @@ class LossCurve:
         self._draw(fabric)
 
     def on_exception(self, *, fabric: Fabric) -> None:
-        """Draw what there is."""
+        """Draw what was written."""
         self._draw(fabric)
 
     def _draw(self, fabric: Fabric) -> None:
@@ -93,13 +93,13 @@ class _Series:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]], name: str) -> _Series:
-        """Take the rows that have the metric as a number that can be drawn and averaged."""
+        """Take the rows in which the metric is a finite number."""
         all_rows = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
         found = [(step, value) for step, value in all_rows if math.isfinite(value)]
         return cls(steps=[step for step, _ in found], values=[value for _, value in found])
 
     def smoothed(self) -> _Series:
-        """Average over the neighbours on both sides, so that the curve does not lag behind."""
+        """Average over neighbours on both sides, so that the curve does not lag."""
         reach, count = len(self.values) // 50, len(self.values)
         sums = [0.0, *accumulate(self.values)]
         spans = ((max(at - reach, 0), min(at + reach + 1, count)) for at in range(count))

@@ -19,27 +19,27 @@ class _Plan(Protocol):
 
 @runtime_checkable
 class _MakesPlans(Protocol):
-    """A strategy of Fabric that knows what a step will take; None before the first step."""
+    """A Fabric strategy with a plan of the step's memory; None before the first step."""
 
     @property
     def plan(self) -> _Plan | None: ...
 
 
 class MemoryMonitor:
-    """Metrics of this rank's memory; what it is depends on the device.
+    """Metrics of this rank's memory, depending on the device.
 
-    On CUDA, from torch's allocator, since the row before (so with an evaluation in between):
+    On CUDA, from torch's allocator, since the row before (including an evaluation in between):
 
-    - `peak_allocated_gib`: what tensors held at most;
-    - `peak_reserved_gib`: what the allocator held at most, with what it keeps for later;
-    - `num_alloc_retries`: how often it had to give memory back to go on; each costs time;
-    - `peak_bytes`: the first of these in bytes, to compare with the next.
+    - `peak_allocated_gib`: peak GiB of live tensors;
+    - `peak_reserved_gib`: peak GiB that the allocator held, with its cache;
+    - `num_alloc_retries`: times that it had to free its cache to go on, which costs time;
+    - `peak_bytes`: the first of these in bytes, to compare with `predicted_peak_bytes`.
 
-    Elsewhere `process_peak_rss_gib`: what the whole process held at most since it started, with
-    Python and its libraries; torch does not count what tensors hold there.
+    Elsewhere `process_peak_rss_gib`: peak GiB of the whole process since it started, with
+    Python and its libraries; torch does not count tensors there.
 
-    On every device, where the strategy makes plans, `predicted_peak_bytes`: what the plan says that
-    tensors hold at most.
+    On every device, if the strategy makes plans, `predicted_peak_bytes`: the plan's peak bytes of
+    live tensors.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class MemoryMonitor:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The metrics that this callback adds, known from `on_train_start` on."""
+        """Names of the metrics that this callback adds, known from `on_train_start` on."""
         planned = () if self._strategy is None else ("predicted_peak_bytes",)
         if self._device is None:
             return ("process_peak_rss_gib", *planned)
@@ -62,7 +62,7 @@ class MemoryMonitor:
         )
 
     def on_train_start(self, *, fabric: Fabric) -> None:
-        """Start from the memory of now."""
+        """Reset the peaks."""
         self._device = fabric.device if fabric.device.type == "cuda" else None
         strategy: object = fabric.strategy
         self._strategy = strategy if isinstance(strategy, _MakesPlans) else None

@@ -29,14 +29,14 @@ _COLUMNS = (
 
 
 class MetricsCSV:
-    """One row per training step and one per evaluation; rank 0 writes.
+    """Writes one row per training step and one per evaluation, on rank 0.
 
-    What a disk refuses is warned of once, and training goes on.
+    The first disk error is a warning, and training goes on.
 
     Args:
         path: The file. Rows of steps after the one that a run starts from are dropped: a killed
             run may have written them after its last checkpoint.
-        columns: Names of metrics; others are left out.
+        columns: Names of metrics; others are not written.
         monitors: Callbacks whose `metric_names` are further columns.
     """
 
@@ -54,7 +54,7 @@ class MetricsCSV:
         self._is_torn = False
 
     def on_train_start(self, *, fabric: Fabric, step: int) -> None:
-        """Start the file, or cut it back to the step that the run goes on from."""
+        """Start the file, or truncate it to the step that the run resumes from."""
         added = (name for m in self.monitors for name in getattr(m, "metric_names", ()))
         self.columns = tuple(dict.fromkeys((*self.columns, *added)))
         if fabric.is_global_zero:
@@ -114,7 +114,7 @@ class MetricsCSV:
 
 
 def _cut_torn_row(path: Path) -> None:
-    """Let the file end where its last whole row does. No space is needed for that."""
+    """Truncate the file after its last whole row, which needs no disk space."""
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 

@@ -1,4 +1,4 @@
-"""Hands metrics to Fabric's loggers, such as TensorBoard's."""
+"""Passes metrics to Fabric's loggers, such as TensorBoard's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning.fabric import Fabric
 
 
 class MetricsLogger:
-    """Rank 0 logs every step's and evaluation's metrics to all of `Fabric(loggers=...)`.
+    """Logs every step's and evaluation's metrics to all of `Fabric(loggers=...)`, on rank 0.
 
     Args:
-        hyperparameters: Logged once at the start, where the logger can.
+        hyperparameters: Logged once at the start, if the logger supports it.
         every_n_steps: Steps between two that are logged; evaluations always are.
     """
 
@@ -24,10 +24,10 @@ class MetricsLogger:
         self.every_n_steps = every_n_steps
 
     def on_train_start(self, *, fabric: Fabric) -> None:
-        """Log what the run was started with."""
+        """Log the hyperparameters."""
         if fabric.is_global_zero and self.hyperparameters is not None:
             for logger in fabric.loggers:
-                with suppress(NotImplementedError):  # Fabric's own CSV logger cannot
+                with suppress(NotImplementedError):  # Fabric's own CSV logger cannot log them
                     logger.log_hyperparams(dict(self.hyperparameters))
 
     def on_validation_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
@@ -35,16 +35,16 @@ class MetricsLogger:
         self._log(fabric, step, metrics)
 
     def on_train_batch_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log a step if it is time."""
+        """Log a step if it is due."""
         if step % self.every_n_steps == 0:
             self._log(fabric, step, metrics)
 
     def on_train_end(self, *, fabric: Fabric) -> None:
-        """Write what the loggers still hold."""
+        """Flush the loggers."""
         self._finalize(fabric, "success")
 
     def on_exception(self, *, fabric: Fabric) -> None:
-        """Write what the loggers still hold."""
+        """Flush the loggers."""
         self._finalize(fabric, "failed")
 
     def _log(self, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How many floating-point operations per second a GPU can do at most, by its name.
+"""Peak floating-point operations per second of GPUs, by name.
 
 Dense matrix products in TFLOPS, without structured sparsity; bfloat16 and float16 accumulate in
 float32. Sources: NVIDIA's data sheets of A10, A30, A40, A100, H100, H200, L4, L40, L40S, HGX B200
@@ -26,7 +26,7 @@ _H100_SXM = _Peak(bfloat16=989.4, tf32=494.7, float32=66.9)
 _H100_NVL = _Peak(bfloat16=835.5, tf32=417.5, float32=60.0)
 _MI300X = _Peak(bfloat16=1307.4, tf32=653.7, float32=163.4)
 
-# Whole names: a laptop's or a cut-down GPU has the name of the larger one, and something more.
+# Whole names: the name of a laptop's or a cut-down GPU is that of the larger one with a suffix.
 _PEAKS = {
     r"A10": _Peak(bfloat16=125.0, tf32=62.5, float32=31.2),
     r"A10G": _Peak(bfloat16=70.0, tf32=35.0, float32=35.0),
@@ -53,7 +53,7 @@ _PEAKS = {
 
 
 def peak_tflops(device_name: str, matmul_format: MatmulFormat) -> float | None:
-    """Look a device up by the name that `torch.cuda.get_device_name` gives; None if unknown."""
+    """Look up a device by its name from `torch.cuda.get_device_name`; None if unknown."""
     name = re.sub(r"^(NVIDIA|AMD) ", "", device_name)
     if " MIG " in name:  # a slice of the device
         return None

@@ -1,4 +1,4 @@
-"""Shows how far a run is: a live bar on a terminal, a line every few steps elsewhere."""
+"""Shows the progress of a run: a live bar on a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 
-_BAR_SHARE = 8  # of the terminal's width
+_BAR_SHARE = 8  # the bar takes 1/8 of the terminal's width
 
 
 class ProgressBar:
-    """Rank 0 prints what is going on: losses, learning rate, speed, memory, time left.
+    """Prints losses, learning rate, speed, memory and time left, on rank 0.
 
-    On a terminal it is one line that never wraps: what does not fit is left out, the least
-    important first. The first step is shown as compiling, and is in no average.
+    On a terminal it is one line that never wraps: fields that do not fit are left out, the least
+    important first. The first step is shown as compiling, and is not in any average.
 
     Args:
-        every_n_steps: Steps between two lines where there is no terminal; None prints about
+        every_n_steps: Steps between two lines if there is no terminal; None prints about
             twenty lines per run.
-        console: Where to; None is standard output.
-        clock: Gives seconds.
+        console: Where to print; None means standard output.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class ProgressBar:
         self._captured: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the validation losses so far, of which the best is told."""
+        """Return the validation losses so far, so that the best is known."""
         return {"losses": dict(self._losses)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from them."""
+        """Restore them."""
         self._losses = dict(state_dict["losses"])
 
     def on_train_start(self, *, fabric: Fabric, step: int, num_steps: int) -> None:
-        """Put up the bar, where there is a terminal."""
+        """Show the bar, if there is a terminal."""
         if not fabric.is_global_zero:
             return
-        self._stop()  # that of before a rollback
+        self._stop()  # the bar from before a rollback
         self._first_step, self._num_steps, self._start = step, num_steps, self._clock()
         if self.every_n_steps is None:
             self.every_n_steps = max(num_steps // 20, 1)
@@ -69,12 +69,12 @@ class ProgressBar:
             self._bar.start()
 
     def on_train_batch_start(self, *, step: int) -> None:
-        """Say that the first step takes long."""
+        """Show that the first step is compiling."""
         if step == self._first_step:
             self._announce("compiling the training step")
 
     def on_train_batch_end(self, *, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
-        """Move the bar, or print a line if it is time."""
+        """Advance the bar, or print a line if one is due."""
         if not fabric.is_global_zero:
             return
         is_first = self._first_step_end is None
@@ -91,7 +91,7 @@ class ProgressBar:
             self._print(" | ".join([*fields, *([f"{_clock_text(left)} left"] if left else [])]))
 
     def on_validation_start(self, *, step: int) -> None:
-        """Say so where the bar stands still meanwhile."""
+        """Show that an evaluation runs while the bar stands still."""
         self._announce(
             f"evaluating after step {step}"
             if "validation" in self._captured
@@ -111,14 +111,14 @@ class ProgressBar:
         self._announce("")
 
     def on_train_end(self, *, fabric: Fabric, step: int) -> None:
-        """Take the bar down and sum up."""
+        """Remove the bar and print a summary."""
         self._stop()
         if fabric.is_global_zero and step > self._first_step:
             for line in self._summary(step):
                 self._print(line)
 
     def on_exception(self) -> None:
-        """Take the bar down, so that the error is readable."""
+        """Remove the bar, so that the error is readable."""
         self._stop()
 
     def _stop(self) -> None:
@@ -127,7 +127,7 @@ class ProgressBar:
             self._bar = None
 
     def _announce(self, what: str) -> None:
-        """Show what goes on in place of the numbers."""
+        """Show a text in place of the numbers."""
         if self._bar is not None:
             done = round(self._bar.tasks[self._task].completed)
             text = f"{done}/{self._num_steps} | {what}"
@@ -147,7 +147,7 @@ class ProgressBar:
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _seconds_left(self, step: int) -> float | None:
-        """Guess from all steps but the first, which compiles and says nothing of the others."""
+        """Estimate from all steps but the first, which compiles."""
         num_timed = step - self._first_step - 1
         if num_timed < 1 or self._first_step_end is None:
             return None
@@ -174,7 +174,7 @@ def _make_bar(console: Console) -> Progress:
 
     return Progress(
         SpinnerColumn(),
-        # Of one width, so that it does not jump when the text beside it changes.
+        # A fixed width, so that it does not jump when the text beside it changes.
         BarColumn(bar_width=_bar_width(console)),
         TextColumn("{task.description}", table_column=column(), markup=False),
         _ElapsedColumn("", table_column=column()),
@@ -189,14 +189,14 @@ def _bar_width(console: Console) -> int:
 
 
 class _ElapsedColumn(TextColumn):
-    """Time since the bar was put up, as short as it can be."""
+    """Time since the bar was started, as short as possible."""
 
     def render(self, task: Any) -> Any:
         return type(super().render(task))(_clock_text(task.elapsed or 0.0))
 
 
 def _fields(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Write the metrics that there are, the most important first."""
+    """Format the metrics that are known, the most important first."""
     formats: dict[str, Callable[[float], str]] = {
         "loss": lambda value: f"loss {value:.4f}",
         "tokens_per_s": lambda value: f"{_short(value)} tok/s",
@@ -210,7 +210,7 @@ def _fields(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _fitting(fields: Mapping[str, str], width: int) -> str:
-    """Join as many as fit, from the first on."""
+    """Join the first fields that fit."""
     text = ""
     for field in fields.values():
         longer = f"{text} | {field}" if text else field
@@ -221,7 +221,7 @@ def _fitting(fields: Mapping[str, str], width: int) -> str:
 
 
 def _short(value: float) -> str:
-    """Write about three digits: 812, 12.3k, 1.23M."""
+    """Format a number with about three digits: 812, 12.3k, 1.23M."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""The states of a rank's random number generators, as plain data that a safe reader takes."""
+"""States of a rank's random number generators, as plain data that a safe reader accepts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def seed_from(state: dict[str, Any], *, rank: int, world_size: int) -> None:
-    """Seed every generator from a collected state of some rank: another way on each rank, the same way each time.
+    """Seed every generator from some rank's collected state: differently on each rank, the same each time.
 
-    It is for ranks of which no state was collected. The seed is the first 8 bytes of the SHA-256 of the state of
+    For ranks of which no state was collected. The seed is the first 8 bytes of the SHA-256 of the state of
     torch's CPU generator and of `"<rank> of <world_size>"`, as a little-endian number.
     """
     origin = state["torch"].numpy().tobytes() + f"{rank} of {world_size}".encode()
@@ -37,7 +37,7 @@ def seed_from(state: dict[str, Any], *, rank: int, world_size: int) -> None:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back into the collected state."""
+    """Restore the collected state of every generator."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy(), *rest))

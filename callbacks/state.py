@@ -1,4 +1,4 @@
-"""Makes what callbacks remember one entry of a checkpoint."""
+"""Collects the state of all callbacks into one entry of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class StatefulCallback(Protocol):
-    """A callback that remembers something between steps, by Lightning's names."""
+    """A callback with state, under Lightning's names."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values or tensors, the same on all ranks."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what was returned; called before `on_train_start`."""
+        """Restore that state; called before `on_train_start`."""
 
 
 class CallbackStates:
-    """Put it into the state that `fabric.save` and `fabric.load` get, as `callbacks`.
+    """Add it, as `callbacks`, to the state passed to `fabric.save` and `fabric.load`.
 
-    States go by the callback's class and its number among those of its class. One that a checkpoint
-    does not have yet starts anew, one that the run no longer has is dropped: adding and removing
-    a callback is no reason not to go on.
+    States are named by the callback's class and its number among those of its class. A callback that a
+    checkpoint lacks starts anew, and the state of one that the run no longer has is dropped, so callbacks can be
+    added and removed between resumes.
 
     Args:
-        callbacks: All of the run; those that remember nothing are left out.
+        callbacks: All callbacks of the run; those without state are left out.
     """
 
     def __init__(self, callbacks: Iterable[object]) -> None:
@@ -37,7 +37,7 @@ class CallbackStates:
         return {name: callback.state_dict() for name, callback in self._stateful.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand the states out."""
+        """Restore the states."""
         for name, callback in self._stateful.items():
             if name in state_dict:
                 callback.load_state_dict(state_dict[name])

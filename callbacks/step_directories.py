@@ -1,4 +1,4 @@
-"""The checkpoints of a run as directories `step-<n>`: how one gets its name, and which of them stay."""
+"""The checkpoints of a run as directories `step-<n>`: their names, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from thunder_memsave.checkpoints.manifest import (
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_PREFIX = ".partial-"
 _REPLACED_PREFIX = f"{_PARTIAL_PREFIX}old-"
-"""A whole checkpoint, for the moment in which another of its step takes its name."""
+"""Prefix of a whole checkpoint while another one of its step takes its name."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """Which checkpoints stay for how good they are."""
+    """The rule for keeping the best checkpoints."""
 
     metric: str
-    """Of the evaluation at a checkpoint's own step; one without it is never among the best."""
+    """Name of a metric of the evaluation at a checkpoint's own step; one without it is never among the best."""
     num_kept: int
     mode: Literal["min", "max"] = "min"
 
@@ -47,12 +47,12 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Say whether a directory of this name is a complete checkpoint."""
+    """Tell whether a directory of this name is a complete checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def step_of(path: Path) -> int:
-    """Read the step that the name of a checkpoint says."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -65,7 +65,7 @@ def best_checkpoints(directory: Path, best: Best) -> list[Path]:
 
 
 def recover_replaced(directory: Path) -> None:
-    """Give back its name to a checkpoint that was to be replaced when a kill came between the two renames.
+    """Restore the name of a checkpoint that was being replaced when a kill came between the two renames.
 
     Several processes may do so at the same time.
     """
@@ -80,18 +80,18 @@ def recover_replaced(directory: Path) -> None:
 
 
 def partial_directory(directory: Path, step: int) -> Path:
-    """Name the directory in which the checkpoint of a step is written."""
+    """Return the directory in which a step's checkpoint is written before it is complete."""
     return directory / f"{_PARTIAL_PREFIX}step-{step:08d}"
 
 
 def remove_partial(directory: Path, *, own: Path | None = None) -> None:
     """Remove what kills and full disks left, but no checkpoint that was once complete.
 
-    What cannot be removed is warned of: it takes space, and is in the way of no other step.
+    What cannot be removed is a warning: it takes space, and does not block other steps.
 
     Args:
-        directory: Of the checkpoints.
-        own: Which is in the way, for it is to be made anew.
+        directory: The directory of the checkpoints.
+        own: A partial directory that must go, because it is to be written anew.
 
     Raises:
         OSError: `own` cannot be removed, or the directory cannot be listed.
@@ -105,7 +105,7 @@ def remove_partial(directory: Path, *, own: Path | None = None) -> None:
 
 
 def commit_step(partial: Path) -> Path:
-    """Give a finished directory its name; a checkpoint that an earlier attempt left under it goes."""
+    """Rename a finished directory to its final name; an earlier checkpoint of that name is deleted."""
     final = partial.with_name(partial.name.removeprefix(_PARTIAL_PREFIX))
     replaced = partial.with_name(f"{_REPLACED_PREFIX}{final.name}")
     is_replaced = final.exists()
@@ -121,15 +121,15 @@ def commit_step(partial: Path) -> Path:
 def prune(
     directory: Path, *, step: int, keep_last: int, best: Best | None, keeps_later: bool
 ) -> None:
-    """Delete old checkpoints after that of `step` was committed; what cannot be deleted is warned of.
+    """Delete old checkpoints after that of `step` was committed; what cannot be deleted is a warning.
 
     Args:
-        directory: Of the checkpoints.
-        step: Of the newest one of this run.
-        keep_last: How many stay, that one included.
-        best: Which stay besides.
-        keeps_later: Whether those of later steps stay. They do not where a run went back: they are of the way that it
-            left, and `auto` must not go on from them.
+        directory: The directory of the checkpoints.
+        step: Step of the newest checkpoint of this run.
+        keep_last: Number of checkpoints to keep, that one included.
+        best: Which ones to keep besides.
+        keeps_later: Keep checkpoints of later steps. False if the run went back: they belong to the abandoned
+            branch, and `auto` must not resume from them.
     """
     found = list_checkpoints(directory)
     until_here = [path for path in found if step_of(path) <= step]
@@ -143,7 +143,7 @@ def prune(
 
 
 def newest_name(directory: Path) -> str:
-    """Name the newest checkpoint for a message, which a disk that fails must not keep from being told."""
+    """Return the newest checkpoint's name for a message, also if the disk fails."""
     try:
         found = list_checkpoints(directory)
     except OSError as error:
@@ -159,8 +159,8 @@ def _remove_left_over(path: Path) -> None:
 
 
 def _delete(old: Path) -> None:
-    # Renamed first: a kill while files go would leave half a checkpoint under its name, or under one that it is
-    # given back from.
+    # Renamed first: a kill during the deletion would leave half a checkpoint under its name, or under one
+    # that is recovered.
     doomed = old.with_name(f"{_PARTIAL_PREFIX}{old.name}")
     os.replace(old, doomed)
     shutil.rmtree(doomed)
@@ -182,5 +182,5 @@ def _value(path: Path, metric: str) -> float | None:
     try:
         value = read_manifest(path).metrics.get(metric)
     except (OSError, DamagedCheckpointError, UnverifiableCheckpointError):
-        return None  # it is judged when a run goes on from it
+        return None  # its damage is reported when a run resumes from it
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Everything of a checkpoint but when it is made: what it holds, and how all ranks write and commit it."""
+"""One checkpoint to save: its contents, and how all ranks write and commit it."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ class StepToSave:
     """A checkpoint before it is written."""
 
     directory: Path
-    """Of the run's checkpoints."""
+    """Directory of the run's checkpoints."""
     manifest: Manifest
-    """Of all but the files."""
+    """Description of everything but the files."""
     write_state: Callable[[Path], None]
     """Writes modules, optimizers and the rest, as `fabric.save` does. A collective."""
     random_state: Mapping[str, Any]
-    """Of this rank's generators."""
+    """States of this rank's random generators."""
     after_commit: Callable[[], None]
-    """What rank 0 does then, before any rank goes on."""
+    """Runs on rank 0 after the commit, before any rank goes on."""
 
     def commit(self, fabric: Fabric, *, group: dist.ProcessGroup | None = None) -> Path:
-        """Write the checkpoint, and give it its name once all of it is on the disk. A collective.
+        """Write the checkpoint, and rename it to its final name once all of it is on the disk. A collective.
 
         Args:
             fabric: Launched.
-            group: Of all ranks, for the agreement; None is the default one.
+            group: A group of all ranks, for the agreement; None means the default one.
 
         Returns:
-            Its path, on every rank.
+            The checkpoint's path, on every rank.
 
         Raises:
             DiskError: a file could not be written; on all ranks.
@@ -98,13 +98,13 @@ def describe(
     metrics: Mapping[str, float],
     config: Mapping[str, Any] | None,
 ) -> Manifest:
-    """Describe a checkpoint of this moment, but for its files.
+    """Describe a checkpoint of this moment, except for its files.
 
     Args:
         fabric: Launched.
-        state: What is saved, by key.
-        step: Optimizer steps that were finished.
-        metrics: Of the evaluation at this very step, if there was one.
+        state: The saved state, by key.
+        step: Finished optimizer steps.
+        metrics: Metrics of the evaluation at this very step, if there was one.
         config: The run file.
     """
     modules = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
@@ -125,12 +125,12 @@ def describe(
 
 
 def random_file(rank: int) -> str:
-    """Name a rank's random state within a checkpoint."""
+    """Return the name of a rank's random state inside a checkpoint."""
     return f"random-{rank:05d}.pt"
 
 
 def tensors_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What a manifest says of a module's weights, by name: whole `shape`, `dtype` and `is_trained`."""
+    """Return a manifest's entry for a module's weights, by name: whole `shape`, `dtype` and `is_trained`."""
     return {
         name: {
             "shape": list(whole_shape(tensor)),
@@ -160,7 +160,7 @@ def _sharding_of(fabric: Fabric) -> str:
 
 
 def _plan_hash(fabric: Fabric) -> str | None:
-    """Of what happens to what backward needs, and the budget; of strategies that plan."""
+    """Hash the plan's actions and budget, for strategies that plan."""
     plan = getattr(fabric.strategy, "plan", None)
     if plan is None:
         return None

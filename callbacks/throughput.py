@@ -15,18 +15,18 @@ from thunder_memsave.callbacks.peak_flops import MatmulFormat, peak_tflops
 class ThroughputMonitor:
     """Metrics of a step's speed, from the metrics `num_tokens` and `num_input_tokens`.
 
-    - `step_seconds`: from the step's start to its end, without the evaluation in it;
+    - `step_seconds`: seconds from the step's start to its end, without an evaluation in it;
     - `tokens_per_s`, `tokens_per_s_per_device`: target tokens, so without padding and prompts;
-    - `input_tokens_per_s`: everything that the model was given;
-    - `mfu`: model FLOPs utilisation, the FLOPs that the model needs for all it was given (without
-      recomputation) over what the devices could do in that time. Only where both are known;
-    - `total_tokens`: target tokens since the beginning of the run, also of a resumed one.
+    - `input_tokens_per_s`: all tokens that the model was given;
+    - `mfu`: model FLOPs utilisation, the FLOPs that the model needs for all its input (without
+      recomputation) over the devices' peak in that time. Only if both are known;
+    - `total_tokens`: target tokens since the beginning of the run, across resumes.
 
     Args:
-        flops_per_token: Of training, as `callbacks.flops.training_flops` counts, per input token.
-        matmul_format: What the model mostly computes in; "float32" is TF32 where torch allows it.
-        peak_tflops: Of one device; None looks it up by the device's name.
-        clock: Gives seconds.
+        flops_per_token: FLOPs of training per input token, as `callbacks.flops.training_flops` counts them.
+        matmul_format: Format of most matrix products; "float32" is TF32 if torch allows it.
+        peak_tflops: Peak of one device in TFLOPS; None looks it up by the device's name.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ThroughputMonitor:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The metrics that this callback adds, known from `on_train_start` on."""
+        """Names of the metrics that this callback adds, known from `on_train_start` on."""
         names = ("tokens_per_s", "tokens_per_s_per_device", "input_tokens_per_s", "step_seconds")
         return (*names, "total_tokens", *(("mfu",) if self._gives_mfu else ()))
 
@@ -61,11 +61,11 @@ class ThroughputMonitor:
         return {"total_tokens": self.total_tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Continue counting from there."""
         self.total_tokens = state_dict["total_tokens"]
 
     def peak_of(self, device: torch.device) -> float | None:
-        """Tell the peak of one device in TFLOPS, if it is known."""
+        """Return the peak of one device in TFLOPS, if it is known."""
         if self.peak_tflops is not None or device.type != "cuda":
             return self.peak_tflops
         matmul_format = self.matmul_format
@@ -74,7 +74,7 @@ class ThroughputMonitor:
         return peak_tflops(torch.cuda.get_device_name(device), matmul_format)
 
     def on_train_start(self, *, fabric: Fabric) -> None:
-        """Look at the devices."""
+        """Read the number and the peak of the devices."""
         self._num_devices = fabric.world_size
         self._device = fabric.device
         self._peak = self.peak_of(fabric.device)
@@ -88,7 +88,7 @@ class ThroughputMonitor:
         self._pause = self._now()
 
     def on_validation_end(self) -> None:
-        """Let the clock go on."""
+        """Resume the clock."""
         if self._start is not None and self._pause is not None:
             self._start += self._now() - self._pause
         self._pause = None
@@ -112,7 +112,7 @@ class ThroughputMonitor:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            # The optimizer's kernels may run still: their time belongs to their step.
+            # Kernels of the optimizer may still run: their time belongs to their step.
             torch.cuda.synchronize(self._device)
         return self._clock()
 

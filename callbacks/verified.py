@@ -1,4 +1,4 @@
-"""Loads checkpoints whose every file is as it was written; a damaged one is set aside, never deleted."""
+"""Loads checkpoints whose files are all as they were written; a damaged one is renamed, never deleted."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _log = logging.getLogger(__name__)
 def load_checkpoint(
     fabric: Fabric, info: CheckpointInfo, state: dict[str, Any], *, is_verified: bool = False
 ) -> None:
-    """Fill `state` from a checkpoint and put back this rank's random state. A collective.
+    """Fill `state` from a checkpoint and restore this rank's random state. A collective.
 
-    Ranks that are more or fewer than wrote it, or on another kind of device, get other random numbers, the same each
-    time, and a warning says so.
+    If the number of ranks or the kind of device differs, ranks get other random numbers, the same each time, and a
+    warning says so.
 
     Args:
         fabric: Launched.
-        info: As `read_info` or `newest_valid` returned it.
-        state: What to fill; nothing in it changes where the checkpoint is damaged.
-        is_verified: Its files were just verified, and need not be read once more for that.
+        info: The result of `read_info` or `newest_valid`.
+        state: The state to fill; unchanged if the checkpoint is damaged.
+        is_verified: Its files were just verified, and need not be read again for that.
 
     Raises:
         DamagedCheckpointError: a file is not what was written; on all ranks.
@@ -79,7 +79,7 @@ def _load_random_state(fabric: Fabric, info: CheckpointInfo) -> None:
             _warn_of_other_numbers(fabric, info, "cuda" if "cuda" in state else "cpu")
     except (OSError, MemoryError):
         raise
-    # What torch raises for bytes that are no such states is not documented.
+    # It is not documented what torch raises for bytes that are no such states.
     except Exception as error:
         raise DamagedCheckpointError(
             f"{file} does not hold the states of random generators ({type(error).__name__}: {error}); name another "
@@ -102,23 +102,23 @@ def _ranks(number: int) -> str:
 
 
 def find_damage(fabric: Fabric, path: Path) -> str | None:
-    """Say which file of a checkpoint is not what was written, and how. A collective.
+    """Find a damaged file of a checkpoint, and describe the damage. A collective.
 
-    Each rank reads the files that it wrote; all have the same answer. None: all is well.
+    Each rank reads the files that it wrote; all return the same answer, None if there is no damage.
     """
     found = on_all_ranks(fabric, lambda: _damage_of_share(fabric, path))
     return next((damage for damage in found if damage is not None), None)
 
 
 def newest_valid(fabric: Fabric, directory: Path) -> CheckpointInfo | None:
-    """Choose the newest checkpoint without damage; newer ones are set aside. A collective.
+    """Choose the newest undamaged checkpoint, and rename newer, damaged ones. A collective.
 
     Returns:
-        None where there is no checkpoint, damaged ones included.
+        None if there is no checkpoint, not even a damaged one.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all are damaged.
-        ValueError: the one chosen has the name of another step; it stays where it is.
+        ValueError: the chosen one has the name of another step; it stays where it is.
     """
     (names, *_) = on_all_ranks(fabric, lambda: _names(directory) if fabric.is_global_zero else [])
     reasons: list[str] = []
@@ -134,13 +134,13 @@ def newest_valid(fabric: Fabric, directory: Path) -> CheckpointInfo | None:
 
 
 def _names(directory: Path) -> list[str]:
-    """What rank 0 sees is what all go by: on a shared file system another rank's view may be older."""
+    """List the checkpoints for all ranks on rank 0: on a shared file system another rank's view may be older."""
     recover_replaced(directory)
     return [path.name for path in list_checkpoints(directory)]
 
 
 def _require_own_name(path: Path) -> None:
-    """The order of checkpoints is that of their names, so a renamed one would be the wrong one."""
+    """Refuse a renamed checkpoint: checkpoints are ordered by name, so it would be taken for another step's."""
     step = read_manifest(path).step
     if is_checkpoint_name(path.name) and step_of(path) != step:
         raise ValueError(
@@ -150,12 +150,12 @@ def _require_own_name(path: Path) -> None:
 
 
 def list_damaged(directory: Path) -> list[Path]:
-    """List the checkpoints that were set aside."""
+    """List the damaged checkpoints that were renamed."""
     return sorted(directory.glob(f"{_DAMAGED_PREFIX}step-*"))
 
 
 def refuse_only_damaged(directory: Path, reasons: Sequence[str] = ()) -> None:
-    """Refuse to begin anew where checkpoints lie that are all damaged.
+    """Refuse to start from scratch if there are checkpoints and all are damaged.
 
     Raises:
         DamagedCheckpointError: that is so.
@@ -170,7 +170,7 @@ def refuse_only_damaged(directory: Path, reasons: Sequence[str] = ()) -> None:
 
 
 def _damage_of_share(fabric: Fabric, path: Path) -> str | None:
-    # Damage of a file is one rank's to find; a checkpoint that is not there at all is a rank that looks elsewhere.
+    # One rank finds a file's damage; a checkpoint that is missing altogether means that this rank looks elsewhere.
     if not os.path.lexists(path):
         raise FileNotFoundError(
             errno.ENOENT,
@@ -200,7 +200,7 @@ def _damage_of_share(fabric: Fabric, path: Path) -> str | None:
 
 
 def _set_aside(fabric: Fabric, path: Path, damage: str) -> str:
-    """Rename a damaged checkpoint, and say so."""
+    """Rename a damaged checkpoint, and log it."""
     (reason, *_) = on_all_ranks(
         fabric, lambda: _renamed(path, damage) if fabric.is_global_zero else ""
     )

@@ -1,4 +1,4 @@
-"""Writes what `tiny_pretrain`, `tiny_lora` and `tiny_fp8_cpu` read: a tokenizer, texts and questions, from nothing.
+"""Writes the data of `tiny_pretrain`, `tiny_lora` and `tiny_fp8_cpu`: a tokenizer, texts and questions.
 
     python -m thunder_memsave.configs.tiny      # writes tiny/ into the working directory
 

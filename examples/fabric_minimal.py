@@ -1,4 +1,4 @@
-"""Trains a small network with the strategy by its name; nothing else of ours is imported.
+"""Trains a small network with the strategy chosen by name; nothing else of this package is imported.
 
 python examples/fabric_minimal.py
 torchrun --nproc-per-node 2 examples/fabric_minimal.py

@@ -1,4 +1,4 @@
-"""Pre-trains a small Llama on bytes, in a loop of one's own, with our callbacks and checkpoints.
+"""Pre-trains a small Llama on bytes, in a hand-written loop with this package's callbacks and checkpoints.
 
 python examples/pretrain.py
 torchrun --nproc-per-node 2 examples/pretrain.py --num-steps 200 --output-dir runs/pretrain

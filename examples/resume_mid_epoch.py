@@ -1,4 +1,4 @@
-"""Goes on in the middle of an epoch, bit by bit, with workers that fetch ahead and data that are changed at random.
+"""Resumes in the middle of an epoch, bit-exactly, with data loader workers and random data augmentation.
 
 python examples/resume_mid_epoch.py --output-dir runs/whole
 python examples/resume_mid_epoch.py --output-dir runs/parts --stop-after 5
@@ -30,7 +30,7 @@ Place = tuple[int, int]
 
 
 class NoisyRows(Dataset[tuple[Tensor, Tensor]]):
-    """What is drawn depends on the place alone: not on the worker, nor on what it drew before."""
+    """Rows with noise that depends on epoch and row alone, not on the worker or on what it drew before."""
 
     def __getitem__(self, place: Place) -> tuple[Tensor, Tensor]:
         """Draw the row's numbers anew in each epoch."""
@@ -41,9 +41,9 @@ class NoisyRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ResumableBatches(Sampler[list[Place]]):
-    """This rank's part of each global batch, from a position that counts what was trained on.
+    """This rank's part of each global batch, from a position that counts the trained batches.
 
-    Workers have asked for more batches than the loop has had, so it is the loop that says `advance`.
+    Workers fetch more batches than the loop has trained on, so the loop calls `advance`.
     """
 
     def __init__(self, *, rank: int, world_size: int) -> None:
@@ -65,16 +65,16 @@ class ResumableBatches(Sampler[list[Place]]):
             self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Go on here, on any number of ranks."""
+        """Return the position, which is valid for any number of ranks."""
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Take what was returned."""
+        """Restore the position."""
         self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
 
 
 def main(arguments: Sequence[str] | None = None) -> str:
-    """Train until the end, or as if killed, and return a hash of the weights."""
+    """Train to the end, or stop early as if killed, and return a hash of the weights."""
     options = parse(arguments)
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     fabric = Fabric(strategy="thunder_memsave", accelerator="auto", devices=devices)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
 
 
 def make_state(fabric: Fabric, batches: ResumableBatches) -> dict[str, Any]:
-    """Everything that a checkpoint holds beside the random states."""
+    """Return everything that a checkpoint holds besides the random states."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -111,8 +111,8 @@ def train(
     *,
     num_steps: int,
 ) -> None:
-    """Take the steps that are left."""
-    # Its own generator, which no iterator that is made anew may take from dropout's.
+    """Take the remaining steps."""
+    # A generator of its own: a new iterator must not draw from the one that dropout uses.
     own = torch.Generator().manual_seed(fabric.global_rank)
     loader = DataLoader(NoisyRows(), batch_sampler=batches, num_workers=2, generator=own)
     while state["step"] < num_steps:

@@ -29,8 +29,8 @@ def write_texts(docstrings: Sequence[Docstring], directory: Path) -> None:
 def write_questions(docstrings: Sequence[Docstring], directory: Path) -> None:
     """Write `questions.jsonl` and `questions_val.jsonl` with rows `{"messages": [...]}`.
 
-    What is asked in the second file is in neither file of the first kind nor in the texts that the
-    model was pre-trained on.
+    The questions of the second file are neither in the first one nor in the texts that the model was
+    pre-trained on.
     """
     answerable = [doc for doc in docstrings if is_answerable(doc)]
     rows = [(doc.held_out, _conversation(doc, number)) for number, doc in enumerate(answerable)]

@@ -35,7 +35,7 @@ class Docstring:
 
     @property
     def held_out(self) -> bool:
-        """Whether this one is for validation only; the same on every machine."""
+        """Whether this one is held out for validation; the same on every machine."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return digest[0] % _VALIDATION_SHARE == 0
 

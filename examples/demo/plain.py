@@ -1,4 +1,4 @@
-"""Uses the trained files with transformers and peft alone: they need nothing of ours."""
+"""Uses the trained files with transformers and peft alone, without this package."""
 
 from __future__ import annotations
 
