@@ -94,7 +94,7 @@ _WHAT = {
         "  --device NAME     h100, h200 (the default), b200, a100, l40s or cpu\n"
         "  --budget BYTES    the same as --memory.budget, such as 60GiB, 60G or 80%\n"
         "  --json FILE       the plan as JSON\n"
-        "  --html FILE       a report: memory over the step, other budgets, what is computed again\n"
+        "  --html FILE       a report: memory over the step, other budgets, what is recomputed\n"
     ),
 }
 
@@ -133,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 2 for what the user can correct before training, 3 for a run that does not fit its memory
-        budget, 1 for a loss or gradients that are not finite and for what cannot be compiled or saved,
-        75 for SIGTERM and SIGUSR1 where all is saved, and else 128 and the number of the signal.
+        budget, 1 for non-finite losses or gradients and for what cannot be compiled or saved,
+        75 for SIGTERM and SIGUSR1 if all is saved, and else 128 plus the signal's number.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -250,7 +250,7 @@ def _list_configs() -> None:
 def _with_run_file(
     command: str, arguments: list[str], action: Callable[[RunFile], int | None]
 ) -> int:
-    """Read the run file that the arguments name, and do something with it."""
+    """Read the run file that the arguments name, and run `action` on it."""
     usage = f"thunder-memsave {command} CONFIG [--key=value ...]"
     if arguments[:1] in (["--config"], ["-c"]):
         raise ConfigError(f"the run file has no option before it; write {usage}.")
@@ -269,13 +269,13 @@ def _with_run_file(
 
 def _run(run_file: RunFile) -> None:
     watch_signals()
-    # These imports take seconds; mistakes in the arguments are known before.
+    # These imports take seconds; mistakes in the arguments are found first.
     from thunder_memsave.finetune.run.job import prepare
     from thunder_memsave.finetune.run.train import train
     from thunder_memsave.finetune.run_file.reading.problems import Problems
 
     if run_file.problems:
-        # What else is wrong is found by preparing, which then does not start.
+        # `prepare` finds the other problems, and raises, so that nothing starts.
         prepare(run_file.config, Problems(run_file.problems))
     train(run_file.config)
 
@@ -308,7 +308,7 @@ def _refused(message: str) -> int:
 
 
 def _failed(message: str, code: int) -> int:
-    """Print what went wrong; the other ranks in a line, because it may have happened there only."""
+    """Print an error; ranks other than the first print one line, because it may have happened only there."""
     if is_first_local():
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
@@ -318,7 +318,7 @@ def _failed(message: str, code: int) -> int:
 
 
 def _let_failed_rank_end(error: Exception) -> None:
-    """A rank that only heard of it must not end before the one that failed has said so and cleaned up."""
+    """Wait, on a rank that only heard of the error, until the rank that failed has reported and cleaned up."""
     from thunder_memsave.distributed.agreement import OtherRankError
 
     if isinstance(error, OtherRankError) and is_under_torchrun():
@@ -330,7 +330,7 @@ def _stopped(stop: RunStoppedError) -> int:
     if not stop.is_of_all_ranks:
         return _failed(str(stop), stop.code)
     if isinstance(stop, RunInterruptedError):
-        # Where all ranks got the signal, torchrun waits for them.
+        # If all ranks got the signal, torchrun waits for them.
         _print_on("RANK", str(stop), waits=not stop.is_own)
     else:
         _print_on("RANK", f"error: {stop}")
@@ -345,14 +345,14 @@ def _ended_at_once(*, is_run: bool) -> RunInterruptedError:
 
 
 def _reader_left() -> int:
-    """End quietly when the reader of a pipe, such as `head`, has seen enough."""
-    # The interpreter flushes once more when it ends, and must not find the pipe again.
+    """End quietly when the reader of a pipe, such as `head`, has closed it."""
+    # The interpreter flushes again when it ends, and must not find the closed pipe.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def _print_on(variable: str, message: str, *, waits: bool = True) -> None:
-    """Print where this variable of torchrun is 0, or not set; elsewhere let that process be first."""
+    """Print if this variable of torchrun is 0 or unset; other processes wait, so that the first can print."""
     if os.environ.get(variable, "0") == "0":
         print(message, file=sys.stderr, flush=True)
     elif waits and is_under_torchrun():
@@ -360,7 +360,7 @@ def _print_on(variable: str, message: str, *, waits: bool = True) -> None:
 
 
 def _told(error: Exception) -> tuple[str, int] | None:
-    """Return all that a user needs to read, and the exit code; None where a traceback says more."""
+    """Return the message for the user and the exit code; None if a traceback says more."""
     import torch
 
     from thunder_memsave.compat.foreign_messages import first_sentence

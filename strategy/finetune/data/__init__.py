@@ -1,4 +1,4 @@
-"""The data formats that a run file names, and what a format of one's own is made of.
+"""The data of a run: the formats that a run file names, and the types of a user-defined format.
 
 In: JSONL and text. Out: documents, tokens, rows of one length and batches.
 """

@@ -1,4 +1,4 @@
-"""Decides which rows each rank sees in which micro-batch, from seed and step alone."""
+"""Assigns rows to ranks and micro-batches, from seed and step alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from thunder_memsave.finetune.data.row_set import RowSet
 BatchT = TypeVar("BatchT")
 
 NO_ROW = -1
-"""Stands for a row of padding, which fills the last batch and counts nowhere."""
+"""Row number of a padding row, which fills the last batch and has no loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """How a global batch is divided."""
+    """The division of a global batch over ranks and micro-batches."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -53,7 +53,7 @@ def _order_of_epoch(num_rows: int, seed: int, epoch: int) -> Tensor:
 
 
 def ordered_rows(num_rows: int, sharding: Sharding) -> Iterator[list[int]]:
-    """Yield this rank's micro-batches of one pass in the rows' own order."""
+    """Yield this rank's micro-batches of one pass, with the rows in order."""
     rows_per_pass = sharding.micro_batch_size * sharding.world_size
     for start in range(0, num_rows, rows_per_pass):
         chosen = list(range(start, min(start + rows_per_pass, num_rows)))
@@ -67,7 +67,7 @@ def ordered_rows(num_rows: int, sharding: Sharding) -> Iterator[list[int]]:
 
 
 def make_batch(rows: RowSet[BatchT], chosen: Sequence[int]) -> BatchT:
-    """Lay out rows by number; `NO_ROW` gives a row that counts nowhere."""
+    """Lay out rows by number; `NO_ROW` gives a row without loss."""
     return rows.lay_out([None if row == NO_ROW else row for row in chosen])
 
 

@@ -1,10 +1,10 @@
-"""Renders conversations by the tokenizer's chat template, telling apart what the model writes.
+"""Renders conversations with the tokenizer's chat template, and finds the assistant's text in them.
 
 A template with `{% generation %}` marks says itself what the assistant writes. In any other, an
-assistant's message is what the rendered conversation holds after the generation prompt, to the end
-of what the template writes for the message, its end-of-turn token included. Templates that render
-earlier messages otherwise than the last one (they drop its thinking, say) are followed: the text
-that is trained on is always a piece of the whole conversation as the template renders it.
+assistant's message is the text after the generation prompt, to the end of what the template writes
+for the message, including its end-of-turn token. Some templates render earlier messages differently
+from the last one (they drop its thinking, say): the trained text is always a piece of the whole
+conversation as the template renders it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Message: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Stands where a message's text begins or ends; of the private area, so in no text.
+# Marks where a message's text begins or ends; a private-use character, so in no text.
 _MARK = "\ue0f7"
-# transformers gives a template the model's thinking under all of these names.
+# transformers passes the model's thinking to a template under all of these names.
 _THINKING = ("reasoning", "reasoning_content", "thinking")
-# What a template is given besides a user's variables.
+# Arguments of a template that do not come from the user's variables.
 _OURS = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
 
 
@@ -41,12 +41,12 @@ def render_chat(
 
     Args:
         row: One row of the data.
-        tokenizer: Whose template is used.
-        variables: Values for further names in the template, such as `enable_thinking`.
+        tokenizer: The tokenizer with the template.
+        variables: Values of further names in the template, such as `enable_thinking`.
 
     Raises:
-        ConfigError: the messages are malformed, the template refuses them or does not use what
-            they hold, or an assistant's text cannot be told apart.
+        ConfigError: the messages are malformed, the template refuses them or does not use all of
+            them, or an assistant's text cannot be told apart.
     """
     chat = _Chat(
         tokenizer=tokenizer,
@@ -67,7 +67,7 @@ def check_variables(variables: Mapping[str, Any], tokenizer: Any, *, key: str) -
     """Refuse variables that the template does not use, or that come from the data.
 
     Raises:
-        ConfigError: there is such a one; `key` is the setting that holds them.
+        ConfigError: there is such a variable; `key` is the setting that holds them.
     """
     template = str(tokenizer.get_chat_template())
     for name in variables:
@@ -84,7 +84,7 @@ def check_variables(variables: Mapping[str, Any], tokenizer: Any, *, key: str) -
 
 
 def check_chat(row: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Check a row as far as that goes without a template; it gives no parts.
+    """Check a row as far as possible without a template; returns no parts.
 
     Raises:
         ConfigError: the messages are malformed.
@@ -108,7 +108,7 @@ class _Chat:
         return str(self.tokenizer.get_chat_template(tools=self.tools))
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Render some of the messages, perhaps with the prompt for an answer."""
+        """Render some of the messages, optionally with the generation prompt."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -123,7 +123,7 @@ class _Chat:
             raise ConfigError(f"the chat template refuses this conversation: {error}") from error
 
     def render_marked(self) -> tuple[str, list[Span]]:
-        """Render everything, with the spans that the template's marks enclose."""
+        """Render everything, and return the spans that the template marks."""
         try:
             rendered: Any = render_jinja_template(
                 [list(self.messages)],
@@ -139,7 +139,7 @@ class _Chat:
         return str(text), [(start, end) for start, end in spans]
 
     def check_fields(self) -> None:
-        """Refuse what the template never looks at, as far as its text shows."""
+        """Refuse fields that the template never uses, as far as its text shows."""
         template = self.template
         if self.tools is not None and "tools" not in template:
             raise ConfigError("the row has 'tools', which the chat template does not use.")
@@ -153,7 +153,7 @@ class _Chat:
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Check the conversation; somebody must answer in it."""
+    """Return the checked conversation, which must have an assistant's message."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError("there is no 'messages' list, or it is empty.")
@@ -175,7 +175,7 @@ def _checked(message: Any) -> Message:
 
 
 def _needs_content(message: Message) -> bool:
-    """An answer may consist of tool calls, and an instruction may be empty, but not left out."""
+    """Tell whether a message must have text: an assistant's may have tool calls instead, others may be empty."""
     if message["role"] == "assistant":
         return not message.get("tool_calls")
     return "content" not in message
@@ -202,7 +202,7 @@ def _assistant_spans(chat: _Chat, text: str) -> Iterator[Span]:
 
 
 def _start(chat: _Chat, text: str, index: int) -> int:
-    """Find where the generation prompt ends, or else where the message's own text begins."""
+    """Find the end of the generation prompt, or else the beginning of the message's own text."""
     if index > 0:
         prompt = chat.render(chat.messages[:index], prompt=True)
         if text.startswith(prompt):
@@ -211,7 +211,7 @@ def _start(chat: _Chat, text: str, index: int) -> int:
 
 
 def _end(chat: _Chat, text: str, index: int) -> int:
-    """Find the end of the turn, also where the message is rendered otherwise when it is the last."""
+    """Find the end of the turn, also if the message is rendered differently when it is the last."""
     if index == len(chat.messages) - 1:
         return len(text)
     until_here = chat.render(chat.messages[: index + 1])
@@ -226,7 +226,7 @@ def _end(chat: _Chat, text: str, index: int) -> int:
 
 
 def _marked(chat: _Chat, text: str, index: int, *, before: bool) -> int:
-    """Find an end of a message's text in the conversation, by rendering it with a mark there."""
+    """Find the beginning or end of a message's text by rendering the conversation with a mark there."""
     content = chat.messages[index].get("content", "")
     changed = {
         **chat.messages[index],
@@ -248,7 +248,7 @@ def _cannot_tell_apart(index: int) -> str:
 
 
 def _parts(text: str, spans: Sequence[Span]) -> Iterator[Part]:
-    """Cut the text at the spans; what lies in them the model is to write."""
+    """Cut the text at the spans; text inside a span is the assistant's."""
     done = 0
     for start, end in spans:
         if start > done:

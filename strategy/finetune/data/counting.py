@@ -1,4 +1,4 @@
-"""Says now and then how far a long count has come, on standard error."""
+"""Reports the progress of a long count on standard error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _THEN_EVERY_S = 5.0
 
 
 class Counting:
-    """Counts towards a total; short counts are silent, and so is every process but the first."""
+    """Counts towards a total and reports every few seconds; short counts and other processes are silent."""
 
     def __init__(self, what: str, *, total: int) -> None:
         self._what = what
@@ -22,7 +22,7 @@ class Counting:
         self._next_report = self._start + _FIRST_AFTER_S
 
     def add(self, number: int) -> None:
-        """Count so many more."""
+        """Add to the count."""
         self._done += number
         now = time.monotonic()
         if now >= self._next_report and is_first_local():

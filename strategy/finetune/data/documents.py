@@ -1,4 +1,4 @@
-"""What every data format is read into: documents, in parts that are trained on or not."""
+"""The documents that every data format is read into: text in parts that are trained on or not."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ class Part:
 
     text: str
     assistant: bool = False
-    """Whether the model is to learn to write this piece (a completion, an assistant message)."""
+    """Whether the model learns to write this piece (a completion, an assistant message)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Text that belongs together; attention never crosses its ends."""
+    """A text that attention treats as one: it never crosses the ends."""
 
     parts: tuple[Part, ...]
     origin: str
     """File and line, for messages."""
 
     rendered: bool = False
-    """The text holds its special tokens already, from a chat template."""
+    """Whether the text contains its special tokens already, from a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSplit:
-    """What is trained on and what is only evaluated."""
+    """Documents for training, and documents that are only evaluated."""
 
     train: Sequence[Document]
     validation: Sequence[Document]
 
 
 class Dataset(Protocol):
-    """What `data.dataset.class_path` must name; our classes and a user's own alike."""
+    """The interface of `data.dataset.class_path`, for our classes and a user's own."""
 
     has_assistant_part: bool
-    """Whether documents tell apart what the model writes; decides what `train_on` may be."""
+    """Whether documents mark the text that the model writes; decides what `train_on` may be."""
 
     continues_in_next_row: bool
-    """Whether a document longer than a row goes on in the next one, instead of being cut."""
+    """Whether a document longer than a row continues in the next one, instead of being cut."""
 
     def load(self, tokenizer: Any) -> DataSplit:
-        """Read everything; raise `ConfigError` for rows that cannot be used, its `place` the file and line."""
+        """Read everything; raise `ConfigError` for unusable rows, with the file and line as its `place`."""

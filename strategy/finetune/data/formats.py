@@ -14,7 +14,7 @@ from thunder_memsave.finetune.data.documents import DataSplit, Document, Part
 from thunder_memsave.finetune.data.jsonl import read_jsonl, read_text, string_of
 from thunder_memsave.settings.section import ConfigError, belongs_to
 
-# Not the run's seed: runs that differ in seed only are compared on the same validation set.
+# Not the run's seed: runs that differ only in their seed are compared on the same validation set.
 _SPLIT_SEED = 0
 _ARGUMENTS = "data.dataset.init_args"
 _PATH, _VAL_PATH = f"{_ARGUMENTS}.path", f"{_ARGUMENTS}.val_path"
@@ -44,7 +44,7 @@ class _JSONL:
         return _split(train, self.val_fraction, path=self.path)
 
     def check_rows(self) -> None:
-        """Check the files as far as that goes without a tokenizer."""
+        """Check the files as far as possible without a tokenizer."""
         self.load(None)
 
     def _read(self, path: Path, tokenizer: Any) -> list[Document]:
@@ -56,9 +56,9 @@ class _JSONL:
 
 
 class TextJSONL(_JSONL):
-    """Rows `{"text": ...}`: every token is trained on, long texts go on in the next row.
+    """Rows `{"text": ...}`: every token is trained on, long texts continue in the next row.
 
-    The tokenizer adds what it puts before any text (a `bos_token`, if it has one), and each text
+    The tokenizer adds its own prefix (a `bos_token`, if it has one), and each text
     ends with the `eos_token`.
     """
 
@@ -71,10 +71,10 @@ class TextJSONL(_JSONL):
 
 
 class PromptJSONL(_JSONL):
-    """Rows `{"prompt": ..., "completion": ...}`, joined as they are, without a space between.
+    """Rows `{"prompt": ..., "completion": ...}`, joined without a space in between.
 
-    The `eos_token` follows the completion and is trained on with it; rows that are too long lose
-    their end.
+    The `eos_token` follows the completion and is trained on with it; the end of rows that are too long
+    is cut off.
     """
 
     @override
@@ -84,13 +84,13 @@ class PromptJSONL(_JSONL):
 
 
 class ChatJSONL(_JSONL):
-    """Rows `{"messages": [{"role": ..., "content": ...}, ...]}`, by the tokenizer's template.
+    """Rows `{"messages": [{"role": ..., "content": ...}, ...]}`, rendered by the tokenizer's template.
 
-    All special tokens come from the template, the ends of turns too; what it writes after the
-    prompt for an answer is trained on. A row may have `tools`, and messages whatever fields the
-    template uses (`tool_calls`, ...); one that it does not use is refused.
-    `chat_template_kwargs` gives the template values for other names that it uses, such as
-    `enable_thinking` (Qwen3) or `date_string` (Llama 3, which else may write today's date).
+    All special tokens come from the template, the ends of turns too; the text after the generation
+    prompt is trained on. A row may have `tools`, and messages may have any field that the
+    template uses (`tool_calls`, ...); an unused field is refused.
+    `chat_template_kwargs` gives the template values of further names that it uses, such as
+    `enable_thinking` (Qwen3) or `date_string` (Llama 3, which otherwise may write today's date).
     """
 
     rendered = True
@@ -133,7 +133,7 @@ class ChatJSONL(_JSONL):
 class PlainText:
     """A text file, or every `.txt` file of a directory; the end of each is the validation set.
 
-    Each file is one document: it ends with the `eos_token`, and goes on from row to row.
+    Each file is one document: it ends with the `eos_token`, and continues from row to row.
     """
 
     has_assistant_part: bool = False

@@ -26,19 +26,19 @@ _PARQUET = b"PAR1"
 def read_jsonl(
     path: Path, parts: Callable[[Mapping[str, Any]], tuple[Part, ...]], *, rendered: bool
 ) -> list[Document]:
-    """Make a document of each line that is not empty.
+    """Make a document of each non-empty line.
 
-    Lines end with a line feed, before which a carriage return may stand; a byte order mark at the
+    Lines end with a line feed, optionally after a carriage return; a byte order mark at the
     start is skipped.
 
     Args:
         path: The file.
         parts: Checks a row and cuts it into parts; raises `ConfigError` for a bad one.
-        rendered: What the documents say of themselves.
+        rendered: Value of `Document.rendered`.
 
     Raises:
         ConfigError: the file cannot be used; or rows cannot (the first twenty are listed by line),
-            or there are none.
+            or the file has none.
     """
     _check_file(path)
     documents, problems = [], []
@@ -62,7 +62,7 @@ def read_jsonl(
 
 
 def string_of(row: Mapping[str, Any], key: str) -> str:
-    """Return a row's text under a key."""
+    """Return a row's non-empty text under a key."""
     if key not in row:
         there = ", ".join(map(repr, row)) or "no keys"
         raise ConfigError(f"there is no {key!r}; there is {there}.")
@@ -104,7 +104,7 @@ def _check_file(path: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Split at line feeds only: other separators are legal within a JSON string."""
+    """Split at line feeds only: other separators are legal inside a JSON string."""
     with path.open("rb") as file:
         for number, line in enumerate(file):
             yield line.removeprefix(_BYTE_ORDER_MARK) if number == 0 else line
@@ -125,7 +125,7 @@ def _bad_rows(path: Path, problems: list[ConfigError]) -> ConfigError:
 
 
 def _is_one_json_value(path: Path) -> bool:
-    """Tell whether a file that has bad rows is good as a whole, so that rows are not the point."""
+    """Tell whether a file with bad rows is valid JSON as a whole, so that it is not JSONL at all."""
     text = path.read_bytes().removeprefix(_BYTE_ORDER_MARK).strip()
     try:
         json.loads(text)

@@ -1,4 +1,4 @@
-"""Lays samples into rows of one length, each document apart from its neighbours."""
+"""Lays samples into rows of one length, and keeps their documents apart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch:
     input_ids: Tensor
     targets: Tensor
     position_ids: Tensor
-    """Counts from 0 in each document."""
+    """Positions, counted from 0 in each document."""
 
     document_ids: Tensor
     """1, 2, ... for the documents of a row, 0 for padding."""
@@ -39,24 +39,24 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Every row of a set, as the samples that lie in it; tensors are made per batch."""
+    """All rows of a data set, as lists of samples; tensors are made per batch."""
 
     samples: Sequence[Sample]
     places: Sequence[Sequence[int]]
-    """The samples of each row, by number, in their order."""
+    """Sample numbers of each row, in order."""
 
     length: int
     """Tokens per row."""
 
     pad_id: int
-    """Token of the positions that are left over."""
+    """Token of padding positions."""
 
     def __len__(self) -> int:
         return len(self.places)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of every token and target and their places: equal for what trains alike."""
+        """Hash of every token, target and place: equal for equal training data."""
         content = hashlib.sha256(f"{self.length} {self.places}".encode())
         for sample in self.samples:
             content.update(sample.input_ids.tobytes())
@@ -64,7 +64,7 @@ class Rows:
         return content.hexdigest()[:16]
 
     def lay_out(self, chosen: Sequence[int | None]) -> Batch:
-        """Make the tensors of some rows; None gives a row of padding only."""
+        """Make the tensors of some rows; None gives a padding row."""
         batch = _padding(len(chosen), self.length, self.pad_id)
         for number, row in enumerate(chosen):
             if row is not None:
@@ -73,11 +73,11 @@ class Rows:
 
 
 def pack(samples: Sequence[Sample], *, length: int, pad_id: int, seed: int) -> Rows:
-    """Put several samples into each row: the longest first, each where it leaves least room."""
+    """Put several samples into each row: the longest first, each where it leaves the least room."""
     order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
     places: list[list[int]] = []
     rows_by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # the keys that have rows, sorted: never more than `length`
+    rooms: list[int] = []  # the keys that have rows, sorted: at most `length`
     for index in order:
         num_tokens = len(samples[index])
         nearest = bisect_left(rooms, num_tokens)
@@ -94,7 +94,7 @@ def pack(samples: Sequence[Sample], *, length: int, pad_id: int, seed: int) -> R
         if left not in rows_by_room:
             insort(rooms, left)
         rows_by_room.setdefault(left, []).append(row)
-    # Rows come sorted by length of document; and so would a run without shuffling see them.
+    # Packing sorts the rows by document length; without a shuffle the run would see them in that order.
     random.Random(seed).shuffle(places)
     return Rows(samples=samples, places=places, length=length, pad_id=pad_id)
 
@@ -106,14 +106,14 @@ def pad(samples: Sequence[Sample], *, length: int, pad_id: int) -> Rows:
 
 
 def block_diagonal_mask(document_ids: Tensor) -> Tensor:
-    """Allow each position its own document's earlier positions.
+    """Return a mask in which each position attends to its own document's earlier positions.
 
     Args:
         document_ids: (rows, length).
 
     Returns:
-        Booleans (rows, 1, length, length), true where attention is allowed. Padding sees padding,
-        so no position is without anything to attend to.
+        Booleans (rows, 1, length, length), true where attention is allowed. Padding attends to padding,
+        so every position has something to attend to.
     """
     same_document = document_ids[:, :, None] == document_ids[:, None, :]
     return same_document.tril()[:, None]
@@ -123,7 +123,7 @@ def _padding(num_rows: int, length: int, pad_id: int) -> Batch:
     return Batch(
         input_ids=torch.full((num_rows, length), pad_id),
         targets=torch.full((num_rows, length), IGNORED),
-        # Padding counts on, as a document of its own: some models look at resets of the positions.
+        # Positions of padding count up, as in a document of its own: some models detect resets of positions.
         position_ids=torch.arange(length).repeat(num_rows, 1),
         document_ids=torch.zeros((num_rows, length), dtype=torch.long),
     )

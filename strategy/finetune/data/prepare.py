@@ -1,4 +1,4 @@
-"""Reads the data of a run and lays it into rows, before any process waits for another."""
+"""Reads the data of a run and lays it into rows, before the processes wait for each other."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class PreparedData:
     train: Rows
     validation: Rows | None
     summary: str
-    """One line per set for the user: documents, rows, what was cut."""
+    """One line per set for the user: documents, rows, and what was cut."""
 
     example: Sample
-    """The first sample that is trained on; `describe_sample` shows it."""
+    """The first training sample, for `describe_sample`."""
 
 
 def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
@@ -73,7 +73,7 @@ def _rows(
     pad_id = tokenizer.pad_token_id
     pad_id = 0 if pad_id is None else pad_id
     if config.data.packing:
-        # Runs that differ in seed only are compared on the same rows, of which there may be a limit.
+        # Runs that differ only in their seed are compared on the same validation rows, even if their number is limited.
         seed = config.train.seed if name == "train" else 0
         rows = pack(data.samples, length=length, pad_id=pad_id, seed=seed)
     else:

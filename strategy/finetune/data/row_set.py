@@ -1,4 +1,4 @@
-"""The rows of a data set as the training loop reads them, whatever a row holds."""
+"""The rows of a data set as the training loop sees them, whatever a row contains."""
 
 from __future__ import annotations
 

@@ -11,18 +11,18 @@ TRAINED_FROM, TRAINED_TO = "⟦", "⟧"
 
 
 def describe_sample(sample: Sample, tokenizer: Any, *, max_tokens: int = 512) -> str:
-    """Decode a sample, special tokens included; what is trained on stands in `⟦ ⟧`.
+    """Decode a sample, special tokens included, with the trained tokens in `⟦ ⟧`.
 
-    Plain text over several lines, for `thunder-memsave validate`, which shows
-    `PreparedData.example` by it. A sample that goes on in the next row ends with that row's first
+    Plain text over several lines, in which `thunder-memsave validate` shows
+    `PreparedData.example`. A sample that continues in the next row ends with that row's first
     token, because its last position is trained to predict it.
 
     Args:
-        sample: One of those that `prepare_data` makes.
-        tokenizer: The one that made it.
-        max_tokens: How much of it is shown; where the rest is left out, it says so.
+        sample: A sample of `prepare_data`.
+        tokenizer: The tokenizer that made it.
+        max_tokens: Number of tokens to show; if some are left out, the text says so.
     """
-    # Position i predicts token i + 1, so a token is trained on by the position before it.
+    # Position i predicts token i + 1, so the position before a token decides whether it is trained.
     tokens = [(int(sample.input_ids[0]), False)]
     following = [*map(int, sample.input_ids[1:]), int(sample.targets[-1])]
     for token, target in zip(following, map(int, sample.targets), strict=True):

@@ -17,38 +17,38 @@ from thunder_memsave.settings.section import ConfigError
 Tokens: TypeAlias = npt.NDArray[np.int32]
 
 IGNORED = -100
-"""Target of a position that does not count in the loss; torch's default `ignore_index`."""
+"""Target of a position without loss; torch's default `ignore_index`."""
 
-# A fast tokenizer works on the documents of a call in parallel.
+# A fast tokenizer processes the documents of one call in parallel.
 _DOCUMENTS_PER_CALL = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """A document's tokens, or as many of them as fit into a row: 8 bytes for each."""
+    """A document's tokens, or a piece that fits into a row: 8 bytes per token."""
 
     input_ids: Tokens
     targets: Tokens
-    """The token that position i is to predict (`input_ids[i + 1]`), or `IGNORED`."""
+    """The token that position i predicts (`input_ids[i + 1]`), or `IGNORED`."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
     def num_targets(self) -> int:
-        """Count the positions that count in the loss."""
+        """Number of positions with a loss."""
         return int(np.count_nonzero(self.targets != IGNORED))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedData:
-    """All samples of a set, and what did not fit."""
+    """All samples of a data set, and counts of what did not fit."""
 
     samples: list[Sample]
     num_documents: int
     num_truncated: int
     num_without_targets: int
-    """Documents that are left out: nothing in them counts in the loss."""
+    """Number of documents that are left out, because nothing in them has a loss."""
 
 
 def tokenize(
@@ -63,16 +63,16 @@ def tokenize(
     """Tokenize each document as a whole and mark the tokens that are trained on.
 
     A document that no chat template rendered ends with the tokenizer's `eos_token`, which is
-    trained on when the text before it is. What does not fit is cut off at the right.
+    trained on if the text before it is. What does not fit is cut off at the right.
 
     Args:
-        documents: What to tokenize.
-        tokenizer: A fast transformers tokenizer: which token stems from which character decides
-            what is trained on, because tokenizing the parts one by one gives other tokens.
-        max_seq_length: Longest sample.
-        assistant_only: Train on the parts marked `assistant`, and on the end after them.
-        continue_long: Make several samples of a long document, instead of cutting it.
-        name: Of the set, for messages.
+        documents: The documents.
+        tokenizer: A fast transformers tokenizer: its offsets decide which tokens are trained on,
+            because tokenizing the parts one by one would give other tokens.
+        max_seq_length: Longest sample, in tokens.
+        assistant_only: Train only on the parts marked `assistant`, and on the end token after them.
+        continue_long: Cut a long document into several samples, instead of truncating it.
+        name: Name of the data set, for messages.
 
     Raises:
         ConfigError: the tokenizer is not a fast one or has no end token, or no document has
@@ -83,7 +83,7 @@ def tokenize(
     num_truncated = num_without_targets = 0
     counting = Counting(f"tokenizing the {name} documents", total=len(documents))
     for whole in _tokenize_all(documents, tokenizer, assistant_only=assistant_only):
-        # The last position has no token to predict, so one more token than a row fits.
+        # The last position predicts nothing, so a row fits one more token.
         is_long = len(whole) > max_seq_length + 1
         pieces = islice(_pieces(whole, max_seq_length), None if continue_long else 1)
         useful = [piece for piece in pieces if piece.num_targets]
@@ -144,13 +144,13 @@ def _tokenize_all(
 def _whole_sample(
     document: Document, ids: list[int], offsets: Sequence[tuple[int, int]] | None, *, eos: int
 ) -> Sample:
-    """Put the end token on, and each token under the position that predicts it."""
+    """Append the end token, and make each token the target of the position before it."""
     tokens = np.array(ids, dtype=np.int32)
     trained = np.ones(len(ids), bool) if offsets is None else _trained(document, offsets)
     if not document.rendered:
         if ids[-1:] != [eos]:
             tokens, trained = np.append(tokens, np.int32(eos)), np.append(trained, False)
-        # Also the one that the tokenizer itself put on, which has no text to tell by.
+        # Also an end token that the tokenizer itself appended, which has no text.
         trained[-1] = offsets is None or document.parts[-1].assistant
     targets = np.full(len(tokens), IGNORED, dtype=np.int32)
     targets[:-1] = np.where(trained[1:], tokens[1:], IGNORED)
@@ -158,7 +158,7 @@ def _whole_sample(
 
 
 def _trained(document: Document, offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Mark each token that holds a character to train on; a token without text is not trained."""
+    """Mark each token that contains a trained character; a token without text is not trained."""
     first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     trained = np.zeros(len(first), bool)
     start = 0
@@ -175,10 +175,10 @@ def _pieces(whole: Sample, length: int) -> Iterator[Sample]:
     if len(whole) <= length:
         yield whole
         return
-    # The final token predicts nothing: it gets no piece of its own, but stays where it fits.
+    # The final token predicts nothing: it gets no piece of its own, but stays if it fits.
     for start in range(0, len(whole) - 1, length):
         end = start + length
-        # Copies: a view would keep what is cut off.
+        # Copies: a view would keep the memory of what is cut off.
         yield Sample(
             input_ids=whole.input_ids[start:end].copy(), targets=whole.targets[start:end].copy()
         )

@@ -1,4 +1,4 @@
-"""The model in a run's checkpoint, of any number of processes, read by one: tensor after tensor."""
+"""Reads the model in a run's checkpoint in one process, tensor by tensor, whatever the world size was."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ MODEL = "model"
 
 
 class ShardsSource:
-    """Whole tensors, put together from the rows that each process wrote."""
+    """Whole tensors, assembled from the rows that each process wrote."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         try:
             self._metadata: Metadata = read_metadata(directory)
-        # What unpickling raises for bytes that are no pickle is not documented.
+        # It is not documented what unpickling raises for bytes that are no pickle.
         except Exception as error:
             raise DamagedCheckpointError(f"its .metadata cannot be read: {error}") from error
         places = self._metadata.planner_data.items()
         self._flat = {str(path[1]): flat for flat, path in places if path[0] == MODEL}
 
     def names(self) -> Iterable[str]:
-        """The model's own names."""
+        """Return the model's own names."""
         return self._flat.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype."""
+        """Return shape and dtype."""
         entry = self._metadata.state_dict_metadata[self._flat[name]]
         assert isinstance(entry, TensorStorageMetadata)
         return TensorSpec(shape=entry.size, dtype=entry.properties.dtype)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A whole tensor, or some of its rows."""
+        """Read a whole tensor, or some of its rows."""
         spec = self.spec(name)
         state: dict[str, Any] = {self._flat[name]: torch.empty(spec.shape, dtype=spec.dtype)}
         with warnings.catch_warnings():
-            # DCP warns that a process is alone even where it was told so.
+            # DCP warns about a single process even if told so.
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
             self._load(state)
         whole: Tensor = state[self._flat[name]]
@@ -86,10 +86,10 @@ class ShardsSource:
 
 
 def verified_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest, and every file that it names, to see that none changed.
+    """Read the manifest and every file that it names, and check that none changed.
 
     Raises:
-        DamagedCheckpointError: one did, or the checkpoint is not whole.
+        DamagedCheckpointError: one changed, or the checkpoint is not whole.
         OSError: it cannot be read.
     """
     if checkpoint.is_symlink():
@@ -107,8 +107,8 @@ def model_in(checkpoint: Path) -> TensorSource:
     """Open the model's tensors in a checkpoint that was verified.
 
     Raises:
-        DamagedCheckpointError: its table of contents does not say what it must.
-        ValueError: it holds something else than tensors.
+        DamagedCheckpointError: its table of contents is invalid.
+        ValueError: it holds something other than tensors.
     """
     state = checkpoint / STATE
     if state.is_dir():

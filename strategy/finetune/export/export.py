@@ -19,18 +19,18 @@ from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
 def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -> None:
-    """Write what was trained, gathered from all ranks. A collective; rank 0 writes.
+    """Write the trained weights, gathered from all ranks. A collective; rank 0 writes.
 
-    Of a model with an adapter only what peft saves is gathered. The scaling state of fp8 is of no use to others.
+    Of a model with an adapter, only what peft saves is gathered. The fp8 scaling state is not exported.
 
     Args:
         fabric: Launched.
-        module: As `fabric.setup` returned it.
+        module: The result of `fabric.setup`.
         tokenizer: Saved beside a whole model; an adapter uses its base model's.
-        directory: Where to; overwritten.
+        directory: Directory to write, overwritten if it exists.
 
     Raises:
-        DiskError: the disk did not take it; on all ranks.
+        DiskError: the disk refused it; on all ranks.
         CheckpointError: rank 0 could not write for another reason, which rank 0 itself raises.
     """
     assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
@@ -60,15 +60,15 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Tell whether a model has adapters of peft, so that these are what is exported."""
+    """Tell whether a model has adapters of peft, so that only these are exported."""
     return isinstance(model, peft.PeftModel)
 
 
 def saved_by_peft(model: Any) -> Callable[[str], bool]:
-    """Tell which of a model's names peft saves; it is asked itself, for it knows what else an adapter consists of."""
+    """Return a predicate for the names that peft saves; peft itself is asked, as it knows all parts of an adapter."""
     placeholders = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft says the same again when it saves
+        warnings.simplefilter("ignore")  # peft warns again when it saves
         saved = {
             id(placeholder)
             for adapter in model.peft_config

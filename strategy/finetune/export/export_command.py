@@ -1,4 +1,4 @@
-"""The command `thunder-memsave export`: a run in, an adapter or a whole model out, verified before it has its name."""
+"""The command `thunder-memsave export`: a run in, an adapter or a whole model out, renamed once verified."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _USAGE = "thunder-memsave export RUN --out DIR [--merge]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """What the command line says."""
+    """Arguments of the command line."""
 
     run: Path
     """An output_dir, or one of its checkpoints."""
     out: Path
     merge: bool = False
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of a whole model's weights; None is the run file's."""
+    """Dtype of a whole model's weights; None means the run file's."""
     max_file_bytes: int = 5 * 10**9
     overrides: tuple[str, ...] = ()
 
@@ -42,7 +42,7 @@ def parse_export_options(arguments: Sequence[str]) -> ExportOptions:
     """Read the command's arguments.
 
     Raises:
-        ConfigError: one is missing, unknown or has a value that cannot be.
+        ConfigError: one is missing, unknown or has an invalid value.
     """
     given: dict[str, str] = {}
     runs: list[str] = []
@@ -74,14 +74,14 @@ def parse_export_options(arguments: Sequence[str]) -> ExportOptions:
 
 
 def run_export(options: ExportOptions) -> int:
-    """Export; what is written has its name only when it was found to be what was trained.
+    """Export; the directory gets its name only after it was verified against the trained weights.
 
     Raises:
-        ConfigError: the run, its base, or where to write cannot be used.
-        ExportError: what was written is not what was trained; nothing stays of it.
+        ConfigError: the run, its base, or the output directory cannot be used.
+        ExportError: the files differ from the trained weights; nothing is left of them.
     """
     check_out(options.out)
-    # These imports take seconds; mistakes in the arguments are known before.
+    # These imports take seconds; mistakes in the arguments are found first.
     from transformers.utils import logging
 
     from thunder_memsave.finetune.export.export import is_adapted
@@ -161,7 +161,7 @@ def _max_file_bytes(text: str) -> int:
 
 
 def _check_space(out: Path, num_bytes: int) -> None:
-    """Before the minutes that writing takes."""
+    """Refuse a full disk before writing, which takes minutes."""
     free = shutil.disk_usage(out.absolute().parent).free
     if free < num_bytes:
         raise ConfigError(
@@ -172,7 +172,7 @@ def _check_space(out: Path, num_bytes: int) -> None:
 
 @contextmanager
 def _refused(checkpoint: Path) -> Iterator[None]:
-    """A checkpoint whose manifest fits its files may be none all the same."""
+    """Turn damage that the manifest does not show into an error for the user."""
     from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 
     try:

@@ -1,4 +1,4 @@
-"""The directory that an export writes: it has its name once it is whole, and nothing stays of one that failed."""
+"""The directory that an export writes: it gets its name once it is whole, and a failed export leaves nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from thunder_memsave.settings.section import ConfigError
 
 
 def check_out(out: Path) -> None:
-    """Refuse, before any work, what a directory cannot be renamed to.
+    """Refuse, before any work, an output path that a directory cannot be renamed to.
 
     Raises:
-        ConfigError: there is something there, or it cannot be replaced.
+        ConfigError: the path is taken, or cannot be replaced.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out is {out}, which is a file; name a directory.")
@@ -34,12 +34,12 @@ def check_out(out: Path) -> None:
 
 @contextmanager
 def directory_for(out: Path) -> Iterator[Path]:
-    """Give a directory beside `out` that becomes it at the end, when all of it is on the disk.
+    """Yield a directory beside `out`, and rename it to `out` at the end, when all of it is on the disk.
 
     Raises:
-        ConfigError: the disk did not take it, or something that it is made of could not be read.
+        ConfigError: the disk refused it, or one of its sources could not be read.
     """
-    # Here, for they import torch, which takes seconds.
+    # Imported here, because they import torch, which takes seconds.
     from thunder_memsave.checkpoints.commit import remove, sync_directory, temporary_name
 
     temporary = temporary_name(out.absolute())
@@ -49,9 +49,9 @@ def directory_for(out: Path) -> Iterator[Path]:
         _sync_all(temporary)
         os.rename(temporary, out)  # onto an empty directory too
         sync_directory(temporary.parent)
-    except (ConfigError, ExportError):  # which may quote an error of a disk
+    except (ConfigError, ExportError):  # which may quote a disk error
         raise
-    # safetensors' errors are none of the disk by their type.
+    # By type, safetensors' errors are not disk errors.
     except Exception as error:
         found = _disk_error(error)
         if found is None:
@@ -62,7 +62,7 @@ def directory_for(out: Path) -> Iterator[Path]:
 
 
 def _kept(out: Path) -> Iterator[str]:
-    """What a directory is that no other can take the place of."""
+    """Yield why a directory cannot be replaced by another one, if so."""
     if os.path.ismount(out):
         yield "where a file system is mounted"
     elif out.is_dir() and out.samefile(Path.cwd()):
@@ -70,7 +70,7 @@ def _kept(out: Path) -> Iterator[str]:
 
 
 def _sync_all(directory: Path) -> None:
-    """Put files that transformers, tokenizers and peft wrote on the disk too: a rename is safe only then."""
+    """Sync files that transformers, tokenizers and peft wrote to the disk too: a rename is durable only then."""
     from thunder_memsave.checkpoints.commit import sync_directory
     from thunder_memsave.finetune.model.safetensors_files import sync_file
 
@@ -86,12 +86,12 @@ def _disk_error(error: Exception) -> OSError | None:
     from thunder_memsave.checkpoints.disk_errors import disk_error
 
     found = disk_error(error)
-    # One that has a text alone, such as transformers' own.
+    # An error that has only a text, such as transformers' own.
     return error if found is None and isinstance(error, OSError) else found
 
 
 def _refusal(error: OSError, out: Path, temporary: Path) -> ConfigError:
-    """Name what failed: where to write is to blame only for a file there, or one that has no name."""
+    """Name what failed: the output path, if the failing file is in it or unknown, or else another file."""
     name = None if error.filename is None else Path(os.fsdecode(error.filename)).absolute()
     if name is None or name.is_relative_to(temporary) or name in temporary.parents:
         return ConfigError(

@@ -1,4 +1,4 @@
-"""Writes a trained model without the memory of a whole one: its adapter, or all of its weights."""
+"""Writes a trained model without holding a whole one in memory: its adapter, or all of its weights."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from thunder_memsave.finetune.model.weight_names import stored_names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainModel:
-    """What the whole model's files are to hold."""
+    """The contents of a whole model's files."""
 
     weights: tuple[WeightSpec, ...]
     own_names: Mapping[str, str]
-    """From a name in the files to one in the model."""
+    """Name in the files -> name in the model."""
     model: Any
-    """Without an adapter, on the meta device, with the config that is written."""
+    """The model without an adapter, on the meta device, with the config that is written."""
     merged: MergedWeights
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """One, not rounded to the format of the files yet."""
+        """Read a weight, not yet rounded to the dtype of the files."""
         return self.merged.read(self.own_names[weight.name])
 
 
 def write_adapter(trained: TrainedModel, directory: Path) -> None:
-    """Write what peft itself saves of an adapter."""
+    """Write the adapter as peft itself saves it."""
     model: Any = trained.model
     is_saved = saved_by_peft(model)
     names = [name for name in model.state_dict(keep_vars=True) if is_saved(name)]
@@ -48,7 +48,7 @@ def write_adapter(trained: TrainedModel, directory: Path) -> None:
 def whole_model(trained: TrainedModel, *, dtype: torch.dtype) -> PlainModel:
     """Lay out the files of the model with its adapter merged.
 
-    They have the names of the base model's own files, and its order. Tied weights stay one, unless the
+    The files have the names and the order of the base model's own files. Tied weights stay tied, unless the
     run trained one of them apart from the other.
     """
     model: Any = build_base(trained.config) if is_adapted(trained.model) else trained.model
@@ -74,7 +74,7 @@ def whole_model(trained: TrainedModel, *, dtype: torch.dtype) -> PlainModel:
 def write_whole_model(
     plain: PlainModel, tokenizer: Any, directory: Path, *, dtype: torch.dtype, max_file_bytes: int
 ) -> int:
-    """Write config, tokenizer and weights; returns the bytes of the weights."""
+    """Write config, tokenizer and weights, and return the bytes of the weights."""
     config = copy.deepcopy(plain.model.config)
     config.architectures = [type(plain.model).__name__]
     config.dtype = dtype
@@ -86,7 +86,7 @@ def write_whole_model(
 
 
 def names_of_tensors(model: nn.Module) -> list[list[str]]:
-    """Names of parameters and persistent buffers; those of tied weights together."""
+    """Group the names of parameters and persistent buffers by tensor; tied weights share a group."""
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)

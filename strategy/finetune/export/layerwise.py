@@ -1,4 +1,4 @@
-"""Runs a model that is on the meta device, on the CPU, with the weights of one of its layers at a time."""
+"""Runs a model that is on the meta device, on the CPU, with the weights of one layer at a time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _REPORT = "such a model cannot be run layer by layer, so its export cannot be ve
 def logits_of(model: nn.Module, input_ids: Tensor, read: Read) -> Tensor:
     """Compute logits in float64, so that two models differ by their weights and not by rounding.
 
-    Beside one layer, what is in no list of layers is in memory meanwhile: embeddings, the last norm, the head.
+    Besides one layer, the modules outside of layer lists are in memory: embeddings, the last norm, the head.
 
     Args:
-        model: A transformers model, adapted or not; what of it is not on meta is used as it is.
+        model: A transformers model, adapted or not; tensors that are not on meta are used as they are.
         input_ids: (batch, length), on the CPU.
-        read: Gives a parameter or persistent buffer by its name in `model`.
+        read: Returns a parameter or persistent buffer by its name in `model`.
 
     Returns:
         (batch, length, vocabulary) in float64.
@@ -42,7 +42,7 @@ def logits_of(model: nn.Module, input_ids: Tensor, read: Read) -> Tensor:
 
 
 def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The members of outermost lists of modules."""
+    """Yield the members of the outermost module lists."""
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if isinstance(module, nn.ModuleList):
@@ -67,7 +67,7 @@ def _fill_when_called(layer: nn.Module, name: str, read: Read) -> Iterator[Any]:
 
 @contextmanager
 def _filled(module: nn.Module, name: str, read: Read, *, skip: set[int]) -> Iterator[None]:
-    """Puts float64 values in the place of a module's tensors; its own are back afterwards."""
+    """Replace a module's tensors by float64 values inside the context, and restore them afterwards."""
     owners = list(_owners(module, name, skip))
     kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for _, owner in owners]
     values: dict[int, Tensor] = {}  # tied twins stay one

@@ -1,4 +1,4 @@
-"""The weights of a trained model with its adapter merged, under the names of the plain model, one at a time."""
+"""Weights of a trained model with its adapter merged, under the names of the plain model, one at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a model has what becomes a weight of the plain one."""
+    """The place of a plain model's weight in a possibly adapted model."""
 
     path: str
-    """Of the module: an adapted layer, or the owner of the weight."""
+    """Path of the module: an adapted layer, or the owner of the weight."""
     module: nn.Module
     leaf: str
-    """The weight's name within the module, or within the layer that is adapted."""
+    """The weight's name inside the module, or inside the adapted layer."""
 
     @property
     def is_adapted(self) -> bool:
@@ -35,7 +35,7 @@ class Place:
 
     @property
     def identity(self) -> tuple[int, str]:
-        """The same for names of one tensor."""
+        """Key that is equal for all names of one tensor."""
         if self.is_adapted:
             return id(self.module), self.leaf
         return id(getattr(self.module, self.leaf)), ""
@@ -53,11 +53,11 @@ def place_of(model: nn.Module, name: str) -> Place:
 
 
 class MergedWeights:
-    """Merges layer after layer by peft's own formula, in float32 or wider; keeps the last one only.
+    """Merges layer by layer with peft's own formula, in float32 or wider; keeps only the last layer.
 
     Args:
-        model: As `build_model` made it, on the meta device.
-        read: Gives a tensor of `model` by its name there.
+        model: The result of `build_model`, on the meta device.
+        read: Returns a tensor of `model` by its name there.
     """
 
     def __init__(self, model: nn.Module, read: Read) -> None:
@@ -65,17 +65,17 @@ class MergedWeights:
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def read(self, name: str) -> Tensor:
-        """A weight by its name in the plain model; not rounded."""
+        """Return a weight by its name in the plain model, not rounded."""
         place = place_of(self._model, name)
         if not place.is_adapted:
             return self._read_own(f"{place.path}.{place.leaf}" if place.path else place.leaf)
         if self._last[0] != place.path:
-            self._last = ("", {})  # frees it first
+            self._last = ("", {})  # free it first
             self._last = (place.path, self._merge(place))
         return self._last[1][place.leaf]
 
     def _merge(self, place: Place) -> dict[str, Tensor]:
-        layer: Any = copy.deepcopy(place.module)  # on meta, but for what peft holds itself
+        layer: Any = copy.deepcopy(place.module)  # on meta, except for what peft holds itself
         for owner_path, owner in layer.named_modules():
             prefix = f"{place.path}.{owner_path}" if owner_path else place.path
             _fill(owner, prefix, self._read_own)
@@ -90,7 +90,7 @@ class MergedWeights:
 
 
 def _unwrapped(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """A module that is trained whole stands beside the one it was copied from."""
+    """Return the trained copy of a module that is trained whole, or the module itself."""
     if isinstance(module, ModulesToSaveWrapper):
         (adapter,) = module.active_adapters
         return module.modules_to_save[adapter], f"{path}.modules_to_save.{adapter}"

@@ -1,4 +1,4 @@
-"""A run's trained model, found again without training: its run file, its base and one of its checkpoints."""
+"""Opens a run's trained model without training: its run file, its base and one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ _MAX_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedModel:
-    """A model on the meta device, and where its weights are."""
+    """A model on the meta device, and a reader of its weights."""
 
     checkpoint: Path
     config: RunConfig
     tokenizer: Any
     model: nn.Module
-    """As training made it, adapter included."""
+    """The model as training built it, adapter included."""
     read: Callable[[str], Tensor]
-    """Gives a parameter or buffer by its name in `model`, as training had it."""
+    """Returns a parameter or buffer by its name in `model`, as training had it."""
 
 
 def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
-    """Open the newest checkpoint of a run, or the one that `path` is; every file of it is verified.
+    """Open the newest checkpoint of a run, or the one at `path`, and verify every file of it.
 
     Args:
         path: A run's directory, or one of its checkpoints.
-        overrides: Of keys of its run file, such as where the base model lies now.
+        overrides: Overrides of keys of its run file, such as the base model's new place.
 
     Raises:
-        ConfigError: there is none, it is damaged, or belongs to another model than the run file or the base's files.
+        ConfigError: there is none, it is damaged, or it belongs to another model than the run file or the base's files.
     """
     directory, checkpoint = _checkpoint(path)
     manifest = _manifest(checkpoint)
@@ -84,7 +84,7 @@ def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedMode
 def _reader(
     model: nn.Module, weights: TensorSource, checkpoint: Path, base: str
 ) -> Callable[[str], Tensor]:
-    """Of the checkpoint, which holds all but frozen weights that are in the base model's files, and of those."""
+    """Return a reader of the checkpoint, and of the base model's files for frozen weights that only they hold."""
     own = model.state_dict(keep_vars=True)
     saved, files = frozenset(weights.names()), reads_from_files(model)
 
@@ -97,10 +97,10 @@ def _reader(
 
 @contextmanager
 def _read_from(source: Path | str, name: str) -> Iterator[None]:
-    """Say of which files a disk did not give a weight: it is not where the export is written."""
+    """Name the unreadable file in an error: it is not in the directory that the export writes."""
     try:
         yield
-    except Exception as error:  # safetensors' own is none of the disk by its type
+    except Exception as error:  # by type, safetensors' own is not a disk error
         found = disk_error(error)
         if found is None:
             raise
@@ -149,7 +149,7 @@ def _manifest(checkpoint: Path) -> Manifest:
 def _checked_base(
     model: nn.Module, manifest: Manifest, checkpoint: Path, config: RunConfig
 ) -> frozenset[str]:
-    """Names that are in the base model's files, which must be those that the run had."""
+    """Return the names that are in the base model's files, and check that these are the run's."""
     if all(parameter.requires_grad for parameter in model.parameters()):
         return frozenset()
     names = names_in_files(model)
@@ -165,7 +165,7 @@ def _checked_base(
 
 
 def _refuse_fp8_alone(manifest: Manifest, checkpoint: Path) -> None:
-    """A run that made its base itself (`model.config`) has no files to read those weights from."""
+    """Refuse a run that made its base itself (`model.config`): no file has those weights."""
     weights = [weight_of_scale(name) for name in manifest.tensors.get(MODEL, {})]
     kept = [name for name in weights if name is not None]
     if kept:

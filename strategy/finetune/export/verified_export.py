@@ -1,4 +1,4 @@
-"""Compares the logits of exported files with those of the run's own model, each with one layer in memory."""
+"""Compares the logits of exported files with those of the run's own model, with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.materialize.pending_weights import reads_from_files
 
 LIMIT = 1e-6
-"""Of the norm of what differs between logits, by the norm of the logits; before any rounding of weights."""
+"""Largest norm of the logits' difference, relative to the norm of the logits, before rounding of weights."""
 
 _NUM_TOKENS = 16
 _NOTHING = "nothing was exported."
@@ -32,15 +32,15 @@ _NOTHING = "nothing was exported."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """How far the exported model is from the trained one: norms of differences by the norm of the logits."""
+    """Difference between the exported and the trained model: norms relative to the norm of the logits."""
 
     difference: float
     from_rounding: float
-    """What rounding the weights to the format of the files changes; 0 where none was rounded."""
+    """Change by rounding the weights to the dtype of the files; 0 if none was rounded."""
 
 
 def verify_adapter(trained: TrainedModel, directory: Path) -> Verified:
-    """Load the adapter with peft onto the base, and compare.
+    """Load the adapter with peft onto the base, and compare the logits.
 
     Raises:
         ExportError: the logits differ.
@@ -57,7 +57,7 @@ def verify_adapter(trained: TrainedModel, directory: Path) -> Verified:
 
 
 def _with_adapter(base: nn.Module, directory: Path) -> nn.Module:
-    """Let peft load the adapter, whose weights it would put on meta where the base's are."""
+    """Let peft load the adapter, whose weights it would put on meta along with the base's."""
     zero = torch.zeros((), dtype=torch.float64)
     for owner in base.modules():
         for name, p in owner._parameters.items():
@@ -81,10 +81,10 @@ def _with_adapter(base: nn.Module, directory: Path) -> nn.Module:
 
 
 def verify_whole_model(trained: TrainedModel, plain: PlainModel, directory: Path) -> Verified:
-    """Compare each weight in the files with its value, and the logits of the values, not rounded, with the run's.
+    """Compare each weight in the files with its value, and the logits of the unrounded values with the run's.
 
     Raises:
-        ExportError: a weight is missing, is not its value in the files' format, or the logits differ.
+        ExportError: a weight is missing or differs from its rounded value, or the logits differ.
     """
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     model = _on_meta(config)
@@ -114,7 +114,7 @@ def verify_whole_model(trained: TrainedModel, plain: PlainModel, directory: Path
 
 
 def _file_names(model: nn.Module, source: TensorSource) -> dict[str, str]:
-    """From all names of the model, tied twins too, to those in its files."""
+    """Map all names of the model, tied twins included, to those in its files."""
     stored = stored_names(model, source.names())
     names = {}
     for group in names_of_tensors(model):
@@ -143,7 +143,7 @@ def _on_meta(config: Any) -> nn.Module:
 
 
 def _give_constants(model: nn.Module, config: Any) -> None:
-    """Take what no file has, such as the frequencies of rotary embeddings, from a model that is not on meta whole."""
+    """Set buffers that no file has, such as frequencies of rotary embeddings, from a model not wholly on meta."""
     with accelerate.init_empty_weights(include_buffers=False):
         other: nn.Module = CAUSAL_LM.auto_class.from_config(config, dtype=torch.float32)
     for path, owner in other.named_modules():
@@ -159,7 +159,7 @@ def _input_ids(config: Any) -> Tensor:
 
 def _checked(ours: Tensor, theirs: Tensor, trained: TrainedModel) -> float:
     difference = _distance(ours, theirs)
-    if not difference <= LIMIT:  # nor where it is not a number
+    if not difference <= LIMIT:  # true for NaN too
         raise ExportError(
             f"the logits of the exported files differ from those of {trained.checkpoint} by {difference:.1e} of their "
             f"norm, and at most {LIMIT:.0e} may come from rounding; {_NOTHING} Please report it with the run file."

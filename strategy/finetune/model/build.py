@@ -37,7 +37,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """Load the model's tokenizer.
 
     Raises:
-        ConfigError: there is no such model, or no tokenizer with it.
+        ConfigError: there is no such model, or it has no tokenizer.
     """
     directory = model_directory(config)
     try:
@@ -49,36 +49,36 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
-    """Describe the model that is trained: on the meta device, filled when Fabric sets it up.
+    """Build the model to train on the meta device; Fabric's setup fills it.
 
-    Each rank then reads its own rows of the weights. Frozen weights have `model.dtype`, trained
+    Each rank then reads its own rows of the weights. Frozen weights have the dtype `model.dtype`, trained
     ones `model.trainable_dtype`.
 
     Raises:
-        ConfigError: the model cannot be made, or does not fit the tokenizer or the data.
+        ConfigError: the model cannot be built, or does not fit the tokenizer or the data.
     """
     architecture = _architecture(config.model)
-    # Before the weights, which may be large.
+    # Before the weights are fetched, which may be large.
     _check_fit(architecture, config)
     _check_vocabulary(architecture.get_text_config().vocab_size, tokenizer, config.model)
     return _with_adapter(_model(architecture, config, with_weights=True), config)
 
 
 def build_base(config: RunConfig) -> nn.Module:
-    """Describe the model as transformers loads it, without what the run puts on it.
+    """Build the model as transformers loads it, without the run's adapter.
 
     Raises:
-        ConfigError: the model cannot be made.
+        ConfigError: the model cannot be built.
     """
     return _model(_architecture(config.model), config, with_weights=True)  # type: ignore[no-any-return]
 
 
 def describe_model(config: RunConfig) -> nn.Module:
-    """Make the model as `build_model` does, but without its files: what a plan needs.
+    """Build the model as `build_model` does, but without its files, for a plan.
 
     Raises:
-        ConfigError: neither the run file nor a directory here says what it looks like, or it cannot
-            be made.
+        ConfigError: neither the run file nor a local directory describes the model, or it cannot
+            be built.
     """
     architecture = _architecture_without_hub(config.model)
     _check_fit(architecture, config)
@@ -97,9 +97,9 @@ def _with_adapter(model: Any, config: RunConfig) -> nn.Module:
 
 
 def precision_of(config: RunConfig) -> str:
-    """Name the Fabric precision that fits the formats of the weights.
+    """Return the Fabric precision for the dtypes of the weights.
 
-    LoRA casts its own inputs, so that weights of two formats need no autocast; full fine-tuning
+    LoRA casts its own inputs, so weights in two dtypes need no autocast; full fine-tuning
     of float32 weights at bfloat16 speed does, and so do most other adapters.
     """
     is_mixed = config.model.dtype != config.model.trainable_dtype
@@ -107,7 +107,7 @@ def precision_of(config: RunConfig) -> str:
 
 
 def autocast_of(config: RunConfig) -> torch.dtype | None:
-    """Give the format that autocast computes in, with that precision; None is without autocast."""
+    """Return the dtype of autocast under that precision; None if it is off."""
     return torch.bfloat16 if precision_of(config) == "bf16-mixed" else None
 
 
@@ -135,7 +135,7 @@ def _architecture(settings: ModelConfig) -> Any:
             f"cannot read the model's config in {directory}: {error}", key="model.name_or_path"
         ) from error
     _refuse_other_architecture(architecture, expected, settings)
-    # As the user names it, not as the cache does: an adapter says by this what it belongs to.
+    # As the user names it, not as the cache does: an adapter stores this name of its base model.
     architecture.name_or_path = settings.name_or_path
     return architecture
 
@@ -182,13 +182,13 @@ def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
 
 
 def _keep_generation_config(model: Any, directory: Path) -> None:
-    """Let the model that is written generate as the one in the directory, and stop where it does."""
+    """Keep the directory's generation config for the exported model, so that it generates and stops alike."""
     if not (directory / _GENERATION_CONFIG).is_file():
         return
     generation = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
     try:
         generation.validate(strict=True)
-    except ValueError as error:  # which writing the trained model would raise
+    except ValueError as error:  # writing the trained model would raise it
         warnings.warn(
             f"{directory / _GENERATION_CONFIG} is not kept, because transformers does not write it "
             f"again; correct it, or write one beside the trained model. {error}",
@@ -204,7 +204,7 @@ def _load_dtype(config: RunConfig) -> torch.dtype:
 
 
 def _inline_config(values: dict[str, Any], *, key: str) -> Any:
-    """Make a transformers config; transformers itself keeps unknown keys without a word."""
+    """Make a transformers config; transformers itself silently keeps unknown keys."""
     model_type = values.get("model_type")
     known_types = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known_types:
@@ -243,7 +243,7 @@ def _check_fit(architecture: Any, config: RunConfig) -> None:
 
 
 def _check_vocabulary(num_embeddings: int, tokenizer: Any, settings: ModelConfig) -> None:
-    # Not `len(tokenizer)`: numbers may be left out.
+    # Not `len(tokenizer)`: token numbers may have gaps.
     num_tokens = max(tokenizer.get_vocab().values()) + 1
     if num_tokens <= num_embeddings:
         return

@@ -55,7 +55,7 @@ _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(settings: ModelConfig) -> bool:
-    """Tell whether the model is not a directory here, but may be one on the hub."""
+    """Tell whether the model is not a local directory, and may be one on the hub."""
     name = settings.name_or_path
     return not _as_path(name).is_dir() and _HUB_NAME.fullmatch(name) is not None
 
@@ -63,9 +63,9 @@ def is_hub_name(settings: ModelConfig) -> bool:
 def model_directory(settings: ModelConfig) -> Path:
     """Find the directory with the tokenizer and, unless `model.config` is given, config and weights.
 
-    From the hub only these files are fetched, none in other formats and none of subdirectories.
-    One process per machine downloads while the others wait. A second call in this process gives
-    the same snapshot, also when somebody pushes in between.
+    From the hub only these files are fetched, none in other formats and none from subdirectories.
+    One process per machine downloads while the others wait. A second call in this process returns
+    the same snapshot, even if somebody pushes in between.
 
     Raises:
         ConfigError: there is no such model, or its files cannot be fetched or used.
@@ -117,7 +117,7 @@ def _fetch_weights(name: str, directory: Path) -> None:
     if not constants.is_offline_mode():
         count = f"{len(missing)} weight file{'s' if len(missing) > 1 else ''}"
         print(f"fetching {count} of {name} from the hub", file=sys.stderr, flush=True)
-    # By its commit, which is the snapshot's name: the branch may have moved on.
+    # By its commit, which is the snapshot's name: the branch may have moved.
     _fetch(name, directory.name, files=(*missing, "config.json"), progress=True)
 
 
@@ -144,7 +144,7 @@ def _fetch(name: str, revision: str | None, *, files: Sequence[str], progress: b
 
 
 def _why(error: Exception, name: str) -> str:
-    """Say in the middle of a sentence what the hub's error means and what to do."""
+    """Explain the hub's error and what to do, to continue a sentence."""
     if isinstance(error, GatedRepoError):
         return (
             "whose licence must be accepted on its page on the hub; after that, log in here with "
@@ -177,7 +177,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _NoBar(hub_tqdm):
-    """A progress bar for what is done before anybody would look."""
+    """An invisible progress bar, for small files."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
@@ -185,8 +185,8 @@ class _NoBar(hub_tqdm):
 
 @contextmanager
 def _only_one_process(name: str) -> Iterator[None]:
-    """Let one process of this user on this machine go on at a time, with this model."""
-    # Beside the cache it would be simpler, but a cache may be read-only, or shared by machines.
+    """Let one process of this user on this machine go on at a time, per model."""
+    # A lock beside the cache would be simpler, but a cache may be read-only, or shared by machines.
     key = f"{constants.HF_HUB_CACHE} {name}"
     number = sha256(key.encode()).hexdigest()[:16]
     lock = Path(tempfile.gettempdir()) / f"thunder_memsave-{os.getuid()}-{number}.lock"
@@ -209,7 +209,7 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def _check_weights(directory: Path) -> None:
-    """Open every file, which notices what is missing or cut short; values are not read."""
+    """Open every file, which detects missing and truncated ones; values are not read."""
     files = _weight_files(directory)
     missing = [file for file in files if not (directory / file).exists()]
     if missing == [_WEIGHTS]:

@@ -1,4 +1,4 @@
-"""Whether a model keeps the documents of a packed row apart."""
+"""Checks that a model keeps the documents of a packed row apart."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.settings.section import ConfigError
 
-# What a layer's attention is called in `layer_types`; others pass a state along the row.
+# Names of attention in `layer_types`; other layers pass a state along the row.
 _MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def check_packable(model: Any, config: RunConfig) -> None:
-    """Refuse packing for a model that would see across the documents of a row.
+    """Refuse packing for a model that would attend across the documents of a row.
 
     A row's documents are kept apart by a mask of (rows, 1, length, length) and by positions that
-    start anew. Models must take both, and no layer may look at anything else.
+    restart. Models must take both, and no layer may use anything else.
 
     Raises:
-        ConfigError: it is asked for, and the model cannot.
+        ConfigError: packing is on, and the model cannot.
     """
     if not config.data.packing:
         return

@@ -18,16 +18,16 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSpec:
-    """A weight that is to be written."""
+    """Name, shape and dtype of a weight to write."""
 
     name: str
-    """In the file."""
+    """Name in the file."""
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Bytes of the weight in the file."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -38,13 +38,13 @@ def write_weights(
     *,
     max_file_bytes: int,
 ) -> int:
-    """Write files and, for several, their index, as transformers does; all are on the disk afterwards.
+    """Write files and, if several, their index, as transformers does; all are on the disk on return.
 
     Args:
-        directory: Where to.
-        weights: In the order in which they are read and written.
-        read: Gives one; it is cast to its dtype.
-        max_file_bytes: A weight that is larger gets a file of its own.
+        directory: Directory to write to.
+        weights: Weights in the order in which they are read and written.
+        read: Returns a weight, which is cast to its dtype.
+        max_file_bytes: Largest file; a larger weight gets a file of its own.
 
     Returns:
         The bytes of all weights.
@@ -67,7 +67,7 @@ def write_weights(
 
 
 def sync_file(path: Path) -> None:
-    """Put a file's bytes on the disk."""
+    """Sync a file's bytes to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

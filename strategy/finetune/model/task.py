@@ -10,7 +10,7 @@ import transformers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One kind of model; a second kind would be a key of the run file that names one of these."""
+    """A kind of model; to support a second one, a key of the run file would select it."""
 
     description: str
     auto_class: Any

@@ -1,4 +1,4 @@
-"""The part of a model that its checkpoints hold: all but frozen weights that are in its files."""
+"""The part of a model that its checkpoints hold: all but frozen weights that the model's files have."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from thunder_memsave.fp8.weights.loaded import weight_of_scale
 
 
 def trained_part(model: nn.Module, *, in_files: Collection[str]) -> nn.Module:
-    """Make a module that shares what a checkpoint needs with `model`, under the same names.
+    """Make a module that shares with `model` what a checkpoint needs, under the same names.
 
-    With adapters that is little, where the whole model may be large.
+    With adapters that is little, however large the model is.
 
     Args:
-        model: Set up, so that its parameters are what they stay.
+        model: The model after setup, so that its parameters are final.
         in_files: Names that can be read again from the model's own files.
     """
     part = nn.Module()
     for name, value in model.state_dict(keep_vars=True).items():
-        # The scale of a weight in fp8 is made of the file's weight again, as its numbers are.
+        # The scale of an fp8 weight is made from the file's weight again, as its numbers are.
         source = weight_of_scale(name) or name
         if value.requires_grad or source not in in_files:
             *path, last = name.split(".")

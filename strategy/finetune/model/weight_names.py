@@ -1,4 +1,4 @@
-"""Under which names a model's weight files hold what transformers calls otherwise by now."""
+"""Maps a model's names to those in its weight files, where transformers has renamed weights since."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def stored_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     """Map the model's names to those in its files, as transformers' own loading does.
 
     Args:
-        model: A transformers model, without an adapter yet.
+        model: A transformers model, without an adapter.
         stored: The names in the files.
 
     Raises:
-        ConfigError: the files hold tensors that transformers puts together when it loads them.
+        ConfigError: the files hold tensors that transformers merges when it loads them.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]

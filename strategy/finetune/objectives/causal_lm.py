@@ -1,4 +1,4 @@
-"""How a causal language model is called for rows of documents, and the cross-entropy of what it predicts."""
+"""Inputs of a causal language model for rows of documents, and the cross-entropy of its predictions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.run_file.config import RunConfig
 
 MaskKind = Literal["none", "boolean", "additive"]
-"""How documents of a row are kept apart: not at all, or by a mask that SDPA, or that eager
-attention takes (given a boolean one, transformers' eager attention adds it to the scores)."""
+"""How documents of a row are kept apart: not at all, by a boolean mask for SDPA, or by an additive mask for eager
+attention (given a boolean one, transformers' eager attention adds it to the scores)."""
 
 
 def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Add up the cross-entropy of all target tokens, in float32."""
+    """Sum the cross-entropy of all target tokens, in float32."""
     return cross_entropy(
         logits.float().flatten(0, 1),
         targets.flatten(),
@@ -30,7 +30,7 @@ def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
 def model_inputs(batch: Batch, *, mask: MaskKind) -> dict[str, Any]:
     """Make the keyword arguments of a transformers causal language model.
 
-    Rows with one document need no mask: padding comes last, where causal attention never looks.
+    Rows with one document need no mask: padding comes last, where causal attention never attends.
     """
     if mask == "none":
         return {"input_ids": batch.input_ids, "use_cache": False}
@@ -44,7 +44,7 @@ def model_inputs(batch: Batch, *, mask: MaskKind) -> dict[str, Any]:
 
 
 def mask_kind(config: RunConfig) -> MaskKind:
-    """Which mask the rows of a run need."""
+    """Return the kind of mask that the rows of a run need."""
     if not config.data.packing:
         return "none"
     return "boolean" if config.model.attn_implementation == "sdpa" else "additive"

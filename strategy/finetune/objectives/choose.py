@@ -1,4 +1,4 @@
-"""Finds the objective of a run file."""
+"""Chooses the objective of a run file."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from thunder_memsave.finetune.run_file.config import RunConfig
 
 
 def objective_of(config: RunConfig) -> Objective[Any]:
-    """Make what the run trains for, planning counts and evaluations report."""
+    """Make the objective that the run trains for, and that planning and evaluations use."""
     return SupervisedFineTuning(mask=mask_kind(config), length=config.data.max_seq_length)

@@ -1,4 +1,4 @@
-"""An objective is what a run trains for: the loop asks it about everything that depends on what a row means."""
+"""The interface of an objective: the training loop asks it about everything that depends on what a row means."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BatchT = TypeVar("BatchT")
 
 
 class Objective(ABC, Generic[BatchT]):
-    """Says what the model is called with, what its loss is and weighs, and what is reported of it.
+    """Says how the model is called, what its loss is and weighs, and which metrics are reported.
 
-    A batch is what a `RowSet` lays out: a tensor, a dict or list of them, or an object with `to(device)`. Batches of
-    as many rows have tensors of the same shapes and dtypes. The model is called once per micro-batch. A step
-    minimises, over the micro-batches of all ranks,
+    A batch is what a `RowSet` lays out: a tensor, a dict or list of them, or an object with `to(device)`. Batches with
+    the same number of rows have tensors of the same shapes and dtypes. The model is called once per micro-batch. A
+    step minimises, over the micro-batches of all ranks,
 
         sum(loss(output, batch)) / sum(weight(batch))
 
-    An objective is the same on all ranks, and no step changes it, so that a resumed run needs nothing of it.
+    An objective is the same on all ranks and stateless, so a checkpoint holds nothing of it.
     """
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("val_loss",)
-    """The names that `evaluation` gives; `val_loss` is one of them."""
+    """Names of the metrics that `evaluation` returns; `val_loss` is one of them."""
 
     @abstractmethod
     def model_inputs(self, batch: BatchT) -> dict[str, Any]:
@@ -33,63 +33,63 @@ class Objective(ABC, Generic[BatchT]):
 
     @abstractmethod
     def loss(self, output: Any, batch: BatchT) -> Tensor:
-        """Add up the loss of all rows: a float32 scalar that can be differentiated.
+        """Sum the loss of all rows: a float32 scalar that can be differentiated.
 
         Args:
-            output: What the model returned.
-            batch: What it was called for, on the same device.
+            output: The model's output.
+            batch: The batch that the model was called with, on the same device.
         """
 
     @abstractmethod
     def weight(self, batch: BatchT) -> Tensor:
         """Count what the loss sums over, such as tokens or pairs: an int64 or float32 scalar on the batch's device.
 
-        Every global batch must weigh more than nothing.
+        The weight of every global batch must be positive.
         """
 
     @abstractmethod
     def blank(self, num_rows: int) -> BatchT:
-        """Make a batch of the shapes and dtypes of all, whatever is in it: memory is planned with it."""
+        """Make a batch with the shapes and dtypes of all batches, for planning; its values do not matter."""
 
     @abstractmethod
     def blank_output(self, model: Any, num_rows: int, *, autocast: torch.dtype | None) -> Any:
-        """Make the output of a training step's call, whatever is in it: a tensor, or a container that pytree knows.
+        """Make the output of a training step's call, for planning: a tensor, or a container that pytree knows.
 
         Args:
-            model: Maybe on the meta device, or sharded; it is not called.
-            num_rows: Of the batch.
-            autocast: The format that autocast computes in, if it is on.
+            model: The model, possibly on the meta device or sharded; it is not called.
+            num_rows: Rows of the batch.
+            autocast: Dtype of autocast, if it is on.
 
         Returns:
-            What `loss` takes; the tensors that it differentiates are leaves that require a gradient.
+            The argument of `loss`; the tensors that it differentiates are leaves that require a gradient.
         """
 
     def step_metrics(
         self, batches: Sequence[BatchT], *, weight: float, num_ranks: int
     ) -> dict[str, float]:
-        """Measure a step besides its loss, without a collective.
+        """Return the metrics of a step besides its loss, without a collective.
 
         Args:
             batches: This rank's micro-batches.
-            weight: Of all ranks' micro-batches.
-            num_ranks: Each has batches of the same shapes.
+            weight: Weight of all ranks' micro-batches.
+            num_ranks: Number of ranks, each of which has batches of the same shapes.
         """
         return {}
 
     def flops_per_token(self, model: Any) -> float | None:
-        """Count what training needs for one of the step metric `num_input_tokens`; None is not known.
+        """Return the FLOPs of training per unit of the step metric `num_input_tokens`; None if unknown.
 
         Args:
-            model: On the meta device.
+            model: The model, on the meta device.
         """
         return None
 
     def sums(self, output: Any, batch: BatchT) -> Tensor:
-        """Give what an evaluation adds up over batches and ranks: float64 of shape (n,), loss and weight first."""
+        """Return what an evaluation sums over batches and ranks: float64 of shape (n,), loss and weight first."""
         return torch.stack([self.loss(output, batch).double(), self.weight(batch).double()])
 
     def evaluation(self, sums: Tensor) -> dict[str, float]:
-        """Turn those sums, over the whole set, into the metrics of an evaluation."""
+        """Turn those sums, over the whole data set, into the metrics of an evaluation."""
         return {"val_loss": float(sums[0] / sums[1])}
 
     def output(self, model: nn.Module, batch: BatchT) -> Any:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy of the next token, a mean over the target tokens of a global batch."""
+"""Supervised fine-tuning: cross-entropy of the next token, averaged over the target tokens of a global batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thunder_memsave.finetune.objectives.objective import Objective
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedFineTuning(Objective[Batch]):
-    """Trains a transformers causal language model; also on whole texts, which is pre-training."""
+    """Trains a transformers causal language model; on whole texts, this is pre-training."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("val_loss", "val_perplexity")
 
@@ -64,7 +64,7 @@ class SupervisedFineTuning(Objective[Batch]):
 
     @override
     def flops_per_token(self, model: Any) -> float | None:
-        # With a mask and positions that are given: to make them, models look at values.
+        # With an explicit mask and positions: to make them, models read values of tensors.
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         with torch.device("meta"):
             ids = torch.zeros(1, self.length, dtype=torch.long)
@@ -72,7 +72,7 @@ class SupervisedFineTuning(Objective[Batch]):
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
         try:
             flops = training_flops(model, lambda: cast(Tensor, model(**inputs).logits))
-        # The last two are of models that do not take such a mask, or positions.
+        # The last two are raised by models that do not take such a mask, or positions.
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             warnings.warn(
                 f"there is no MFU, because the FLOPs of a {type(model).__name__} cannot be counted "
@@ -89,7 +89,7 @@ class SupervisedFineTuning(Objective[Batch]):
 
 
 def perplexity(loss: float) -> float:
-    """Turn a mean loss per token into a perplexity; infinite where a float ends."""
+    """Turn a mean loss per token into a perplexity; infinite if a float overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The directory of a run: what it writes there, and which checkpoint it goes on from.
+"""The directory of a run: the paths of its files, and the checkpoint that it resumes from.
 
-In: a `RunConfig`. Out: paths, and a refusal where a checkpoint belongs to another run.
+In: a `RunConfig`. Out: paths, and an error if a checkpoint belongs to another run.
 """

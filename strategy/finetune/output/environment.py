@@ -1,4 +1,4 @@
-"""Writes down what a run was started with: versions, devices, command, state of the code."""
+"""Records how a run was started: versions, devices, command, commit of the code."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _PACKAGES = (
 
 
 def add_start(path: Path, fabric: Fabric, *, step: int) -> None:
-    """Append this start of a run to a file that lists all of them.
+    """Append this start of the run to a file that lists all of them.
 
     Args:
-        path: A JSON file with a list; made if it is not there.
+        path: A JSON file with a list, created if it does not exist.
         fabric: Launched.
-        step: At which the run starts, 0 unless it is resumed.
+        step: Step at which the run starts, 0 unless it is resumed.
 
     Raises:
-        ConfigError: the file holds something else, or cannot be written; it stays as it was.
+        ConfigError: the file is not such a list, or cannot be written; it stays as it was.
     """
     try:
         starts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -83,7 +83,7 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """Tell the commit of the working directory, and whether files in it differ from that commit."""
+    """Return the commit of the working directory, and whether files in it differ from that commit."""
     commit = _git_output("rev-parse", "HEAD")
     if commit is None:
         return None
@@ -91,7 +91,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def _git_output(*arguments: str) -> str | None:
-    """Return None where there is no git or no repository."""
+    """Return git's output, or None if there is no git or no repository."""
     try:
         result = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, check=True, timeout=10

@@ -1,4 +1,4 @@
-"""Where a run writes, and which checkpoint it goes on from."""
+"""The paths of a run, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """Loss and the like of every step."""
+        """Metrics of every step, such as the loss."""
         return self.root / "metrics.csv"
 
     @property
@@ -46,40 +46,40 @@ class RunDirectory:
 
     @property
     def loss_curve(self) -> Path:
-        """Losses and learning rate, drawn."""
+        """Plot of losses and learning rate."""
         return self.root / "loss.png"
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run can go on from."""
+        """Checkpoints that the run can resume from."""
         return self.root / "checkpoints"
 
     @property
     def adapter(self) -> Path:
-        """What a run with adapters trains, in PEFT's format."""
+        """The exported adapter, in PEFT's format."""
         return self.root / "adapter"
 
     @property
     def model(self) -> Path:
-        """What a full run trains, in transformers' format."""
+        """The exported model of a full run, in transformers' format."""
         return self.root / "model"
 
     def has_begun(self) -> bool:
-        """Whether a run may have begun here: also where the disk does not say."""
+        """Tell whether a run may have begun here, also if the disk does not answer."""
         try:
             return self.config.exists()
         except OSError:
             return True
 
     def run_file_text(self) -> str | None:
-        """What the run file says; None where there is none."""
+        """Return the run file's text; None if there is none."""
         return self.config.read_text(encoding="utf-8") if self.config.exists() else None
 
     def take_back(self, run_file_before: str | None) -> None:
-        """Let a start that took no step be as if it had not been: its own files go, and no others.
+        """Undo a start that took no step: remove its own files, and no others.
 
         Args:
-            run_file_before: What `run_file_text` said then; a run that is resumed gets it back and keeps its files.
+            run_file_before: Result of `run_file_text` before the start; a resumed run gets it back and keeps its files.
         """
         if run_file_before is not None:
             write_text(self.config, run_file_before)
@@ -87,16 +87,16 @@ class RunDirectory:
         for path in (self.config, self.metrics, self.environment, self.loss_curve):
             path.unlink(missing_ok=True)
         for directory in (self.checkpoints, self.root):
-            with contextlib.suppress(OSError):  # something else lies in it
+            with contextlib.suppress(OSError):  # it has other contents
                 directory.rmdir()
 
     def create(self, config: RunConfig) -> None:
-        """Make the directory and write the resolved run file into it.
+        """Create the directory and write the resolved run file into it.
 
-        Of the three batch sizes it gets two, so that an override of one does not contradict it.
+        The file has two of the three batch sizes, so that an override of one does not contradict it.
 
         Raises:
-            ConfigError: nothing can be written there.
+            ConfigError: the directory cannot be written.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class RunDirectory:
         if config.resume is not False:
             write_text(self.config, text)
             return
-        # Takes the name: a run that started at the same moment also found the directory empty.
+        # Claims the name: a run that started at the same moment also found the directory empty.
         self.config.open("x").close()
         try:
             write_text(self.config, text)
@@ -124,10 +124,10 @@ class RunDirectory:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole, before and after, whatever happens meanwhile: the old one or the new one.
+    """Write a file atomically: at any time, the old or the new one is whole.
 
     Raises:
-        OSError: the disk did not take it; what was there stays.
+        OSError: the disk refused it; the old file stays.
     """
 
     def write(temporary: Path) -> None:
@@ -149,13 +149,13 @@ def _with_two_sizes(config: RunConfig) -> RunConfig:
 
 
 def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
-    """Find where the run starts; None is the beginning.
+    """Find the checkpoint that the run starts from; None means the beginning.
 
     Only manifests are read here; the files themselves are verified once all processes have joined.
 
     Raises:
-        ConfigError: the directory holds a run that is not to be continued, the checkpoint is not
-            there or damaged.
+        ConfigError: the directory holds a run that is not to be continued, or the checkpoint is
+            missing or damaged.
     """
     directory = RunDirectory(root=Path(config.output_dir))
     if config.resume is False:
@@ -183,11 +183,11 @@ def how_to_go_on(
     started_from: CheckpointInfo | None,
     change: str = "",
 ) -> str:
-    """Name the last checkpoint of a run that ended early, and the command that goes on from it.
+    """Name the last checkpoint of a run that ended early, and the command that resumes it.
 
     Args:
-        directory: Of that run.
-        num_processes: Of that run; with as many it goes on bit by bit.
+        directory: Directory of that run.
+        num_processes: Number of its processes; with as many it resumes bit-exactly.
         started_from: The checkpoint that it resumed from, if any.
         change: An override that the command needs in order to end differently.
     """
@@ -247,7 +247,7 @@ def _readable_info(path: Path) -> CheckpointInfo:
 
 
 def _newest_readable(found: Sequence[Path]) -> CheckpointInfo:
-    """Pass over those whose manifest is damaged; they are set aside when the files are verified."""
+    """Return the newest readable manifest; damaged checkpoints are renamed later, when the files are verified."""
     reasons = []
     for path in reversed(found):
         try:
@@ -271,7 +271,7 @@ def _refuse_only_damaged(directory: RunDirectory) -> None:
 
 
 def _launcher() -> str:
-    """Write the launch of this very run, for with as many processes it goes on bit by bit."""
+    """Return this run's own launch command, as it resumes bit-exactly with the same number of processes."""
     if not is_under_torchrun():
         return ""
     num_local, num_processes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
