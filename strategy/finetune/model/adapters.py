@@ -1,4 +1,4 @@
-"""Puts an adapter of peft on a model whose weights are on the meta device still."""
+"""Adds an adapter of peft to a model whose weights are still on the meta device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.materialize.pending_weights import load_on_setup
 from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
 
-# One step of each was compared with eager peft, and its start with peft's on a loaded model.
+# A step of each was compared with eager peft, and its initial weights with peft's on a loaded model.
 _METHODS = (
     "LoraConfig",
     "C3AConfig",
@@ -91,10 +91,10 @@ _LORA_STARTS = (True, "gaussian")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSection:
-    """The part of the run file that asks for an adapter."""
+    """The section of the run file that asks for an adapter."""
 
     where: str
-    """Its name in messages and keys: `lora` or `adapter.init_args`."""
+    """The section's name in messages and keys: `lora` or `adapter.init_args`."""
 
     method: type[peft.PeftConfig]
     values: Mapping[str, Any]
@@ -106,15 +106,15 @@ class AdapterSection:
 
 
 def has_adapter(config: RunConfig) -> bool:
-    """Tell whether an adapter is trained, and not the model itself."""
+    """Tell whether the run trains an adapter, and not the model itself."""
     return config.lora is not None or config.adapter is not None
 
 
 def casts_its_inputs(config: RunConfig) -> bool:
-    """Tell whether trained weights of another format than the frozen ones need no autocast.
+    """Tell whether trained weights in another dtype than the frozen ones need no autocast.
 
-    LoRA's layers cast what they take and give. Other methods, and modules or biases of the model
-    itself that are trained, meet activations of the frozen weights' format.
+    LoRA's layers cast their inputs and outputs. Other methods, and trained modules or biases of the
+    model itself, get activations in the frozen weights' dtype.
     """
     fields = config.lora or {}
     is_lora_only = not fields.get("modules_to_save") and fields.get("bias", "none") == "none"
@@ -122,7 +122,7 @@ def casts_its_inputs(config: RunConfig) -> bool:
 
 
 def check_adapter(config: RunConfig) -> AdapterSection | None:
-    """Find the adapter's section and check what can be checked without the model.
+    """Find the adapter's section, and check it as far as possible without the model.
 
     Raises:
         ConfigError: the method, or a field of it, is unknown or cannot be trained here.
@@ -140,7 +140,7 @@ def add_adapter(model: Any, section: AdapterSection, config: RunConfig) -> nn.Mo
     """Wrap the model, whose weights stay on the meta device.
 
     LoRA's weights are on it too, and are initialised when the model is set up. Those of the other
-    methods are made here on the CPU, from the run's seed, and put there when it is set up.
+    methods are made here on the CPU, from the run's seed, and moved to it when the model is set up.
 
     Raises:
         ConfigError: the adapter does not fit the model.
@@ -161,7 +161,7 @@ def add_adapter(model: Any, section: AdapterSection, config: RunConfig) -> nn.Mo
                 autocast_adapter_dtype=not keep_dtype,
                 low_cpu_mem_usage=on_meta,  # its name for the meta device
             )
-    # What peft raises for values that it did not expect.
+    # peft raises these for values that it did not expect.
     except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
         raise section.error(f"peft refuses the section {section.where!r}: {error}") from error
     _check_layers(wrapped, section)
@@ -170,14 +170,14 @@ def add_adapter(model: Any, section: AdapterSection, config: RunConfig) -> nn.Mo
 
 
 def names_before(model: nn.Module, stored: Mapping[str, str]) -> Callable[[str], str | None]:
-    """Note the model's names; what is returned finds them again under an adapter.
+    """Remember the model's names, and return a function that finds them under an adapter.
 
-    For `load_on_setup`: a name gives None when it is the adapter's own. Of tied weights the files
+    For `load_on_setup`: the adapter's own names give None. Of tied weights the files
     have one; a copy that `modules_to_save` makes of another is filled from that one too.
 
     Args:
-        model: Without an adapter yet.
-        stored: From the model's names to those in the files.
+        model: The model without an adapter.
+        stored: Name in the model -> name in the files.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
@@ -272,7 +272,7 @@ def _lora_problems(section: AdapterSection) -> Iterator[ConfigError]:
 
 
 def _check_targets(model: nn.Module, section: AdapterSection) -> None:
-    """Refuse names that no module has; peft itself is content when one of them is found."""
+    """Refuse names that no module has; peft itself is content if one of them exists."""
     paths = [name for name, _ in model.named_modules() if name]
     for field in ("target_modules", "modules_to_save", "feedforward_modules"):
         for name in _names_in(section.values.get(field)):
@@ -303,8 +303,8 @@ def _names_in(value: object) -> list[str]:
 def _start_of_weights(model: nn.Module, config: RunConfig, *, on_meta: bool) -> Iterator[None]:
     """Let peft make an adapter's weights on the CPU, although the model's are on meta.
 
-    peft puts them where the layer's own weight is. That one has the right shape and takes no
-    memory meanwhile: one zero, expanded. Nothing of the adapters we accept looks at its value.
+    peft puts them on the device of the layer's own weight. Meanwhile, that weight is one zero,
+    expanded to its shape, which takes no memory. None of the accepted adapters reads its value.
     """
     if on_meta:
         yield
@@ -320,7 +320,7 @@ def _start_of_weights(model: nn.Module, config: RunConfig, *, on_meta: bool) -> 
     for owner, parameters in kept:
         for name, parameter in parameters.items():
             if parameter is not None:
-                # peft has frozen the one that stood here.
+                # peft has frozen the temporary one.
                 parameter.requires_grad_(owner._parameters[name].requires_grad)  # type: ignore[union-attr]
         owner._parameters.update(parameters)
     _copies_to_meta(model)
@@ -339,7 +339,7 @@ def _copies_to_meta(model: nn.Module) -> None:
 
 
 def _load_own_weights_on_setup(wrapped: nn.Module) -> None:
-    """Put what the adapter starts from aside, so that the model is on meta whole until its setup."""
+    """Store the adapter's initial weights, so that the whole model is on meta until its setup."""
     made = {name: p.detach() for name, p in wrapped.named_parameters() if not p.is_meta}
     if not made:
         return

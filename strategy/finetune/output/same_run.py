@@ -1,4 +1,4 @@
-"""What a run must have in common with the one from whose checkpoint it goes on."""
+"""Checks that a run matches the one whose checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _Difference = tuple[str, object, object]
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[_Difference]:
-    """What `new` has otherwise than `old`; of a value that only one has, None is the other."""
+    """Yield name, old and new value where the two differ; a value that only one has is None in the other."""
     for name in new:
         if old.get(name) != new[name]:
             yield name, old.get(name), new[name]
@@ -85,7 +85,7 @@ def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A key that is left out and one with peft's default mean the same."""
+    """Fill in peft's defaults: leaving out a key means the same as giving its default."""
     if lora is None:
         return None
     made = [field for field in dataclasses.fields(LoraConfig) if field.init]

@@ -1,4 +1,4 @@
-"""The linears of a planned run that compute in fp8, on a device that need not be here."""
+"""The fp8 linears of a planned run, on a device that need not be present."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from thunder_memsave.planner.graph import Device
 
 
 def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None:
-    """Choose the linears of a model of which nothing is in memory; None: nothing runs in fp8.
+    """Choose the fp8 linears of a model without values; None if fp8 is off.
 
     Args:
-        model: Made by `stand_in`.
-        strategy: Which of them, and how.
+        model: The result of `stand_in`.
+        strategy: Its `fp8` says which linears, and how.
 
     Raises:
-        ConfigError: none would compute in fp8.
+        ConfigError: no linear would compute in fp8.
     """
     fp8 = strategy.fp8
     if fp8 is None:
         return None
     choices = choose_linears(model, fp8, frontend=strategy.compile.frontend)
-    # The tensors of both backends are the same, and nothing is computed here.
+    # Both backends have the same tensors, and nothing is computed here.
     backend = "torch" if fp8.backend == "auto" else fp8.backend
     frozen = frozen_in_fp8(model, fp8, frontend=strategy.compile.frontend, data_parallel=None)
     if frozen is not None:
@@ -40,12 +40,12 @@ def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None
 
 
 def refuse_without_fp8(fp8: Fp8Config | None, device: Device) -> None:
-    """Refuse a device that does not compute what the run asks for.
+    """Refuse a device that cannot compute the run's fp8 settings.
 
-    `backend: auto` is refused where neither backend computes it, for which of them will be there is not known.
+    `backend: auto` is refused if neither backend can, because it is not known which one will be installed.
 
     Raises:
-        ConfigError: says what the device lacks.
+        ConfigError: the device lacks something; the message says what.
     """
     if fp8 is None:
         return
@@ -81,7 +81,7 @@ def _why_not(backend: Backend, recipe: RecipeName, device: Device) -> str | None
 
 
 def _chip_of(device: Device) -> Chip | None:
-    """None: a CPU."""
+    """Return the device's chip; None for a CPU."""
     if device.compute_capability is None:
         return None
     return Chip(name=f"the device {device.name}", capability=device.compute_capability)

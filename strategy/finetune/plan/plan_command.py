@@ -1,4 +1,4 @@
-"""The command `thunder-memsave plan`: a run file in, what the run would hold on each device out."""
+"""The command `thunder-memsave plan`: a run file in, the memory of the run on each device out."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _DEFAULT_DEVICE = "h200"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What the command line says besides the run file."""
+    """Arguments of the command line besides the run file."""
 
     num_ranks: int | None = None
-    """None: as many as the run file's `devices`, or torchrun, says."""
+    """Number of ranks; None means the run file's `devices`, or torchrun's number."""
     device: str = _DEFAULT_DEVICE
     json: Path | None = None
     html: Path | None = None
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """Take the command's own options out of its arguments; the rest are a run file and overrides of its keys.
+    """Split the command's own options from its other arguments: a run file and overrides of its keys.
 
     Raises:
-        ConfigError: an option has no value, or one that cannot be.
+        ConfigError: an option has no value, or an invalid one.
     """
     given: dict[str, str] = {}
     rest: list[str] = []
@@ -92,7 +92,7 @@ def _options(given: dict[str, str]) -> PlanOptions:
 
 
 def _refuse_unwritable(name: str, path: Path) -> None:
-    """Before the minutes that a plan takes."""
+    """Refuse an output file that cannot be written before planning, which takes minutes."""
     if path.is_dir():
         raise ConfigError(f"{name} is {path}, which is a directory; name a file in it.")
     if not path.parent.is_dir():
@@ -104,7 +104,7 @@ def _refuse_unwritable(name: str, path: Path) -> None:
 
 
 def run_plan(config: RunConfig, options: PlanOptions) -> int:
-    """Make the plan, print it, write the reports that are asked for, and return the exit code.
+    """Make the plan, print it, write the requested reports, and return the exit code.
 
     Returns:
         0 if the run fits, 3 if not.
@@ -137,7 +137,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
 
 
 def _planned(config: RunConfig, options: PlanOptions) -> RunPlan:
-    # These imports take seconds; mistakes in the arguments are known before.
+    # These imports take seconds; mistakes in the arguments are found first.
     stage("load libraries")
     from thunder_memsave.finetune.plan.plan_run import plan_run
     from thunder_memsave.finetune.run_file.launch import world_size
@@ -153,9 +153,9 @@ def _planned(config: RunConfig, options: PlanOptions) -> RunPlan:
 
 @contextmanager
 def _ends_at_ctrl_c() -> Iterator[None]:
-    """End at once: an exception might be caught by what traces, and there are millions of objects to clean up."""
+    """Exit at once on Ctrl-C: tracing code might catch an exception, and cleaning up millions of objects takes long."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # where Python handles no signal
+        yield  # Python handles signals only in the main thread
         return
 
     def end(signum: int, frame: object) -> None:
@@ -171,7 +171,7 @@ def _ends_at_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Traces are millions of objects that live to the end; to search them for cycles took a quarter of the time."""
+    """Turn garbage collection off: traces are millions of live objects, and collecting took a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -182,7 +182,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
-    """Write the tables and whether it fits."""
+    """Write the tables and say whether the run fits."""
     plan = _plan(made)
     return "\n".join(
         [
@@ -215,8 +215,8 @@ def _made_in(plan: Any, progress: Progress) -> str:
     if not math.isfinite(plan.gap):
         return took
     if plan.gap == 0.0:
-        return f"{took}: no plan computes less again"
-    return f"{took}: it computes {plan.gap:.1%} more again than any plan must"
+        return f"{took}: no plan recomputes less"
+    return f"{took}: it recomputes {plan.gap:.1%} more than any plan must"
 
 
 def _verdict(made: RunPlan) -> str:
@@ -234,7 +234,7 @@ def _verdict(made: RunPlan) -> str:
 
 
 def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
-    """Give the plan as plain values."""
+    """Return the plan as plain values."""
     plan, profile = _plan(made), made.call.profile
     return {
         "fits": made.fits,

@@ -1,4 +1,4 @@
-"""Shows the stages of a plan on stderr while they run, and adds up what each took."""
+"""Shows the stages of planning on stderr while they run, and adds up the time of each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import get_args
 
 from thunder_memsave.progress import Stage, listening
 
-# Nothing can be timed for a device that is not here.
+# Operations cannot be timed for a device that is absent.
 STAGES: tuple[Stage, ...] = tuple(s for s in get_args(Stage) if s != "time operations")
-"""Of a plan, in order."""
+"""Stages of planning, in order."""
 
 
 class Progress:
@@ -25,12 +25,12 @@ class Progress:
 
     @property
     def cpu_seconds(self) -> Mapping[Stage, float]:
-        """Of this process, by stage."""
+        """CPU seconds of this process, by stage."""
         return self._cpu_s
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show what is done here."""
+        """Show the stages that run inside the context."""
         try:
             with listening(self._begin):
                 yield

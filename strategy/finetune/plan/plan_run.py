@@ -1,4 +1,4 @@
-"""Plans the memory of a run for a device and ranks that need not be here: nothing is downloaded, nothing computed."""
+"""Plans the memory of a run for an absent device and absent ranks, without downloads or computation."""
 
 from __future__ import annotations
 
@@ -42,38 +42,38 @@ from thunder_memsave.progress import stage
 from thunder_memsave.sharding.gradients import clip_norm
 
 _SMALLEST_S = 3.0
-"""Of CPU time, to look for the smallest budget of a run that fits; one that does not is searched for longer."""
+"""CPU seconds to search for the smallest budget of a run that fits; one that does not is searched for longer."""
 _CURVE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """What a run would hold on each rank."""
+    """Planned memory of a run on each rank."""
 
     device: Device
     num_ranks: int
     num_rows: int
-    """Per micro-batch, each of `num_tokens`."""
+    """Rows per micro-batch, each of `num_tokens`."""
     num_tokens: int
     budget_bytes: int | None
     call: PlannedCall
-    """With the smallest plan that was found, where `refusal` says that the budget is less."""
+    """The planned call; with the smallest plan that was found if the budget is too small (`refusal`)."""
     refusal: BudgetError | None
     smallest_bytes: int
-    """Of the budgets for which a plan was found."""
+    """Smallest budget for which a plan was found."""
     loss_bytes: int
-    """The most that the loss takes outside of what is compiled, between forward and backward."""
+    """Peak bytes of the loss outside of the compiled graph, between forward and backward."""
     curve: tuple[tuple[int, float], ...]
-    """Budgets, and the microseconds of computing again below which there is no plan for them."""
+    """Budgets in bytes, each with a lower bound in microseconds of the recompute time under it."""
 
     @property
     def fits(self) -> bool:
-        """Whether a plan was found that stays within the budget."""
+        """Whether a plan within the budget was found."""
         return self.refusal is None
 
     @property
     def doubled_bytes(self) -> int:
-        """About what twice the rows would need, with the same tensors kept: all but what belongs to weights doubles."""
+        """Estimated peak for twice the rows, with the same tensors kept: all but weights and their state doubles."""
         of_weights = ("parameter", "buffer", "gathered", "gradient", "accumulated", "optimizer")
         by_kind = self.call.profile.peak_bytes_by_kind
         return sum(n if kind in of_weights else 2 * n for kind, n in by_kind.items())
@@ -86,15 +86,15 @@ def plan_run(
 
     Args:
         config: A checked run file.
-        device: What each rank has.
-        num_ranks: How many there are.
-        has_curve: Whether to say what other budgets cost.
+        device: The device of each rank.
+        num_ranks: Number of ranks.
+        has_curve: Whether to compute the cost of other budgets.
 
     Raises:
-        ConfigError: the model cannot be made without its files, or the budget is not one for this device.
+        ConfigError: the model cannot be built without its files, or the budget is invalid for this device.
         CaptureError: the model cannot be captured.
         CompileError: it cannot be compiled.
-        BudgetError: there is no plan at all.
+        BudgetError: no plan was found at all.
     """
     strategy = parse_strategy(config.strategy, memory=config.memory, fp8=config.fp8)
     refuse_without_fp8(strategy.fp8, device)
@@ -139,7 +139,7 @@ def plan_run(
 
 
 class _Planner(MemoryPlanner):
-    """Has no other ranks to agree with, and goes on with the smallest plan where the budget is too small."""
+    """Plans without other ranks to agree with, and continues with the smallest plan if the budget is too small."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _Planner(MemoryPlanner):
             return self._within(attempt, smallest, error.smallest_bytes).call
 
     def smallest_bytes(self, call: PlannedCall) -> int:
-        """The smallest budget for which a plan is found."""
+        """Return the smallest budget for which a plan is found."""
         stage("smallest budget")
         if self.refusal is not None:
             return _smallest_bytes(self.refusal)
@@ -198,7 +198,7 @@ class _Planner(MemoryPlanner):
         return min(found.predicted_peak_bytes, peak_bytes)
 
     def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
-        """What each budget costs at least, from the smallest on."""
+        """Return a lower bound of each budget's cost, from the smallest budget on."""
         stage("other budgets")
         asked = self._last
         points = pareto(
@@ -213,13 +213,13 @@ class _Planner(MemoryPlanner):
 
     @property
     def _last(self) -> Question:
-        """What the plan was solved for, with the fewer choices that find the smallest plan sooner, if there are."""
+        """The last planning problem, narrowed to the choices that find the smallest plan sooner, if it was."""
         assert self._asked is not None, "a call was planned"
         return self._asked.narrowed or self._asked
 
 
 def _smallest_bytes(refusal: BudgetError) -> int:
-    """The smallest budget for which a plan was found."""
+    """Return the smallest budget for which a plan was found."""
     assert refusal.smallest_bytes is not None
     return refusal.smallest_bytes
 
@@ -238,13 +238,13 @@ def _target(device: Device) -> torch.device:
 
 
 def _precision(config: RunConfig) -> AbstractContextManager[object]:
-    """Fabric's, for tensors that say that they are on the CPU."""
+    """Return Fabric's precision context, for tensors that claim to be on the CPU."""
     dtype = autocast_of(config)
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
 def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:
-    """What the loop calls the model with, without memory."""
+    """Return the loop's arguments for the model, without memory."""
     with FakeTensorMode():
         inputs = objective.model_inputs(objective.blank(num_rows))
     planned: dict[str, Any] = tree_map_only(

@@ -1,4 +1,4 @@
-"""Starts the other processes of a run with `devices` above one, where torchrun does not do it."""
+"""Starts the other processes of a run with `devices` above one, if torchrun does not."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from thunder_memsave.finetune.run_file.reading.parse import dump_run_config
 _STARTED_BY = "THUNDER_MEMSAVE_STARTED_BY"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
-"""To end by themselves, and to say why."""
+"""Time to end by themselves, and to print why."""
 
 
 class LocalProcesses:
-    """The processes of this machine that this one started; none under torchrun.
+    """The processes that this one started on this machine; none under torchrun.
 
-    Fabric finds in the environment that somebody started them, as its own launcher would have it.
-    That launcher kills all processes, its own included, as soon as one ends with an error: with
-    no message, another exit code, and no time for the others to say what is wrong.
+    The environment tells Fabric that its processes are started already. Fabric's own launcher
+    kills all processes, its own included, as soon as one ends with an error: without a
+    message, with another exit code, and without time for the others to report.
     """
 
     def __init__(self, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
@@ -40,7 +40,7 @@ class LocalProcesses:
         self._is_over = threading.Event()
 
     def died(self, *, wait_seconds: float = 0.0) -> str | None:
-        """Describe a process that ended with an error, if one did or does soon."""
+        """Describe a process that has ended with an error, or does within `wait_seconds`; None if none has."""
         deadline = time.monotonic() + (wait_seconds if self._children else 0.0)
         while True:
             for rank, child in enumerate(self._children, start=1):
@@ -52,7 +52,7 @@ class LocalProcesses:
 
     @property
     def exit_code(self) -> int:
-        """What this process ends with because of one that died: its own code if that says why."""
+        """This process's exit code after another one died: that one's own if it tells the reason."""
         codes = {child.poll() for child in self._children}
         return OUT_OF_MEMORY if OUT_OF_MEMORY in codes else 1
 
@@ -60,8 +60,8 @@ class LocalProcesses:
         """End this process too if another one died and this one waits for it in vain.
 
         Args:
-            explain: Makes the message from what `died` says.
-            grace_seconds: Time to find out and to end in the ordinary way.
+            explain: Makes the message from the result of `died`.
+            grace_seconds: Time to notice by itself and to end normally.
         """
         if self._children:
             arguments = (explain, grace_seconds)
@@ -78,13 +78,13 @@ class LocalProcesses:
             os._exit(code)  # the main thread may hang in a collective, which nothing interrupts
 
     def join(self) -> None:
-        """Wait for the others, which have nothing left to do."""
+        """Wait for the others, which have finished their work."""
         for child in self._children:
             child.wait()
         self._is_over.set()
 
     def end(self) -> None:
-        """End the others, by force if need be: SIGTERM lets a run finish its step, which needs this process."""
+        """End the others, by force if need be: SIGTERM would let a run finish its step, which needs this process."""
         self._is_over.set()
         deadline = time.monotonic() + _GRACE_SECONDS
         for child in self._children:
@@ -97,7 +97,7 @@ class LocalProcesses:
 
 @contextmanager
 def local_processes(config: RunConfig) -> Iterator[LocalProcesses]:
-    """Start the other processes, with the same configuration, and end them with this one."""
+    """Start the other processes with the same configuration, and end them with this one."""
     if _STARTED_BY in os.environ:
         _end_with(int(os.environ[_STARTED_BY]))
     count = num_local_processes(config)
@@ -132,11 +132,11 @@ def _cluster(count: int) -> dict[str, str]:
 
 
 def _threads(count: int) -> dict[str, str]:
-    """Divide the cores, unless the user has; without that, each process would use all of them."""
+    """Divide the cores, unless the user has; otherwise each process would use all of them."""
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     share = max(len(os.sched_getaffinity(0)) // count, 1)
-    torch.set_num_threads(share)  # the variable is for those that are about to start
+    torch.set_num_threads(share)  # the variable affects only processes started later
     return {"OMP_NUM_THREADS": str(share)}
 
 
@@ -145,7 +145,7 @@ def _start(run_file: Path, rank: int) -> subprocess.Popen[bytes]:
         "LOCAL_RANK": str(rank),
         "RANK": str(rank),
         _STARTED_BY: str(os.getpid()),
-        # Classes of the user's, named in the run file, are found where they were found here.
+        # So that user-defined classes named in the run file are found as in this process.
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     command = [sys.executable, "-m", "thunder_memsave", "train", str(run_file)]
@@ -167,7 +167,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its starter is gone, even in a collective that waits for it."""
+    """End this process when its starter is gone, even in a collective that waits for the starter."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and SIGUSR1 do to a run: its step is finished and saved, or it ends at once."""
+"""Handles Ctrl-C, SIGTERM and SIGUSR1 in a run: it finishes and saves its step, or ends at once."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any
 from thunder_memsave.finetune.run_file.launch import is_first_local, is_under_torchrun
 
 EXIT_SAVED = 75
-"""SIGTERM or SIGUSR1 came, and all is saved: start again. EX_TEMPFAIL of sysexits.h."""
+"""Exit code after SIGTERM or SIGUSR1 if all is saved: start again. EX_TEMPFAIL of sysexits.h."""
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _POLL_SECONDS = 0.1
 _AT_ONCE_SECONDS = 4.0
-"""So long may a library, or C++ code that waits for another machine, keep a run from ending at once."""
+"""Longest time that a library, or C++ code waiting for another machine, may keep a run from ending at once."""
 
 
 def _same_signal_seconds() -> float:
-    """How long after the first a signal is taken for the same one.
+    """Return the seconds after a signal within which another one counts as the same.
 
-    `timeout` and some schedulers signal a process and its group, and torchrun hands on what its processes got too.
+    `timeout` and some schedulers signal both a process and its group, and torchrun forwards what its processes got too.
     """
     return 3.0 if is_under_torchrun() else 0.5
 
 
 class _Watch:
-    """Signals from one call of `watch_signals` on.
+    """Receives signals after one call of `watch_signals`.
 
-    Python's handler runs only between two bytecodes of the main thread, and so not while that waits in a
-    collective. A thread therefore gets each signal through a pipe as well; it ends the process where that is due.
+    Python's handler runs only between two bytecodes of the main thread, so not while that thread waits in a
+    collective. Therefore a thread gets each signal through a pipe as well, and ends the process when that is due.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Watch:
 
     def start(self) -> None:
         for number in _WATCHED:
-            # Not where the signal is ignored, as in a shell's background job.
+            # Not if the signal is ignored, as in a shell's background job.
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 self._before[number] = signal.signal(number, self._handle)
         os.set_blocking(self._pipe[1], False)
@@ -59,7 +59,7 @@ class _Watch:
     def stop(self) -> None:
         signal.set_wakeup_fd(-1)
         self.restore()
-        os.close(self._pipe[1])  # the thread reads the end of the file
+        os.close(self._pipe[1])  # the thread reads end-of-file
 
     def restore(self) -> None:
         for number, handler in self._before.items():
@@ -69,7 +69,7 @@ class _Watch:
         if self.received is None:
             self.received = signal.Signals(number)
             self.is_deferred = self.is_deferring
-            if self.exit_code is not None:  # what it asks for is being done
+            if self.exit_code is not None:  # the run is ending already
                 raise SystemExit(self.exit_code)
             if not self.is_deferring:
                 raise KeyboardInterrupt
@@ -83,7 +83,7 @@ class _Watch:
         os.close(self._pipe[0])
 
     def _read(self) -> int | None:
-        """A signal that has any handler in Python, such as the SIGCHLD of data loaders; None at the end."""
+        """Read a signal that has any Python handler, such as the SIGCHLD of data loaders; None at end-of-file."""
         read = os.read(self._pipe[0], 1)
         return read[0] if read else None
 
@@ -102,7 +102,7 @@ class _Watch:
                     return
                 if again in self._before and waited > _same_signal_seconds():
                     self._end(signal.Signals(again))
-            # What has no step to finish should have ended by the exception.
+            # Without a step to finish, the exception should have ended the process.
             if not is_told and waited > _AT_ONCE_SECONDS:
                 self._end(first)
 
@@ -119,10 +119,10 @@ _watch: _Watch | None = None
 
 
 def watch_signals() -> None:
-    """Attend to the signals from now on; at first each ends the run at once, by `KeyboardInterrupt`.
+    """Handle the signals from now on; at first each ends the run at once, by `KeyboardInterrupt`.
 
     That exception alone is not enough: libraries turn it into errors of their own, and Python drops
-    it when it comes up in a finalizer or a callback of the garbage collector. See `received`.
+    it when it is raised in a finalizer or a callback of the garbage collector. See `received`.
     """
     global _watch
     stop_watching()
@@ -133,7 +133,7 @@ def watch_signals() -> None:
 
 
 def stop_watching() -> None:
-    """Let signals do what they did before `watch_signals`."""
+    """Restore the signal handlers from before `watch_signals`."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -141,41 +141,41 @@ def stop_watching() -> None:
 
 
 def received() -> signal.Signals | None:
-    """Tell the first signal since `watch_signals`, if one came."""
+    """Return the first signal since `watch_signals`, if one came."""
     return None if _watch is None else _watch.received
 
 
 def raised() -> bool:
-    """Tell whether that signal raised `KeyboardInterrupt`, which others may have turned into another error."""
+    """Tell whether that signal raised `KeyboardInterrupt`, which other code may have turned into another error."""
     return _watch is not None and _watch.received is not None and not _watch.is_deferred
 
 
 def finish_steps(is_deferring: bool) -> None:
-    """Say whether there is a step to finish and to save; else signals end the run at once."""
+    """Set whether signals wait for a step to be finished and saved; otherwise they end the run at once."""
     if _watch is not None:
         _watch.is_deferring = is_deferring
 
 
 def all_is_saved() -> None:
-    """Let signals that end the run at once say by the exit code that nothing is lost: its last step is saved."""
+    """Let the exit code of signals that end the run at once say that the last step is saved."""
     if _watch is not None:
         _watch.is_saved = True
 
 
 def end_as(exit_code: int) -> None:
-    """Let a further signal end the process with this code, and no message: what it asks for is being done."""
+    """Let a further signal end the process with this code and no message, as the run is ending already."""
     if _watch is not None:
         _watch.exit_code = exit_code
 
 
 def _say(text: str) -> None:
-    # Not `print`: the main thread may be in the middle of one.
+    # Not `print`: the main thread may be inside one.
     if is_first_local():
         os.write(2, f"{text}\n".encode())
 
 
 def _forget_in_child() -> None:
-    """A forked process must not answer to signals for its parent, through the pipe of both."""
+    """Stop handling signals in a forked process, which would share its parent's pipe."""
     global _watch
     if _watch is not None:
         signal.set_wakeup_fd(-1)
@@ -187,7 +187,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _WithoutInterrupts:
-    """Leaves out the report of a Ctrl-C that Python dropped; others go on to `report`."""
+    """Hides the report of a Ctrl-C that Python dropped; others are passed to `report`."""
 
     def __init__(self, report: Callable[[sys.UnraisableHookArgs], object]) -> None:
         self._report = report

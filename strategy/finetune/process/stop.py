@@ -1,4 +1,4 @@
-"""Why a run ended before its last step: told in one message, not in a traceback."""
+"""Reasons for a run to end before its last step, reported in one message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import ClassVar
 from thunder_memsave.errors import ThunderMemsaveError
 
 OUT_OF_MEMORY = 4
-"""The exit code; 3 is a budget that no plan fits."""
+"""Exit code for a device out of memory; 3 is a budget that no plan fits."""
 
 LESS_MEMORY = "use more processes with strategy.sharding zero3"
-"""What a run may change that goes on from a checkpoint."""
+"""Changes that a run may make when it resumes from a checkpoint."""
 
 LESS_MEMORY_OF_A_NEW_RUN = "a smaller data.max_seq_length, or lora"
 
 
 class RunStoppedError(ThunderMemsaveError):
-    """A run ended before its last step; the message says at which one, and what to do."""
+    """A run ended before its last step; the message names the step and what to do."""
 
     code: int = 1
     is_of_all_ranks: ClassVar[bool] = True
@@ -24,12 +24,12 @@ class RunStoppedError(ThunderMemsaveError):
 
 
 class RunInterruptedError(RunStoppedError):
-    """Ctrl-C, SIGTERM or SIGUSR1.
+    """Ctrl-C, SIGTERM or SIGUSR1 ended the run.
 
     Args:
-        message: For the user.
-        code: 130 for Ctrl-C, `signals.EXIT_SAVED` for the others where all is saved, else 128 and the signal.
-        is_own: This process got the signal, rather than hearing of it from another rank.
+        message: Text for the user.
+        code: 130 for Ctrl-C, `signals.EXIT_SAVED` for the others if all is saved, else 128 plus the signal.
+        is_own: Whether this process got the signal itself, not from another rank.
     """
 
     def __init__(self, message: str = "", *, code: int = 130, is_own: bool = True) -> None:
@@ -43,15 +43,15 @@ class BadStepError(RunStoppedError):
 
 
 class NotFiniteError(BadStepError):
-    """A loss or a norm of gradients is infinite or not a number, on every rank."""
+    """A loss or a gradient norm is infinite or NaN, on every rank."""
 
 
 class LossSpikeError(BadStepError):
-    """A loss is far above those before."""
+    """A loss is far above the recent ones."""
 
 
 class ProcessDiedError(RunStoppedError):
-    """Another process of this machine ended, so that the run cannot go on."""
+    """Another process on this machine ended, so the run cannot go on."""
 
     def __init__(self, message: str, *, code: int = 1) -> None:
         super().__init__(message)
@@ -59,13 +59,13 @@ class ProcessDiedError(RunStoppedError):
 
 
 class RankLostError(RunStoppedError):
-    """Another rank did not come to a collective; each rank says what it waited for."""
+    """Another rank did not join a collective; each rank reports what it waited for."""
 
     is_of_all_ranks = False
 
 
 class DeviceMemoryError(RunStoppedError):
-    """The device had less memory left than the plan expected, on this rank at least."""
+    """The device had less memory left than the plan expected, at least on this rank."""
 
     code = OUT_OF_MEMORY
     is_of_all_ranks = False

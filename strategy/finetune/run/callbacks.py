@@ -1,4 +1,4 @@
-"""Makes the callbacks and loggers of a run: those that every run has, and those of its file."""
+"""Makes the callbacks and loggers of a run: the default ones, and those of its run file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from thunder_memsave.settings.section import ConfigError
 
 _OWN_PACKAGE = "thunder_memsave."
 
-# What has to be installed for Lightning's loggers.
+# Packages that Lightning's loggers need.
 _PACKAGE_OF_LOGGER = {
     "TensorBoardLogger": "tensorboard",
     "WandbLogger": "wandb",
@@ -50,7 +50,7 @@ _MODULES_OF_LOGGER = {
 def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
     """List the callbacks: those that measure, the run file's, those that write, the checkpoint.
 
-    One of the run file takes the place of a default one of its class.
+    One of the run file replaces the default one of its class.
 
     Raises:
         ConfigError: a class or an argument cannot be used.
@@ -71,7 +71,7 @@ def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
 
 
 def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
-    """Refuse to watch evaluations that do not come, or a metric that they do not have.
+    """Refuse early stopping on evaluations that never happen, or on a metric that they lack.
 
     Raises:
         ConfigError: early stopping would have no effect, or fail at the first evaluation.
@@ -96,7 +96,7 @@ def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
 
 
 def check_keep_best(config: RunConfig, *, has_validation: bool) -> None:
-    """Refuse to keep the best of evaluations that do not come, or of a metric that they do not have.
+    """Refuse to keep the best by evaluations that never happen, or by a metric that they lack.
 
     Raises:
         ConfigError: there is nothing to compare.
@@ -119,7 +119,7 @@ def check_keep_best(config: RunConfig, *, has_validation: bool) -> None:
 
 
 def _has_own_callbacks_only(config: RunConfig) -> bool:
-    """Others may add metrics."""
+    """Tell whether all callbacks are ours; others may add metrics."""
     module = CALLBACK.default_module
     classes = (
         import_class(spec, where=f"callbacks[{index}]", default_module=module)
@@ -129,7 +129,7 @@ def _has_own_callbacks_only(config: RunConfig) -> bool:
 
 
 def check_fp8_monitor(config: RunConfig) -> None:
-    """Refuse to watch scales that there are none of.
+    """Refuse to monitor scales if no linear has them.
 
     Raises:
         ConfigError: `Fp8Monitor` would have no effect.
@@ -164,7 +164,7 @@ def _check_watches_something(config: RunConfig, *, has_validation: bool, where: 
 
 
 def check_logger_package(spec: ClassSpec, *, where: str) -> None:
-    """Refuse one of Lightning's loggers without its package, and make nothing, which might write.
+    """Refuse one of Lightning's loggers without its package; creating the logger to find out might write.
 
     Raises:
         ConfigError: the package is not installed.
@@ -176,7 +176,7 @@ def check_logger_package(spec: ClassSpec, *, where: str) -> None:
 
 
 def build_loggers(config: RunConfig, directory: RunDirectory) -> list[Any]:
-    """Make the run file's loggers; they write into the run's directory unless they say otherwise.
+    """Make the run file's loggers; by default they write into the run's directory.
 
     Raises:
         ConfigError: a class or an argument cannot be used, or a package is not installed.

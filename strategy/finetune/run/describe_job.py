@@ -1,4 +1,4 @@
-"""Says what a run would do, for `thunder-memsave validate`."""
+"""Describes what a run would do, for `thunder-memsave validate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_TOKENS_SHOWN = 256
 
 
 def describe_job(job: Job) -> str:
-    """Write model, data, batches, steps, one sample and the place of the results."""
+    """Describe model, data, batches, steps, one sample and the place of the results."""
     facts = {
         "model": _model(job),
         **({} if job.fp8 is None else {"fp8": job.fp8}),

@@ -1,4 +1,4 @@
-"""Turns what ends a run early into one message: what it was, at which step, and how the run goes on."""
+"""Turns an error that ends a run early into one message: what happened, at which step, and how to resume."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from thunder_memsave.finetune.run.out_of_memory import changes, what_happened, w
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
-def as_told(
+def stopped_error(
     error: BaseException, fabric: Fabric, job: Job, state: Any, processes: LocalProcesses
 ) -> RunStoppedError | None:
-    """Turn what ends runs now and then into one message; None for other errors."""
+    """Turn an expected error into one message for the user; None for other errors."""
     if isinstance(error, RunInterruptedError):
         return None
-    # A signal that was deferred raised nothing, so that what ends the run is something else.
+    # A deferred signal raised nothing, so the error has another cause.
     if isinstance(error, KeyboardInterrupt) or signals.raised():
         return interrupted(fabric, job, state, signals.received() or signal.SIGINT)
     if isinstance(error, BadStepError):
@@ -47,7 +47,7 @@ def as_told(
         return type(error)(error.message, advice=f"After that, {how}")
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(_out_of_memory(error, fabric, job, state))
-    # As collectives raise when another process is gone, rather than when it told its reason.
+    # Collectives raise it when another process is gone; an `OtherRankError` tells that process's reason.
     if isinstance(error, RuntimeError) and not isinstance(error, OtherRankError):
         died = processes.died(wait_seconds=0 if _is_timeout(error) else 3)
         if died is not None:
@@ -66,7 +66,7 @@ def as_told(
 def interrupted(
     fabric: Fabric, job: Job, state: Mapping[str, Any], number: signal.Signals
 ) -> RunInterruptedError:
-    """Say where the run is, and by the exit code whether all of it is saved."""
+    """Name the step that the run is at; the exit code says whether all of it is saved."""
     what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     code = 128 + number
     if not job.directory.has_begun():
@@ -79,19 +79,19 @@ def interrupted(
 
 
 def is_saved(job: Job, state: Mapping[str, Any]) -> bool:
-    """Tell whether the newest checkpoint is of the step at which the run is; a disk that fails says no."""
+    """Tell whether the newest checkpoint is of the run's current step; False if the disk fails."""
     own = _own_checkpoints(job) or []
     return bool(own) and step_of(own[-1]) == state["step"]
 
 
 def explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
-    """Say what the end of another process means for this one.
+    """Explain the end of another process, which ends this one too.
 
     Args:
         died: Which one, and how.
-        fabric: Launched or not.
+        fabric: Fabric, launched or not.
         job: The run.
-        state: What checkpoints hold.
+        state: The state that checkpoints hold.
     """
     if not job.directory.has_begun():
         return f"{died} before training began, so the run ends too; start it again."
@@ -99,7 +99,7 @@ def explained(died: str, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> 
 
 
 def _is_timeout(error: RuntimeError) -> bool:
-    """A process that is waited for until the timeout has not ended: that is noticed at once."""
+    """Tell a timeout from the end of a process, which is noticed at once."""
     return error.is_timeout if isinstance(error, CollectiveError) else says_timeout(error)
 
 
@@ -125,14 +125,14 @@ def _out_of_memory(
 
 
 def _less_memory(job: Job) -> str:
-    """What changes the meaning of a checkpoint's step is refused by the run that goes on from it."""
+    """Suggest only changes that a resumed run accepts, or else a new run."""
     if job.resume_from is not None or _own_checkpoints(job) != []:
         return f"{LESS_MEMORY}, or start a new run in another output_dir with {LESS_MEMORY_OF_A_NEW_RUN}"
     return f"{LESS_MEMORY}, {LESS_MEMORY_OF_A_NEW_RUN}"
 
 
 def _own_checkpoints(job: Job) -> list[Path] | None:
-    """None: the disk does not say, which must not hide why the run ended."""
+    """List the run's checkpoints; None if the disk fails, which must not hide why the run ended."""
     try:
         return list_checkpoints(job.directory.checkpoints)
     except OSError:

@@ -1,4 +1,4 @@
-"""Makes Fabric for a run: devices from torchrun, precision from the formats of the weights."""
+"""Builds Fabric for a run: devices from torchrun, precision from the dtypes of the weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thunder_memsave.strategy import ThunderMemsaveStrategy
 def build_fabric(
     config: RunConfig, *, callbacks: Sequence[object], loggers: Sequence[Any] = ()
 ) -> Fabric:
-    """Make Fabric with our strategy on as many processes as torchrun or `devices` says."""
+    """Make Fabric with our strategy, on the number of processes from torchrun or `devices`."""
     num_local = num_local_processes(config)
     return Fabric(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
@@ -34,6 +34,6 @@ def build_fabric(
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),
         loggers=list(loggers),
-        # Named, because Fabric itself takes the tasks of a SLURM job for the processes of the run.
+        # Given explicitly, because Fabric would take the tasks of a SLURM job for the processes of the run.
         plugins=[TorchElasticEnvironment() if is_under_torchrun() else LightningEnvironment()],
     )

@@ -1,4 +1,4 @@
-"""Says which linears of a run compute in fp8, and why the others do not, in a few lines."""
+"""Describes in a few lines which linears of a run compute in fp8, and why the others do not."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from thunder_memsave.fp8.weights.layers import Choice, by_reason, shown
 
 _NUM_CHOSEN, _NUM_OTHERS = 8, 2
 
-# What PEFT puts around the name of a linear says nothing of which one it is.
+# PEFT adds these around a linear's name; they do not tell linears apart.
 _OF_PEFT = ("base_model.model.", ".base_layer")
 
 
 def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
-    """One line on those that compute in fp8, and one for each reason why others do not; None: the run has no fp8.
+    """Return a line on the linears in fp8, and one for each reason why others are not; None if fp8 is off.
 
     Raises:
-        ConfigError: no linear would compute in fp8, this machine cannot, its ranks would scale differently, or there
-            are no frozen weights to be kept in fp8.
+        ConfigError: no linear would compute in fp8, this machine cannot, its ranks would scale differently, or
+            there are no frozen weights to keep in fp8.
     """
     fp8 = parse_fp8(config.fp8)
     if fp8 is None:
@@ -42,7 +42,7 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
 
 
 def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:
-    """Write the lines: linears that differ by the number of their layer alone are named once."""
+    """Write the lines; linears that differ only by the number of their layer are named once."""
     chosen, others = by_reason(choices)
     first = f"{len(chosen)} of {len(choices)} linears, {recipe} scaling by {backend}"
     lines = [f"{first} ({shown(_kinds(chosen), _NUM_CHOSEN)})"]
@@ -52,11 +52,11 @@ def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) ->
 
 
 def _kinds(names: Sequence[str]) -> list[str]:
-    """Each once."""
+    """Return the distinct kinds of these linears."""
     return list(dict.fromkeys(map(_kind, names)))
 
 
 def _kind(name: str) -> str:
-    """What comes after the last number of a layer, as far as it tells linears apart."""
+    """Return the part of a name after the layer's number, which tells kinds of linears apart."""
     *_, last = re.split(r"\.\d+\.", name.removeprefix(_OF_PEFT[0]))
     return last.removesuffix(_OF_PEFT[1])

@@ -1,4 +1,4 @@
-"""A run whose configuration, data and model have been found to be usable, before anything is written."""
+"""Checks and loads everything that a run needs, before anything is written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BATCH_SIZES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A run whose configuration, data and model have been found to be usable."""
+    """A run whose configuration, data and model were checked."""
 
     config: RunConfig
     directory: RunDirectory
@@ -53,18 +53,18 @@ class Job:
     model: nn.Module
     resume_from: CheckpointInfo | None
     identity: dict[str, int | str]
-    """What gives a step and its state their meaning; it must not change in a run."""
+    """Values that give a step and its state their meaning, and must not change within a run."""
     fp8: str | None
-    """Which linears compute in fp8, in a few lines; None: no fp8."""
+    """Description of the linears in fp8, in a few lines; None if fp8 is off."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole model, also where this process holds a shard; a tied one counts once."""
+        """Weights of the whole model, also if this process holds a shard; a tied one counts once."""
         return sum(_num_elements(p) for p in self.model.parameters())
 
     @property
     def num_trained_parameters(self) -> int:
-        """Those that training changes."""
+        """Weights that are trained."""
         return sum(_num_elements(p) for p in self.model.parameters() if p.requires_grad)
 
     @property
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the run; one epoch if it does not say."""
+        """Optimizer steps of the run; one epoch by default."""
         epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         if epochs is None and max_steps is None:
             epochs = 1
@@ -82,7 +82,7 @@ class Job:
         return min(limit for limit in limits if limit is not None)
 
     def sharding(self, *, rank: int) -> Sharding:
-        """How a global batch is divided, for one rank."""
+        """Return the division of a global batch, for one rank."""
         return Sharding(
             global_batch_size=self.batch_sizes.global_batch_size,
             micro_batch_size=self.batch_sizes.micro_batch_size,
@@ -99,11 +99,11 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     """Check and load everything that a run needs, without writing and without other processes.
 
     Args:
-        config: The run; a key that is wrong has its default.
-        problems: What is known to be wrong with the run file; the rest is checked all the same.
+        config: The run; invalid keys have their defaults.
+        problems: Known problems of the run file; the rest is checked nevertheless.
 
     Raises:
-        ConfigErrors: all that cannot be used.
+        ConfigErrors: lists all problems.
     """
     transformers_logging.disable_progress_bar()  # the run has its own
     problems = Problems() if problems is None else problems
@@ -130,7 +130,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
             reads=("train.seed", "model", "lora", "adapter", "fp8"),
             about="resume",
         )
-    _check_watchers(config, data, problems)
+    _check_callbacks(config, data, problems)
     model = _model(config, tokenizer, problems)
     fp8 = _fp8(config, model, problems)
     problems.raise_all()
@@ -161,8 +161,8 @@ def _identity(config: RunConfig, sizes: BatchSizes, data: PreparedData) -> dict[
     }
 
 
-def _check_watchers(config: RunConfig, data: PreparedData | None, problems: Problems) -> None:
-    """Find early stopping and loggers that could not work, without making what writes."""
+def _check_callbacks(config: RunConfig, data: PreparedData | None, problems: Problems) -> None:
+    """Check early stopping, loggers and the like without creating objects that write."""
     for index, spec in enumerate(config.loggers):
         where = f"loggers[{index}]"
         step = partial(check_logger_package, spec, where=where)
@@ -187,7 +187,7 @@ def _keys(section: str, *names: str) -> tuple[str, ...]:
 
 def _tokenizer(config: RunConfig, problems: Problems) -> Any:
     if problems.found and is_hub_name(config.model) and not constants.is_offline_mode():
-        return None  # a mistake should not wait for gigabytes
+        return None  # a mistake should be reported before gigabytes are downloaded
     return problems.check(
         lambda: load_tokenizer(config.model),
         reads=_keys("model", "name_or_path", "revision"),
@@ -224,7 +224,7 @@ def _without_broken_arguments(spec: ClassSpec, problems: Problems) -> ClassSpec:
 
 
 def _check_rows(spec: ClassSpec) -> None:
-    """Check the rows as far as that goes without a tokenizer; a user's class may not offer it."""
+    """Check the rows as far as possible without a tokenizer; a user's class need not support it."""
     dataset = build(spec, where="data.dataset", default_module=DATASET.default_module)
     if hasattr(dataset, "check_rows"):
         dataset.check_rows()
@@ -251,7 +251,7 @@ def _fp8(config: RunConfig, model: nn.Module | None, problems: Problems) -> str 
 
 
 def _without_broken(config: RunConfig, problems: Problems) -> RunConfig:
-    """Leave out what is wrong, so that the rest of the model is checked."""
+    """Leave out invalid parts, so that the rest of the model is checked."""
     if problems.is_broken("lora") or problems.is_broken("adapter"):
         config = dataclasses.replace(config, lora=None, adapter=None)
     if problems.is_broken("data.max_seq_length") or problems.is_broken("data.packing"):

@@ -1,4 +1,4 @@
-"""What a run says that ran out of device memory: what was planned and measured, and which key to change to what."""
+"""The message of a run out of device memory: what was planned and measured, and which key to change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIB = 2**20
 
 
 def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str:
-    """Compare what the plan said with what the device held."""
+    """Compare the plan's peak with what the device held."""
     plan = strategy.plan
     predicted = "there was no plan yet"
     if plan is not None:
@@ -28,19 +28,19 @@ def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str
 def changes(
     error: BaseException, strategy: ThunderMemsaveStrategy, *, micro_batch_size: int
 ) -> tuple[str, ...]:
-    """The overrides that need less memory, each enough by itself as far as can be known, the fastest first."""
+    """Return overrides that reduce memory, each enough by itself as far as is known, the fastest first."""
     found = []
     smaller = _smaller_budget(error, strategy)
     if smaller is not None:
         found.append(_override(strategy, smaller))
     if micro_batch_size > 1:
-        # The global batch stays, so that there are more micro-batches.
+        # The global batch stays, so there are more micro-batches.
         found.append(f"--train.micro_batch_size={_largest_divisor(micro_batch_size)}")
     return tuple(found)
 
 
 def _override(strategy: ThunderMemsaveStrategy, budget_mib: int) -> str:
-    """A budget that is given has no reserve, so that a reserve that is given must grow instead."""
+    """Raise the reserve if one is set, as it has no effect beside an explicit budget; otherwise set a budget."""
     memory, total = strategy.config.memory, total_bytes(strategy.root_device)
     if memory.budget != "auto" or memory.reserve == MemoryConfig().reserve or total is None:
         return f"--memory.budget={budget_mib}MiB"
@@ -48,12 +48,12 @@ def _override(strategy: ThunderMemsaveStrategy, budget_mib: int) -> str:
 
 
 def _largest_divisor(size: int) -> int:
-    """Half of it, or what else divides it, so that the global batch can stay."""
+    """Return half of it, or its largest other divisor, so that the global batch can stay."""
     return next(size // parts for parts in range(2, size + 1) if size % parts == 0)
 
 
 def write_snapshot(directory: Path, *, rank: int) -> Path | None:
-    """Write what the allocator holds, for https://pytorch.org/memory_viz; None where that is not CUDA's."""
+    """Write the allocator's state, for https://pytorch.org/memory_viz; None without CUDA."""
     if not torch.cuda.is_available() or not directory.is_dir():
         return None
     path = directory / f"out_of_memory-rank{rank}.pickle"
@@ -63,7 +63,7 @@ def write_snapshot(directory: Path, *, rank: int) -> Path | None:
 
 
 def _smaller_budget(error: BaseException, strategy: ThunderMemsaveStrategy) -> int | None:
-    """In MiB; None without a plan that a smaller budget could change."""
+    """Return a smaller budget in MiB; None without a plan that it could change."""
     missing = missing_bytes(error)
     plan = strategy.plan
     if missing is None or plan is None:
@@ -71,7 +71,7 @@ def _smaller_budget(error: BaseException, strategy: ThunderMemsaveStrategy) -> i
     budget = strategy.config.memory.budget_bytes(total_bytes(strategy.root_device))
     if budget is None:
         return None
-    # A plan below its budget must shrink from where it is.
+    # A plan below its budget must shrink from its own peak.
     smaller = (min(budget, plan.predicted_peak_bytes) - missing) // _MIB
     return smaller if smaller > 0 else None
 

@@ -1,4 +1,4 @@
-"""Shows the plan that a run was compiled with: before its first update, and how it compares with what was measured."""
+"""Shows the plan that a run was compiled with, before its first update, and compares it with the measured peak."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
 class PlanShown:
-    """A callback that prints on rank 0, in the first step only. It reads the metrics of `MemoryMonitor`."""
+    """Prints on rank 0, in the first step only; reads the metrics of `MemoryMonitor`."""
 
     def __init__(self) -> None:
         self._is_first = True
 
     def on_before_optimizer_step(self, *, fabric: Fabric) -> None:
-        """Print the plan; a budget that is too small has ended the run by now."""
+        """Print the plan; too small a budget has ended the run before this."""
         strategy = fabric.strategy
         assert isinstance(strategy, ThunderMemsaveStrategy)
         if self._is_first and fabric.is_global_zero and strategy.plan is not None:
@@ -28,7 +28,7 @@ class PlanShown:
             )
 
     def on_train_batch_end(self, *, fabric: Fabric, metrics: Mapping[str, Any]) -> None:
-        """Print what the step took."""
+        """Print the measured peak."""
         predicted = metrics.get("predicted_peak_bytes")
         if self._is_first and fabric.is_global_zero and predicted is not None:
             print(_compared(predicted, metrics.get("peak_bytes")), flush=True)

@@ -1,4 +1,4 @@
-"""Checks what a run file names besides its data and its model: classes, devices, the directory."""
+"""Checks what a run file refers to besides its data and its model: classes, devices, the directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from thunder_memsave.settings.section import ConfigError
 
 
 def check_references(config: RunConfig, problems: Problems) -> None:
-    """Report what cannot be used, before anything is made of it."""
+    """Report what cannot be used, before anything is created."""
     places = [
         ("optimizer", config.optimizer, OPTIMIZER),
         ("data.dataset", config.data.dataset, DATASET),
@@ -48,7 +48,7 @@ def check_references(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_callback(spec: ClassSpec, *, where: str) -> None:
-    """Look at the hooks, and make a callback of ours: it writes nothing by that, and knows which values it takes."""
+    """Check the hooks, and create a callback of ours, which writes nothing and checks its arguments."""
     module = CALLBACK.default_module
     cls = import_class(spec, where=where, default_module=module)
     check_hooks(cls, where=where)
@@ -61,7 +61,7 @@ def _check_callback(spec: ClassSpec, *, where: str) -> None:
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    """Make the optimizer for one weight and take a step: some refuse their values only then."""
+    """Create the optimizer for one weight and take a step: some check their arguments only then."""
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.ones(2, 2)
     spec, where = config.optimizer, "optimizer"
@@ -81,7 +81,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 def _check_devices(config: RunConfig) -> None:
     num_gpus = torch.cuda.device_count()
-    # Under torchrun they were compared with its number already.
+    # Under torchrun they were compared with its number before.
     if config.devices != "auto" and not is_under_torchrun() and 0 < num_gpus < config.devices:
         raise ConfigError(
             f"devices is {config.devices}, but this machine has {num_gpus} GPUs; write {num_gpus}, "
@@ -91,14 +91,14 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def _check_output(config: RunConfig) -> None:
-    """Refuse a directory that cannot be made; a run's files are written after minutes only."""
+    """Refuse a directory that cannot be created: a run writes its first files only after minutes."""
     if config.output_dir.startswith("~") or "$" in config.output_dir:
         raise ConfigError(
             f"output_dir is {config.output_dir!r}, but '~' and '$' are not expanded here; write the "
             "whole path."
         )
     nearest = Path(config.output_dir).absolute()
-    # A link to nowhere does not exist, but nothing can be made in its place either.
+    # A dangling link does not exist, but nothing can be created in its place either.
     while not os.path.lexists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():

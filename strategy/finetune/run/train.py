@@ -1,4 +1,4 @@
-"""One run from its configuration to the exported model: the steps in their order."""
+"""One run from its configuration to the exported model: the steps in order."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.process.stop import BadStepError
 from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
-from thunder_memsave.finetune.run.early_end import as_told, explained, interrupted, is_saved
+from thunder_memsave.finetune.run.early_end import explained, interrupted, is_saved, stopped_error
 from thunder_memsave.finetune.run.fabric import build_fabric
 from thunder_memsave.finetune.run.job import Job, prepare
 from thunder_memsave.finetune.run.plan_shown import PlanShown
 from thunder_memsave.finetune.run_file.classes.class_spec import import_class
 from thunder_memsave.finetune.run_file.config import GuardsConfig, RunConfig
-from thunder_memsave.finetune.training.loop import Plan, fit
+from thunder_memsave.finetune.training.loop import LoopPlan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
 from thunder_memsave.finetune.training.loss_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import (
     IMPLEMENTATION,
+    chooses_implementation,
     make_optimizer,
     place_steps,
-    says_how,
 )
 from thunder_memsave.materialize.pending_weights import fingerprint_of_files, names_in_files
 from thunder_memsave.measure.step_memory import StepMemoryError
@@ -54,8 +54,8 @@ from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 _log = logging.getLogger(__name__)
 
-# What a model's first call ends with where it cannot be compiled or planned; the last tells of another rank's.
-# These types alone: a subclass of the last is of checkpoints.
+# Errors of a model's first call if it cannot be compiled or planned; the last reports another rank's.
+# Exactly these types: a subclass of the last one is about checkpoints.
 _BEFORE_ANY_STEP = (
     BudgetError,
     CaptureError,
@@ -69,12 +69,12 @@ _BEFORE_ANY_STEP = (
 def train(config: RunConfig) -> Path:
     """Run the whole training and return the directory of the trained model or adapter.
 
-    What a user can get wrong is found before anything is written, and nearly all of it before the
+    User errors are found before anything is written, and nearly all of them before the
     processes join.
 
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
-        RunStoppedError: a signal, a loss or gradients that the guards do not take, or a process that died.
+        RunStoppedError: a signal, a loss or gradients that the guards refuse, or a process that died.
     """
     with local_processes(config) as processes:
         return _train(config, processes)
@@ -92,14 +92,14 @@ def _train(config: RunConfig, processes: LocalProcesses) -> Path:
         begun = _begin(fabric, job, base, callbacks, state)
         return _run(fabric, begun.job, begun, state)
     except BaseException as error:
-        told = as_told(error, fabric, job, state, processes)
+        told = stopped_error(error, fabric, job, state, processes)
         if told is None:
             raise
         raise told from error
 
 
 def _first_step(job: Job) -> int:
-    """The step that the run starts from, for what is said before its checkpoint is loaded."""
+    """Return the step that the run starts from, for messages before its checkpoint is loaded."""
     return 0 if job.resume_from is None else int(job.resume_from.values.get("step", 0))
 
 
@@ -110,11 +110,11 @@ def _begin(
     callbacks: Sequence[object],
     state: dict[str, Any],
 ) -> _Begun:
-    """Join the processes, fill the model, and put into `state` what checkpoints hold."""
+    """Join the processes, fill the model, and put what checkpoints hold into `state`."""
     fabric.launch()
     job = _on_newest_valid(fabric, _as_rank_zero_sees_it(fabric, job), base)
     state["step"] = _first_step(job)
-    if fabric.is_global_zero:  # which alone tells of it
+    if fabric.is_global_zero:  # which alone reports throughput
         _describe_model(callbacks, job, fabric)
     _say(fabric, job.data.summary)
     if job.fp8 is not None:
@@ -131,7 +131,7 @@ def _begin(
     if job.resume_from is not None:
         is_verified = job.config.resume == "auto"
         _load(fabric, job.resume_from, job.config, state, is_verified=is_verified)
-    # After the checkpoint: one that does not fit this run file must not replace its own.
+    # After the checkpoint was loaded: one that does not fit this run file must not replace its own.
     before = _create_directory(fabric, job, step=state["step"])
     return _Begun(
         job=job,
@@ -144,31 +144,31 @@ def _begin(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Begun:
-    """A model that is ready to train, and what was there before."""
+    """A model that is ready to train, and the start's earlier state."""
 
     job: Job
-    """It goes on from a checkpoint whose files were verified, with `resume=auto`."""
+    """The run; with `resume=auto`, it resumes from a checkpoint whose files were verified."""
     module: nn.Module
     loop_state: LoopState
     step: int
     run_file_before: str | None
-    """Of a run that is resumed; None of a new one."""
+    """The earlier run file of a resumed run; None for a new run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BaseFiles:
-    """What of the model can be read again from its own files, and need not be in checkpoints."""
+    """The weights that can be read again from the model's own files, and need not be in checkpoints."""
 
     names: frozenset[str]
     identity: dict[str, str]
-    """For checkpoints: which files those are."""
+    """Fingerprint of these files, for checkpoints."""
 
 
 def _base_files(job: Job) -> _BaseFiles:
-    """Look at the files of a model of which a part is frozen.
+    """Find the weights in the files of a partly frozen model.
 
     Raises:
-        ConfigError: the checkpoint to resume from belongs to other files.
+        ConfigError: the checkpoint to resume from was made with other files.
     """
     if all(parameter.requires_grad for parameter in job.model.parameters()):
         return _BaseFiles(names=frozenset(), identity={})
@@ -190,14 +190,14 @@ def _check_same_base(job: Job, identity: Mapping[str, str]) -> None:
 
 
 def _as_rank_zero_sees_it(fabric: Fabric, job: Job) -> Job:
-    """On a shared file system one rank may see a checkpoint that another does not see yet."""
+    """Use rank 0's checkpoint on all ranks: on a shared file system some may not see it yet."""
     if job.config.resume is False:
         return job
     return dataclasses.replace(job, resume_from=fabric.broadcast(job.resume_from))
 
 
 def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
-    """With `resume=auto`, verify the newest checkpoint; where it is damaged, take the one before.
+    """Verify the newest checkpoint under `resume=auto`; if it is damaged, take the one before.
 
     Raises:
         ConfigError: none is valid, or the one before belongs to another run.
@@ -216,7 +216,7 @@ def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
 
 
 def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> None:
-    """Tell the throughput monitor what a token costs, where it knows what the device can do."""
+    """Give the throughput monitor the FLOPs per token, if it knows the device's peak."""
     for monitor in callbacks:
         if isinstance(monitor, ThroughputMonitor):
             monitor.matmul_format = job.config.model.dtype
@@ -246,7 +246,7 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     cast(ThunderMemsaveStrategy, fabric.strategy).count_caller(
         between_bytes=own.between_bytes, other_bytes=own.other_bytes
     )
-    # What must be equal on all ranks is made by now; dropout differs from rank to rank.
+    # Everything that must be equal on all ranks exists by now; dropout differs from rank to rank.
     torch.manual_seed(job.config.train.seed + fabric.global_rank)
     return module, cast(Optimizer, fabric.setup_optimizers(optimizer))
 
@@ -262,8 +262,8 @@ def _load(
     """Load the checkpoint; the optimizer's arguments stay those of this run's file."""
     cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
     given = set(inspect.signature(cls).parameters)
-    if not says_how(config.optimizer):
-        given -= set(IMPLEMENTATION)  # as the run began, which gives the same bits
+    if not chooses_implementation(config.optimizer):
+        given -= set(IMPLEMENTATION)  # as the run began, for the same bits
     arguments = [_arguments(group, given) for group in state["optimizer"].param_groups]
     try:
         load_checkpoint(fabric, checkpoint, state, is_verified=is_verified)
@@ -274,12 +274,12 @@ def _load(
         raise ConfigError(message, key="resume") from error
     for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
         group.update(values)
-        group.pop("initial_lr", None)  # what the schedule scales, of the run that saved
+        group.pop("initial_lr", None)  # belongs to the schedule of the run that saved
     place_steps(state["optimizer"])
 
 
 def _arguments(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """What a parameter group was made with; its learning rate may be a step's by now."""
+    """Return a parameter group's initial arguments; its learning rate may be a later step's."""
     values = {key: group[key] for key in group if key in names}
     return {**values, "lr": group.get("initial_lr", group["lr"])}
 
@@ -293,8 +293,8 @@ def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
 
 
 def _create_directory(fabric: Fabric, job: Job, *, step: int) -> str | None:
-    """Returns the run file that lay there."""
-    # Not before every rank has looked whether another run's files lie there.
+    """Create the run's directory on rank 0, and return the run file that was there."""
+    # Not before every rank has checked for another run's files there.
     fabric.barrier()
     before = job.directory.run_file_text()
     if fabric.is_global_zero:
@@ -304,7 +304,7 @@ def _create_directory(fabric: Fabric, job: Job, *, step: int) -> str | None:
 
 
 def _announce(fabric: Fabric, job: Job, *, num_left: int) -> None:
-    """Say what is about to run."""
+    """Print what is about to run."""
     num_trained, num_all = job.num_trained_parameters, job.num_parameters
     _say(fabric, f"model: {num_trained:,} of {num_all:,} parameters are trained")
     if job.resume_from is not None:
@@ -322,7 +322,7 @@ def _say(fabric: Fabric, text: str) -> None:
 
 
 def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path:
-    """Train and export; tell the callbacks if that does not come to its end."""
+    """Train and export; notify the callbacks if that fails."""
     plan = _plan(job, fabric)
     _announce(fabric, job, num_left=plan.num_steps - state["step"])
     try:
@@ -352,12 +352,12 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
 
 
 def _roll_back(fabric: Fabric, job: Job, state: dict[str, Any]) -> None:
-    """Put everything back to the newest checkpoint without damage, or to the one that the run began with.
+    """Restore everything from the newest undamaged checkpoint, or from the one that the run began with.
 
     Raises:
         BadStepError: there is none yet, or none that can be loaded.
     """
-    fabric.call("on_rollback_start", fabric=fabric)  # a save may be under way
+    fabric.call("on_rollback_start", fabric=fabric)  # a save may be in progress
     not_taken = f"step {state['step'] + 1} was not taken: its loss or gradients are bad"
     try:
         own = newest_valid(fabric, job.directory.checkpoints)
@@ -374,7 +374,7 @@ def _roll_back(fabric: Fabric, job: Job, state: dict[str, Any]) -> None:
 
 
 def _tell_callbacks_of_the_end(fabric: Fabric) -> None:
-    """What a callback raises then is not why the run ended."""
+    """Call `on_exception`; an error of a callback is logged, as it is not why the run ended."""
     try:
         fabric.call("on_exception", fabric=fabric)
     except Exception as error:
@@ -382,7 +382,7 @@ def _tell_callbacks_of_the_end(fabric: Fabric) -> None:
 
 
 def _leave_nothing(fabric: Fabric, job: Job, begun: _Begun) -> None:
-    """Let the next try, with another budget or another model, find the directory as this one did."""
+    """Restore the directory, so that the next try, with another budget or model, finds it as this one did."""
     if fabric.is_global_zero:
         job.directory.take_back(begun.run_file_before)
 
@@ -398,9 +398,9 @@ def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
     return directory
 
 
-def _plan(job: Job, fabric: Fabric) -> Plan:
+def _plan(job: Job, fabric: Fabric) -> LoopPlan:
     config = job.config
-    return Plan(
+    return LoopPlan(
         num_steps=job.num_steps,
         sharding=job.sharding(rank=fabric.global_rank),
         seed=config.train.seed,
@@ -420,5 +420,5 @@ def _guards(config: RunConfig) -> GuardsConfig:
 
 
 def _strategy_skips(config: RunConfig) -> bool:
-    """The strategy's own word for it, which scripts use, means steps without end."""
+    """Tell whether the strategy's own setting, which scripts use, skips steps without a limit."""
     return config.strategy.get("nonfinite_gradients") == "skip"

@@ -1,4 +1,4 @@
-"""An evaluation: what the objective reports of the whole validation set, the same on every rank."""
+"""Evaluates the objective on the validation set, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thunder_memsave.finetune.data.row_set import RowSet
 from thunder_memsave.finetune.objectives.objective import BatchT, Objective
 
 _BATCHES_BETWEEN = 4
-"""Forward passes between two looks at whether to go on: each look is a collective."""
+"""Forward passes between two checks whether to go on; each check is a collective."""
 
 
 @torch.no_grad()
@@ -29,16 +29,16 @@ def evaluate(
     max_batches: int | None = None,
     is_cut_short: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return the metrics, or None where it was cut short; `model` is in eval mode meanwhile.
+    """Return the metrics, or None if it was cut short; `model` is in eval mode meanwhile.
 
     Args:
-        fabric: Whose ranks share the work.
-        model: As `fabric.setup` returned it.
+        fabric: Its ranks share the work.
+        model: The result of `fabric.setup`.
         rows: The validation set.
-        objective: What is measured.
-        sharding: How rows are divided over the ranks.
+        objective: Computes the metrics.
+        sharding: The division of rows over the ranks.
         max_batches: Forward passes per rank; None for the whole set.
-        is_cut_short: Asked now and then on all ranks together, on which it must answer alike.
+        is_cut_short: Tells whether to stop; called on all ranks together, with the same answer.
     """
     was_training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""Decides what becomes of a step whose loss or gradients are bad, from what all ranks know."""
+"""Decides what happens to a step with a bad loss or bad gradients, from what all ranks know."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from thunder_memsave.finetune.training.loop_state import LoopState
 Action = Literal["skip", "rollback"]
 
 _LEAST_DEVIATION = 0.01
-"""Of the median: without it, losses that hardly differ would make a spike of any other."""
+"""Smallest deviation, as a fraction of the median: otherwise any loss would be a spike after near-constant ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadStep:
-    """A step that must not be taken."""
+    """A step that must not be taken, and what to do instead."""
 
     action: Action
     reason: str
-    """What its loss or gradients are."""
+    """Description of its loss or gradients."""
 
 
 def judge(
@@ -35,19 +35,19 @@ def judge(
     is_finite: bool,
     max_nonfinite_skips: int | None = None,
 ) -> BadStep | None:
-    """Say whether a step may be taken; None: it may.
+    """Judge whether a step may be taken; None means yes.
 
     Args:
-        guards: What is to be done.
-        state: What came before; it is not changed.
-        loss: Of all ranks.
-        norm: Of the gradients, for the message.
-        is_finite: The loss and the gradients are finite on all ranks.
-        max_nonfinite_skips: Instead of `guards.max_skips` for steps that are not.
+        guards: The settings.
+        state: Earlier losses and skips; unchanged.
+        loss: Loss over all ranks.
+        norm: Norm of the gradients, for the message.
+        is_finite: Whether the loss and the gradients are finite on all ranks.
+        max_nonfinite_skips: Replaces `guards.max_skips` for non-finite steps.
 
     Raises:
-        NotFiniteError: they are not, and the run is to stop for it.
-        LossSpikeError: the loss is a spike, and the run is to stop for it.
+        NotFiniteError: they are not, and the setting is to stop.
+        LossSpikeError: the loss is a spike, and the setting is to stop.
     """
     if not is_finite:
         reason = f"its loss is {loss:g} and the norm of its gradients {norm:g}"
@@ -65,7 +65,7 @@ def judge(
 
 
 def spike_limit(guards: GuardsConfig, state: LoopState) -> float | None:
-    """The largest loss that is no spike; None while there are too few losses, or where none is looked for."""
+    """Return the largest loss that is not a spike; None with too few losses, or if spikes are not detected."""
     if guards.loss_spike is None or len(state.losses) < guards.spike_window:
         return None
     center = median(state.losses)
@@ -91,10 +91,10 @@ def _bad(
 
 
 def count_rollbacks(guards: GuardsConfig, state: LoopState, bad: BadStep, *, to_step: int) -> int:
-    """Count the rollbacks to a checkpoint, with the one that is due.
+    """Count the rollbacks to a checkpoint, including the one that is due.
 
     Raises:
-        BadStepError: there were as many as may be.
+        BadStepError: the limit was reached.
     """
     count = 1 + (state.num_rollbacks if state.rolled_back_to == to_step else 0)
     if count > guards.max_skips:
@@ -105,5 +105,5 @@ def count_rollbacks(guards: GuardsConfig, state: LoopState, bad: BadStep, *, to_
 
 
 def finite_mark(norm: float) -> float:
-    """What ranks add up to know that all gradients are finite: 0 here for finite ones."""
+    """Return 0 for finite gradients and 1 otherwise, to be summed over the ranks."""
     return 0.0 if math.isfinite(norm) else 1.0

@@ -1,16 +1,16 @@
-"""The training loop: rows in, optimizer steps out; what watches it are Fabric callbacks.
+"""The training loop: rows in, optimizer steps out; everything else is done by Fabric callbacks.
 
 `callbacks/hooks.py` lists the hooks and their arguments. `metrics` is one dict for all callbacks of a
-hook: the ones that measure add to it, so they stand before the ones that write in `Fabric(callbacks=[...])`.
-A step has `loss`, `grad_norm`, `epoch` and an evaluation `val_loss`, and both what the objective
-reports besides. What a row means, `Plan.objective` alone knows.
+hook: those that measure add to it, so they come before those that write in `Fabric(callbacks=[...])`.
+A step has `loss`, `grad_norm`, `epoch` and an evaluation `val_loss`, and both have the objective's
+other metrics. Only `LoopPlan.objective` knows what a row means.
 
-A step that the guards leave out has a `loss` or `grad_norm` that is not finite, or a spike.
+A step that the guards leave out has a non-finite `loss` or `grad_norm`, or a loss spike.
 
-`control.stop(reason)` ends the training after the step, on all ranks, whichever rank asked; the end
-is evaluated and saved as any other; after a signal (see `signals`) it is saved only. A callback with
-`state_dict` and `load_state_dict` is part of checkpoints: those methods belong to rank 0's callback, and
-every rank loads what it saved.
+`control.stop(reason)` ends the training after the step, on all ranks, whichever rank asked; the last step
+is then evaluated and saved as usual; after a signal (see `signals`) it is only saved. A callback with
+`state_dict` and `load_state_dict` is part of checkpoints: rank 0's callback is saved, and
+every rank loads that state.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Everything that decides what happens in which step."""
+class LoopPlan:
+    """The settings that decide what happens in which step."""
 
     num_steps: int
     sharding: Sharding
@@ -70,18 +70,18 @@ class Plan:
     eval: EvalConfig
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     max_nonfinite_skips: int | None = None
-    """Instead of `guards.max_skips`, for steps that are not finite."""
+    """Replaces `guards.max_skips` for non-finite steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How the training came to its end; the same on all ranks."""
+    """How the training ended; the same on all ranks."""
 
     reason: str | None = None
-    """That a callback gave for an end before the plan's."""
+    """Reason of a callback that ended the training early."""
 
     signal: signal.Signals | None = None
-    """That some rank got; all is saved, as far as a callback saves."""
+    """Signal that some rank got; the state is saved, if a callback saves it."""
 
 
 def fit(
@@ -91,27 +91,27 @@ def fit(
     *,
     train_rows: RowSet[Any],
     validation_rows: RowSet[Any] | None,
-    plan: Plan,
+    plan: LoopPlan,
     state: dict[str, Any],
     loop_state: LoopState | None = None,
     roll_back: Callable[[], None] | None = None,
 ) -> Ending:
-    """Train from `state["step"]` to the end of the plan, or until a callback or a signal asks for the end.
+    """Train from `state["step"]` to the end of the plan, or until a callback or a signal ends the training.
 
     Args:
         fabric: Launched, with the callbacks.
-        model: As `fabric.setup` returned it.
-        optimizer: As `fabric.setup` returned it.
-        train_rows: What is trained on.
-        validation_rows: What is evaluated on at the start, every n steps and at the end, if any.
-        plan: Everything else.
-        state: What checkpoints hold; `step` in it is kept up to date.
-        loop_state: A part of it; None is the start of a run.
-        roll_back: Puts `state`, with all that it refers to, back to the last checkpoint. A collective.
+        model: The result of `fabric.setup`.
+        optimizer: The result of `fabric.setup_optimizers`.
+        train_rows: The training data.
+        validation_rows: The validation data, evaluated at the start, every n steps and at the end, if any.
+        plan: The other settings.
+        state: The state that checkpoints hold; its `step` is kept up to date.
+        loop_state: A part of that state; None at the start of a run.
+        roll_back: Restores `state`, with all that it refers to, from the last checkpoint. A collective.
 
     Raises:
         BadStepError: the guards end the run at a step; on all ranks, and before it changes a weight.
-        NotFiniteError: so is the validation loss.
+        NotFiniteError: the validation loss is not finite.
         KeyboardInterrupt: a signal came while there was no step to finish.
     """
     loop = _Loop(
@@ -122,7 +122,7 @@ def fit(
         validation_rows=validation_rows,
         plan=plan,
         state=state,
-        memory=LoopState() if loop_state is None else loop_state,
+        loop_state=LoopState() if loop_state is None else loop_state,
         roll_back=roll_back,
     )
     try:
@@ -130,7 +130,7 @@ def fit(
     finally:
         signals.finish_steps(False)
     if ending.signal is None and signals.received() is not None:
-        raise KeyboardInterrupt  # after the ranks had agreed on the end
+        raise KeyboardInterrupt  # it came after the ranks had agreed on the end
     return ending
 
 
@@ -143,13 +143,13 @@ class _Loop:
     optimizer: Optimizer
     train_rows: RowSet[Any]
     validation_rows: RowSet[Any] | None
-    plan: Plan
+    plan: LoopPlan
     state: dict[str, Any]
-    memory: LoopState
+    loop_state: LoopState
     roll_back: Callable[[], None] | None
     control: TrainingControl = field(default_factory=TrainingControl)
     is_begun: bool = False
-    """A step was taken or left out, so that there is something to save, even back at the step of the start."""
+    """Whether a step was taken or left out, so that there is something to save, even at the step of the start."""
 
     @property
     def step(self) -> int:
@@ -160,13 +160,13 @@ class _Loop:
         """Take all steps."""
         reason = None
         self._start()
-        if self.step == 0 or self.memory.validation_is_due:
+        if self.step == 0 or self.loop_state.validation_is_due:
             self._validate()
         self.model.train()
         while self.step < self.plan.num_steps:
             work = self._next_step()
             if work.is_signalled:
-                if not self.is_begun:  # and something swallowed the exception
+                if not self.is_begun:  # something swallowed the exception
                     raise KeyboardInterrupt
                 return self._end()
             if work.is_stopped:
@@ -181,12 +181,12 @@ class _Loop:
         self._call("on_train_start", num_steps=self.plan.num_steps, state=self.state, control=True)
 
     def _end(self, reason: str | None = None) -> Ending:
-        """Save, and only then see whether a signal came: during the last evaluation, or the save itself."""
+        """Save, and only then check for a signal: it may have come during the last evaluation, or the save itself."""
         self._call("on_train_end", num_steps=self.plan.num_steps, state=self.state)
         return Ending(reason=reason, signal=_agreed_signal(self.fabric))
 
     def _train(self, work: _Work) -> None:
-        """Take a step, evaluate if it is time, and let it end; or leave it out."""
+        """Take a step, evaluate if due, and end the step; or leave it out."""
         step = self.step
         self._call("on_train_batch_start")
         metrics, bad = self._train_step(work)
@@ -198,7 +198,7 @@ class _Loop:
         metrics["epoch"] = (work.position + 1) / self._steps_per_epoch
         self.state["step"] = step + 1
         if _evaluates_after(step + 1, self.plan):
-            # Before the end of the step, so that a checkpoint of this step lies behind it.
+            # Before the end of the step, so that a checkpoint of this step includes its evaluation.
             self._validate()
         self._call(
             "on_train_batch_end",
@@ -217,14 +217,14 @@ class _Loop:
         total = _accumulate(fabric, self.model, work, plan.objective)
         self._call("on_before_optimizer_step", model=self.model, optimizer=optimizer)
         norm = _clip(fabric, self.model, optimizer, max_norm=plan.max_grad_norm)
-        # In one collective: a rank may be alone with gradients that are not finite.
+        # In one collective: non-finite gradients may be on one rank only.
         marked = torch.stack([total, total.new_tensor(finite_mark(norm))])
         total, num_not_finite = _sum_over_ranks(fabric, marked)
         loss = float(total / work.weight)
         bad = self._judged(loss, norm, is_finite=math.isfinite(loss) and not num_not_finite)
         if bad is None:
             optimizer.step()
-            self.memory.note_taken(loss, window=plan.guards.spike_window)
+            self.loop_state.note_taken(loss, window=plan.guards.spike_window)
         else:
             self._leave_out(bad)
         optimizer.zero_grad()
@@ -237,7 +237,7 @@ class _Loop:
         try:
             return judge(
                 self.plan.guards,
-                self.memory,
+                self.loop_state,
                 loss=loss,
                 norm=norm,
                 is_finite=is_finite,
@@ -254,19 +254,19 @@ class _Loop:
         )
 
     def _leave_out(self, bad: BadStep) -> None:
-        self.memory.num_skips += 1
+        self.loop_state.num_skips += 1
         if self.fabric.is_global_zero:
             _log.warning(self._refusal(bad.reason))
         if isinstance(self.fabric.strategy, ThunderMemsaveStrategy):
             self.fabric.strategy.leave_out_step(self.optimizer)
 
     def _go_back(self, bad: BadStep, *, step: int) -> None:
-        """Be at the last checkpoint again, without the data since."""
+        """Return to the last checkpoint, and skip the data since."""
         if self.roll_back is None:
             raise BadStepError(
                 self._refusal(f"{bad.reason}, and there is no checkpoint to go back to")
             )
-        before, position = self.memory.state_dict(), self.memory.data_position(step)
+        before, position = self.loop_state.state_dict(), self.loop_state.data_position(step)
         self.roll_back()
         counted = LoopState()
         counted.load_state_dict(before)
@@ -274,9 +274,9 @@ class _Loop:
             count = count_rollbacks(self.plan.guards, counted, bad, to_step=self.step)
         except BadStepError as error:
             raise BadStepError(f"step {step + 1} was not taken: {error}.") from None
-        self.memory.note_rollback(step=self.step, bad_position=position, num_rollbacks=count)
+        self.loop_state.note_rollback(step=self.step, bad_position=position, num_rollbacks=count)
         if self.fabric.is_global_zero:
-            first, last = self.memory.skipped[-1]
+            first, last = self.loop_state.skipped[-1]
             _log.warning(
                 "went back from step %d to step %d, and skip the data of %d steps (%d to %d)",
                 *(step + 1, self.step, last - first + 1, first + 1, last + 1),
@@ -286,7 +286,7 @@ class _Loop:
     def _next_step(self) -> _Work:
         """Lay out the step, and agree with the other ranks on its weight and on whether to take it."""
         fabric, rows, plan = self.fabric, self.train_rows, self.plan
-        position = self.memory.data_position(self.step)
+        position = self.loop_state.data_position(self.step)
         chosen = step_rows(len(rows), plan.sharding, seed=plan.seed, step=position)
         batches = [fabric.to_device(make_batch(rows, numbers)) for numbers in chosen]
         own = torch.stack([plan.objective.weight(batch) for batch in batches]).sum()
@@ -318,9 +318,9 @@ class _Loop:
             max_batches=self.plan.eval.max_batches,
             is_cut_short=lambda: _agreed_signal(self.fabric) is not None,
         )
-        self.memory.validation_is_due = metrics is None
+        self.loop_state.validation_is_due = metrics is None
         if metrics is None:
-            return  # the run ends, and takes it when it goes on
+            return  # the run ends, and evaluates when it is resumed
         loss = metrics["val_loss"]
         self._call("on_validation_end", metrics=metrics, control=True)
         if not math.isfinite(loss):
@@ -337,7 +337,7 @@ class _Loop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """What one optimizer step trains on."""
+    """The data of one optimizer step, and whether to take it."""
 
     position: int
     """Its number among the global batches of the data."""
@@ -346,17 +346,17 @@ class _Work:
     """This rank's micro-batches."""
 
     weight: Tensor
-    """The objective's, of all ranks."""
+    """The objective's weight over all ranks."""
 
     is_stopped: bool
-    """A callback of some rank has asked for the end: the step is not to be taken."""
+    """Whether a callback of some rank asked for the end, so that the step is not taken."""
 
     is_signalled: bool
-    """So has a signal."""
+    """Whether some rank got a signal."""
 
 
 def _agreed_signal(fabric: Fabric) -> signal.Signals | None:
-    """The signal that some rank got. A collective."""
+    """Return a signal that some rank got. A collective."""
     own = torch.tensor(signals.received() or 0, device=fabric.device)
     number = int(cast(Tensor, fabric.all_reduce(own, reduce_op="max")))
     return signal.Signals(number) if number else None
@@ -365,11 +365,11 @@ def _agreed_signal(fabric: Fabric) -> signal.Signals | None:
 def _clip(
     fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, max_norm: float | None
 ) -> float:
-    """Clip the gradients and return their norm before, which is the same on all ranks."""
+    """Clip the gradients and return their norm before, the same on all ranks."""
     norm = fabric.clip_gradients(
         model,
         optimizer,
-        # The norm is needed without clipping too: weights that it makes infinite stay so.
+        # The norm is needed without clipping too: weights that become infinite stay so.
         max_norm=math.inf if max_norm is None else max_norm,
         error_if_nonfinite=False,  # the caller knows the step
     )
@@ -378,8 +378,8 @@ def _clip(
 
 
 def _accumulate(fabric: Fabric, model: nn.Module, work: _Work, objective: Objective[Any]) -> Tensor:
-    """Add up the gradients of the global batch's mean loss, and return this rank's loss, summed."""
-    # The strategy averages gradients over the ranks, where a mean over all rows needs their sum.
+    """Accumulate the gradients of the global batch's mean loss, and return this rank's summed loss."""
+    # The strategy averages gradients over the ranks, but a mean over all rows needs their sum.
     scale = fabric.world_size / work.weight
     total = torch.zeros((), device=fabric.device)
     for number, batch in enumerate(work.batches, start=1):
@@ -395,6 +395,6 @@ def _sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
     return cast(Tensor, fabric.all_reduce(tensor, reduce_op="sum"))
 
 
-def _evaluates_after(step: int, plan: Plan) -> bool:
+def _evaluates_after(step: int, plan: LoopPlan) -> bool:
     every = plan.eval.every_n_steps
     return step == plan.num_steps or (every is not None and step % every == 0)

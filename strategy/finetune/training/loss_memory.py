@@ -1,4 +1,4 @@
-"""What a run's own code holds beside the compiled model: its loss, and batches that wait for their turn."""
+"""Measures the memory of a run's own code outside of the compiled model: its loss, and queued batches."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def caller_memory(
     autocast: torch.dtype | None,
     device_type: str,
 ) -> StepMemory:
-    """What the training loop holds itself: found on tensors without data.
+    """Measure the memory of the training loop itself, on tensors without data.
 
     Args:
-        objective: Of the run.
-        model: Which is trained; it is not called.
-        sizes: Of its batches; those of a step all lie on the device.
-        autocast: The format that autocast computes in, if it is on.
-        device_type: Of the device that holds them.
+        objective: The objective of the run.
+        model: The trained model; it is not called.
+        sizes: Its batch sizes; all micro-batches of a step are on the device.
+        autocast: Dtype of autocast, if it is on.
+        device_type: Type of the device, whose allocator rounds sizes.
     """
     num_rows = sizes.micro_batch_size
-    # On the CPU, where backward runs without a GPU too; the operators are the same.
+    # On the CPU, where backward also runs without a GPU; the operators are the same.
     record = AtenRecord(allocated=lambda nbytes, _: allocated_bytes(nbytes, device_type))
     with FakeTensorMode(), record:
         batch = objective.blank(num_rows)
@@ -44,7 +44,7 @@ def caller_memory(
         inputs = objective.model_inputs(batch)
         others_bytes = record.live_bytes - batch_bytes
         del batch
-        # The model's call counts what it is given itself.
+        # The plan of the model's call counts its arguments itself.
         given_bytes = record.live_bytes - others_bytes
         del inputs
     return StepMemory(
@@ -54,7 +54,7 @@ def caller_memory(
 
 
 def _loss_bytes(objective: Objective[Any], output: Any, batch: Any, record: AtenRecord) -> int:
-    """The most that the loss takes beside batch and output, the gradient of the output included."""
+    """Return the peak bytes of the loss besides batch and output, including the output's gradient."""
     leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
     differentiated = [each for each in leaves if each.requires_grad]
     scale = torch.ones(())

@@ -1,4 +1,4 @@
-"""Makes the optimizer of a run, which updates all weights in one kernel where PyTorch has one."""
+"""Makes the optimizer of a run, with PyTorch's fused kernel if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thunder_memsave.finetune.run_file.classes.class_spec import build, import_c
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 
 IMPLEMENTATION = ("foreach", "fused", "differentiable", "capturable")
-"""Arguments that say how an update is computed, not which."""
+"""Arguments that choose how an update is computed, without changing what it is."""
 
 _WITH_FUSED_KERNELS = (Adam, AdamW, SGD)
 
@@ -23,13 +23,13 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the optimizer that the run file names.
 
-    PyTorch's default on CUDA, `foreach`, holds a copy of all parameters while it updates them, and a fused kernel
-    holds nothing, so that is taken unless the run file says how to update.
+    PyTorch's default on CUDA, `foreach`, holds a copy of all parameters during the update, and a fused kernel
+    holds none, so it is used unless the run file chooses an implementation.
 
     Args:
         config: The run.
-        parameters: What is trained.
-        device_type: Where it is trained, such as `cuda`.
+        parameters: The trained parameters.
+        device_type: Type of their device, such as `cuda`.
 
     Raises:
         ConfigError: the class or one of its arguments cannot be used.
@@ -46,7 +46,7 @@ def make_optimizer(
 
 
 def place_steps(optimizer: Optimizer) -> None:
-    """Put the counts of updates where each group's implementation reads them, after another one's were loaded.
+    """Move loaded step counts to the device where each group's implementation reads them.
 
     Fused and capturable kernels read them on the device of the weights, the others on the CPU.
     """
@@ -58,14 +58,14 @@ def place_steps(optimizer: Optimizer) -> None:
                 state["step"] = step.to(parameter.device if is_on_device else "cpu")
 
 
-def says_how(spec: ClassSpec) -> bool:
-    """Whether the run file says how an update is computed."""
+def chooses_implementation(spec: ClassSpec) -> bool:
+    """Tell whether the run file chooses the implementation of updates."""
     return any(name in IMPLEMENTATION for name in spec.get("init_args") or {})
 
 
 def _has_kernel(spec: ClassSpec, trained: list[Tensor], *, device_type: str) -> bool:
     cls = import_class(spec, where="optimizer", default_module="torch.optim")
-    if cls not in _WITH_FUSED_KERNELS or says_how(spec):
+    if cls not in _WITH_FUSED_KERNELS or chooses_implementation(spec):
         return False
     is_known = device_type in _get_fused_kernels_supported_devices()
     return is_known and all(p.is_floating_point() for p in trained)

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, so that there is no state to save."""
+"""The learning rate as a function of the step, without state to save."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _DEFAULT_MIN_LR_RATIO = 0.1
 
 
 def num_warmup_steps(config: LRSchedulerConfig, num_steps: int) -> int:
-    """Turn a fraction of the run into steps; whole numbers are steps already."""
+    """Convert a fraction of the run into steps; integers are steps already."""
     if isinstance(config.warmup_steps, float) and config.warmup_steps < 1:
         return round(config.warmup_steps * num_steps)
     return int(config.warmup_steps)
 
 
 def lr_factor(config: LRSchedulerConfig, *, step: int, num_steps: int) -> float:
-    """Give the factor on the optimizer's own learning rate for one step, counted from 0.
+    """Return the factor on the optimizer's own learning rate for one step, counted from 0.
 
-    Linear warmup that reaches 1 with its last step; then half a cosine, or a line, which reaches
-    `min_lr_ratio` with the last step; or 1 until the end.
+    Linear warmup reaches 1 with its last step; then half a cosine, or a line, reaches
+    `min_lr_ratio` with the last step, or the factor stays 1.
     """
     warmup = num_warmup_steps(config, num_steps)
     if step < warmup:
@@ -40,7 +40,7 @@ def _remaining(name: Literal["cosine", "linear"], progress: float) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
-    """Scale the learning rate that each parameter group was made with."""
+    """Scale the initial learning rate of each parameter group."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
         group["lr"] = group["initial_lr"] * factor

@@ -19,7 +19,7 @@ from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.plan.plan_run import _inputs
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
 from thunder_memsave.finetune.run_file.config import EvalConfig, LRSchedulerConfig
-from thunder_memsave.finetune.training.loop import Plan, fit
+from thunder_memsave.finetune.training.loop import LoopPlan, fit
 from thunder_memsave.finetune.training.loss_memory import caller_memory
 
 NUM_STEPS, NUM_FEATURES, NUM_TOKENS, LENGTH = 30, 5, 13, 6
@@ -187,7 +187,7 @@ def trained(case: Case) -> tuple[Witness, nn.Module]:
     witness, model = Witness(), case.made_model()
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[witness])
     module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=case.lr))
-    plan = Plan(
+    plan = LoopPlan(
         num_steps=NUM_STEPS,
         sharding=SHARDING,
         seed=3,

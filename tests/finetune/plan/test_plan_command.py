@@ -75,7 +75,7 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
     assert html.read_text().count("<svg") == 2
     shown = re.findall(r"^\[[ \d]+/\d+\] (.*) \.\.\. \d+\.\d s$", progress, re.MULTILINE)
     assert shown == list(plan["cpu_seconds"]) == list(STAGES)
-    assert "s of it to solve: no plan computes less again" in output
+    assert "s of it to solve: no plan recomputes less" in output
     assert plan["gap"] == 0.0
 
 

@@ -29,7 +29,7 @@ from thunder_memsave.finetune.data.batches import Sharding
 from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import EvalConfig, LRSchedulerConfig
-from thunder_memsave.finetune.training.loop import Plan, fit
+from thunder_memsave.finetune.training.loop import LoopPlan, fit
 
 NUM_STEPS, NUM_TOKENS = 20, 32
 Optimizer = Literal["AdamW", "SGD"]
@@ -156,7 +156,7 @@ def take_steps(fabric: Fabric, state: dict[str, Any]) -> None:
         rank=fabric.global_rank,
         world_size=fabric.world_size,
     )
-    plan = Plan(
+    plan = LoopPlan(
         num_steps=NUM_STEPS,
         sharding=sharding,
         seed=0,

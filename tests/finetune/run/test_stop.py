@@ -28,7 +28,7 @@ from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.processes import LocalProcesses
 from thunder_memsave.finetune.process.signals import EXIT_SAVED
 from thunder_memsave.finetune.process.stop import RankLostError, RunInterruptedError
-from thunder_memsave.finetune.run.early_end import _less_memory, as_told, explained, is_saved
+from thunder_memsave.finetune.run.early_end import _less_memory, explained, is_saved, stopped_error
 from thunder_memsave.finetune.run.job import Job
 from thunder_memsave.finetune.run.train import _first_step
 
@@ -339,7 +339,7 @@ def test_a_run_on_nodes_is_resumed_on_as_many(
 def test_before_the_training_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
     fabric = Fabric(accelerator="cpu", devices=1)
-    told = as_told(KeyboardInterrupt(), fabric, job, {"step": 0}, LocalProcesses())
+    told = stopped_error(KeyboardInterrupt(), fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RunInterruptedError)
     assert str(told) == "interrupted before training began; start it again."
     died = "process 1 of 2 was ended by SIGKILL"
@@ -400,10 +400,10 @@ def test_an_error_after_a_signal_that_waits_for_the_step_is_told_as_what_it_is(
     signals.finish_steps(True)
     signal.raise_signal(signal.SIGTERM)
     lost = CollectiveError("rank 0 waited for rank 1 in vain.")
-    told = as_told(lost, fabric, job, {"step": 0}, LocalProcesses())
+    told = stopped_error(lost, fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RankLostError)
     assert str(told) == f"{lost} That was before training began; start it again."
-    assert as_told(ZeroDivisionError(), fabric, job, {"step": 0}, LocalProcesses()) is None
+    assert stopped_error(ZeroDivisionError(), fabric, job, {"step": 0}, LocalProcesses()) is None
 
 
 def test_an_error_that_a_library_made_of_a_signal_is_told_as_the_signal(
@@ -413,7 +413,7 @@ def test_an_error_that_a_library_made_of_a_signal_is_told_as_the_signal(
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     fabric = Fabric(accelerator="cpu", devices=1)
-    told = as_told(RuntimeError("sorry"), fabric, job, {"step": 0}, LocalProcesses())
+    told = stopped_error(RuntimeError("sorry"), fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RunInterruptedError)
     assert (told.code, told.is_own) == (143, True)
 
@@ -422,7 +422,7 @@ def test_a_process_that_never_came_is_one_message(tmp_path: Path) -> None:
     job = cast(Job, SimpleNamespace(directory=RunDirectory(root=tmp_path / "run")))
     error = dist.DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 joined.")
     fabric = Fabric(accelerator="cpu", devices=1)
-    told = as_told(error, fabric, job, {"step": 0}, LocalProcesses())
+    told = stopped_error(error, fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RankLostError)
     assert not told.is_of_all_ranks
     expected = (

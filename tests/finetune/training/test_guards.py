@@ -35,7 +35,7 @@ from thunder_memsave.finetune.training.guards import (
     judge,
     spike_limit,
 )
-from thunder_memsave.finetune.training.loop import Ending, Plan, fit
+from thunder_memsave.finetune.training.loop import Ending, LoopPlan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
 
 NUM_TOKENS, NUM_ROWS, BATCH = 11, 40, 4
@@ -176,7 +176,7 @@ class Run:
             "callbacks": CallbackStates([self.loop_state]),
             "step": 0,
         }
-        self.plan = Plan(
+        self.plan = LoopPlan(
             num_steps=num_steps,
             sharding=Sharding(
                 global_batch_size=BATCH,

@@ -32,7 +32,7 @@ from thunder_memsave.finetune.run_file.config import (
     LRSchedulerConfig,
 )
 from thunder_memsave.finetune.training.evaluate import evaluate
-from thunder_memsave.finetune.training.loop import Plan, fit
+from thunder_memsave.finetune.training.loop import LoopPlan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
 
 NUM_TOKENS = 11
@@ -88,7 +88,7 @@ def rows_of(*lengths: int) -> Rows:
     return pad(samples, length=max(lengths), pad_id=0)
 
 
-def plan(**changes: Any) -> Plan:
+def plan(**changes: Any) -> LoopPlan:
     settings: dict[str, Any] = {
         "num_steps": 3,
         "sharding": Sharding(global_batch_size=4, micro_batch_size=2),
@@ -98,13 +98,13 @@ def plan(**changes: Any) -> Plan:
         "lr_scheduler": LRSchedulerConfig(warmup_steps=0, min_lr_ratio=1.0),
         "eval": EvalConfig(every_n_steps=2, max_batches=None),
     }
-    return Plan(**{**settings, **changes})
+    return LoopPlan(**{**settings, **changes})
 
 
 def train(
     rows: Rows,
     validation: Rows | None,
-    plan: Plan,
+    plan: LoopPlan,
     *,
     start: int = 0,
     witness: Witness | None = None,
