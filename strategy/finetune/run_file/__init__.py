@@ -1,4 +1,4 @@
-"""The run file: its keys as dataclasses, and what is derived from them without torch.
+"""The run file: its keys as dataclasses, and values derived from them without torch.
 
-In: values that `reading/` checked. Out: `RunConfig`. `keys/` knows every key, `classes/` what a `class_path` may name.
+In: values that `reading/` checked. Out: `RunConfig`. `keys/` documents every key, `classes/` handles each `class_path`.
 """

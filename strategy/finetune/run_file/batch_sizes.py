@@ -1,4 +1,4 @@
-"""Global batch, micro-batch and accumulation: any two of the three give the third."""
+"""Computes global batch, micro-batch and accumulation: any two of the three give the third."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BatchSizes:
 
 
 def batch_sizes(train: TrainConfig, *, world_size: int) -> BatchSizes:
-    """Complete what the run file gives; all values in it are positive.
+    """Compute the sizes that the run file leaves out; all values in it are positive.
 
     Raises:
         ConfigError: the three contradict each other, or the global batch cannot be divided evenly.

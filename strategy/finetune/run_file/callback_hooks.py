@@ -1,4 +1,4 @@
-"""Refuses callbacks of a run file that a run would not call as they are meant."""
+"""Refuses callbacks with hooks that a run would not call, or not with the arguments that they need."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from thunder_memsave.callbacks.hooks import HOOKS
 from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
 
-# Fabric's optimizer passes everything to it, where `fabric.call` passes what a hook names.
+# Fabric's optimizer passes all arguments to it, but `fabric.call` only those that a hook names.
 _TAKES_ALL = "on_after_optimizer_step"
 
 _LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 def check_hooks(cls: type, *, where: str) -> None:
-    """Refuse methods `on_*` that nobody calls, and hooks that need arguments which nobody passes.
+    """Refuse methods `on_*` that are never called, and hooks with arguments that are never passed.
 
     Raises:
-        ConfigError: there are such ones, with the hook that is probably meant.
+        ConfigError: there is such a hook; the message names the one that is probably meant.
     """
     names = [name for name in dir(cls) if name.startswith("on_") and callable(getattr(cls, name))]
     messages = (message for name in names for message in _problems(cls, name))
@@ -56,7 +56,7 @@ def _wrong_arguments(cls: type, name: str) -> Iterator[str]:
 
 
 def _parameters(cls: type, name: str) -> Sequence[inspect.Parameter]:
-    """List what a call on an object passes; nothing is known of methods that are not written in Python."""
+    """List the parameters of a call on an object; methods that are not written in Python may take anything."""
     try:
         parameters = list(inspect.signature(getattr(cls, name)).parameters.values())
     except (TypeError, ValueError):
@@ -65,7 +65,7 @@ def _parameters(cls: type, name: str) -> Sequence[inspect.Parameter]:
 
 
 def _is_of_lightning(cls: type, name: str) -> bool:
-    """Tell whether Lightning's own classes have the name: its Trainer's hooks are no misspelt ones of ours."""
+    """Tell whether Lightning's own classes have the name: a hook of its Trainer is not a misspelt one of ours."""
     of = (base for base in inspect.getmro(cls) if name in vars(base))
     return any(base.__module__.partition(".")[0] in _LIGHTNING for base in of)
 

@@ -1,4 +1,4 @@
-"""The run file as frozen dataclasses: what each key means and what it is when left out."""
+"""The run file as frozen dataclasses: each key with its meaning and its default."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class ClassSpec(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained, and in which number formats."""
+    """The model to train, and its number formats."""
 
     name_or_path: str = ""
     """A directory, or a name on the Hugging Face hub, with the tokenizer and, unless `config` is
     given, the model's config and safetensors weights."""
 
     revision: str | None = None
-    """Branch, tag or commit on the hub; null takes its main branch. Not for a directory."""
+    """Branch, tag or commit on the hub; null means its main branch. Not for a directory."""
 
     config: dict[str, Any] | None = None
     """A transformers config (`model_type: llama`, ...): random weights instead of loaded ones."""
 
     architecture: dict[str, Any] | None = None
-    """What the model's own config says of its shape (`model_type: llama`, ...), so that `plan` needs
-    no hub. Nothing else is made of it; a model of another shape is refused."""
+    """The shape in the model's own config (`model_type: llama`, ...), so that `plan` needs
+    no hub. It is used for nothing else; a model of another shape is refused."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Format of the frozen weights and of the computation."""
@@ -38,12 +38,12 @@ class ModelConfig:
     """Format of the trained weights; small updates vanish in bfloat16."""
 
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """transformers' attention code."""
+    """Implementation of attention in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the model is trained on, and how documents become rows of a fixed length."""
+    """The training data, and how documents become rows of a fixed length."""
 
     dataset: ClassSpec = field(default_factory=lambda: ClassSpec(class_path=""))
     """`TextJSONL`, `PromptJSONL`, `ChatJSONL` or `PlainText` (or the import path of a class with
@@ -53,12 +53,12 @@ class DataConfig:
     """Tokens per row; every row has this length, so that one captured graph serves all."""
 
     packing: bool = True
-    """Several documents share a row, kept apart by attention mask and positions; without it each
+    """Put several documents into one row, kept apart by attention mask and positions; without it each
     document has its own padded row."""
 
     train_on: Literal["auto", "assistant", "all"] = "auto"
-    """Tokens that count in the loss: completions and assistant messages, or all; `auto` is
-    `assistant` for data that has such a part."""
+    """Tokens with a loss: `assistant` for completions and assistant messages, or `all`; `auto` means
+    `assistant` for data that marks such parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,22 +78,22 @@ class TrainConfig:
 
     epochs: int | None = None
     """Passes over the data; one when neither this nor `max_steps` is given. With both, the run
-    ends with whichever comes first."""
+    ends at whichever comes first."""
 
     max_steps: int | None = None
     """Optimizer steps."""
 
     max_grad_norm: float | None = 1.0
-    """Norm to which the gradients of a step are clipped; null for no clipping. What becomes of one
-    that is not finite, `guards.nonfinite` says either way."""
+    """Norm to which the gradients of a step are clipped; null for no clipping. Either way,
+    `guards.nonfinite` handles a norm that is not finite."""
 
     seed: int = 42
-    """Decides initial values, the order of the data and dropout."""
+    """Seed of initial values, of the order of the data and of dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedulerConfig:
-    """How the learning rate changes from step to step."""
+    """The learning rate from step to step."""
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warmup."""
@@ -107,30 +107,30 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
-    """What becomes of a step whose loss or gradients are bad. No weight takes it; all ranks decide alike."""
+    """What happens to a step with a bad loss or bad gradients. No weight is updated; all ranks decide alike."""
 
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """Where the loss or a gradient is infinite or not a number on any rank: `stop` ends the run, `skip` leaves
+    """For a loss or a gradient that is infinite or NaN on any rank: `stop` ends the run, `skip` leaves
     the step out, `rollback` goes back to the last checkpoint and skips the data since."""
 
     loss_spike: Literal["stop", "skip", "rollback"] | None = None
-    """The same where the loss is far above those before; null does not look. A spike is above
+    """The same for a loss far above the recent ones; null turns this off. A spike is above
     m + `spike_threshold` * d: m is the median of the last `spike_window` losses, d the median of their distances
     from m, and at least 1 % of m."""
 
     spike_window: int = 50
-    """Steps; before there were as many, no loss is a spike."""
+    """Steps whose losses are compared; until there are as many, no loss is a spike."""
 
     spike_threshold: float = 10.0
-    """How many d above m a spike begins."""
+    """Factor of d above m from which a loss is a spike."""
 
     max_skips: int = 5
-    """Steps left out in a row, or rollbacks to the same checkpoint; the next bad step ends the run."""
+    """Consecutive steps left out, or rollbacks to the same checkpoint; the next bad step ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """When the validation loss is taken; besides, it is taken at the start and at the end."""
+    """When the validation loss is computed, besides at the start and at the end."""
 
     every_n_steps: int | None = 200
     """Optimizer steps between evaluations; null for the start and the end only."""
@@ -141,25 +141,25 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state of the run is saved; besides, it is saved at the end."""
+    """When the state of the run is saved, besides at the end."""
 
     every_n_steps: int | None = 500
     """Optimizer steps between checkpoints; null for the end only."""
 
     keep_last: int = 2
-    """Checkpoints that are kept; older ones are deleted."""
+    """Newest checkpoints to keep; older ones are deleted."""
 
     keep_best: int = 0
-    """Checkpoints that are kept besides, those with the smallest `best_of`. A checkpoint has the value of the
-    evaluation at its own step, so `every_n_steps` is a multiple of `eval.every_n_steps`."""
+    """Checkpoints to keep besides, those with the smallest `best_of`. A checkpoint has the value of the
+    evaluation at its own step, so `every_n_steps` must be a multiple of `eval.every_n_steps`."""
 
     best_of: str = "val_loss"
-    """What `keep_best` compares: `val_loss`, or a metric that a callback adds to evaluations. Of one where larger
-    is better, `ModelCheckpoint` under `callbacks` keeps the best with `best_mode: max`."""
+    """The metric that `keep_best` compares: `val_loss`, or one that a callback adds to evaluations. If larger
+    is better, use `ModelCheckpoint` under `callbacks` with `best_mode: max`."""
 
     asynchronous: bool = False
     """Copy the state to host memory, and write it while training goes on; the next save and the end of the run
-    wait for it. A rank's copy is as large as what it adds to a checkpoint."""
+    wait for it. A rank's copy is as large as its part of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +188,11 @@ class RunConfig:
     """Sharding and compilation, as `ThunderMemsaveStrategy.from_config` reads them."""
 
     memory: dict[str, Any] = field(default_factory=dict)
-    """The budget of device memory and how it is kept, as `ThunderMemsaveStrategy` reads it."""
+    """The device memory budget and the planner's settings, as `ThunderMemsaveStrategy` reads them."""
 
     fp8: dict[str, Any] | None = None
     """Linear layers that compute in 8-bit floating point, as `ThunderMemsaveStrategy` reads it; `{}`
-    takes the defaults, null computes none so."""
+    means the defaults, null turns it off."""
 
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -208,7 +208,7 @@ class RunConfig:
     one process. Another number than torchrun's is refused."""
 
     output_dir: str = ""
-    """Where the run writes; must not hold another run unless `resume` continues it."""
+    """The directory of the run; must not hold another run unless `resume` continues it."""
 
     resume: bool | str = False
     """`false`, `auto` (the newest checkpoint in `output_dir`, if any), or a checkpoint's path."""

@@ -1,4 +1,4 @@
-"""How many processes a run has: from torchrun where it started them, else from `devices`."""
+"""The number of processes of a run: from torchrun if it started them, else from `devices`."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def world_size(config: RunConfig) -> int:
 
 
 def is_first_local() -> bool:
-    """Tell whether this process speaks for its machine; Fabric's own launcher sets LOCAL_RANK too."""
+    """Tell whether this process reports for its machine; Fabric's own launcher sets LOCAL_RANK too."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

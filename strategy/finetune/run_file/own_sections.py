@@ -1,4 +1,4 @@
-"""The sections of a run file that the strategy reads: a mapping here, a dataclass of its own there."""
+"""The sections of a run file that the strategy parses: a mapping here, a dataclass there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from thunder_memsave.config import Fp8Config, MemoryConfig, parse_fp8, parse_mem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSection:
-    """One of them."""
+    """A section that the strategy parses."""
 
     config: type[Any]
     """The dataclass with its keys."""
 
     parse: Callable[[object], object]
-    """Makes it of a mapping, or raises ConfigError."""
+    """Makes the dataclass from a mapping, or raises ConfigError."""
 
 
 OWN_SECTIONS: Mapping[str, OwnSection] = {

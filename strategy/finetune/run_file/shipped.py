@@ -48,7 +48,7 @@ def find_config(name: str) -> Path:
 
 
 def shown_name(path: Path) -> str:
-    """Name a run file in messages: a shipped one without the directory of the package."""
+    """Return a run file's name for messages; a shipped one is named without the package's directory."""
     return path.name if path in shipped_configs().values() else str(path)
 
 
@@ -56,7 +56,7 @@ def find_shipped(name: str) -> Path:
     """Return the path of a shipped run file.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none with that name.
     """
     shipped = shipped_configs()
     stem = name.removesuffix(".yaml")
@@ -72,7 +72,7 @@ def copy_shipped(name: str, destination: str | None) -> Path:
     """Copy a shipped run file to a path or into a directory, and return where it is.
 
     Raises:
-        ConfigError: there is none of that name, or something lies there already.
+        ConfigError: there is none with that name, or the destination exists.
     """
     source = find_shipped(name)
     target = Path(source.name if destination is None else destination)

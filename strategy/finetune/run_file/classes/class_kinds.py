@@ -1,4 +1,4 @@
-"""What a class must be to stand in a place of the run file; checked before anything is made of it."""
+"""The kinds of classes that a run file may name in each place, checked before any object is made."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from thunder_memsave.settings.section import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassKind:
-    """The classes that one place takes."""
+    """The classes that are accepted in one place of the run file."""
 
     must_be: str
-    """For messages."""
+    """Description for messages."""
 
     default_module: str
-    """Where a bare name is looked up."""
+    """Module in which a bare name is looked up."""
 
     accepts: Callable[[Any], bool]
 
     given_by_us: int = 0
-    """Leading positional arguments that a run passes."""
+    """Number of leading positional arguments that a run passes."""
 
     filled: Collection[str] = ()
-    """Arguments that a run gives where the run file does not."""
+    """Names of arguments that a run passes if the run file does not."""
 
 
 def _is_optimizer(cls: Any) -> bool:
@@ -83,7 +83,7 @@ def check_class(spec: ClassSpec, kind: ClassKind, *, where: str) -> Any:
     """Import the class, check that it is of the kind and takes the arguments, and return it.
 
     Raises:
-        ConfigError: it does not exist, is something else, or takes other arguments.
+        ConfigError: it does not exist, is of another kind, or takes other arguments.
     """
     cls = import_class(spec, where=where, default_module=kind.default_module)
     if not kind.accepts(cls):

@@ -49,13 +49,13 @@ def checked_init_args(
 
     Args:
         cls: The class.
-        spec: Whose `init_args` are checked.
+        spec: The mapping with the `init_args`.
         where: The section's name in messages.
-        given_by_us: How many leading positional arguments we pass ourselves.
-        filled: Arguments that we give where they are left out.
+        given_by_us: Number of leading positional arguments that the caller passes.
+        filled: Names of arguments that the caller passes if they are left out.
 
     Raises:
-        ConfigError: an argument is unknown or has a value of the wrong kind, or a needed one is
+        ConfigError: an argument is unknown or has a value of the wrong kind, or a required one is
             missing.
     """
     arguments = dict(spec.get("init_args") or {})
@@ -78,7 +78,7 @@ def checked_init_args(
 def argument_problems(
     cls: Any, arguments: dict[str, Any], *, where: str, given_by_us: int = 0
 ) -> Iterator[ConfigError]:
-    """Yield a problem for every argument that a constructor does not have, or of another kind."""
+    """Yield a problem for every argument that the constructor lacks, or whose value has the wrong kind."""
     parameters = {each.name: each for each in _parameters(cls)[given_by_us:]}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     known = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD]
@@ -134,7 +134,7 @@ def _parameters(cls: Any) -> list[inspect.Parameter]:
 
 
 def _hints(cls: Any) -> dict[str, Any]:
-    """Evaluate the constructor's annotations one by one; `Any` where that cannot be done."""
+    """Evaluate the constructor's annotations one by one; `Any` if one cannot be evaluated."""
     hints = {}
     for parameter in _parameters(cls):
         hint = parameter.annotation
@@ -145,11 +145,11 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _evaluated(annotation: str, cls: Any) -> Any:
-    # A dataclass has annotations of its bases, which are written in their modules' names.
+    # A dataclass inherits annotations of its bases, which are evaluated in their own modules.
     for base in inspect.getmro(cls):
         names = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}
         try:
             return eval(annotation, dict(names))
         except (AttributeError, NameError, SyntaxError, TypeError):
-            continue  # names that only type checkers see: nothing to check by
+            continue  # names that only type checkers see: nothing to check against
     return Any

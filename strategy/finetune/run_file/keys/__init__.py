@@ -1,4 +1,4 @@
-"""Every key of a run file: its help, what other tools call it, and what an unknown one may have meant.
+"""Every key of a run file: its help, its names in other tools, and the key that an unknown one may mean.
 
-In: names of keys. Out: text for people.
+In: names of keys. Out: text for the user.
 """

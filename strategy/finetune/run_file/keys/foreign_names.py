@@ -1,4 +1,4 @@
-"""What the keys of other fine-tuning tools are called here, for people who come from there."""
+"""Names of our keys in other fine-tuning tools, for users who switch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _QUANTIZED = "this version computes with float32 and bfloat16 weights only; use 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignName:
-    """A key that another tool has."""
+    """A key of another tool."""
 
     tools: tuple[str, ...]
 
     here: tuple[str, ...] = ()
-    """Our keys for it, dotted; none where there is no such thing."""
+    """Our keys for it, dotted; empty if there is no equivalent."""
 
     note: str = ""
-    """What is different about it, or why there is none."""
+    """The difference to ours, or why there is no equivalent."""
 
     def explain(self, key: str) -> str:
-        """Say in one sentence what to write instead of this key."""
+        """Return a sentence that says what to write instead of this key."""
         if not self.here:
             return f"{key} is {self._whose()}, and not supported here: {self.note}."
         note = f" ({self.note})" if self.note else ""

@@ -1,4 +1,4 @@
-"""What every key of a run file means, as text for a terminal."""
+"""The help text of every key of a run file, for a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thunder_memsave.settings.value_kinds import wanted
 
 _WIDTH = 100
 
-# What these types of ours are to somebody who writes YAML.
+# Descriptions of our own types for somebody who writes YAML.
 _OWN_WORDS: dict[Any, str] = {
     ClassSpec: "a class",
     ClassSpec | None: "a class or null",
@@ -38,19 +38,19 @@ class KeyHelp:
     """One key."""
 
     key: str
-    """Its dotted name."""
+    """Dotted name."""
 
     wanted: str
-    """What it may be, in words."""
+    """Description of the accepted values."""
 
     default: str
-    """As YAML; empty where a run file must give the key."""
+    """Default as YAML; empty if the key is required."""
 
     meaning: str
 
 
 def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
-    """Yield what is known of every key, in the order of the run file."""
+    """Yield the help of every key, in the order of the run file."""
     meanings = _meanings(cls)
     hints, defaults = get_type_hints(cls), cls()
     for field in dataclasses.fields(cls):
@@ -73,7 +73,7 @@ def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
 
 
 def _strategy_helps() -> Iterator[KeyHelp]:
-    """Yield the keys of the strategy, which its YAML has without the classes that group them."""
+    """Yield the keys of the strategy, which YAML has without the classes that group them."""
     sharding, size = key_helps(ShardingConfig)
     yield dataclasses.replace(
         sharding,
@@ -85,7 +85,7 @@ def _strategy_helps() -> Iterator[KeyHelp]:
     hints, meanings = get_type_hints(StrategyConfig), _meanings(StrategyConfig)
     for field in dataclasses.fields(StrategyConfig):
         name, default = field.name, getattr(StrategyConfig(), field.name)
-        if dataclasses.is_dataclass(hints[name]) or name in OWN_SECTIONS:  # which stand beside it
+        if dataclasses.is_dataclass(hints[name]) or name in OWN_SECTIONS:  # listed by themselves
             continue
         yield KeyHelp(
             key=f"strategy.{name}",
@@ -96,7 +96,7 @@ def _strategy_helps() -> Iterator[KeyHelp]:
 
 
 def sections() -> dict[str, list[KeyHelp]]:
-    """Collect the keys of each section; those at the top level are the section of no name."""
+    """Collect the keys of each section; those at the top level are under the empty name."""
     found: dict[str, list[KeyHelp]] = {}
     for each in key_helps():
         found.setdefault(each.key.rpartition(".")[0], []).append(each)
@@ -105,7 +105,7 @@ def sections() -> dict[str, list[KeyHelp]]:
 
 def help_text() -> str:
     """Write all keys under the headings of their sections."""
-    # The keys without a section last: they would be lost between the sections.
+    # The keys without a section come last: they would be lost between the sections.
     ordered = sorted(sections().items(), key=lambda pair: pair[0] == "")
     return "\n\n".join(_section_text(name, keys) for name, keys in ordered)
 

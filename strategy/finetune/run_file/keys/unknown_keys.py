@@ -1,4 +1,4 @@
-"""Finds what somebody meant who wrote a key of the run file that does not exist."""
+"""Finds the key that the user probably meant by a key that does not exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thunder_memsave.settings.section import ConfigError, suggestion_or_all
 
 _NEAR = 0.75
 
-# What stands there are arguments of any class.
+# Sections with the arguments of any class.
 _WITH_NAMES_OF_THEIR_OWN = ("adapter", "callbacks", "loggers")
 
 
@@ -22,9 +22,9 @@ class UnknownKeyError(ConfigError):
     """A key does not exist.
 
     Args:
-        message: For the user.
-        key: Its dotted name.
-        meant: The keys that it probably stands for; what their absence leads to is no mistake.
+        message: Text for the user.
+        key: The key's dotted name.
+        meant: The keys that it probably stands for; their absence is not reported again.
     """
 
     def __init__(self, message: str, *, key: str | None = None, meant: Sequence[str] = ()) -> None:
@@ -33,20 +33,20 @@ class UnknownKeyError(ConfigError):
 
 
 def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> UnknownKeyError:
-    """Say what is wrong with a key, and which one is meant.
+    """Make an error about an unknown key, naming the one that is probably meant.
 
     Args:
-        key: As it stands in its section.
+        key: The key without its section.
         where: The section's dotted name; empty for the top of the run file.
         known: The keys that the section has.
-        of: What has no such key, for a message; the section if left out.
+        of: Description of what lacks the key, for a message; the section if left out.
     """
     name = f"{where}.{key}" if where else key
     is_ours = not where.startswith(_WITH_NAMES_OF_THEIR_OWN)
     foreign = foreign_name(key) if is_ours else None
     if foreign is not None and name not in foreign.here:
         return UnknownKeyError(foreign.explain(name), key=name, meant=foreign.here)
-    # A key of this section is meant before one of another.
+    # A key of the same section takes precedence over one of another.
     if is_ours and not difflib.get_close_matches(key, known, n=1, cutoff=_NEAR):
         elsewhere = _elsewhere(key)
         if elsewhere:
@@ -78,7 +78,7 @@ def schema_keys(cls: Any = RunConfig, *, where: str = "") -> Iterator[str]:
 
 
 def _elsewhere(key: str) -> list[str]:
-    """List the keys of other sections that have this name, or nearly."""
+    """List the keys of other sections with this name, or nearly."""
     by_name: dict[str, list[str]] = {}
     for name in schema_keys():
         by_name.setdefault(name.rpartition(".")[2], []).append(name)

@@ -1,4 +1,4 @@
-"""From YAML and command-line overrides to a checked `RunConfig`, or a report of all problems.
+"""Reads YAML and command-line overrides into a checked `RunConfig`, or reports all problems.
 
 In: text. Out: `RunConfig`, without torch.
 """

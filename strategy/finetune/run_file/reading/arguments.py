@@ -1,4 +1,4 @@
-"""Splits a command line into options with their values, and what is no option."""
+"""Splits a command line into options with their values, and other words."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class Argument:
     """An option with its value, or a word by itself."""
 
     name: str
-    """What stands before the `=`, with its dashes."""
+    """Text before the `=`, with its dashes."""
 
     value: str | None
-    """None: there is none."""
+    """Text after the `=`, or the next word; None if there is no value."""
 
     typed: tuple[str, ...]
-    """One word of the command line, or two: `--name value`."""
+    """The words of the command line: one, or two for `--name value`."""
 
 
 def split_arguments(arguments: Sequence[str], *, flags: Collection[str] = ()) -> Iterator[Argument]:
-    """Yield `--name=value`, `--name value`, `name=value` and single words, in their order.
+    """Yield `--name=value`, `--name value`, `name=value` and single words, in order.
 
     Args:
-        arguments: Of a command line.
-        flags: Options that take no value, so that the next word is not theirs.
+        arguments: The words of a command line.
+        flags: Options without a value, after which the next word stands by itself.
     """
     words = list(arguments)
     while words:

@@ -12,14 +12,14 @@ from thunder_memsave.finetune.run_file.launch import is_under_torchrun, num_loca
 from thunder_memsave.finetune.run_file.reading.problems import Problems
 from thunder_memsave.settings.section import ConfigError
 
-# Fabric lets these replace what its constructor was given, without a word.
+# Fabric silently lets these replace the arguments of its constructor.
 _FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
 
 
 _MOST = 2**31 - 1
-"""What is counted: more is a mistake, and lists of so many rows would take the machine's memory."""
+"""Largest count: more is a mistake, and lists of so many rows would exhaust memory."""
 
-# What -1 means in other tools.
+# Advice for -1, which means no limit in other tools.
 _NO_LIMIT = "; leave it out, or write null, for no limit"
 _UNLIMITED = {
     "train.epochs": _NO_LIMIT,
@@ -32,7 +32,7 @@ _UNLIMITED = {
 
 
 def check_config(config: RunConfig, problems: Problems) -> None:
-    """Report every setting that cannot work, unless something it depends on is wrong already."""
+    """Report every setting that cannot work, unless a key that it depends on is wrong already."""
     problems.add(*_missing(config), *_environment_problems())
     problems.add(
         *(each for each in _out_of_range(config) if not problems.is_broken(each.key or ""))
@@ -267,7 +267,7 @@ def _devices(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
-# Settings that depend on each other, by the keys that they read.
+# Checks of settings that depend on each other, by the keys that they read.
 _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("strategy", "guards.nonfinite", "guards.max_skips"): _guards,
     ("guards.loss_spike", "guards.spike_window", "guards.spike_threshold"): _spikes,

@@ -22,20 +22,20 @@ class Override:
     key: str
     text: str
     argument: str
-    """As it was typed, for messages."""
+    """The argument as it was typed, for messages."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     """Read `--key=value`, `key=value` and `--key value`.
 
     Raises:
-        ConfigErrors: something is no override.
+        ConfigErrors: an argument is not an override.
     """
     overrides, problems = [], []
     for each in split_arguments(arguments):
         key, typed = each.name.removeprefix("--"), " ".join(each.typed)
         if key and each.value is not None:
-            # A dash within a key is how other tools spell an underscore on the command line.
+            # On the command line, other tools write a dash for an underscore in a key.
             overrides.append(Override(key=key.replace("-", "_"), text=each.value, argument=typed))
         else:
             message = (
@@ -51,7 +51,7 @@ def apply_override(values: dict[str, Any], override: Override) -> None:
     """Set a key in the nested values of a run file.
 
     Raises:
-        ConfigError: there is no such key, or the value is no YAML.
+        ConfigError: there is no such key, or the value is not YAML.
     """
     hint = _hint(override.key)
     value = _value(override, hint)
@@ -61,7 +61,7 @@ def apply_override(values: dict[str, Any], override: Override) -> None:
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            return  # the file has something wrong there, which is reported by its own line
+            return  # the file is wrong there, which is reported with its line
     values[last] = value
 
 
@@ -80,7 +80,7 @@ def _value(override: Override, hint: Any) -> Any:
 
 
 def _hint(key: str) -> Any:
-    """Return the type of a key, or `Any` within values that are free.
+    """Return the type of a key, or `Any` inside free-form values.
 
     Raises:
         ConfigError: there is no such key.
@@ -109,7 +109,7 @@ def _hint(key: str) -> Any:
 
 
 def _keys_of(hint: Any) -> list[str] | None:
-    """List the keys below this type; None where every name may stand."""
+    """List the keys below this type; None if any name is accepted."""
     cls = _class_of(hint)
     if cls is ClassSpec:
         return list(get_type_hints(ClassSpec))
@@ -119,7 +119,7 @@ def _keys_of(hint: Any) -> list[str] | None:
 
 
 def _class_of(hint: Any) -> Any:
-    """Return the section's class, also of a section that may be null."""
+    """Return the section's class, also if the section may be null."""
     for each in _alternatives(hint):
         if each is ClassSpec or dataclasses.is_dataclass(each):
             return each

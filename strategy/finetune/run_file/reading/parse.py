@@ -25,7 +25,7 @@ from thunder_memsave.settings.section import ConfigError, ConfigErrors, field_na
 from thunder_memsave.settings.value_kinds import as_yaml, meant_choice, misfit
 from thunder_memsave.settings.yaml_file import PlainDumper, YamlFile, read_yaml
 
-# What to write where a section is given as a single value.
+# Examples for a section that is given as a single value.
 _EXAMPLES = {
     "model": "{name_or_path: meta-llama/Llama-3.2-1B}",
     "lora": "{r: 16, lora_alpha: 32, target_modules: all-linear}",
@@ -43,28 +43,28 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
-    """A run file with its overrides: what is right of it, what is wrong, and where."""
+    """A run file with its overrides: the valid part, the problems, and their places."""
 
     path: Path
     config: RunConfig
-    """Keys that are wrong have their defaults here."""
+    """The run; invalid keys have their defaults here."""
 
     lines: Mapping[str, int]
     """Line of each key of the file, by its dotted name."""
 
     overrides: Mapping[str, str]
-    """Overridden keys and the arguments that did it, as they were typed."""
+    """Overridden keys and the arguments that override them, as they were typed."""
 
     problems: tuple[ConfigError, ...]
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
-    """Read a run file, apply the overrides and find all that is wrong by itself.
+    """Read a run file, apply the overrides and find all problems of the file by itself.
 
-    What needs torch, such as the classes that the file names, is `job.prepare`'s to check.
+    Checks that need torch, such as of the classes that the file names, are left to `job.prepare`.
 
     Raises:
-        ConfigError: the file cannot be read at all, or an argument is no override.
+        ConfigError: the file cannot be read at all, or an argument is not an override.
     """
     file = read_yaml(path)
     problems = Problems(file.problems)
@@ -86,10 +86,10 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file with overrides whose every key is right.
+    """Read a run file with overrides, all of which must be valid.
 
     Raises:
-        ConfigErrors: all that is wrong by itself.
+        ConfigErrors: lists all problems.
     """
     run_file = read_run_file(path, overrides)
     if run_file.problems:
@@ -109,11 +109,11 @@ def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dic
         try:
             apply_override(file.values, override)
         except ConfigError as error:
-            error.key = override.key  # as a whole: the report names the argument by it
+            error.key = override.key  # the whole key, by which the report finds the argument
             problems.add(error)
             continue
         for key in [key for key in file.lines if key.startswith(override.key)]:
-            # `train.epoch` is not within `train.epochs`.
+            # `train.epoch` is not inside `train.epochs`.
             if key[len(override.key) :][:1] in ("", ".", "["):
                 del file.lines[key]
     return typed
@@ -131,7 +131,7 @@ def _read_config(values: dict[str, Any], problems: Problems) -> RunConfig:
 
 
 def _check_strategy(values: Mapping[str, Any], problems: Problems) -> None:
-    """Let the strategy check its keys; what other tools call them is known here only."""
+    """Let the strategy check its keys; their names in other tools are known only here."""
     sections = (StrategyConfig, CompileConfig)
     own = [name for cls in sections for name in field_names(cls)]
     known = [name for name in own if name not in ("compile", *OWN_SECTIONS)]
@@ -164,7 +164,7 @@ def _check_by(
 def _sound_section(
     values: Mapping[Any, Any], cls: Any, problems: Problems, *, where: str
 ) -> dict[str, Any]:
-    """Return the keys that exist and have values of their kind; report the others."""
+    """Return the keys that exist and have values of the right kind; report the others."""
     sound: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for key, value in values.items():
@@ -215,7 +215,7 @@ def _class_path_problems(path: Any, *, where: str) -> Iterator[ConfigError]:
     key = f"{where}.class_path"
     if not isinstance(path, str):
         yield ConfigError(f"{key} is {path!r}, but must be the name of a class.", key=key)
-    # The optimizer has a default class, and a data set's class is looked for with what is missing.
+    # The optimizer has a default class, and a missing dataset class is reported with the required keys.
     elif not path and where not in ("optimizer", "data.dataset"):
         yield ConfigError(f"{key} is missing.", key=key)
 
@@ -246,7 +246,7 @@ def _example(where: str) -> str:
 
 
 def _complete_optimizer(values: dict[str, Any]) -> None:
-    """Let arguments without a class go to the default class, over its default arguments."""
+    """Give arguments without a class to the default class, on top of its default arguments."""
     given = values.get("optimizer")
     if given is not None and "class_path" not in given:
         default = RunConfig().optimizer
@@ -255,7 +255,7 @@ def _complete_optimizer(values: dict[str, Any]) -> None:
 
 
 def _made(cls: Any, values: Mapping[str, Any]) -> Any:
-    """Make the dataclasses of values that are known to fit; arguments of classes stay as YAML gave them."""
+    """Make the dataclass from checked values; arguments of classes stay as YAML gave them."""
     hints = get_type_hints(cls)
     return cls(**{name: _as_field(hints[name], value) for name, value in values.items()})
 
@@ -264,6 +264,6 @@ def _as_field(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         return _made(hint, value)
     alternatives = get_args(hint) or (hint,)
-    # A checkpoint's run file says 1.0 however it was written, so that runs compare equal.
+    # Stored as 1.0 however it was written, so that runs compare equal.
     is_number = float in alternatives and int not in alternatives and value is not None
     return float(value) if is_number else value

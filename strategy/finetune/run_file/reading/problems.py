@@ -1,4 +1,4 @@
-"""Collects all that is wrong with a run, so that one mistake does not hide the next."""
+"""Collects all problems of a run, so that one mistake does not hide the next."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Problems:
-    """What was found so far; a check whose inputs are broken is left out.
+    """The problems found so far; a check whose inputs are broken is skipped.
 
     Args:
-        found: What earlier checks found.
+        found: Problems that earlier checks found.
     """
 
     def __init__(self, found: Iterable[ConfigError] = ()) -> None:
@@ -23,7 +23,7 @@ class Problems:
         self.add(*found)
 
     def add(self, *problems: ConfigError) -> None:
-        """Keep problems, but none about a key that was refused already: it follows from that."""
+        """Add problems, except those about a key that was refused already, from which they follow."""
         if not problems:
             return
         known = set(self._broken_keys())
@@ -31,15 +31,15 @@ class Problems:
         self._found += new
 
     def check(self, step: Callable[[], T], *, reads: Sequence[str], about: str) -> T | None:
-        """Take one step towards the run, and keep what it finds wrong.
+        """Run one check, and record the problem that it raises.
 
         Args:
             step: Raises `ConfigError`, or returns what later steps need.
             reads: The keys and sections that it depends on.
-            about: The key to which a problem without one belongs.
+            about: The key to blame for a problem that names none.
 
         Returns:
-            None when the step was left out or found something.
+            The result; None if the step was skipped or found a problem.
         """
         if any(self.is_broken(key) for key in reads):
             return None
@@ -51,21 +51,21 @@ class Problems:
             return None
 
     def is_broken(self, key: str) -> bool:
-        """Tell whether something is wrong with this key, with a part of it, or with what holds it."""
+        """Tell whether there is a problem with this key, a part of it, or a section that contains it."""
         return any(
             _contains(key, broken) or _contains(broken, key) for broken in self._broken_keys()
         )
 
     @property
     def found(self) -> tuple[ConfigError, ...]:
-        """Everything that was found."""
+        """All problems so far."""
         return tuple(self._found)
 
     def raise_all(self) -> None:
-        """Raise everything that was found, if anything.
+        """Raise all problems, if there are any.
 
         Raises:
-            ConfigErrors: something was found.
+            ConfigErrors: there are problems.
         """
         if self._found:
             raise ConfigErrors(self._found)

@@ -15,25 +15,25 @@ _MAX_WIDTH = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where the keys of a run come from."""
+    """The run file and the command line from which keys come."""
 
     path: Path | None = None
     name: str | None = None
-    """Of the run file in messages; its path if left out."""
+    """Name of the run file in messages; its path if left out."""
 
     lines: Mapping[str, int] = field(default_factory=dict)
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """Overridden keys and the arguments that did it."""
+    """Overridden keys and the arguments that override them."""
 
     @property
     def shown(self) -> str:
-        """The run file as messages name it."""
+        """Name of the run file in messages."""
         return str(self.path) if self.name is None else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class _Entry:
-    """One line of the report, in the order of its fields: run file, overrides, data, the rest."""
+    """A line of the report, sorted by its fields: run file, overrides, data, the rest."""
 
     group: int
     file: str
@@ -46,7 +46,7 @@ class _Entry:
 
 
 def report(error: ConfigError, source: Source) -> str:
-    """Write one line per problem; without a run file the message alone."""
+    """Write one line per problem; without a run file only the message."""
     problems = ConfigErrors([error]).problems
     if source.path is None:
         return "error: " + "\n".join(map(str, problems))
@@ -89,7 +89,7 @@ def _entry_of_key(key: str | None, message: str, source: Source) -> _Entry:
             line = source.lines[name]
             return _Entry(group=0, file=path, line=line, place=f"{path}:{line}", message=message)
     for name in typed:
-        if name.startswith(f"{key}."):  # a section of which the file has nothing
+        if name.startswith(f"{key}."):  # a section that the file does not have
             place = _short(source.overrides[name])
             return _Entry(group=1, file="", line=typed.index(name), place=place, message=message)
     return _Entry(group=0, file=path, line=0, place=path, message=message)
