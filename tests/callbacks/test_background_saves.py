@@ -1,4 +1,4 @@
-"""A save in the background holds the state at its call, is the one that a waiting save would be, and hides no error."""
+"""A save in the background holds the state at its call, equals a waiting save, and hides no error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thunder_memsave.config import ConfigError
 
 
 class Gate:
-    """Lets a save write its tensors only once it is open."""
+    """Lets a save write its tensors only once the gate is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ def started(directory: Path, **settings: Any) -> tuple[Fabric, ModelCheckpoint]:
 
 
 def change(state: dict[str, Any]) -> None:
-    """As the next steps do."""
+    """Change the state, as the next steps do."""
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.fill_(-7.0)
@@ -94,7 +94,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, gate: Gate) -> N
 
 
 def refuse_devices_in_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let CUDA be there for saves in the background, where using it raises; returns who asked."""
+    """Pretend that CUDA exists, raise where a background save uses it, and return who asked."""
     asked = []
 
     def is_available(is_available: Callable[[], bool] = torch.cuda.is_available) -> bool:

@@ -191,7 +191,7 @@ def test_the_best_stay_besides_the_last_ones_also_in_a_run_that_goes_on(tmp_path
             fabric.call("on_validation_end", fabric=fabric, step=step, metrics=metrics)
             state = state_of(1.0, step)
             fabric.call("on_train_batch_end", fabric=fabric, step=step, state=state)
-        # One without an evaluation of its own step has no value.
+        # A checkpoint without an evaluation at its own step has no value.
         fabric.call("on_train_batch_end", fabric=fabric, step=9, state=state_of(1.0, 9))
         return [path.name[-1] for path in list_checkpoints(tmp_path)]
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_warned_of_and_is_no_failed_save(
 
 
 def keep_files_of(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the files of this step's checkpoint, under whichever name, be undeletable."""
+    """Make the files of this step's checkpoint undeletable, under whichever name."""
 
     def rmtree(path: Path, rmtree: Callable[[Path], None] = shutil.rmtree) -> None:
         if Path(path).name.endswith(f"step-{step:08d}"):

@@ -10,7 +10,7 @@ from thunder_memsave.callbacks import CallbackStates, EarlyStopping, TrainingCon
 
 
 def evaluations(callback: EarlyStopping, values: list[float], name: str = "val_loss") -> int | None:
-    """A plain Fabric loop; returns the evaluation after which it ended early."""
+    """Run a plain Fabric loop, and return the evaluation after which it ended early."""
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback])
     control = TrainingControl()
     fabric.call("on_train_start", control=control)

@@ -36,7 +36,7 @@ def counted(*, lora: bool, tied: bool = False) -> int:
     return training_flops(model, lambda: call(model, "meta"))
 
 
-# Weights in matrix products of one layer, and what attention does per token forward.
+# Weights in matrix products of one layer, and attention's FLOPs per token in forward.
 LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * KV + 3 * WIDTH * HIDDEN
 HEAD = WIDTH * VOCAB
 ATTENTION = 4 * LENGTH * WIDTH * NUM_LAYERS

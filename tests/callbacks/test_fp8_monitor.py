@@ -1,4 +1,4 @@
-"""`Fp8Monitor` tells what the scales of a run did."""
+"""`Fp8Monitor` reports the scaling of a run's fp8 tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP8 = {"backend": "torch", "amax_history_len": 4, "skip_modules": ()}
 
 
 def two_linears() -> nn.Sequential:
-    """Of ones; the first is frozen."""
+    """Return two linears with weights of ones; the first is frozen."""
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -28,7 +28,7 @@ def two_linears() -> nn.Sequential:
 
 
 class Loop:
-    """Steps of `two_linears`, whose inputs are all of one value."""
+    """Steps of `two_linears`, whose inputs all have the same value."""
 
     def __init__(self, monitor: Fp8Monitor, *, start: int = 0, **fp8: Any) -> None:
         self.monitor, self.step = monitor, start
@@ -39,7 +39,7 @@ class Loop:
         monitor.on_train_start(fabric=self.fabric, step=start)
 
     def __call__(self, *values: float) -> dict[str, Any]:
-        """One step with a micro-batch per value; returns its metrics."""
+        """Take one step with a micro-batch per value, and return its metrics."""
         for value in values:
             x = torch.full((16, 16), value, requires_grad=True)
             self.fabric.backward(self.model(x).sum())
@@ -56,7 +56,7 @@ def test_every_tensor_whose_scale_changes_is_told_of() -> None:
     assert not loop.monitor.tensors
     loop(2.0)
     seen = {(t.layer, t.tensor): (t.amax, t.scale) for t in loop.monitor.tensors}
-    assert seen == {  # no weight of the frozen first
+    assert seen == {  # no weight of the first, which is frozen
         ("0", "input"): (2.0, 1.0),
         ("0", "grad"): (16.0, 1.0),
         ("1", "input"): (32.0, 1.0),
@@ -79,7 +79,7 @@ def test_a_step_is_shown_with_the_scale_that_it_used_and_the_amax_of_all_its_mic
 def test_tensors_beyond_their_type_are_counted_once_a_step() -> None:
     loop = Loop(Fp8Monitor())
     assert loop(1.0) == {"fp8_num_saturated": 0}
-    # The first linear's inputs are scaled for 1, and cut off to it: what it gives to the second grows a step later.
+    # The first linear's inputs are scaled for 1 and clipped to it, so the second's inputs grow one step later.
     assert loop(8.0, 8.0) == {"fp8_num_saturated": 1}
     assert loop(8.0) == {"fp8_num_saturated": 1}
     assert loop(8.0) == {"fp8_num_saturated": 0}

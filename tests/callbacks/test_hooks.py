@@ -1,4 +1,4 @@
-"""The protocol of the hooks says what a run passes where it calls them by name."""
+"""The protocol of the hooks names the arguments that a run passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def calls_by_name() -> Iterator[tuple[str, set[str]]]:
-    """Every `fabric.call("on_...", ...)` of the source, with the arguments."""
+    """Find every `fabric.call("on_...", ...)` of the source, with its arguments."""
     for folder in ("strategy", "callbacks"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""The memory that is free is that of the machine, or what one of its groups has left, whichever is least."""
+"""Free memory is the smallest of the machine's and of what each cgroup has left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_v1(group: Path, limit: str, used: str, cached: str = "0") -> None:
     ("limit", "used", "cached", "free"),
     [
         ("max", "5", "0", 3000 * 1024),
-        ("2000000", "1500000", "200000", 700_000),  # pages of files are given back
+        ("2000000", "1500000", "200000", 700_000),  # the page cache can be freed
         ("2000000", "2500000", "0", 0),
         ("9000000", "0", "0", 3000 * 1024),
     ],

@@ -11,7 +11,7 @@ from thunder_memsave.callbacks import GradientNormMonitor, MetricsLogger
 
 
 class Notes(Logger):
-    """Writes down what it is given."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []

@@ -24,7 +24,7 @@ METRICS = {
 
 
 class Clock:
-    """Every look at it is a second later."""
+    """A clock that advances by a second at every look."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Clock:
 def run(
     console: Console, *, num_steps: int = 4, every: int | None = 2, start: int = 0
 ) -> Iterator[ProgressBar]:
-    """Go through a training, and stop after every hook for a look at the console."""
+    """Go through a training, and yield after every hook, to look at the console."""
     bar = ProgressBar(every_n_steps=every, console=console, clock=Clock())
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[bar])
     fabric.call("on_train_start", fabric=fabric, step=start, num_steps=num_steps)
@@ -68,7 +68,7 @@ def test_without_a_terminal_progress_is_lines() -> None:
     lines = lines_of()
     assert [line.split(" |")[0] for line in lines[:3]] == ["step 1/4", "step 2/4", "step 4/4"]
     numbers = "loss 2.0000 | 1.23k tok/s | lr 1.0e-03 | MFU 41.2% | 63.1 GiB | grad norm 0.5"
-    assert lines[0] == f"step 1/4 | {numbers}"  # the first step compiles: it says nothing of others
+    assert lines[0] == f"step 1/4 | {numbers}"  # the first step compiles, so it predicts nothing
     assert lines[1] == f"step 2/4 | {numbers} | 0:02 left"
 
 
@@ -93,7 +93,7 @@ def test_a_long_run_prints_about_twenty_lines() -> None:
 
 
 def screens(width: int) -> list[list[str]]:
-    """What a terminal shows after every hook."""
+    """Return the terminal's screen after every hook."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=width)
     screen = pyte.Screen(width, 12)

@@ -1,4 +1,4 @@
-"""Random numbers go on where they were, or, on other ranks, in one known way."""
+"""Random numbers continue where they were, or, on other ranks, in a documented way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def draw() -> tuple[float, ...]:
-    """From each generator."""
+    """Draw from each generator."""
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 

@@ -18,7 +18,7 @@ def cpu_fabric(*callbacks: object) -> Fabric:
 
 
 def step_metrics(monitor: ThroughputMonitor, **metrics: float) -> dict[str, Any]:
-    """One step of two seconds with an evaluation of four in it."""
+    """Run one step of two seconds with an evaluation of four inside it."""
     times = iter([10.0, 11.0, 15.0, 16.0])
     monitor._clock = lambda: next(times)
     fabric = cpu_fabric(monitor)

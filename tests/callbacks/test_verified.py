@@ -1,4 +1,4 @@
-"""Damaged checkpoints are set aside and named, the one before is taken, and no run begins anew by itself."""
+"""Damaged checkpoints are renamed and reported, the one before is taken, and no run restarts from scratch by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from thunder_memsave.distributed.agreement import CheckpointError
 
 
 def damage(path: Path) -> None:
-    """One bit of a random state."""
+    """Flip one bit of a random state."""
     file = path / "random-00000.pt"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -56,7 +56,7 @@ def test_the_newest_without_damage_is_taken_and_newer_ones_are_set_aside(
     contents = {path.name: path.read_bytes() for path in paths[2].iterdir() if path.is_file()}
     for path in paths[1:]:
         damage(path)
-    (tmp_path / "damaged-step-00000003").mkdir()  # of an earlier time
+    (tmp_path / "damaged-step-00000003").mkdir()  # from an earlier time
     info = newest_valid(fabric, tmp_path)
     assert info == read_info(paths[0])
     assert list_checkpoints(tmp_path) == paths[:1]
@@ -159,7 +159,7 @@ def check_ranks(directory: Path) -> None:
 
 
 def check_other_view(fabric: Any, directory: Path) -> None:
-    """A rank that does not see what rank 0 sees ends the run; nothing is set aside for that."""
+    """A rank that does not see rank 0's checkpoint ends the run; nothing is renamed for that."""
     other = directory if fabric.global_rank == 0 else directory / "elsewhere"
     damaged = list_damaged(directory)
     with pytest.raises(
@@ -175,7 +175,7 @@ def save_together(fabric: Any, directory: Path, *, step: int) -> Path:
 
 
 def check_failures(fabric: Any) -> None:
-    """An error of one rank stops both; one of the disk is one for both."""
+    """An error of one rank stops both; a disk error is the same error on both."""
 
     def fail(error: Exception) -> str:
         if fabric.global_rank == 1:

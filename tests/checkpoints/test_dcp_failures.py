@@ -1,4 +1,4 @@
-"""What torch's DCP cannot plan is an error of ours that says so, and nothing is changed."""
+"""If torch's DCP cannot plan a save or load, our own error says so, and nothing is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error of a disk is known by itself, by what it came from, and by the text that is left of it."""
+"""A disk error is recognised by its type, by its cause, and by its text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder_memsave.checkpoints.disk_errors import disk_error, is_disk_full, to
 
 
 def after(first: BaseException, then: BaseException) -> BaseException:
-    """As torch's writer, which fails again while it closes."""
+    """Fail twice, as torch's writer does while it closes."""
     try:
         try:
             raise first

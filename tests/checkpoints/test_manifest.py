@@ -1,4 +1,4 @@
-"""A manifest names every byte of a checkpoint; whatever differs from it is said."""
+"""A manifest covers every byte of a checkpoint; every difference is reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from thunder_memsave.checkpoints.manifest import (
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """What one rank writes, with three small files in place of tensors."""
+    """Write one rank's checkpoint, with three small files in place of tensors."""
     path = tmp_path / "step-00000001"
     (path / "state").mkdir(parents=True)
     (path / "random-00000.pt").write_bytes(b"random")
@@ -64,7 +64,7 @@ def verify(path: Path) -> None:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """A manifest that says something else, with the checksum that fits."""
+    """Write a changed manifest with a matching checksum."""
     content = json.loads((path / "manifest.json").read_text()) | changes
     write_text(path, json.dumps(content))
 

@@ -1,4 +1,4 @@
-"""Named state of a module in one process: twins, checks, and what is not a tensor."""
+"""Named state of a module in one process: twins, checks, and values that are not tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state by name: complete, unrounded, and nothing that could run code."""
+"""Optimizer state by name: complete, unrounded, and free of anything that could run code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of any number of ranks and any sharding is loaded on any other, bit by bit."""
+"""A checkpoint of any number of ranks and any sharding loads bit-exactly on any other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHORT = ("alone", "none on 2", "zero3 on 2", "zero2 on 3")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model lies on the first ranks of all that there are."""
+    """A sharding of a model over the first ranks."""
 
     name: str
     num_ranks: int
@@ -35,7 +35,7 @@ class Layout:
 
 
 def layouts(num_ranks: int) -> list[Layout]:
-    """Every mode on each number of ranks. A collective; ranks beyond a layout's have no part in it."""
+    """Make every mode on each number of ranks; further ranks do not take part. A collective."""
     found = [Layout(name="alone", num_ranks=1, data_parallel=None)]
     for size in range(1, num_ranks + 1):
         group = dist.new_group(list(range(size)), timeout=TIMEOUT)
@@ -47,7 +47,7 @@ def layouts(num_ranks: int) -> list[Layout]:
 
 
 def hybrid() -> Layout:
-    """Two groups of two ranks, which hold the same. A collective."""
+    """Make two groups of two ranks, which hold the same. A collective."""
     rows = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in ([0, 2], [1, 3])]
     rank = dist.get_rank()
@@ -61,7 +61,7 @@ def hybrid() -> Layout:
 
 
 def check_all(rank: int, root: Path, is_long: bool) -> None:
-    """From each layout to each other one."""
+    """Load from each layout into each other one."""
     known = [one for one in layouts(dist.get_world_size()) if is_long or one.name in _SHORT]
     num_loads = 0
     for number, (optimizer, format) in enumerate(kinds(is_long)):
@@ -96,7 +96,7 @@ def save(path: Path, layout: Layout, optimizer: OptimizerName, format: Format) -
 def check_load(
     path: Path, layout: Layout, optimizer: OptimizerName, references: tuple[Trained, Trained]
 ) -> None:
-    """What was loaded is what was saved, and trains on as if it had never been on other ranks."""
+    """The loaded state equals the saved one, and trains on as if it had never been on other ranks."""
     dp = layout.data_parallel
     net, used = fresh(dp, name=optimizer)
     load_checkpoint(path, {"model": net, "optimizer": used}, data_parallel=dp)
@@ -116,7 +116,7 @@ def test_shards_of_one_two_and_three_ranks_become_each_other(tmp_path: Path) -> 
 def test_any_sharding_on_up_to_four_ranks_becomes_any_other(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Both optimizers, both formats, hybrid too."""
+    """This covers both optimizers and both formats, and hybrid sharding too."""
     run_on_ranks(check_all, 4, tmp_path / "rendezvous", tmp_path, True, hang_s=SOAK_HANG_S)
     num_loads = (tmp_path / "num_loads").read_text()
     assert num_loads == "576"

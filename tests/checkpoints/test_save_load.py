@@ -94,7 +94,7 @@ def _check_strictness(path: Path, dp: DataParallel) -> None:
     ):
         assert text in str(caught.value)
     half = make_net().to(torch.float16)
-    half.kept.data = make_net().kept.data  # which is not converted without its scale
+    half.kept.data = make_net().kept.data  # fp8 numbers, not converted without their scale
     shard_module(half, dp)
     with pytest.raises(
         StateMismatchError, match=r"up.weight: dtype torch.float32 in the file, torch.float16"
@@ -121,7 +121,7 @@ def _check_strictness(path: Path, dp: DataParallel) -> None:
 
 
 def _check_saved_over(root: Path, format: Literal["sharded", "full"], dp: DataParallel) -> None:
-    """A checkpoint takes the place of another, of either format."""
+    """A checkpoint replaces another one, in either format."""
     path = root / f"again-{format}"
     net, _ = fresh(dp)
     other = FORMATS[1 - FORMATS.index(format)]
@@ -138,7 +138,7 @@ def _check_saved_over(root: Path, format: Literal["sharded", "full"], dp: DataPa
 def _check_files_of_one_process(
     root: Path, dp: DataParallel, reference: tuple[Net, torch.optim.Optimizer]
 ) -> None:
-    """Saved by one process by our own functions, or by plain torch.save with positional keys."""
+    """Load files that one process wrote, with our own functions, or with plain torch.save and positional keys."""
     for name in ("alone-sharded", "alone-full", "plain.pt"):
         net, optimizer = fresh(dp)
         load_checkpoint(root / name, {"model": net, "optimizer": optimizer}, data_parallel=dp)
@@ -187,14 +187,14 @@ def _check_errors(rank: int, root: Path, dp: DataParallel) -> None:
         with pytest.raises(ValueError, match=r"taken was to become a checkpoint, and is a direct"):
             save_checkpoint(target, {"model": net}, state_dict_type=format, data_parallel=dp)
     _check_errors_on_one_rank(rank, root, net, dp)
-    # What fails on one rank only, fails on the others too instead of leaving them waiting.
+    # An error on one rank makes the others fail too, instead of leaving them waiting.
     expected = FileExistsError if rank == 0 else CheckpointError
     with pytest.raises(expected, match=r"File exists"):
         once((root / "taken").mkdir, dp)
 
 
 class FailsOn:
-    """State that one rank cannot give or take."""
+    """State that one rank can neither save nor load."""
 
     def __init__(self, *, fails: bool) -> None:
         self.fails = fails

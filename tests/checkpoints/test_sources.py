@@ -1,4 +1,4 @@
-"""Full tensors are read row by row, and nothing else is read with them."""
+"""Full tensors are read row by row, without reading anything else."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _made: list[ThunderMemsaveStrategy] = []
 
 
 def make_replicated(**arguments: Any) -> ThunderMemsaveStrategy:
-    """What Fabric makes by our name."""
+    """Make the strategy that Fabric finds under our name."""
     _made.append(ThunderMemsaveStrategy(sharding="none", **arguments))
     return _made[-1]
 

@@ -26,7 +26,7 @@ NOT_RUN = 2
 
 
 def main() -> int:
-    """Run every case and say what came of it."""
+    """Run every case and report the results."""
     tests = Path(os.environ.get(VARIABLE, "")) / "tests"
     if VARIABLE not in os.environ or not (tests / TEST_FILE).is_file():
         print(
@@ -56,7 +56,7 @@ def passes(tests: Path, case: str) -> bool:
 
 
 def environment(tests: Path) -> dict[str, str]:
-    """Lightning's switches for another strategy, and for its tests of two processes."""
+    """Return an environment with Lightning's switches for another strategy and for its tests of two processes."""
     return {
         **os.environ,
         "LT_STRATEGY": "thunder_memsave",
@@ -69,7 +69,7 @@ def environment(tests: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Hybrid sharding on 2 x 2 ranks: what one process gives, in Fabric's own words and in files."""
+"""Hybrid sharding on 2 x 2 ranks equals one process, through Fabric's API and in files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def train(fabric: Fabric, model: Any, optimizer: Any, *, steps: range) -> None:
 
 
 def reference(num_steps: int) -> Odd:
-    """One process on all rows."""
+    """Train one process on all rows."""
     model = build()
     optimizer = adamw(model)
     for seed in range(num_steps):
@@ -137,7 +137,7 @@ def replicas_are_equal(fabric: Fabric, own: Tensor) -> bool:
 
 
 def check_checkpoints(folder: Path) -> None:
-    """What one way of sharding saves, the other continues as if nothing had happened."""
+    """A run saved under one sharding continues under the other bit-exactly."""
     expected = reference(4)
     for kind in ("sharded", "full"):
         for saved, loaded in ((HYBRID, "zero2"), ("zero2", HYBRID), (HYBRID, HYBRID)):
@@ -182,7 +182,7 @@ def check_whole_weights() -> None:
 
 
 def check_that_all_ranks_agree() -> None:
-    """Also where the two that disagree share neither rows nor a group."""
+    """Ranks that disagree are found even if they share neither rows nor a group."""
     fabric = make_fabric(devices=NUM_RANKS, sharding=HYBRID, timeout="2min")
     other = build()
     with torch.no_grad():

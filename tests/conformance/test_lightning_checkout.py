@@ -1,4 +1,4 @@
-"""The runner of Lightning's own tests says whether it ran them."""
+"""The runner of Lightning's own tests reports whether it ran them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With `sharding: none` the strategy is DDP: what Lightning's tests say of DDP holds for it."""
+"""The strategy under `sharding: none` is DDP: it passes Lightning's tests of DDP."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_final_weights() -> None:
     initial = {name: value.clone() for name, value in reference.state_dict().items()}
     train(fabric, DistributedDataParallel(reference), reference_optimizer)
     for name, expected in reference.state_dict().items():
-        # DDP reduces buckets, we tensors: the sum of two is the same, fp32 rounds elsewhere.
+        # DDP reduces buckets, we tensors: the sum of two is the same, float32 rounds elsewhere.
         torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-6, atol=1e-7)
         assert not torch.allclose(expected, initial[name], rtol=1e-3)
 
@@ -75,7 +75,7 @@ def check_clipping() -> None:
 
 
 def equal_gradients(fabric: Fabric) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
-    """A model whose gradients are all the same, and its whole gradient."""
+    """Return a model whose gradients are all equal, and its whole gradient."""
     linear = nn.Linear(32, 3, bias=False)
     nn.init.constant_(linear.weight, 0.01)
     model, optimizer = fabric.setup(linear, torch.optim.Adam(linear.parameters(), lr=0.1))

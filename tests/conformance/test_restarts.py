@@ -1,4 +1,4 @@
-"""A run whose processes, agents and machines are killed ends with the weights of one that was left alone."""
+"""A run whose processes, agents and machines are killed ends with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def uninterrupted(script: Path, directory: Path) -> Path:
 
 
 class Run:
-    """Two agents that train together, of which the second meets its fate at gates."""
+    """Two agents that train together, the second of which is disturbed at gates."""
 
     def __init__(self, cluster: Cluster, arguments: list[object]) -> None:
         self.cluster, self.arguments = cluster, arguments
@@ -99,7 +99,7 @@ class Run:
         self.workers: set[int] = set()
 
     def worker_at(self, gate: str, *, other_than: int | None = None) -> int:
-        """The process of the second machine that waits at a gate."""
+        """Return the process of the second machine that waits at a gate."""
         path, noted = self.directory / gate, str(other_than)
         self.cluster.wait_until(
             lambda: path.exists() and path.read_text() != noted, f"a process at {gate}"
@@ -137,13 +137,13 @@ def running(cluster: Cluster, arguments: list[object]) -> Iterator[Run]:
 
 
 def command_of(pid: int) -> str:
-    """A number may belong to another process by now."""
+    """Return a process's command line: its number may belong to another process by now."""
     path = Path(f"/proc/{pid}/cmdline")
     return path.read_text() if path.exists() else ""
 
 
 def end(agent: subprocess.Popen[bytes]) -> None:
-    """Let an agent stop its processes; a test that went well has none left."""
+    """Let an agent stop its processes; a test that passed has none left."""
     if agent.poll() is None:
         agent.terminate()
         try:
@@ -156,7 +156,7 @@ def end(agent: subprocess.Popen[bytes]) -> None:
 MACHINE_DIES = ("backward-2", "step-3", "save-4")
 PROCESS_DIES = "backward-5"
 AGENT_DIES = ("backward-2", "step-3", "backward-4")
-"""Before the step is saved, so that the process which takes over comes here again."""
+"""Gates before the step is saved, so that the process which takes over comes here again."""
 
 
 def check_restarts(
@@ -181,7 +181,7 @@ def check_same_weights(directory: Path, expected: Path) -> None:
 
 
 def kill_process(run: Run, gate: str) -> None:
-    """The agent sees it, and starts the process again; so does the other machine's."""
+    """The agent notices, and restarts the process; so does the other machine's."""
     worker = run.worker_at(gate)
     kill(worker)
     run.worker_at(gate, other_than=worker)
@@ -189,7 +189,7 @@ def kill_process(run: Run, gate: str) -> None:
 
 
 def kill_machine(run: Run, gate: str) -> None:
-    """Its agent begins to count restarts at 0 again, where the other machine's counts on."""
+    """Its agent counts restarts from 0 again, while the other machine's counts on."""
     worker = run.worker_at(gate)
     run.kill_agent()
     kill(worker)
@@ -198,7 +198,7 @@ def kill_machine(run: Run, gate: str) -> None:
 
 
 def kill_agent_alone(run: Run, gate: str) -> None:
-    """Its process goes on, until the other machine's agent hears of the new one."""
+    """Its process goes on until the other machine's agent notices the new one."""
     orphan = run.worker_at(gate)
     run.kill_agent()
     run.restart_agent()

@@ -1,4 +1,4 @@
-"""`sharding: auto`: the larger the budget, the fewer bytes are gathered; the bits are zero3's."""
+"""A larger budget gathers fewer bytes under `sharding: auto`, with zero3's bits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ UNLIMITED = "1TiB"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model that has made one step."""
+    """A model that has taken one step."""
 
     fabric: Fabric
     model: Any
     optimizer: Any
     gradients: list[Tensor]
-    """Of that step."""
+    """Gradients of that step."""
 
     @property
     def strategy(self) -> ThunderMemsaveStrategy:
@@ -58,13 +58,13 @@ class Trained:
         return capture
 
     def gathered_bytes(self, *, backward: bool) -> int:
-        """Of the whole parameters that one forward, or backward, gathers."""
+        """Bytes of whole parameters that one forward, or backward, gathers."""
         capture = self.capture
         trace = (capture.backward_traces if backward else capture.forward_traces)[-1]
         return sum(c.nbytes for c in collectives(trace) if c.kind == "all_gather")
 
     def step(self) -> None:
-        """Hold the outputs until backward ends, as plans take it that callers do."""
+        """Hold the outputs until backward ends, as plans assume of callers."""
         ids = models.token_batch(1, 8, seed=self.fabric.global_rank)
         output = self.model(input_ids=ids, labels=ids)
         self.fabric.backward(output.loss)
@@ -72,7 +72,7 @@ class Trained:
 
 
 def trained(sharding: str, **memory: Any) -> Trained:
-    """The batch is so small that zero3's peak is where the last gradients are made: no plan needs less."""
+    """Train on a batch so small that zero3 peaks where the last gradients are computed: no plan needs less."""
     fabric = make_fabric(
         devices=NUM_RANKS, sharding=sharding, memory=memory, bucket=0, prefetch=0, timeout="2min"
     )
@@ -120,7 +120,7 @@ def check_memory(made: Trained) -> None:
 
 
 def existing_bytes(made: Trained) -> int:
-    """Of parameters, buffers, and what the optimizer keeps."""
+    """Return the bytes of parameters, buffers, and optimizer state."""
     states = [v for state in made.optimizer.state.values() for v in state.values()]
     tensors = [*made.model.parameters(), *made.model.buffers(), *states]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}

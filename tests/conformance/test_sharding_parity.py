@@ -1,4 +1,4 @@
-"""Gradients on four ranks are as close to exact ones as those of one process in float32, however they are made."""
+"""Gradients on four ranks are as close to exact ones as those of one process in float32, in every configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WINDOWS = (0, "auto")
 
 @dataclass(frozen=True)
 class Case:
-    """One way to make gradients."""
+    """One configuration."""
 
     mode: str
     accumulate: str
@@ -48,7 +48,7 @@ PAIRS = [
 
 
 def tokens(seed: int) -> Tensor:
-    """Rows of all ranks, one rank's after the other's."""
+    """Return the rows of all ranks, one rank's after the other's."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(
         SMALLEST_VOCABULARY, (NUM_RANKS * ROWS_PER_RANK, SEQUENCE_LENGTH), generator=generator
@@ -60,7 +60,7 @@ def num_micro_batches(case: Case) -> int:
 
 
 def one_process(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Gradients of eager PyTorch on all rows."""
+    """Return the gradients of eager PyTorch on all rows."""
     model = build(case.model).to(dtype)
     for seed in range(num_micro_batches(case)):
         model(tokens(seed)).backward()
@@ -68,7 +68,7 @@ def one_process(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def all_ranks(case: Case) -> dict[str, Tensor]:
-    """The same by the strategy, each rank on its rows."""
+    """Return the gradients under the strategy, with each rank on its rows."""
     accumulate = "auto" if case.accumulate == "off" else case.accumulate
     fabric = make_fabric(
         devices=NUM_RANKS,

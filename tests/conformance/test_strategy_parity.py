@@ -25,7 +25,7 @@ MAX_NORM = 0.5  # below the norms of the first steps: clipping really scales
 
 
 class TiedModel(nn.Module):
-    """A plain module with tied weights and dropout switched off."""
+    """A plain module with tied weights and dropout off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,5 +163,5 @@ def test_losses_equal_a_single_process_loop(
     assert expected[-1] < expected[0] - 0.1
     for sharding in SHARDING:
         losses = json.loads((tmp_path / sharding).read_text())
-        # fp32 sums in another order: 1e-5 is a hundred roundings.
+        # Float32 sums in another order: 1e-5 is a hundred roundings.
         assert losses == pytest.approx(expected, rel=1e-5)

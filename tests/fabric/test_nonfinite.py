@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite on one rank are taken, left out or refused on all alike."""
+"""Steps with non-finite gradients on one rank are taken, left out or refused on all alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOPPED = r"the step was not taken on any rank: .* set strategy.nonfinite_gradie
 
 
 class Trained:
-    """A small model with a step behind it, so that its optimizer has state."""
+    """A small model that has taken a step, so that its optimizer has state."""
 
     def __init__(self, fabric: Fabric, **optimizer: Any) -> None:
         torch.manual_seed(0)
@@ -34,7 +34,7 @@ class Trained:
         self.step()
 
     def step(self, *, poison: float | None = None, rank: int = 0, clip: bool = False) -> None:
-        """Take a step whose gradient has one element that is not finite, on one rank only."""
+        """Take a step whose gradient has one non-finite element, on one rank only."""
         self.fabric.backward(self.model(torch.ones(2, 3)).sum())
         if poison is not None and self.fabric.global_rank == rank:
             grad = self.net[0].weight.grad
@@ -48,7 +48,7 @@ class Trained:
             self.optimizer.zero_grad()
 
     def numbers(self) -> list[Tensor]:
-        """Parameters and the optimizer's state."""
+        """Return the parameters and the optimizer's state."""
         states = self.optimizer.state.values()
         state = [t for values in states for t in values.values() if isinstance(t, Tensor)]
         return [t.data.clone() for t in (*self.net.parameters(), *state)]
@@ -101,7 +101,7 @@ def test_two_ranks_leave_the_same_steps_out_with_at_most_one_collective() -> Non
 
 @on_fabric_rank
 def check_hybrid() -> None:
-    """Only one of the two groups that shard has the gradient that is not finite."""
+    """Only one of the two sharding groups has the non-finite gradient."""
     settings: dict[str, Any] = {"sharding": {"mode": "hybrid", "size": 2}, "timeout": "60s"}
     fabric = make_fabric(devices=4, nonfinite_gradients="skip", **settings)
     run = Trained(fabric)
@@ -155,7 +155,7 @@ def count_agreements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check_one_collective() -> None:
-    """A norm that clipping computed is not computed again."""
+    """The norm from clipping is not recomputed."""
     run = Trained(
         make_fabric(sharding="zero3", devices=2, nonfinite_gradients="skip", timeout="60s")
     )
@@ -169,7 +169,7 @@ def check_one_collective() -> None:
 
 
 def check_that_a_later_backward_is_noticed(run: Trained) -> None:
-    """What clipping found does not hold for other gradients."""
+    """The norm from clipping does not apply to later gradients."""
     before = run.numbers()
     run.fabric.backward(run.model(torch.ones(2, 3)).sum())
     run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1e3)

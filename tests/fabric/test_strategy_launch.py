@@ -1,4 +1,4 @@
-"""Every way to launch trains the same: torchrun, two of its nodes, SLURM, and Fabric's own launcher."""
+"""Training is the same under every launcher: torchrun, two of its nodes, SLURM, and Fabric's own."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_two_nodes_of_torchrun(script: Path, results: Path) -> None:
 
 
 def slurm(task: int, port: int) -> dict[str, str]:
-    """What `srun --nodes=2 --ntasks-per-node=1` tells a task."""
+    """Return the environment of a task under `srun --nodes=2 --ntasks-per-node=1`."""
     return {
         "SLURM_JOB_ID": "1234",
         "SLURM_JOB_NAME": "train",

@@ -1,4 +1,4 @@
-"""Each precision plugin computes what it computes around an eager model; the others are refused."""
+"""Each supported precision plugin computes as around an eager model; the others are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.fabric import make_fabric
 from thunder_memsave import ConfigError, ThunderMemsaveStrategy
 from thunder_memsave.fabric.precision import refuse_unsupported
 
-# Of the largest value: one rounding of the type in which the products are summed, times a few.
+# Relative to the largest value: a few roundings of the dtype in which the products are summed.
 TOLERANCE = {
     "64-true": 1e-6,
     "32-true": 1e-6,

@@ -50,7 +50,7 @@ def build() -> Odd:
 
 
 def batch(seed: int) -> Tensor:
-    """Rows for both ranks, interleaved."""
+    """Return rows for both ranks, interleaved."""
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
 
 
@@ -60,7 +60,7 @@ def strategy_of(fabric: Fabric) -> ThunderMemsaveStrategy:
 
 
 def own(fabric: Fabric, full: Tensor) -> Tensor:
-    """This rank's rows of a whole tensor, without padding."""
+    """Return this rank's rows of a whole tensor, without padding."""
     num_rows = -(-full.shape[0] // NUM_RANKS)
     return full[fabric.global_rank * num_rows :][:num_rows]
 

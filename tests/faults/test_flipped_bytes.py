@@ -1,4 +1,4 @@
-"""No byte of a checkpoint can change, or be cut off, without its load being refused."""
+"""A load refuses a checkpoint in which any byte was changed or cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def all_files(path: Path) -> list[Path]:
 
 
 def is_refused(fabric: Fabric, path: Path) -> bool:
-    """Also by `read_info`, which is how a run begins."""
+    """Tell whether a load, or `read_info`, with which a run begins, refuses it."""
     state = make_state(fabric, 0.0, step=0)
     try:
         info = CheckpointInfo(path=path, world_size=1, values={})
@@ -48,7 +48,7 @@ def loaded_silently(directory: Path, *, num_flips: int, num_cuts: int, seed: int
     assert len(files) == 6, files
     silent = []
     for number in range(num_flips + num_cuts):
-        file = files[number % len(files)]  # each, also the smallest
+        file = files[number % len(files)]  # each file, also the smallest
         content = file.read_bytes()
         file.write_bytes((flip if number < num_flips else cut)(content, chance))
         if not is_refused(fabric, path):

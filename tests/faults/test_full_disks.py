@@ -1,4 +1,4 @@
-"""A disk that is full during a save, at whichever byte, leaves the checkpoints before as they were."""
+"""A disk that fills up during a save, at whichever byte, leaves the earlier checkpoints as they were."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_at_any_operation_costs_no_checkpoint(tmp_path: Path
 
 
 def way_to_mount() -> list[str] | None:
-    """A command before which a small disk can be mounted, for itself alone; root is not needed everywhere."""
+    """Return a command that can mount a small disk for itself alone; not every machine gives root."""
     for way in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
         try:
             command = [*way, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]

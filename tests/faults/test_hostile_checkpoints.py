@@ -1,4 +1,4 @@
-"""What someone else made of a checkpoint runs no code, and reads and writes nothing outside of it."""
+"""A hostile checkpoint runs no code, and reads and writes nothing outside of its directory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def in_metadata(fabric: Fabric, directory: Path, evil: object) -> Path:
 
 
 def beside_good_metadata(fabric: Fabric, directory: Path, evil: object) -> Path:
-    """The table is right, and holds a call too."""
+    """Write a valid table that also holds a call."""
 
     def change(metadata: Any) -> None:
         metadata.version = evil
@@ -89,7 +89,7 @@ def in_a_weight(fabric: Fabric, directory: Path, evil: object) -> Path:
 
 
 def behind_the_values(fabric: Fabric, directory: Path, evil: object, *, entry: str) -> Path:
-    """In DCP's own file, and named in its table in place of the value."""
+    """Put a call into DCP's own file, and name it in DCP's table in place of the value."""
     buffer = io.BytesIO()
     torch.save(evil, buffer)
 
@@ -134,7 +134,7 @@ def change_metadata(path: Path, change: Callable[[Any], None]) -> None:
 
 @pytest.fixture
 def opened() -> Iterator[list[str]]:
-    """Every file that is opened, made, renamed or removed."""
+    """Record every file that is opened, created, renamed or removed."""
     global _seen
     _seen = []
     if not _is_watching:
@@ -145,7 +145,7 @@ def opened() -> Iterator[list[str]]:
 
 
 _seen: list[str] | None = None
-_is_watching: list[bool] = []  # a hook cannot be taken away
+_is_watching: list[bool] = []  # an audit hook cannot be removed
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
@@ -154,7 +154,7 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def refusal(fabric: Fabric, path: Path) -> str:
-    """Nothing has changed afterwards, and nothing was run."""
+    """Return the refusal, and check that nothing changed and nothing was run."""
     state = make_state(fabric, 0.0, step=0)
     info = CheckpointInfo(path=path, world_size=1, values={})
     with pytest.raises((ValueError, KeyError)) as raised:
@@ -229,7 +229,7 @@ def test_a_few_bytes_of_a_pickle_take_no_gigabytes(tmp_path: Path, name: str) ->
 
 @contextmanager
 def at_most_more_bytes(num_bytes: int) -> Iterator[None]:
-    """Of address space, beyond what this process has; a MemoryError otherwise."""
+    """Limit the address space beyond what this process has; more raises MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     room = pages * resource.getpagesize() + num_bytes
@@ -274,7 +274,7 @@ def bad_place(metadata: Any) -> None:
 
 
 def cut_the_weight(*places: tuple[int, int]) -> Callable[[Any], None]:
-    """Into shards of 5 columns, given by first row and number of rows; all are in the one file."""
+    """Split into shards of 5 columns, given by first row and number of rows; all are in the one file."""
 
     def change(metadata: Any) -> None:
         entry = metadata.state_dict_metadata["model.weight"]

@@ -1,4 +1,4 @@
-"""A process that is killed before any one of the file operations of a save has lost no checkpoint.
+"""A process that is killed before any file operation of a save has lost no checkpoint.
 
 So it is where one of two ranks is killed, in saves that wait and in those in the background.
 """

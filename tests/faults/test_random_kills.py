@@ -1,4 +1,4 @@
-"""Ranks that are killed at random lose no committed step, and the run ends with the bits of one that was left alone."""
+"""Ranks that are killed at random lose no committed step, and the run ends with an undisturbed run's bits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from harness.fabric import finish, start_python
 from harness.language_model import run_values, write_model
 from harness.random_kills import MOST_STEPS, Kill, Lives, Start, train_with_kills
 
-SECONDS_FOR_A_LIFE = 300  # on a machine that does other work
+SECONDS_FOR_A_LIFE = 300  # on a busy machine
 NUM_LAUNCHES, KILLS_OF_A_LAUNCH = 10, 10
 LEAST_MID_SAVE = 3  # of a launch
 
 
 def values(directory: Path, *, num_steps: int) -> dict[str, Any]:
-    """All that is random in a run, or lasts from step to step: dropout, order of rows, moments, accumulation."""
+    """Return a run with everything random or stateful: dropout, order of rows, moments, accumulation."""
     directory.mkdir()
     return run_values(
         directory,
@@ -110,7 +110,7 @@ def test_a_launch_that_its_test_leaves_is_ended_with_all_that_it_started(
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there that is not only waiting to be reaped."""
+    """Tell whether a process exists and is not only waiting to be reaped."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run that is left alone goes, the first time that it is needed."""
+    """Return the directory of the undisturbed run, which runs when it is first needed."""
     return tmp_path_factory.mktemp("kills") / "alone"
 
 

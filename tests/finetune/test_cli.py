@@ -136,7 +136,7 @@ def test_a_shipped_configuration_runs_by_its_name_unless_a_file_has_it(
     for name in ("tiny_lora", "tiny_lora.yaml"):
         assert main(["validate", name, "--train.epochs=x"]) == 2
         error = capsys.readouterr().err
-        # Without the directory of the package, also before a line.
+        # Without the directory of the package, also before a line number.
         assert error.startswith("error: tiny_lora.yaml cannot be used; 3 problems:\n")
         assert "\n  tiny_lora.yaml:18: model.name_or_path is 'runs/tiny" in error
     (tmp_path / "tiny_lora").write_text("- 1")
@@ -269,7 +269,7 @@ def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         raise error
 
     monkeypatch.setattr("thunder_memsave.finetune.run.train.train", train)
-    # It would watch for Ctrl-C, and the tests' own handling is to stay.
+    # The handler of Ctrl-C would change, and the tests' own is to stay.
     monkeypatch.setattr("thunder_memsave.finetune.cli.watch_signals", lambda: None)
 
 
@@ -317,7 +317,7 @@ def test_weights_that_cannot_be_read_are_refused_before_anything_is_written(
 ) -> None:
     broken = shutil.copytree(model_directory, tmp_path / "broken")
     content = (broken / "model.safetensors").read_bytes()
-    (broken / "model.safetensors").write_bytes(content[:100])  # a download that broke off
+    (broken / "model.safetensors").write_bytes(content[:100])  # an interrupted download
     path = write_run_file(tmp_path, run_values(tmp_path, broken))
     assert main(["train", str(path)]) == 2
     error = capsys.readouterr().err

@@ -40,7 +40,7 @@ def changes(
 
 
 def _override(strategy: ThunderMemsaveStrategy, budget_mib: int) -> str:
-    """Raise the reserve if one is set, as it has no effect beside an explicit budget; otherwise set a budget."""
+    """Raise the reserve if one is set, because a budget beside it is refused; otherwise lower the budget."""
     memory, total = strategy.config.memory, total_bytes(strategy.root_device)
     if memory.budget != "auto" or memory.reserve == MemoryConfig().reserve or total is None:
         return f"--memory.budget={budget_mib}MiB"

@@ -1,4 +1,4 @@
-"""Templates of our own that behave as those of ChatML, Llama 3.1 and Qwen3 do."""
+"""Templates that behave like those of ChatML, Llama 3.1 and Qwen3."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-# A header that is always there, texts without outer spaces, no newline after a turn.
+# A header in every conversation, texts without outer spaces, no newline after a turn.
 TRIMMED = (
     "<begin>{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
     "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
@@ -63,12 +63,12 @@ TWO_TURNS = [
 
 @pytest.fixture
 def chat_tokenizer(tokenizer_directory: Path) -> Any:
-    """A tokenizer whose template a test may set."""
+    """A tokenizer with a template that a test may set."""
     return AutoTokenizer.from_pretrained(tokenizer_directory)
 
 
 def answers(tokenizer: Any, template: str, messages: Any, **row: Any) -> list[str]:
-    """What is trained on; the parts are checked to be what the template renders."""
+    """Return the trained text, and check that the parts are the rendered conversation."""
     tokenizer.chat_template = template
     parts = render_chat({"messages": messages, **row}, tokenizer)
     whole = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False)
@@ -199,7 +199,7 @@ DATED = (
 def test_a_variable_of_the_template_is_given_by_the_run_file(
     chat_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Llama 3.2's template, for one, else writes today's date."""
+    """Otherwise Llama 3.2's template, for one, writes today's date."""
     chat_tokenizer.chat_template = DATED
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": TWO_TURNS}])
     dataset = ChatJSONL(path=str(path), chat_template_kwargs={"date_string": "26 Jul 2024"})

@@ -1,4 +1,4 @@
-"""Formats x {truncate, pad, pack} x ranks x epochs: which sample is seen how often, and its loss."""
+"""Formats x {truncate, pad, pack} x ranks x epochs: how often each sample is seen, and its loss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SampleKey = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def write_rows(directory: Path, data_format: str) -> Path:
-    """Documents of different lengths, none of which is another's beginning."""
+    """Write documents of different lengths, none of which is another's prefix."""
     rows: list[dict[str, Any]] = []
     for row in prompt_rows(NUM_DOCUMENTS):
         prompt, completion = f"{row['prompt']}: ", row["completion"] + " sort join"
@@ -66,7 +66,7 @@ def prepared(model_directory: Path, directory: Path, data_format: str, layout: s
 
 
 def read(model_directory: Path, path: Path, layout: str) -> PreparedData:
-    """Rows that were written before, by another process perhaps; the file's name says in which format."""
+    """Read rows that may have been written before, by another process; the file's name tells the format."""
     data = LAYOUTS[layout]
     config = RunConfig(
         model=ModelConfig(name_or_path=str(model_directory)),
@@ -84,7 +84,7 @@ def key_of_sample(sample: Sample) -> SampleKey:
 
 
 def samples_in(batch: Batch) -> Iterator[SampleKey]:
-    """Read the samples back from what a model sees."""
+    """Read the samples back from the model's inputs."""
     for row in range(len(batch.input_ids)):
         for number in range(1, int(batch.document_ids[row].max()) + 1):
             mine = batch.document_ids[row] == number
@@ -105,10 +105,10 @@ def test_every_sample_is_seen_exactly_once_per_epoch(
     data = prepared(model_directory, tmp_path, data_format, layout)
     rows = data.train
     expected = expected_samples(rows)
-    if data_format == "TextJSONL":  # long documents go on in another sample
+    if data_format == "TextJSONL":  # long documents continue in another sample
         assert (len(expected) > NUM_DOCUMENTS) == (layout == "truncate")
     else:
-        assert len(expected) == NUM_DOCUMENTS  # no two are equal, so counting tells them apart
+        assert len(expected) == NUM_DOCUMENTS  # all differ, so counting tells them apart
         assert ("cut to data.max_seq_length" in data.summary) == (layout == "truncate")
     sharding = Sharding(global_batch_size=4, micro_batch_size=2, world_size=world_size)
     num_steps = num_steps_per_epoch(len(rows), sharding)
@@ -218,7 +218,7 @@ def test_two_ranks_train_on_every_sample_once_per_epoch_by_the_mean_of_all_token
 
 @on_fabric_rank
 def _train_and_record(model_directory: Path, path: Path) -> None:
-    """Two epochs of the loop, with accumulation and without a learning rate."""
+    """Run two epochs of the loop, with accumulation and a learning rate of 0."""
     rows = read(model_directory, path, "pack").train
     recorder = Recorder()
     setattr(loop, "make_batch", recorder.make_batch)  # noqa: B010 - in this process only
@@ -257,7 +257,7 @@ def _train_and_record(model_directory: Path, path: Path) -> None:
 
 
 class Recorder:
-    """Keeps what the loop makes batches of, and the loss that it reports for each step."""
+    """Records the rows of each batch, and the loss that the loop reports for each step."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -274,7 +274,7 @@ class Recorder:
 
 @torch.no_grad()
 def reference_mean(model: Any, batches: Sequence[Batch]) -> float:
-    """The mean over all target tokens, each document by itself in plain transformers."""
+    """Return the mean over all target tokens, each document by itself in plain transformers."""
     total, count = 0.0, 0
     for batch in batches:
         for ids, targets in samples_in(batch):
@@ -286,8 +286,8 @@ def reference_mean(model: Any, batches: Sequence[Batch]) -> float:
 
 
 def document_loss(model: Any, ids: Sequence[int], targets: Sequence[int]) -> float:
-    """The mean loss of one document; transformers shifts the labels itself, ours are shifted."""
-    # A document's last target may be a token that lies beyond its row.
+    """Return the mean loss of one document; transformers shifts the labels itself, ours are shifted."""
+    # A document's last target may be a token beyond its row.
     tokens = [*ids, targets[-1] if targets[-1] != IGNORED else 0]
     labels = [IGNORED, *targets]
     return float(model(input_ids=torch.tensor([tokens]), labels=torch.tensor([labels])).loss)

@@ -15,7 +15,7 @@ from thunder_memsave.settings.section import ConfigError
 
 
 def document(*parts: str, rendered: bool = False) -> Document:
-    """A document whose second part, if any, the model is to write."""
+    """Return a document whose second part, if any, the model is to write."""
     made = [Part(text=text, assistant=index == 1) for index, text in enumerate(parts)]
     return Document(parts=tuple(made), origin="here", rendered=rendered)
 
@@ -73,7 +73,7 @@ def test_a_long_document_is_cut_and_counted(tokenizer: Any) -> None:
     data = tokenized(tokenizer, document("red " * 40), document("red"), length=8)
     assert [len(sample.input_ids) for sample in data.samples] == [8, 2]
     assert data.num_truncated == 1
-    # The token after the last position is known, so that position counts too.
+    # The token after the last position is known, so that position has a loss too.
     assert data.samples[0].num_targets == 8
 
 

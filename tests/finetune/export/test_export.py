@@ -1,4 +1,4 @@
-"""What is exported: an adapter, without gathering the base model, or a whole model."""
+"""An export writes an adapter, without gathering the base model, or a whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thunder-memsave export`: what transformers and peft load of a checkpoint computes what the run's own model does."""
+"""`thunder-memsave export`: its files compute in transformers and peft what the run's own model does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from thunder_memsave.sharding.rows import local_rows
 
 WORLD_SIZE = 3  # by which no dim of the models can be divided
 STEP = "step-00000003"
-# How weights are written: by peft, or for a merged model.
+# How the weights are written: by peft, or as a merged model.
 NAMES = {(): "safe_save_file", ("--merge",): "save_file"}
 # float32 sums in another order, and the merged weights are rounded
 TOLERANCE = 1e-6
@@ -59,7 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Output directories as three processes leave them, and what training itself exports at its end."""
+    """Make output directories as three processes leave them, and what training itself exports at its end."""
     root = tmp_path_factory.mktemp("runs")
     write_model(root / "base", tie_word_embeddings=False)
     write_model(root / "tied", tie_word_embeddings=True)
@@ -78,7 +78,7 @@ def save_runs(root: Path) -> None:
 
 
 def save_run(directory: Path) -> None:
-    """What `train` saves and writes, with values instead of training."""
+    """Write what `train` saves, with random values instead of training."""
     config = load_run_config(directory / "run.yaml")
     tokenizer = load_tokenizer(config.model)
     model: Any = build_model(config, tokenizer)
@@ -88,7 +88,7 @@ def save_run(directory: Path) -> None:
     base = {"base_model": fingerprint_of_files(model)} if in_files else {}
     fabric = make_fabric(devices=WORLD_SIZE, timeout="1min")
     module = fabric.setup(model)
-    torch.manual_seed(1)  # rows of all ranks alike, which is as good as any
+    torch.manual_seed(1)  # the same rows on all ranks, which does not matter
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -103,7 +103,7 @@ def save_run(directory: Path) -> None:
 
 
 def export_run(run: Path, out: Path, *options: str) -> str:
-    """Not by the command, so that a failure shows where it is."""
+    """Export without the command, so that a failure shows its place."""
     assert run_export(parse_export_options([str(run), "--out", str(out), *options])) == 0
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
     return str(out)
@@ -158,7 +158,7 @@ def test_an_adapter_and_the_merged_model_give_the_same_logits_in_plain_transform
     assert difference <= TOLERANCE
     assert (
         distance(logits(plain(runs / "base")), theirs) > 100 * TOLERANCE
-    )  # what was trained matters
+    )  # training makes a difference
     assert AutoTokenizer.from_pretrained(merged)("red green")["input_ids"]
 
 

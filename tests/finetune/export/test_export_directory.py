@@ -1,4 +1,4 @@
-"""Where an export may be written, and what is blamed when it cannot be."""
+"""Paths that an export may be written to, and the file that an error names."""
 
 from __future__ import annotations
 

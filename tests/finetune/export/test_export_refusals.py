@@ -1,4 +1,4 @@
-"""What an export refuses where a run, its files or peft are not what they should be."""
+"""Exports refuse a run, files or an adapter that are not what they should be."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from thunder_memsave.settings.section import ConfigError
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two checkpoints beside a run file; no model is looked at."""
+    """Write two checkpoints beside a run file, without a model."""
     for step in (1, 2):
         save(make_fabric(), tmp_path / "run" / "checkpoints", step=step)
     (tmp_path / "run" / "config.yaml").touch()

@@ -1,4 +1,4 @@
-"""A model that runs layer by layer has one of them in memory, and gives what it gives when it is there whole."""
+"""A model that runs layer by layer has one layer in memory, and the logits of the whole model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(*, tied: bool) -> Any:
 
 
 def num_filled(model: Any) -> int:
-    """Layers of which anything is in memory."""
+    """Count the layers that have any tensor in memory."""
     return sum(any(not p.is_meta for p in layer.parameters()) for layer in model.model.layers)
 
 

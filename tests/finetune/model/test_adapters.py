@@ -25,7 +25,7 @@ from thunder_memsave.settings.section import ConfigError, ConfigErrors
 
 SEED = 5
 TARGET = {"target_modules": ["q_proj"]}
-# peft advises against training one of two tied weights, where each user may know better.
+# peft advises against training one of two tied weights, but the user may know better.
 TIED = pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.:UserWarning")
 METHODS: dict[str, dict[str, Any]] = {
     "C3AConfig": {"block_size": 8},
@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer; the output layer is the input's embedding."""
+    """One layer; the output layer is tied to the embedding."""
     directory = tmp_path_factory.mktemp("small")
     return write_model(directory, num_hidden_layers=1, tie_word_embeddings=True)
 
@@ -60,7 +60,7 @@ def built(config: RunConfig) -> Any:
 
 
 def eager(config: RunConfig, adapter: peft.PeftConfig) -> Any:
-    """The same by plain transformers and peft."""
+    """Take the same step with plain transformers and peft."""
     dtype = getattr(torch, config.model.dtype)
     model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path, dtype=dtype)
     torch.manual_seed(SEED)
@@ -79,7 +79,7 @@ def make_batch() -> Batch:
 
 @torch.no_grad()
 def perturbed(parameter: nn.Parameter) -> Tensor:
-    """Move it away from its start, where half of an adapter's weights are zero."""
+    """Move the adapter away from its start, where half of its weights are zero."""
     return parameter.add_(torch.randn_like(parameter), alpha=0.05)
 
 
@@ -107,7 +107,7 @@ def assert_one_step_is_eager(
             parameter.grad,
             rtol=tolerance * 10,
             atol=tolerance,
-            check_dtype=False,  # peft leaves a saved module in its model's format
+            check_dtype=False,  # peft leaves a saved module in its model's dtype
         )
     return fabric, module
 
@@ -160,7 +160,7 @@ def test_trained_weights_are_float32_over_a_frozen_bfloat16_model(
     config = run(small_model, lora=fields, dtype="bfloat16")
     assert precision_of(config) == precision
     config_of_peft = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
-    # Eager and compiled code round bfloat16 at other places.
+    # Eager and compiled code round to bfloat16 at different places.
     _, module = assert_one_step_is_eager(config, config_of_peft, same_start=False, tolerance=2e-2)
     assert {p.dtype for p in trained(module).values()} == {torch.float32}
     assert {p.grad.dtype for p in trained(module).values() if p.grad is not None} == {torch.float32}

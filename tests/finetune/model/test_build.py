@@ -90,7 +90,7 @@ def test_random_weights_depend_on_the_seed_only(tokenizer_directory: Path, token
 def test_weights_are_found_under_the_names_that_files_have_for_them(
     tmp_path: Path, tokenizer: Any, lora: dict[str, Any] | None
 ) -> None:
-    # Of this kind of model, files name the output layer otherwise than transformers.
+    # For this model type, files name the output layer differently from transformers.
     config = run_config(saved(tmp_path, "gpt_neox"), lora=lora, dtype="float32")
     model: Any = build_model(config, tokenizer)
     materialize(model, device=torch.device("cpu"), data_parallel=None)
@@ -156,7 +156,7 @@ def test_the_model_keeps_how_it_generates(
     model: Any = build_model(run_config(directory, lora=None), tokenizer)
     generation = model.generation_config
     assert (generation.eos_token_id, generation.temperature) == ([1, 3], 0.7)
-    # Without a cache of keys and values it would take the square of the time.
+    # Without a key-value cache generation takes quadratic time.
     assert model.config.use_cache
     assert generation.use_cache is not False
 

@@ -34,7 +34,7 @@ class Hub:
     """Status and `X-Error-Code` of every answer about files."""
 
     delay_s: float = 0.0
-    """How long the weights take."""
+    """Seconds that the weights take."""
 
     requested: list[str] = field(default_factory=list)
     """Names of the files that were downloaded."""
@@ -89,7 +89,7 @@ def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 
 def go_online(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Undo what HF_HUB_OFFLINE, and no HF_ENDPOINT, made of the hub's constants at import."""
+    """Restore the hub's constants, which HF_HUB_OFFLINE and a missing HF_ENDPOINT set at import."""
     urls = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
@@ -102,7 +102,7 @@ StartHub = Callable[[dict[str, bytes]], Hub]
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; the tests are offline anyway."""
+    """Make an empty cache; the tests are offline anyway."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     _found.cache_clear()
     return tmp_path / "cache"
@@ -173,7 +173,7 @@ def test_one_process_fetches_while_the_others_wait(
 ) -> None:
     hub = start_hub(model_files)
     hub.delay_s = 0.3
-    # The lock is a file's, so threads meet at it as processes do.
+    # The lock is a file lock, so threads wait for it as processes do.
     threads = [
         threading.Thread(target=_found.__wrapped__, args=("org/name", None, True)) for _ in range(2)
     ]

@@ -77,7 +77,7 @@ def test_packed_rows_have_the_loss_of_unpacked_ones(
 
     expected = loss(alone, "none")
     assert loss(packed, MASKS[attention]) == pytest.approx(expected, rel=1e-5)
-    # The documents do influence each other where no mask keeps them apart.
+    # Without a mask the documents do influence each other.
     assert loss(packed, "none") != pytest.approx(expected, rel=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What checkpoints of a run hold of its model, and how its files are told from others."""
+"""Checkpoints hold the trained part of a run's model; its files are identified by a fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objectives of other kinds train with the loop as it is: their losses and weights are a plain PyTorch loop's bits."""
+"""Objectives of other kinds train with the loop as it is, to the bits of a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of named columns; no row is zeros."""
+    """Rows of named columns; no row is all zeros."""
 
     columns: Tensors
 
@@ -45,7 +45,7 @@ class Table:
 
 
 class WeightedRegression(Objective[Tensors]):
-    """Squared errors, each of a weight of its own: the model returns a tensor, and weights are no counts."""
+    """Weighted squared errors: the model returns a tensor, and weights are not counts."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("val_loss", "val_root")
 
@@ -76,7 +76,7 @@ class WeightedRegression(Objective[Tensors]):
 
 
 class Preference(Objective[Tensors]):
-    """Two sequences per row in one call, of which the first should score higher; tells how often it does."""
+    """Two sequences per row in one call, of which the first should score higher; reports how often it does."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("val_loss", "val_accuracy")
 
@@ -268,7 +268,7 @@ def test_planning_knows_the_call_and_the_loss_of_another_objective(case: Case) -
     differentiate()
     sizes = BatchSizes(global_batch_size=6, micro_batch_size=2, gradient_accumulation_steps=3)
     held = caller_memory(objective, None, sizes, autocast=None, device_type="cpu")
-    # Some operators make a scalar inside of themselves.
+    # Some operators create a scalar internally.
     assert 0 <= measured_memory(differentiate).peak_bytes - held.between_bytes <= 4
     num_bytes = sum(x.nbytes for x in batch.values())
     mine = {x.data_ptr() for x in batch.values()}

@@ -1,4 +1,4 @@
-"""The files of a run that say what it is, on a disk that fails while they are written."""
+"""The files that identify a run, on a disk that fails while they are written."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def config_of(tmp_path: Path) -> Callable[..., RunConfig]:
 
 
 def fill_disk(path: Path) -> None:
-    """Part of the file is written."""
+    """Write part of the file, then fail."""
     os.truncate(path, 10)
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def end_at_once(path: Path) -> None:
-    """What a kill leaves, but for the file of another name."""
+    """Stop as a kill would, which also leaves the temporary file."""
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""A run goes on only from a checkpoint whose steps mean what its own do; all that differs is listed."""
+"""A run resumes only from a checkpoint whose steps mean the same; all differences are listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is doing is on stderr while it does it, with the seconds that it took."""
+"""The stages of planning are shown on stderr while they run, with the seconds that they took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other processes of a run that torchrun did not start."""
+"""The other processes of a run, without torchrun."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_process_that_hangs_because_another_died_ends_with_the_message() -> No
 def test_one_process_needs_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
     with local_processes(RunConfig(devices=1)) as processes:
-        assert processes.died(wait_seconds=60) is None  # and it does not wait
+        assert processes.died(wait_seconds=60) is None  # without waiting
         assert dict(os.environ) == before
 
 
@@ -85,7 +85,7 @@ def test_a_mistake_in_the_data_is_told_once_by_several_processes(
 
 
 def test_a_process_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
-    """Even one that waits in a collective: the starter's end is all that it looks at."""
+    """A process ends with its starter, even one that waits in a collective."""
     code = f"""
 import os, subprocess, sys, time
 waiting = '''

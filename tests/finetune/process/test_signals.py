@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and SIGUSR1 do to a process, in processes of their own."""
+"""Ctrl-C, SIGTERM and SIGUSR1 finish a step or end the run, tested in processes of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def send(number):
     threading.Thread(target=os.kill, args=(os.getpid(), number), daemon=True).start()
 
 def until(is_true):
-    # The thread that attends to signals has its own pace.
+    # The thread that handles signals has its own pace.
     for _ in range(6000):
         if is_true():
             return
@@ -29,7 +29,7 @@ def until(is_true):
     sys.exit("never came")
 
 def reads():
-    # How many bytes of signals the thread has read.
+    # Bytes of signals that the thread has read.
     return num_reads[0]
 
 num_reads = [0]
@@ -52,7 +52,7 @@ def kept(text):
 signals._say = kept
 
 def hang_and_get(number):
-    # As a collective does: in C, where Python runs no handler; what comes up before is swallowed, as libraries do.
+    # Waits in C, where Python runs no handler, as a collective does; an exception is swallowed, as libraries do.
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     try:
@@ -132,7 +132,7 @@ until(lambda: reads() == 2)
 print('lives')
 """
     assert run(code.format(1000.0)).stdout == "lives\n"
-    # Ended by the thread, which may take its time.
+    # The thread ends it, which may take a while.
     assert run(code.format(0.0) + "time.sleep(60)").returncode == 128 + signal.SIGTERM
 
 
@@ -194,7 +194,7 @@ print(signals.received())
 
 
 def test_other_signals_with_a_handler_neither_end_the_run_nor_count_as_second_ones() -> None:
-    """torch's data loaders have one for SIGCHLD."""
+    """torch's data loaders handle SIGCHLD."""
     code = """
 signal.signal(signal.SIGCHLD, lambda number, frame: None)
 signals._same_signal_seconds = lambda: 0.0

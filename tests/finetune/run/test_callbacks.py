@@ -115,7 +115,7 @@ def test_early_stopping_that_could_not_work_is_refused(
 
 
 class AddsMetrics:
-    """A callback of the user's, which may add what early stopping watches."""
+    """A user-defined callback, which may add the metric that early stopping monitors."""
 
     def on_validation_end(self) -> None: ...
 
@@ -175,14 +175,14 @@ def test_a_logger_writes_into_the_run_unless_it_says_where(tmp_path: Path) -> No
 
 
 class NeedsPackage:
-    """A logger whose package is not there."""
+    """A logger whose package is not installed."""
 
     def __init__(self, *, save_dir: str) -> None:
         raise ModuleNotFoundError("No module named 'x'", name="x")
 
 
 class WandbLogger(NeedsPackage):
-    """Named as Lightning's; the real one may be installed or not."""
+    """A logger named like Lightning's; the real one may be installed or not."""
 
 
 @pytest.mark.parametrize(("name", "package"), [("NeedsPackage", "x"), ("WandbLogger", "wandb")])

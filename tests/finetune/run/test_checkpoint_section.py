@@ -37,7 +37,7 @@ def manifests_of(run: Path) -> dict[int, Manifest]:
 
 
 def content_of(manifest: Manifest) -> dict[str, str]:
-    """All but torch's table, where it writes an identifier of the save."""
+    """Return the hash of every file except torch's table, which has an identifier of the save."""
     return {name: f.sha256 for name, f in manifest.files.items() if name != "state/.metadata"}
 
 

@@ -16,7 +16,7 @@ def environment_of(fabric: Fabric) -> object:
 
 @pytest.fixture
 def slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a job script with two tasks, in which this process is not one of them."""
+    """Set the environment of a job script with two tasks, of which this process is none."""
     names = {"JOB_ID": 7, "JOB_NAME": "job", "NTASKS": 2, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
     for name, value in names.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))

@@ -1,4 +1,4 @@
-"""A run that fine-tunes in fp8 on two processes: it learns, survives `kill -9`, and leaves a plain adapter."""
+"""A run that fine-tunes in fp8 on two processes learns, survives `kill -9`, and exports a plain adapter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FP8 = {
 }
 NUM_STEPS, KILLED_AFTER = 5, 2
 NUM_LINEARS = 7
-"""Of the only layer, without its adapters."""
+"""Linears of the only layer, without its adapters."""
 
 
 def arguments(directory: Path, *overrides: str) -> list[str]:
@@ -44,7 +44,7 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, one_layer: Path) -> Path:
-    """A directory with the run file, a run that went through, and one that was killed and resumed."""
+    """Make a directory with the run file, a run that went through, and one that was killed and resumed."""
     directory = tmp_path_factory.mktemp("fp8")
     monitor = {"class_path": "Fp8Monitor", "init_args": {"every_n_steps": 1}}
     values = run_values(
@@ -137,12 +137,12 @@ def test_the_adapter_loads_in_plain_transformers_and_peft(finished: Path, one_la
     base = AutoModelForCausalLM.from_pretrained(one_layer)
     model: Any = PeftModel.from_pretrained(base, finished / "run" / "adapter").eval()
     logged = [r["val_loss"] for r in rows(finished / "run/metrics.csv") if r["val_loss"]][-1]
-    # e4m3 has 3 bits of mantissa, which the plain model's weights and inputs are not rounded to.
+    # e4m3 has 3 bits of mantissa; the plain model's weights and inputs are not rounded to it.
     assert plain_loss(model, tokenizer, finished) == pytest.approx(float(logged), rel=0.02)
 
 
 def plain_loss(model: Any, tokenizer: Any, directory: Path) -> float:
-    """The validation loss, one document at a time."""
+    """Return the validation loss, one document at a time."""
     total, count = 0.0, 0
     data = PromptJSONL(path=str(directory / "rows.jsonl"), val_fraction=0.25).load(tokenizer)
     assert data.validation is not None

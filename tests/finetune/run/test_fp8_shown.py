@@ -1,4 +1,4 @@
-"""A run says which linears compute in fp8, and a plan counts them."""
+"""A run describes which linears compute in fp8, and a plan counts them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_plan_counts_frozen_weights_in_fp8_twice_and_their_state(config_of: Re
     # Per layer 32x32 twice, 16x32 twice, 32x64 three times; by rows and by columns, one scale each.
     elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
     scales, states = 14 * 4, 14 * 4 * (4 * 2 + 2 + 4 * 1 + 1)
-    # The columns of the first layer's q, k and v are of no use: nothing before them is trained.
+    # The columns of the first layer's q, k and v are not needed: nothing before them is trained.
     unused = 32 * 32 + 2 * 16 * 32
     buffers = dict(describe_model(config).named_buffers())
     of_model = sum(b.nbytes for name, b in buffers.items() if name.endswith(".inv_freq"))
@@ -124,11 +124,11 @@ def test_a_plan_counts_frozen_weights_that_are_kept_in_fp8_alone_once(config_of:
         plan = plan_run(config, device=DEVICES["cpu"], num_ranks=2, has_curve=False)
         found[kept] = plan.call.profile.peak_bytes_by_kind
     elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
-    # Half of them on each rank, a byte less for each; 14 scales.
+    # Half of the elements on each rank, each a byte smaller; 14 scales.
     assert found["compute"]["parameter"] - found["fp8"]["parameter"] == elements // 2
     assert found["fp8"]["buffer"] - found["compute"]["buffer"] == 14 * 4
     alone = plan_run(config, device=DEVICES["cpu"], num_ranks=1, has_curve=False)
-    # Neither copies by rows nor by columns.
+    # Copies neither by rows nor by columns.
     assert alone.call.profile.peak_bytes_by_kind["buffer"] == found["fp8"]["buffer"]
 
 

@@ -1,4 +1,4 @@
-"""What is checked of a run before it starts, also when something is known to be wrong already."""
+"""A run is checked before it starts, also if it has known problems."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_sections_that_are_right_are_checked_besides_the_ones_that_are_wrong
 
 
 def test_a_broken_key_is_not_checked_by_its_default(config_of: Callable[..., RunConfig]) -> None:
-    # The default of 2048 would be longer than the model.
+    # The default of 2048 would exceed the model's positions.
     config = config_of("data.max_seq_length=2048", "lora.target_modules=[nothing]")
     known = ConfigError("wrong", key="data.max_seq_length")
     assert keys_of(config, known) == {"data.max_seq_length", "lora.target_modules"}
@@ -100,7 +100,7 @@ def test_a_mistake_does_not_wait_for_a_model_of_the_hub(
     assert "optimizer.init_args.lr" in keys_of(config)
     assert asked == (["some/model"] if is_offline else [])
     prepared = config_of("model.name_or_path=some/model")
-    assert keys_of(prepared) == {"model.name_or_path"}  # without a mistake it is asked for
+    assert keys_of(prepared) == {"model.name_or_path"}  # without a mistake the hub is asked
     assert asked[-1] == "some/model"
 
 

@@ -1,4 +1,4 @@
-"""A device that runs out of memory all the same: one message, which key to change, an exit code of its own."""
+"""Out of device memory: one message, the key to change, and an exit code of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_budget_is_lowered_by_what_is_missing_or_the_micro_batch_is_divided(
 def test_a_reserve_that_is_given_grows_instead_of_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a budget it is refused; the plan gets the same limit by it."""
+    """A budget beside a reserve is refused, so the reserve grows and gives the plan the same limit."""
     total = 80 * 2**30 + 5
     monkeypatch.setattr(
         "thunder_memsave.finetune.run.out_of_memory.total_bytes", lambda device: total
@@ -59,7 +59,7 @@ def test_a_reserve_that_is_given_grows_instead_of_the_budget(
     assert name == "--memory.reserve"
     changed = parse_memory({"reserve": value}).budget_bytes(total)
     assert changed is not None
-    # What is missing, and less than a MiB by rounding.
+    # The missing bytes, and less than a MiB from rounding.
     assert 0 <= total - 4 * 2**30 - 3 * 2**29 - changed < 2 * 2**20
     default = planned(peak_bytes=80 * 2**30)
     (change,) = changes(ERROR, default, micro_batch_size=1)
@@ -77,7 +77,7 @@ def test_there_is_no_snapshot_where_torch_has_no_allocator_of_its_own(tmp_path: 
 
 
 class OutOfMemory:
-    """A callback for which the device has no memory left."""
+    """A callback that runs out of device memory."""
 
     def on_train_batch_end(self, *, step: int) -> None:
         if step == 2:

@@ -1,4 +1,4 @@
-"""A run shows its plan once, before the first update, and then what the step took."""
+"""A run shows its plan once, before the first update, and then the measured memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on on other processes, sharded otherwise: no row is lost or seen twice, and losses are the same."""
+"""A run resumes on other processes, under another sharding: no row is lost or seen twice, and losses are the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS_PER_EPOCH = 18  # the last global batch of an epoch is padded
 
 
 def write_run(directory: Path) -> Path:
-    """Global batches of 12 rows for 1, 2 or 3 processes, over 3 epochs."""
+    """Write a run file with global batches of 12 rows for 1, 2 or 3 processes, over 3 epochs."""
     values = run_values(
         directory,
         write_model(directory / "model", num_hidden_layers=1),
@@ -38,12 +38,12 @@ def write_run(directory: Path) -> Path:
     )
     rows = (directory / "rows.jsonl").read_text().splitlines(keepends=True)
     (directory / "rows.jsonl").write_text("".join(rows[:ROWS_PER_EPOCH]))
-    del values["data"]["dataset"]["init_args"]["val_fraction"]  # one capture less to wait for
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # saves one capture
     return write_run_file(directory, values)
 
 
 def start(run_file: Path, directory: Path, mode: str, num_processes: int, *more: str) -> None:
-    """Run to the end; what is seen is written beside the run."""
+    """Run to the end; the rows seen are written beside the run."""
     values = yaml.safe_load(run_file.read_text())
     values["callbacks"][0]["init_args"]["directory"] = str(directory.with_name("seen"))
     values["strategy"] = {"sharding": mode}
@@ -58,7 +58,7 @@ def start(run_file: Path, directory: Path, mode: str, num_processes: int, *more:
 
 
 def run_here(command: list[str]) -> None:
-    """Without the seconds that a process takes to import everything."""
+    """Run in this process, without the seconds that a new one takes to import everything."""
     output, handler = io.StringIO(), signal.getsignal(signal.SIGINT)
     try:
         with redirect_stdout(output), redirect_stderr(output):
@@ -68,7 +68,7 @@ def run_here(command: list[str]) -> None:
 
 
 def go_on(run_file: Path, whole: Path, directory: Path, mode: str, num_processes: int) -> None:
-    """From the checkpoint in the middle of another run, as if that had been killed there."""
+    """Resume from the checkpoint in the middle of another run, as if that had been killed there."""
     name = f"step-{STOP:08d}"
     shutil.copytree(whole / "checkpoints" / name, directory / "checkpoints" / name)
     shutil.copy(whole / "metrics.csv", directory)
@@ -89,7 +89,7 @@ def check_same(whole: Path, resumed: Path) -> None:
 
 
 def check_epochs(whole: Path) -> None:
-    """In each epoch every row once."""
+    """Check that each epoch saw every row once."""
     steps = list(seen_rows(whole.with_name("seen")).values())
     for first, second in zip(steps[::2], steps[1::2], strict=True):
         assert set(Counter([*first, *second]).values()) == {1}

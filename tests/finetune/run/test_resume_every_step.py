@@ -1,4 +1,4 @@
-"""A run goes on bit by bit from whichever step it was stopped after."""
+"""A run resumes bit-exactly from whichever step it was stopped after."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FP8 = {"backend": "torch", "recipe": "delayed", "amax_history_len": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained, and how."""
+    """A model and its configuration."""
 
     optimizer: Optimizer
     precision: Precision
@@ -81,7 +81,7 @@ class Model(nn.Module):
 
 
 class Driver:
-    """Saves after each step, and ends the run when it is told to."""
+    """Saves after each step, and ends the run on request."""
 
     def __init__(self) -> None:
         self.checkpoints = ModelCheckpoint(".", every_n_steps=1, keep_last=NUM_STEPS)
@@ -93,7 +93,7 @@ class Driver:
     def on_train_batch_end(
         self, *, fabric: Fabric, step: int, state: dict[str, Any], control: TrainingControl
     ) -> None:
-        # Whoever else draws random numbers: its generators are part of the checkpoint too.
+        # Other code draws random numbers too: its generators are also part of the checkpoint.
         random.random(), np.random.rand()
         self.checkpoints.on_train_batch_end(fabric=fabric, step=step, state=state)
         if self.stops_after_each_step:
@@ -118,14 +118,14 @@ def make_optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_rows() -> Rows:
-    """11, so that the last global batch of an epoch is padded."""
+    """Return 11 rows, so that the last global batch of an epoch is padded."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(NUM_TOKENS, (16,), generator=generator).tolist() for _ in range(11)]
     return pad([sample_of(row) for row in ids], length=16, pad_id=0)
 
 
 def check_steps(setting: Setting, root: Path, steps: Iterable[int], num_ranks: int = 1) -> None:
-    """A step from each checkpoint gives the next one: so all the steps from it give the last."""
+    """A step from each checkpoint gives the next one, so all steps from it give the last."""
     driver = Driver()
     strategy = ThunderMemsaveStrategy(fp8=FP8 if setting.precision == "fp8" else None)
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=num_ranks, callbacks=[driver])
@@ -149,7 +149,7 @@ def check_steps(setting: Setting, root: Path, steps: Iterable[int], num_ranks: i
 
 
 def take_steps(fabric: Fabric, state: dict[str, Any]) -> None:
-    """Two micro-batches in each, on each rank."""
+    """Take steps of two micro-batches on each rank."""
     sharding = Sharding(
         global_batch_size=4 * fabric.world_size,
         micro_batch_size=2,
@@ -178,7 +178,7 @@ def take_steps(fabric: Fabric, state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def scramble(state: dict[str, Any]) -> None:
-    """Leave nothing of the steps before that loading would not have to put back."""
+    """Clear everything of the steps before that loading must restore."""
     for tensor in state["model"].state_dict().values():
         tensor.fill_(7)
     state["optimizer"].state.clear()
@@ -195,10 +195,10 @@ def name(step: int) -> str:
 
 
 def check_same_files(first: Path, second: Path) -> None:
-    """Every byte of the weights, the optimizer's state, the scales, the generators and the rest."""
+    """Compare every byte of the weights, the optimizer's state, the scales, the generators and the rest."""
     expected, found = read_manifest(first).files, read_manifest(second).files
     assert expected.keys() == found.keys()
-    # DCP's table of contents names the moment that it was written at.
+    # DCP's table of contents contains the time of writing.
     different = [n for n in found if found[n] != expected[n] and n != "state/.metadata"]
     assert not different
 

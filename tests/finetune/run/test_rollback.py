@@ -1,4 +1,4 @@
-"""A run that goes back to its last checkpoint: learning rate, data and what is saved are as they should be."""
+"""A run that goes back to its last checkpoint has the right learning rate, data and saved state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_run(directory: Path, model_directory: Path, **changes: Any) -> Path:
         guards={"nonfinite": "rollback"},
         **changes,
     )
-    del values["data"]["dataset"]["init_args"]["val_fraction"]  # one capture less to wait for
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # saves one capture
     return write_run_file(directory, values)
 
 

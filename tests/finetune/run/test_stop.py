@@ -1,4 +1,4 @@
-"""Runs that end early: what they say, what they leave, and that they go on."""
+"""Runs that end early: their messages, what they leave, and that they can be resumed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from thunder_memsave.finetune.run.job import Job
 from thunder_memsave.finetune.run.train import _first_step
 
 LEAVING_SECONDS = 5.0
-"""In which a run that got a signal is to be gone once its step is done."""
+"""Longest time from the end of the step to the end of a run that got a signal."""
 
 STEP_SECONDS = 1.0
-"""What a step of these runs takes at most, on a machine that does nothing else."""
+"""Longest step of these runs on an idle machine."""
 
 
 def write_long_run(directory: Path, model_directory: Path, **checkpoint: Any) -> Path:
@@ -45,10 +45,10 @@ def write_long_run(directory: Path, model_directory: Path, **checkpoint: Any) ->
         model_directory,
         train={"max_steps": 5000},
         checkpoint={"every_n_steps": 2, "keep_last": 2, **checkpoint},
-        # A run of another length is the same up to its end.
+        # A run of another length is identical up to its end.
         lr_scheduler={"name": "constant", "warmup_steps": 0},
     )
-    del values["data"]["dataset"]["init_args"]["val_fraction"]  # one capture less to wait for
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # saves one capture
     return write_run_file(directory, values)
 
 
@@ -64,7 +64,7 @@ def start(path: Path, *overrides: str, launch: str) -> subprocess.Popen[str]:
     devices = ["--devices=2"] if launch == "devices" else []
     return subprocess.Popen(
         [
-            # pytest-xdist's workers ignore the signal, and what they start would too.
+            # pytest-xdist's workers ignore the signal, and their children would too.
             *("env", "--default-signal=INT", sys.executable, *LAUNCHES[launch]),
             *("-m", "thunder_memsave", "train", str(path), *devices, *overrides),
         ],
@@ -79,7 +79,7 @@ def start(path: Path, *overrides: str, launch: str) -> subprocess.Popen[str]:
 def end_when(
     is_time: Callable[[], bool], process: subprocess.Popen[str], end: Callable[[], None]
 ) -> str:
-    """Returns standard error."""
+    """Wait for the process, and return its standard error."""
     try:
         while not is_time():
             assert process.poll() is None, process.communicate()[1]
@@ -105,7 +105,7 @@ def num_steps_done(directory: Path) -> int:
 SAYS_LAUNCH = {"alone": ("", ""), "devices": ("", " --devices=2")}
 SAYS_LAUNCH["torchrun"] = ("torchrun --nproc-per-node 2 --no-python ", "")
 
-# Which signal, and the exit code where all is saved; torchrun has one of its own.
+# The signal, and the exit code if all is saved; torchrun has its own.
 SIGNALS = {
     "alone": (signal.SIGINT, 130, "interrupted"),
     "devices": (signal.SIGTERM, EXIT_SAVED, "ended by SIGTERM"),
@@ -136,7 +136,7 @@ def test_a_signal_finishes_the_step_saves_it_and_says_how_the_run_goes_on(
     resume = f"{before}thunder-memsave train {directory / 'config.yaml'}{after} --resume=auto"
     start_of_line = f"{what} at step {step_of(saved)}: the last checkpoint is {saved}"
     assert line == f"{start_of_line}; go on with: {resume}"
-    # torchrun ends with a traceback of its own.
+    # torchrun prints a traceback of its own.
     assert "thunder_memsave" not in error.partition("Traceback")[2].replace(str(saved), "")
     assert launch == "torchrun" or error == f"{told}\n{line}\n"
     assert (directory / "loss.png").exists()
@@ -146,14 +146,14 @@ def test_a_signal_finishes_the_step_saves_it_and_says_how_the_run_goes_on(
 
 
 class Lives:
-    """A run that is ended by signals again and again, and goes on."""
+    """A run that is ended by signals again and again, and resumed."""
 
     def __init__(self, directory: Path, model_directory: Path, *, seed: int) -> None:
         self.directory, self.random = directory / "run", Random(seed)
         self.path = write_long_run(directory, model_directory)
 
     def live(self, *, num_steps: int, launch: str = "alone") -> float:
-        """Train until a signal at some moment after a few steps: in a step, a save or between.
+        """Train until a signal at some moment after a few steps: in a step, in a save or in between.
 
         Returns:
             Seconds from the signal to the end of the process.
@@ -180,7 +180,7 @@ class Lives:
         return seconds
 
     def check_bits(self, *, launch: str = "alone") -> None:
-        """To the end, and once more without an interruption."""
+        """Run to the end, and once more without interruption."""
         num_steps = num_steps_done(self.directory) + 1
         other = self.directory.with_name("uninterrupted")
         for arguments in (["--resume=auto"], [f"--output_dir={other}"]):
@@ -222,7 +222,7 @@ def test_twenty_signals_at_random_moments_lose_nothing(
 def test_a_rank_that_stops_is_noticed_in_time_and_named(
     tmp_path: Path, model_directory: Path
 ) -> None:
-    """The timeout is longer than what one process may take to start or compile while the other waits."""
+    """The timeout is longer than one process may take to start or compile while the other waits."""
     timeout_s, directory = 60, tmp_path / "run"
     path = write_long_run(tmp_path, model_directory)
     process = start(path, f"--strategy.timeout={timeout_s}s", launch="devices")
@@ -252,7 +252,7 @@ def child_of(process: subprocess.Popen[str]) -> int:
 
 
 def started_by_name(arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
-    """By the script, as a user types it; the other process is another thing to start."""
+    """Start the script, as a user types it; the other process is started differently."""
     script = Path(sys.executable).with_name("thunder-memsave")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([script, *arguments], env=environment, check=False)

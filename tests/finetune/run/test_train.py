@@ -76,7 +76,7 @@ def run(path: Path, *overrides: str, num_processes: int) -> str:
 
 
 def run_here(path: Path, *overrides: str, exit_code: int = 0) -> str:
-    """Without the seconds that a process takes to import everything; returns what it printed."""
+    """Run in this process, without the seconds that a new one takes to import everything; return the output."""
     output, handler = io.StringIO(), signal.getsignal(signal.SIGINT)
     try:
         with redirect_stdout(output), redirect_stderr(output):
@@ -93,7 +93,7 @@ def metrics_of(directory: Path) -> list[dict[str, float]]:
     return [{key: float(value) for key, value in row.items() if value} for row in rows]
 
 
-# What no two runs have in common.
+# Keys that differ between any two runs.
 CLOCKS = (
     "input_tokens_per_s",
     "mfu",
@@ -115,7 +115,7 @@ def last_loss(directory: Path, name: str) -> float:
 
 @torch.no_grad()
 def plain_loss(model: Any, tokenizer: Any, **dataset: Any) -> float:
-    """The validation loss, one document at a time, without anything of ours but the split."""
+    """Return the validation loss, one document at a time, using nothing of ours but the split."""
     total, count = 0.0, 0
     for document in PromptJSONL(**dataset).load(tokenizer).validation:
         prompt, completion = (part.text for part in document.parts)
@@ -192,7 +192,7 @@ def test_two_nodes_log_what_one_process_logs(
 def test_the_run_equals_a_plain_loop_over_transformers_and_peft(
     two_ranks: Path, model_directory: Path
 ) -> None:
-    """One sequence at a time, without padding: the mean over tokens needs no other care."""
+    """Train on one sequence at a time, without padding, so that the mean over tokens is plain."""
     config = load_run_config(two_ranks / "run.yaml")
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model: Any = build_model(config, tokenizer)
@@ -286,7 +286,7 @@ def test_a_run_killed_at_any_time_resumes_to_bit_identical_weights(
     tmp_path: Path, model_directory: Path
 ) -> None:
     values = run_values(tmp_path, model_directory, lora=DROPOUT, train={"max_steps": 14})
-    del values["data"]["dataset"]["init_args"]["val_fraction"]  # one capture less to wait for
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # saves one capture
     whole, killed = tmp_path / "run", tmp_path / "killed"
     run(write_run_file(tmp_path, values), num_processes=2)
     path = whole / "config.yaml"  # the run wrote it, so it repeats the run
@@ -300,7 +300,7 @@ def test_a_run_killed_at_any_time_resumes_to_bit_identical_weights(
 
 
 def start_and_kill(path: Path, directory: Path, chance: random.Random, *, num_steps: int) -> None:
-    """Start a run and `kill -9` all its processes somewhere after its first checkpoint."""
+    """Start a run and `kill -9` all its processes some time after its first checkpoint."""
     process = subprocess.Popen(
         command(path, f"--output_dir={directory}", num_processes=2),
         stdout=subprocess.DEVNULL,
@@ -312,7 +312,7 @@ def start_and_kill(path: Path, directory: Path, chance: random.Random, *, num_st
         while not reached(directory, kill_at):
             assert process.poll() is None, "the run ended before it was killed"
             time.sleep(0.01)
-        time.sleep(chance.random() * 0.3)  # anywhere within a step or a save
+        time.sleep(chance.random() * 0.3)  # anywhere in a step or a save
     finally:
         for rank in children_of(process.pid):
             os.kill(rank, signal.SIGKILL)
@@ -377,7 +377,7 @@ def stopped_early(tmp_path_factory: pytest.TempPathFactory, model_directory: Pat
 def test_a_run_resumes_bit_exactly_from_every_checkpoint(
     stopped_early: Path, tmp_path: Path
 ) -> None:
-    """With the state of early stopping: it ends after the same step."""
+    """The state of early stopping is restored: it ends after the same step."""
     whole = stopped_early / "run"
     for step in (1, 2, 3, 4):
         resumed = tmp_path / str(step)
@@ -425,7 +425,7 @@ def test_tensorboard_has_every_metric_and_the_hyperparameters(stopped_early: Pat
     expected = {
         row["step"]: row["val_loss"] for row in history(stopped_early / "run") if "val_loss" in row
     }
-    assert logged == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps float32
+    assert logged == pytest.approx(expected, rel=1e-6)  # TensorBoard stores float32
     assert len(events.Scalars("loss")) == 4
     assert "global_batch_size: 4" in (file.parent / "hparams.yaml").read_text()
 
@@ -491,7 +491,7 @@ def test_a_resumed_run_takes_the_optimizers_arguments_from_its_run_file(
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every run here: whether its optimizer updates in one kernel."""
+    """Record, for every run here, whether its optimizer is fused."""
     seen: list[bool] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Ending:
@@ -523,7 +523,7 @@ def test_a_budget_that_is_too_small_leaves_no_files_and_names_one_that_trains(
 ) -> None:
     monkeypatch.setattr(plan_request, "solve", partial(solve, time_limit_s=1.0))
     values = run_values(tmp_path, model_directory, train={"max_steps": 1})
-    del values["data"]["dataset"]["init_args"]["val_fraction"]  # nothing else is compiled
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # saves one capture
     path = write_run_file(tmp_path, values)
     before = sorted(tmp_path.iterdir())
     output = run_here(path, "--memory.budget=1000", exit_code=3)

@@ -25,7 +25,7 @@ CASES = sorted(path.stem for path in BAD_RUNS.glob("*.yaml"))
 
 @pytest.fixture
 def workplace(tmp_path: Path, model_directory: Path) -> Path:
-    """The directory in which the commands run."""
+    """Make the directory in which the commands run."""
     (tmp_path / "model").symlink_to(model_directory)
     (tmp_path / "data").symlink_to(BAD_RUNS / "data")
     write_jsonl(tmp_path / "rows.jsonl", prompt_rows(8))

@@ -60,7 +60,7 @@ def hook(self: Any, *, fabric: Any) -> None: ...
 
 
 class OfLightning(Callback):
-    """Overrides what a run calls, and has Lightning's other hooks."""
+    """Overrides hooks that a run calls, and has Lightning's other hooks."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Hundreds of bad run files, made from a good one: each is refused by a message, and none by a traceback."""
+"""Hundreds of bad run files, derived from a good one, are each refused with a message, without a traceback."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from thunder_memsave.finetune.run_file.reading.parse import read_run_file
 from thunder_memsave.finetune.run_file.reading.problems import Problems
 from thunder_memsave.settings.section import ConfigError, ConfigErrors
 
-# One of each type that YAML has; of a key, those are wrong whose type it does not take.
+# One value of each YAML type; a value is wrong for a key that does not accept its type.
 VALUES: tuple[Any, ...] = ("nonsense", 7, 1.5, True, None, [1, 2], {"a": 1}, [[]], {"a": {"b": []}})
 
 
 def kinds(hint: Any) -> set[Any]:
-    """The types of YAML values that a key takes."""
+    """Return the types of YAML values that a key accepts."""
     if get_origin(hint) is Literal:
         return set()  # none of `VALUES` is a choice
     if get_origin(hint) in (Union, types.UnionType):
@@ -189,13 +189,13 @@ def bad_configs(good: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def why_refused(path: Path) -> str | None:
-    """The message, as `train` and `validate` have it; None: it is accepted."""
+    """Return the message of `train` and `validate`; None if the run file is accepted."""
     try:
         run_file = read_run_file(path)
         problems = Problems(run_file.problems)
         check_references(run_file.config, problems)
         problems.raise_all()
-        prepare(run_file.config)  # loads a model, which all but a few do not come to
+        prepare(run_file.config)  # loads a model, which only few runs reach
     except ConfigError as error:
         return "\n".join(map(str, ConfigErrors([error]).problems))
     return None
@@ -207,7 +207,7 @@ def check_all_are_refused(configs: list[tuple[str, str]], path: Path) -> None:
         path.write_text(text)
         try:
             message = why_refused(path)
-        except Exception as error:  # it is what is counted
+        except Exception as error:  # counted as a traceback
             tracebacks.append(f"{name}: {type(error).__name__}: {error}"[:300])
             continue
         if not message:

@@ -1,4 +1,4 @@
-"""What becomes of steps whose loss or gradients are bad: on all ranks alike, and before a weight takes them."""
+"""Steps with a bad loss or bad gradients are handled alike on all ranks, before any weight is updated."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def make_rows() -> Rows:
 
 
 class Poisoner:
-    """Puts a number into one gradient of one rank, whenever the step has the data of a position."""
+    """Puts a number into one gradient of one rank in each step on the data at a given position."""
 
     def __init__(self, number: float, *, positions: tuple[int, ...], rank: int = 0) -> None:
         self.number, self.positions, self.rank = number, positions, rank
@@ -231,7 +231,7 @@ def test_a_rollback_goes_on_from_the_checkpoint_without_the_data_since(
     assert run.loop_state.skipped == [[2, 3]]
     text = "went back from step 4 to step 2, and skip the data of 2 steps (3 to 4)"
     assert text in caplog.text
-    # As one that never saw that data, and a resumed run skips it too.
+    # As a run that never saw that data; a resumed run skips it too.
     clean = Run(tmp_path / "clean", Poisoner(0.0, positions=()), num_steps=5)
     clean.loop_state.skipped = [[2, 3]]
     clean.fit()
@@ -295,7 +295,7 @@ def test_without_a_checkpoint_a_rollback_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_loss_spike_is_left_out(tmp_path: Path) -> None:
-    """Its loss is that of the weights before, so a limit below all losses makes every step one."""
+    """The reported loss is from before the update, so a limit below all losses makes every step a spike."""
     poisoner = Poisoner(0.0, positions=(2, 3))
     guards: dict[str, Any] = {"loss_spike": "skip", "spike_window": 1, "spike_threshold": 1e-6}
     run = Run(tmp_path, poisoner, num_steps=4, **guards)
@@ -307,7 +307,7 @@ def test_a_loss_spike_is_left_out(tmp_path: Path) -> None:
 
 @on_fabric_rank
 def check_two_ranks(directory: Path) -> None:
-    """The number is there on rank 1 only, after the gradients were reduced."""
+    """The number is on rank 1 only, after the gradients were reduced."""
     for sharding in ("none", "zero3"):
         for number in (math.nan, math.inf):
             poisoner = Poisoner(number, positions=(1,), rank=1)

@@ -51,7 +51,7 @@ class TinyModel(nn.Module):
 
 
 class Witness:
-    """Writes down which hooks were called."""
+    """Records which hooks were called."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -191,7 +191,7 @@ class Stopper(Witness):
 
 
 class AfterOptimizer(Witness):
-    """Hears of what Fabric calls without `Fabric.call`."""
+    """Records what Fabric calls without `Fabric.call`."""
 
     passed: frozenset[str] = frozenset()
 
@@ -269,7 +269,7 @@ def check_that_all_ranks_end() -> None:
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
-    """Not a mean of the micro-batches' means: their numbers of tokens differ."""
+    """It is not a mean of the micro-batches' means: their numbers of tokens differ."""
     rows = rows_of(2, 9, 3, 7, 5)
     steps = plan(num_steps=4)
     witness = train(rows, None, steps)
@@ -305,7 +305,7 @@ def test_the_gradient_norm_is_a_metric_with_and_without_clipping() -> None:
 
 
 class Poison(torch.autograd.Function):
-    """The identity, with gradients that are not finite."""
+    """The identity, with non-finite gradients."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ class PoisonedModel(TinyModel):
 
 
 class PoisonedRun:
-    """Four rows, whose third step has a loss or gradients that are not finite."""
+    """Four rows, whose third step has a non-finite loss or gradient."""
 
     def __init__(self, *, in_loss: bool, callbacks: Sequence[object] = ()) -> None:
         self.model = PoisonedModel(in_loss=in_loss)
@@ -386,7 +386,7 @@ def test_a_step_that_is_not_finite_can_be_left_out(
 
 
 class Linears(nn.Module):
-    """Predicts the next token from the last one, by a linear that computes in fp8."""
+    """Predicts the next token from the last one, with a linear in fp8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +460,7 @@ class Signalled(Witness):
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """As in a process of its own: pytest-xdist's workers ignore Ctrl-C."""
+    """Handle Ctrl-C as in a process of its own: pytest-xdist's workers ignore it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     signals.watch_signals()
     try:

@@ -1,4 +1,4 @@
-"""What the loss takes between forward and backward, found without computing it, is what it takes."""
+"""The predicted peak of the loss between forward and backward equals the measured one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_loss_takes_what_was_said(dtype: torch.dtype) -> None:
     differentiate()
     found = held(SHAPE, dtype).between_bytes
     assert found == measured_memory(differentiate).peak_bytes
-    # Logarithms, and gradients before and after the softmax, in float32.
+    # The log-probabilities, and gradients before and after the softmax, in float32.
     assert found == pytest.approx(3 * 4 * SHAPE.numel(), rel=1e-3)
 
 

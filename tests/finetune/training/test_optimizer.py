@@ -1,4 +1,4 @@
-"""An optimizer updates in one kernel where PyTorch has one and the run file does not say how."""
+"""An optimizer is fused if PyTorch has the kernel and the run file does not choose an implementation."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_counts_of_updates_are_where_an_implementation_reads_them(
     for before in ("cpu", "meta"):
         optimizer.state[weight]["step"] = torch.tensor(2.0, device=before)
         if (before, device) == ("meta", "cpu"):
-            continue  # there is no number to be moved
+            continue  # there is no count to be moved
         place_steps(optimizer)
         assert optimizer.state[weight]["step"].device.type == device

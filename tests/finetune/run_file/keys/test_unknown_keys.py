@@ -68,7 +68,7 @@ def test_no_name_of_ours_is_called_foreign_where_it_belongs() -> None:
     for key in schema_keys():
         section, _, name = key.rpartition(".")
         foreign = foreign_name(name)
-        # It is known there, so nobody asks; elsewhere the table must lead to it.
+        # The key is known there, so it is never looked up; elsewhere the table must lead to it.
         assert foreign is None or not section or key in foreign.here or section == "data", key
 
 
