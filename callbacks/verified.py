@@ -164,7 +164,7 @@ def refuse_only_damaged(directory: Path, reasons: Sequence[str] = ()) -> None:
     if damaged and not list_checkpoints(directory):
         told = " ".join(reasons) or f"Set aside before: {', '.join(path.name for path in damaged)}."
         raise DamagedCheckpointError(
-            f"every checkpoint in {directory} is damaged, and nothing begins anew by itself. {told} Restore one from "
+            f"every checkpoint in {directory} is damaged, and no run starts over by itself. {told} Restore one from "
             "a copy under its name step-<n>, or start a new run in another output_dir."
         )
 

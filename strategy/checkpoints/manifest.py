@@ -59,7 +59,7 @@ class Manifest:
     world_size: int
     """Number of ranks that wrote it."""
     sharding: str
-    """How weights were sharded over them."""
+    """Sharding mode of the weights."""
     versions: Mapping[str, str]
     values: Mapping[str, Any]
     """The plain entries of the state."""
@@ -112,7 +112,7 @@ def read_manifest(directory: Path) -> Manifest:
     # RecursionError: thousands of nested brackets.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(
-            f"{MANIFEST} does not say what it must ({type(error).__name__}: {error})"
+            f"{MANIFEST} is invalid ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -154,7 +154,7 @@ def require_layout(directory: Path, manifest: Manifest) -> None:
     if num_random != manifest.world_size or not any(n.startswith(STATE) for n in manifest.files):
         raise DamagedCheckpointError(
             f"{MANIFEST} names {num_random} random states of {manifest.world_size} ranks and "
-            f"{len(manifest.files) - num_random} other files, which is no whole checkpoint"
+            f"{len(manifest.files) - num_random} other files, which is not a whole checkpoint"
         )
     if (directory / STATE).is_symlink():
         raise DamagedCheckpointError(f"{STATE} is a link, and none is followed")
@@ -234,7 +234,7 @@ def _require_format(directory: Path, format: object) -> None:
             "by a newer thunder-memsave; go on with that one."
         )
     if format not in _READ_FORMATS:
-        raise ValueError(f"its format is {format!r}, where this version reads {_READ_FORMATS}")
+        raise ValueError(f"its format is {format!r}, and this version reads {_READ_FORMATS}")
 
 
 def _parsed(content: Any) -> Manifest:

@@ -176,7 +176,7 @@ def read_metadata(directory: Path) -> Metadata:
         RecursionError,
     ) as error:
         raise DamagedCheckpointError(
-            f"{METADATA_FILE} does not say what it must ({type(error).__name__}: {error})"
+            f"{METADATA_FILE} is invalid ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -241,7 +241,7 @@ class _RecordUnpickler(pickle._Unpickler):
         if module == "torch" and (name == "Size" or isinstance(vars(torch).get(name), torch.dtype)):
             return vars(torch)[name]
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which is no part of a checkpoint; loading it could run code"
+            f"it names {module}.{name}, which is not part of a checkpoint; loading it could run code"
         )
 
 
@@ -407,7 +407,7 @@ def _storage(record: Any, sizes: Mapping[str, int]) -> _StorageInfo:
         _count(fields["length"]),
     )
     if name not in sizes:
-        raise ValueError(f"it names the file {name!r}, and no such file lies beside it")
+        raise ValueError(f"it names the file {name!r}, and there is no such file beside it")
     if offset + length > sizes[name]:
         raise ValueError(f"it reads {name!r} beyond its end")
     if fields.get("transform_descriptors"):

@@ -66,7 +66,7 @@ Several processes: --devices=N on one machine, or on each of several
 
 Exit codes: 0 the run is finished; 1 a loss or gradient was not finite, or something failed; 2 the
 arguments, the run file or what it names cannot be used; 3 it does not fit the memory budget; 4 the device
-ran out of memory all the same;
+ran out of memory nevertheless;
 75 SIGTERM or SIGUSR1 came, the step is finished and all is saved: start again with --resume=auto;
 130 Ctrl-C; 143 or 138 SIGTERM or SIGUSR1 ended it at once. A second signal always does.
 """
@@ -226,7 +226,7 @@ def _configs(arguments: list[str]) -> int:
             print(copy_shipped(name, destination))
         case _:
             raise ConfigError(
-                f"'configs {' '.join(arguments)}' is no command.\n{_CONFIGS_HELP.rstrip()}"
+                f"'configs {' '.join(arguments)}' is not a command.\n{_CONFIGS_HELP.rstrip()}"
             )
     return 0
 

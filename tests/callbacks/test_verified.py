@@ -73,7 +73,7 @@ def test_where_all_are_damaged_nothing_begins_anew_also_the_next_time(tmp_path: 
     damage(save(fabric, tmp_path, step=1))
     with pytest.raises(
         DamagedCheckpointError,
-        match=r"every checkpoint in .* is damaged, and nothing begins anew by itself. .*"
+        match=r"every checkpoint in .* is damaged, and no run starts over by itself. .*"
         r"step-00000001 is damaged: random-00000.pt has.* Restore one from a copy under its name",
     ):
         newest_valid(fabric, tmp_path)

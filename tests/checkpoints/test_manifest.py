@@ -138,7 +138,7 @@ RECORD = {"num_bytes": 1, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 0}, "its format is 0, where this version reads (1, 2)"),
+        ({"format": 0}, "its format is 0, and this version reads (1, 2)"),
         ({"step": -1}, "step is -1"),
         ({"world_size": True}, "world_size is True"),
         ({"values": []}, "values is not a mapping"),
@@ -195,7 +195,7 @@ def test_a_long_name_of_a_file_takes_no_long_time(checkpoint: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "[" * 100_000])
 def test_a_manifest_that_is_none_is_refused(checkpoint: Path, text: str) -> None:
     write_text(checkpoint, text)
-    assert "manifest.json does not say what it must (" in damage_of(checkpoint)
+    assert "manifest.json is invalid (" in damage_of(checkpoint)
 
 
 def test_a_manifest_of_any_size_is_not_read(checkpoint: Path) -> None:

@@ -107,7 +107,7 @@ def build(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.O
 
 
 def micro_batches() -> Iterator[Tensor]:
-    """For each step, its micro-batches over all ranks; the same few again, so that losses fall."""
+    """Return each step's micro-batches over all ranks; the same few recur, so that losses fall."""
     generator = torch.Generator().manual_seed(1)
     size = (4, NUM_MICRO_BATCHES, NUM_RANKS * MICRO_BATCH_SIZE, SEQUENCE_LENGTH)
     steps = torch.randint(VOCABULARY, size, generator=generator)

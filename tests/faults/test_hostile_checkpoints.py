@@ -190,7 +190,7 @@ def test_a_name_within_an_allowed_module_is_not_allowed(tmp_path: Path, pickled:
     path = save(fabric, tmp_path, step=1)
     (path / "state" / ".metadata").write_bytes(pickled)
     sign_again(path)
-    assert "which is no part of a checkpoint; loading it could run code" in refusal(fabric, path)
+    assert "which is not part of a checkpoint; loading it could run code" in refusal(fabric, path)
 
 
 def test_a_pickle_cannot_change_the_classes_that_it_names(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ CHANGES = {
     "../outside.distcp": (rename_in_storage("../outside.distcp"), "'../outside.distcp', and no su"),
     "../../outside.distcp": (rename_in_storage("../../outside.distcp"), "and no such file lies"),
     "absolute": (rename_in_storage("/etc/passwd"), "'/etc/passwd', and no such file lies beside"),
-    "not a name": (rename_in_storage(""), "and no such file lies beside it"),
+    "not a name": (rename_in_storage(""), "and there is no such file beside it"),
     "beyond the end": (set_in_storage(length=10**12), "beyond its end"),
     "offset": (set_in_storage(offset=10**12), "beyond its end"),
     "negative": (set_in_storage(offset=-1), "-1 is where a number of at least 0 should be"),

@@ -87,8 +87,8 @@ def test_the_help_of_configs_explains_its_parts(capsys: pytest.CaptureFixture[st
         (["train", "here/tiny_lor.yaml"], "there is no run file here/tiny_lor.yaml; did you mean"),
         (["train", "tiny_lor"], "no shipped one of that name; did you mean 'tiny_lora'? `thunder-"),
         (["train", "."], ". is a directory; name the YAML file itself."),
-        (["configs", "lst"], "'configs lst' is no command."),
-        (["configs", "copy"], "'configs copy' is no command."),
+        (["configs", "lst"], "'configs lst' is not a command."),
+        (["configs", "copy"], "'configs copy' is not a command."),
         (["configs", "show", "tiny"], "there is no shipped configuration 'tiny'; did you mean 'ti"),
         (["configs", "copy", "tiny_lora", "no/where"], "the directory no does not exist; make it"),
         (["configs", "copy", "tiny_lora", "/proc/x.yaml"], "cannot write /proc/x.yaml: "),
@@ -198,7 +198,7 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
     assert f"\nstart:     {checkpoint}\n" in capsys.readouterr().out
     assert main(["validate", str(run_file), "--resume=auto", "--data.max_seq_length=30"]) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert "was written with other settings than this run has, so it cannot go on from" in message
+    assert "was written with other settings than this run has, so it cannot resume from" in message
     assert f"fingerprint_of_rows {values['fingerprint_of_rows']} -> " in message
     assert "Restore the data files, the tokenizer with its chat template" in message
 
@@ -229,8 +229,8 @@ def test_an_error_of_ours_in_a_run_is_one_message(
 def test_a_defect_of_ours_keeps_its_traceback(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_in_train(monkeypatch, OrderError("cannot be computed again"))
-    with pytest.raises(OrderError, match="cannot be computed again"):
+    fail_in_train(monkeypatch, OrderError("cannot be recomputed"))
+    with pytest.raises(OrderError, match="cannot be recomputed"):
         main(["train", str(run_file)])
 
 
@@ -374,7 +374,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
         ),
         (
             {"optimizer_class": "AdamW", "seed": 1},
-            "so it cannot go on from there: seed 1 -> 42, global_batch_size null -> 4, num_rows null",
+            "so it cannot resume from there: seed 1 -> 42, global_batch_size null -> 4, num_rows null",
         ),
         (
             {"optimizer_class": "AdamW", "seed": 42, "global_batch_size": 3},

@@ -13,7 +13,7 @@ from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.run_file.config import RunConfig
 
 MaskKind = Literal["none", "boolean", "additive"]
-"""How documents of a row are kept apart: not at all, by a boolean mask for SDPA, or by an additive mask for eager
+"""Mask that keeps the documents of a row apart: none, a boolean one for SDPA, or an additive one for eager
 attention (given a boolean one, transformers' eager attention adds it to the scores)."""
 
 

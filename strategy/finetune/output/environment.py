@@ -46,7 +46,7 @@ def add_start(path: Path, fabric: Fabric, *, step: int) -> None:
         write_text(path, json.dumps(content, indent=2) + "\n")
     except ValueError as error:
         raise ConfigError(
-            f"{path} is to list the starts of this run, and is no JSON: {error}; move it away, and start again with "
+            f"{path} should list the starts of this run, and is not JSON: {error}; move it away, and start again with "
             "--resume=auto.",
             key="output_dir",
         ) from error

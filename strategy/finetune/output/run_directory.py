@@ -257,7 +257,7 @@ def _newest_readable(found: Sequence[Path]) -> CheckpointInfo:
         except (OSError, DamagedCheckpointError) as error:
             reasons.append(f"{path.name}: {error}")
     raise ConfigError(
-        f"every checkpoint in {found[0].parent} is damaged, and nothing begins anew by itself ({'; '.join(reasons)}); "
+        f"every checkpoint in {found[0].parent} is damaged, and no run starts over by itself ({'; '.join(reasons)}); "
         "restore one from a copy, or start a new run in another output_dir.",
         key="resume",
     )

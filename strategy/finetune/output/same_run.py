@@ -18,7 +18,7 @@ _DATA = (
     "the data files, the tokenizer with its chat template (some write today's date), "
     "data.max_seq_length and data.packing"
 )
-# What to look at where the value alone does not say it.
+# Keys to check if the differing value does not name one.
 _CAUSES = {
     "num_rows": _DATA,
     "fingerprint_of_rows": _DATA,
@@ -31,20 +31,20 @@ _MOST_LISTED = 20
 def check_same_run(
     info: CheckpointInfo, values: Mapping[str, int | str], config: RunConfig
 ) -> None:
-    """Check that a step of the checkpoint, and its optimizer's state, mean the same now.
+    """Check that a step of the checkpoint, and its optimizer's state, mean the same in this run.
 
     Args:
         info: The checkpoint.
-        values: What gives a step its meaning and is no key of the run file, or not one alone.
-        config: Of this run. Of its keys those are compared that change what the model computes.
+        values: Values that give a step its meaning and are not a single key of the run file.
+        config: This run. Only keys that change what the model computes are compared.
 
     Raises:
-        ConfigError: something differs from what the checkpoint was written with; lists all that does.
+        ConfigError: something differs; the message lists all differences.
     """
     found = [*_differing(info.values, values)]
     if info.config is not None:
         before, now = _meaning(info.config), _meaning(dataclasses.asdict(config))
-        # A section that is gone has no keys now.
+        # Keys of a removed section are None now.
         found += _differing(before, dict.fromkeys(before) | now)
     if not found:
         return
@@ -52,7 +52,7 @@ def check_same_run(
     more = f", and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
     causes = dict.fromkeys(_CAUSES.get(name, name) for name, _, _ in found[:_MOST_LISTED])
     raise ConfigError(
-        f"{info.path} was written with other settings than this run has, so it cannot go on from there: "
+        f"{info.path} was written with other settings than this run has, so it cannot resume from there: "
         f"{', '.join(listed)}{more}. Restore {', '.join(causes)}, or start a new run in another output_dir.",
         key="resume",
     )
@@ -69,7 +69,7 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[_Diff
 
 
 def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that change what the model computes, with their defaults, as plain values."""
+    """Return the keys that change what the model computes, with their defaults, as plain values."""
     model = config.get("model") or {}
     fp8 = parse_fp8(config.get("fp8"))
     sections = {

@@ -55,7 +55,7 @@ def stopped_error(
             return ProcessDiedError(message, code=processes.exit_code)
     if isinstance(error, dist.DistStoreError):
         return RankLostError(
-            f"not all processes came to the start within strategy.timeout: {first_line(error)} Look at the "
+            f"not all processes joined within strategy.timeout: {first_line(error)} Look at the "
             "output of the others; then start again."
         )
     if isinstance(error, CollectiveError):

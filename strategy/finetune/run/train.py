@@ -270,7 +270,7 @@ def _load(
     except StateMismatchError as error:
         raise ConfigError(_does_not_fit(checkpoint, error), key="resume") from error
     except (ValueError, KeyError, OSError, CheckpointError) as error:
-        message = f"cannot go on from {checkpoint.path}: {error}"
+        message = f"cannot resume from {checkpoint.path}: {error}"
         raise ConfigError(message, key="resume") from error
     for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
         group.update(values)

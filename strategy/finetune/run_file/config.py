@@ -32,10 +32,10 @@ class ModelConfig:
     no hub. It is used for nothing else; a model of another shape is refused."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Format of the frozen weights and of the computation."""
+    """Number format of the frozen weights and of the computation."""
 
     trainable_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Format of the trained weights; small updates vanish in bfloat16."""
+    """Number format of the trained weights; small updates vanish in bfloat16."""
 
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Implementation of attention in transformers."""
@@ -107,7 +107,7 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
-    """What happens to a step with a bad loss or bad gradients. No weight is updated; all ranks decide alike."""
+    """The handling of a step with a bad loss or bad gradients. No weight is updated; all ranks decide alike."""
 
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """For a loss or a gradient that is infinite or NaN on any rank: `stop` ends the run, `skip` leaves

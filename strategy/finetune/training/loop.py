@@ -278,7 +278,7 @@ class _Loop:
         if self.fabric.is_global_zero:
             first, last = self.loop_state.skipped[-1]
             _log.warning(
-                "went back from step %d to step %d, and skip the data of %d steps (%d to %d)",
+                "went back from step %d to step %d, and the data of %d steps (%d to %d) are skipped",
                 *(step + 1, self.step, last - first + 1, first + 1, last + 1),
             )
         self._start()

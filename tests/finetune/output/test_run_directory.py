@@ -87,7 +87,7 @@ def test_a_start_that_cannot_be_written_down_is_one_message(
     add_start(path, fabric, step=3)
     assert [start["step"] for start in json.loads(path.read_text())] == [0, 3]
     path.write_text(before[:10])
-    message = r"environment\.json is to list the starts of this run, and is no JSON: .*; move it away, and start"
+    message = r"environment\.json should list the starts of this run, and is not JSON: .*; move it away, and start"
     with pytest.raises(ConfigError, match=message):
         add_start(path, fabric, step=6)
     assert path.read_text() == before[:10]

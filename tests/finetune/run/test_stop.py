@@ -425,7 +425,5 @@ def test_a_process_that_never_came_is_one_message(tmp_path: Path) -> None:
     told = stopped_error(error, fabric, job, {"step": 0}, LocalProcesses())
     assert isinstance(told, RankLostError)
     assert not told.is_of_all_ranks
-    expected = (
-        "not all processes came to the start within strategy.timeout: Timed out after 21 seconds"
-    )
+    expected = "not all processes joined within strategy.timeout: Timed out after 21 seconds"
     assert str(told).startswith(expected)

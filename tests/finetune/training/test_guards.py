@@ -229,7 +229,7 @@ def test_a_rollback_goes_on_from_the_checkpoint_without_the_data_since(
     run.fit()
     assert poisoner.seen == [0, 1, 2, 3, 4, 5, 6]
     assert run.loop_state.skipped == [[2, 3]]
-    text = "went back from step 4 to step 2, and skip the data of 2 steps (3 to 4)"
+    text = "went back from step 4 to step 2, and the data of 2 steps (3 to 4) are skipped"
     assert text in caplog.text
     # As a run that never saw that data; a resumed run skips it too.
     clean = Run(tmp_path / "clean", Poisoner(0.0, positions=()), num_steps=5)

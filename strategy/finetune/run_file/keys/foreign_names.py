@@ -322,7 +322,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "saves_per_epoch": _(AXOLOTL, here=_SAVE, note="a number of steps"),
     "save_strategy": _(AXOLOTL, TRAINER, here=_SAVE, note="a number of steps"),
     "save_safetensors": _(AXOLOTL, TRAINER, note="what is exported always is; leave it out"),
-    "save_only_model": _(AXOLOTL, TRAINER, note="checkpoints are to go on from; leave it out"),
+    "save_only_model": _(AXOLOTL, TRAINER, note="checkpoints are for resuming; leave it out"),
     "load_best_model_at_end": _(
         AXOLOTL,
         TRAINER,

@@ -150,7 +150,7 @@ def _spikes(config: RunConfig) -> Iterator[ConfigError]:
         value = getattr(guards, name)
         if value != getattr(default, name):
             yield ConfigError(
-                f"guards.{name} is {value:g}, but guards.loss_spike is null, so that no spike is looked for; set "
+                f"guards.{name} is {value:g}, but guards.loss_spike is null, so spikes are not detected; set "
                 f"guards.loss_spike to stop, skip or rollback, or leave guards.{name} out.",
                 key=f"guards.{name}",
             )
@@ -202,7 +202,7 @@ def _scheduler(config: RunConfig) -> Iterator[ConfigError]:
     if scheduler.name == "constant" and scheduler.min_lr_ratio is not None:
         yield ConfigError(
             f"lr_scheduler.min_lr_ratio is {scheduler.min_lr_ratio}, but a constant learning rate "
-            "does not go down to it; remove it, or choose cosine or linear.",
+            "never reaches it; remove it, or choose cosine or linear.",
             key="lr_scheduler.min_lr_ratio",
         )
 

@@ -219,11 +219,11 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
         ),
         (
             "guards.spike_window=7",
-            "guards.spike_window is 7, but guards.loss_spike is null, so that no spike is looked for; set guards.loss",
+            "guards.spike_window is 7, but guards.loss_spike is null, so spikes are not detected; set guards.loss",
         ),
         (
             "guards={loss_spike: null, spike_threshold: 2.5}",
-            "spike_threshold is 2.5, but guards.loss_spike is null, so that no spike is looked for",
+            "spike_threshold is 2.5, but guards.loss_spike is null, so spikes are not detected",
         ),
         ("eval.max_batches=-1", "must be at least 1; write null for the whole validation set."),
         ("lr_scheduler.warmup_steps=-1", "must not be negative"),
@@ -273,7 +273,7 @@ def test_what_is_wrong_in_an_override_is_named(tmp_path: Path, override: str, me
         ),
         (
             ["lr_scheduler.name=constant", "lr_scheduler.min_lr_ratio=0.1"],
-            "but a constant learning rate does not go down to it",
+            "but a constant learning rate never reaches it",
         ),
         (["lora.r=8", "adapter.class_path=LoHaConfig"], "lora and adapter are both given"),
         (
