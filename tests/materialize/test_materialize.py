@@ -98,7 +98,7 @@ def _check_weights(rank: int, root: Path, dp: DataParallel) -> None:
         assert is_sharded(p)
         assert p.requires_grad
         assert not p.data[num_real_rows(p) :].any()
-        assert (name, num_real_rows(p) * p[0].numel()) in reads, "read more than its own rows"
+        assert (name, num_real_rows(p) * p.data[0].numel()) in reads, "read more than its own rows"
     assert len(reads) == len(before)
     assert model.lm_head.weight.data.shape == (9, 12)
     assert num_real_rows(model.lm_head.weight) == 9 - rank
