@@ -1,9 +1,9 @@
-"""Actions say what happens between forward and backward to storages that backward needs; a plan maps storages to them.
+"""Actions say what happens between forward and backward to the storages that backward needs; a plan maps them.
 
-To add one, such as `offload` (copied to the host after forward, and back before backward reads it), four files have to
-know it: this one its kind and its parameters (before which operation it is copied back), `order.py` what its copies
-hold and when, `solve.py` which storages get it, `planned_call.py` its pass, a new file beside `passes/recompute.py`.
-Pins, the cache, the agreement of ranks, reports and manifests carry any action as it is.
+A new action, such as `offload` (copy to the host after forward, and back before backward reads it), changes four files:
+this one gets its kind and parameters (before which operation to copy back), `order.py` the lifetimes of its copies,
+`search/solve.py` which storages get it, and `budget/planned_call.py` its pass, a new file beside `passes/recompute.py`.
+Pins, the plan cache, the agreement of ranks, reports and manifests carry any action unchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Literal, get_args
 
 ActionKind = Literal[
     "keep",  # stays where it is
-    "recompute",  # dies after forward, and is computed again where backward first needs it
-    "regather",  # the same for a whole parameter, and for what follows from one alone: from this rank's rows
-    "replay",  # the same for random numbers, from a saved generator state
+    "recompute",  # freed after forward, and recomputed where backward first needs it
+    "regather",  # recompute for an unsharded parameter, or a value that depends on one alone: from this rank's shard
+    "replay",  # recompute for random numbers, from a saved generator state
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What happens to one storage. Parameters are plain values, so that it can be hashed and written to files."""
+    """The fate of one storage. Its parameters are plain values, so that it can be hashed and written to files."""
 
     kind: ActionKind
 
@@ -33,7 +33,7 @@ class Action:
 
     @property
     def keeps(self) -> bool:
-        """Whether forward leaves the storage for backward; if not, it is computed again, in whichever way."""
+        """True if forward leaves the storage for backward; otherwise it is recomputed, regathered or replayed."""
         return self.kind == "keep"
 
 
@@ -41,15 +41,15 @@ KEEP, RECOMPUTE, REGATHER, REPLAY = map(Action, get_args(ActionKind))
 
 
 class Actions(Mapping[str, Action]):
-    """Actions by names, in the order of these: of storages in a plan, of values for passes over a trace.
+    """Immutable, hashable mapping from names to actions, sorted by name.
 
-    It cannot be changed, and has a hash.
+    The names are of storages in a plan, and of values for passes over a trace.
     """
 
     __slots__ = ("_by_name",)
 
     def __init__(self, actions: Mapping[str, Action] = MappingProxyType({})) -> None:
-        """Take them as they are now."""
+        """Copy the mapping."""
         self._by_name = {name: actions[name] for name in sorted(actions)}
 
     def __getitem__(self, name: str) -> Action:
@@ -69,11 +69,11 @@ class Actions(Mapping[str, Action]):
 
     @property
     def kept(self) -> frozenset[str]:
-        """Names of what is kept."""
+        """Names whose action keeps them."""
         return frozenset(name for name, action in self.items() if action.keeps)
 
     def only(self, names: Iterable[str]) -> Actions:
-        """Those of these names that are here."""
+        """Return the actions of these names, without the names that have none."""
         return Actions({name: self[name] for name in names if name in self})
 
 
@@ -81,5 +81,5 @@ NO_ACTIONS = Actions()
 
 
 def keeping(names: Iterable[str]) -> Actions:
-    """Keep these; what else is needed is computed again."""
+    """Return actions that keep these names; a plan recomputes whatever else backward needs."""
     return Actions(dict.fromkeys(names, KEEP))

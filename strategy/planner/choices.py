@@ -1,7 +1,7 @@
-"""What backward needs of forward, and what it takes to compute that again: the choices that a plan has.
+"""Finds the choices that a plan has: the activations that backward needs, and the operations that can recompute them.
 
-Everything is about storages and the operations that make them; views are part of their storage. Positions are those of
-operations of backward, counted from its first.
+Everything is about storages and the operations that make them; views are part of their storage. A position is the index
+of an operation of backward, counted from its first.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The part of a graph that plans differ in. Storages and operations are given by their numbers in the graph."""
+    """The part of a graph that plans differ in. Storages and operations are indices into the graph."""
 
     graph: TrainingGraph
     storages: tuple[int, ...]
-    """Those that backward reads, and those that computing them again can read; in the order of forward. Arguments and
-    outputs are not among them: they are there anyway."""
+    """Storages that backward or a recomputation can read, in the order of forward. Arguments and outputs are left out:
+    they are live in every plan."""
     ops: tuple[int, ...]
-    """Those that make them."""
+    """Operations that can be recomputed."""
     producer: Mapping[int, int]
     inputs: Mapping[int, tuple[int, ...]]
-    """By operation: what it reads of `storages`."""
+    """The `storages` that each operation reads."""
     makes: Mapping[int, tuple[int, ...]]
-    """By operation: what it makes of `storages`."""
+    """The `storages` that each operation makes."""
     first: Mapping[int, int]
-    """Where backward first reads a storage; missing where only computing others again does."""
+    """Position at which backward itself first reads a storage; missing if only recomputation reads it."""
     last: Mapping[int, int]
-    """Where it last does."""
+    """Position at which backward itself last reads a storage."""
     earliest: Mapping[int, int]
-    """Before that, no plan reads the storage in backward."""
+    """First position at which any plan reads a storage, also to recompute others."""
     latest: Mapping[int, int]
-    """By that, all plans have read it for the last time that only computing others again reads it for."""
+    """Last position at which any plan reads a storage only to recompute others."""
     must_keep: frozenset[int]
-    """Storages that nothing gives a second time."""
+    """Storages that cannot be recomputed."""
     last_in_forward: Mapping[int, int]
-    """The operation of forward that reads it last, or makes it."""
+    """The operation of forward that reads a storage last, or makes it."""
 
     def waits_until(self, storage: int) -> int:
-        """Until when it is kept without being read: backward reads it then; or else the last that needs it has run."""
+        """Return the position until which a kept storage is live: its first read, else its last recompute read."""
         return self.first.get(storage, self.latest.get(storage, -1))
 
     def readers(self, storage: int) -> Sequence[int]:
-        """Operations that may run again and read it then."""
+        """Return the operations that can be recomputed and read this storage."""
         return self._readers.get(storage, ())
 
     def read_first_at(self, position: int) -> Sequence[int]:
-        """Storages that the operation of backward at a position is the first to read."""
+        """Return the storages that backward first reads at a position."""
         return self._read_first.get(position, ())
 
     @cached_property
@@ -66,7 +66,7 @@ class Needs:
 
 
 def needs(graph: TrainingGraph) -> Needs:
-    """Find what a plan decides about. Linear in the number of operations."""
+    """Find the choices of a graph's plans, in time linear in the number of operations."""
     anyway = graph.inputs | graph.outputs | graph.cotangents
     first, last = _read_by_backward(graph, anyway)
     producer = _producers(graph, anyway)
@@ -120,7 +120,7 @@ def _reachable(
     producer: Mapping[int, int],
     fixed: frozenset[int],
 ) -> tuple[set[int], set[int]]:
-    """Storages from which what is needed can be computed, and the operations that may run again for that."""
+    """Return all storages that recomputing the needed ones can read, and the operations that can be recomputed."""
     storages = set(first)
     ops: set[int] = set()
     stack = list(first)

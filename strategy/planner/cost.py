@@ -1,4 +1,4 @@
-"""What operations cost: a roofline of a device, and what was measured, which wins."""
+"""Estimates the time of operations: as measured, or by a roofline of the device where nothing was measured."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 def costs_us(
     graph: TrainingGraph, device: Device, measured_us: Mapping[str, float] = _NOTHING_MEASURED
 ) -> tuple[float, ...]:
-    """Time of each operation of a graph.
+    """Return the time of each operation of a graph.
 
     Args:
-        graph: What is computed.
-        device: Where.
+        graph: The operations.
+        device: The device that they run on.
         measured_us: Times by `Op.key`.
 
     Returns:
-        Microseconds by the operation's number. Views are 0 whatever was measured: nothing runs on the device.
+        Microseconds by the operation's index. Views take 0 whatever was measured: nothing runs on the device.
     """
     return tuple(_cost_us(op, device, measured_us) for op in graph.ops)
 
 
 def roofline_us(op: Op, device: Device) -> float:
-    """The longest of computing, moving and receiving at the device's rates, and starting it."""
+    """Return the launch time plus the longest of computing, moving and receiving at the device's rates."""
     if op.repeat == "free":
         return 0.0
     seconds = max(
@@ -45,5 +45,5 @@ def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:
 
 
 def _flops_per_s(op: Op, device: Device) -> float:
-    """A dtype that the device has no rate for, such as integers, runs at that of float32."""
+    """Return the rate of the operation's dtype; that of float32 if the device has none for it, such as for integers."""
     return device.flops_per_s.get(op.dtype, device.flops_per_s["float32"])

@@ -1,8 +1,8 @@
-"""Devices that costs are estimated for: rates from data sheets, without sparsity.
+"""Lists the devices for which costs can be estimated: rates from data sheets, without sparsity.
 
 Sources: NVIDIA's data sheets of H100 SXM, H200 SXM, HGX B200, A100 80GB SXM, and L40S. `float32` is without TF32, which
-torch uses only when asked. Memory is what torch reports, rounded down, not the number in the name. The network rate
-is the least of its link to the other devices of a node and what a node's adapters take in together (eight of
+torch uses only when asked. Memory is the size that torch reports, rounded down, not the number in the name. The
+network rate is the smaller of the device's link within a node and the rate of all adapters of a node together (eight of
 400 Gbit/s; A100: 200 Gbit/s); an L40S has PCIe alone. A real device stays below all of these; measured costs win.
 """
 
@@ -92,7 +92,7 @@ def device(name: str) -> Device:
     """Find a device by its name.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no device has this name.
     """
     if name not in DEVICES:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Simulates the peak of many plans for one graph, as `order` and `simulate` do, but without making programs.
+"""Simulates the peaks of many plans for one graph, as `order` and `simulate` do, but without building programs.
 
-A plan need not name what nothing gives a second time (`Needs.must_keep`): that is kept wherever the plan reads it. A
-search that takes a plan, of which only what it reads is known, and lets it compute more again needs no care then.
+A plan need not name storages that cannot be recomputed (`Needs.must_keep`): they are kept wherever the plan reads them.
+So a search can take storages out of a plan without asking which new reads of such storages that causes.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from thunder_memsave.planner.simulate import simulate
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickResult:
-    """What a plan needs."""
+class SimulatedPlan:
+    """The peak of a plan, and its actions."""
 
     peak_bytes: int
     again: tuple[int, ...]
-    """Operations that run a second time."""
+    """Operations that are recomputed."""
     read: frozenset[int]
-    """Storages of forward that backward reads, kept or computed again."""
+    """Storages of forward that backward reads, kept or recomputed."""
     kept: frozenset[int]
-    """Of these, the ones that are kept."""
+    """The storages in `read` that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickBackward:
-    """What runs in backward, and what that needs."""
+class SimulatedBackward:
+    """The steps of backward, and the bytes live during each."""
 
     steps: Sequence[tuple[int, bool]]
-    """Operations, and whether forward has run them before."""
+    """Operations in order, and whether each is a recomputation."""
     during: Sequence[int]
-    """Bytes, by step."""
+    """Peak bytes by step."""
     last: Mapping[int, int]
-    """By storage, the step that reads it last."""
+    """The step that reads each storage last."""
 
 
-class QuickSimulation:
-    """What all plans share, and the peak of each."""
+class FastSimulation:
+    """Simulates plans of one graph; the part that all plans share is simulated once."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class QuickSimulation:
         *,
         elsewhere_bytes: Sequence[float] | None = None,
     ) -> None:
-        """Simulate what no plan changes.
+        """Simulate the part that no plan changes.
 
         Args:
-            needs: Of the graph.
-            memory: What a step holds besides.
-            generator_state_bytes: What forward keeps for a random operation that is computed again.
-            elsewhere_bytes: Where the graph is a part of another one: what else is live at each position of backward;
-                only the peak of backward is of interest then.
+            needs: Choices of the graph.
+            memory: Bytes that a step holds besides.
+            generator_state_bytes: Bytes that forward keeps for each random operation that is recomputed.
+            elsewhere_bytes: If the graph is a part of another one, the other live bytes at each position of backward;
+                the peak of a plan is then that of backward alone.
         """
         graph = needs.graph
         self._graph, self._needs = graph, needs
@@ -74,7 +74,7 @@ class QuickSimulation:
         self._sources = _sources(graph, stay)
         self._start(memory)
 
-    def __call__(self, keep: Set[int]) -> QuickResult:
+    def __call__(self, keep: Set[int]) -> SimulatedPlan:
         """Simulate the plan that keeps these storages."""
         keep = keep | self._needs.must_keep
         steps, again = self._steps(keep)
@@ -84,10 +84,10 @@ class QuickSimulation:
         peak = self._backward_peak(steps, last, keep, kept, len(replayed))
         if self._elsewhere_bytes is None:
             peak = max(*self._forward_during(kept, replayed), peak, self._update_bytes)
-        return QuickResult(peak_bytes=peak, again=tuple(again), read=read, kept=frozenset(kept))
+        return SimulatedPlan(peak_bytes=peak, again=tuple(again), read=read, kept=frozenset(kept))
 
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
-        """What a plan needs beyond so much, summed over all moments: it falls before the peak itself does."""
+        """Return the bytes above `over_bytes`, summed over all moments: the sum falls before the peak itself does."""
         keep = keep | self._needs.must_keep
         steps, again = self._steps(keep)
         last, read = self._last_reads(steps)
@@ -98,9 +98,10 @@ class QuickSimulation:
         return sum(n - over_bytes for n in (*during, self._update_bytes) if n > over_bytes)
 
     def worst(self, keep: Set[int], *, over_bytes: float) -> list[tuple[int, int]]:
-        """When backward needs more than so much, the worst first.
+        """Return the moments of backward that need more than `over_bytes`, the largest first.
 
-        Positions of backward, and the operations that run again before these; -1 for those of backward themselves.
+        A moment is a position of backward, and the operation that is recomputed before it, or -1 for the operation of
+        backward itself.
         """
         backward = self.backward(keep)
         found, position = [], 0
@@ -110,8 +111,8 @@ class QuickSimulation:
             position += not is_again
         return [(position, op) for _, position, op in sorted(found, reverse=True)]
 
-    def backward(self, keep: Set[int]) -> QuickBackward:
-        """Follow a plan through backward."""
+    def backward(self, keep: Set[int]) -> SimulatedBackward:
+        """Simulate the backward of a plan, step by step."""
         keep = keep | self._needs.must_keep
         steps, again = self._steps(keep)
         last, read = self._last_reads(steps)
@@ -119,10 +120,10 @@ class QuickSimulation:
         num_states = sum(self._graph.ops[o].repeat == "replay" for o in again)
         during: list[int] = []
         self._backward_peak(steps, last, keep, kept, num_states, during)
-        return QuickBackward(steps=steps, during=during, last=last)
+        return SimulatedBackward(steps=steps, during=during, last=last)
 
     def _start(self, memory: StepMemory) -> None:
-        """Live bytes of forward and at the start of backward when nothing is kept."""
+        """Find the live bytes of forward and at the start of backward if nothing is kept."""
         graph, needs = self._graph, self._needs
         actions = keeping(graph.storages[s].name for s in needs.first)
         profile = simulate(order(graph, actions), memory)
@@ -139,7 +140,7 @@ class QuickSimulation:
         self._update_bytes = max(profile.update_peak_bytes, profile.live_bytes[-1])
 
     def _steps(self, keep: Set[int]) -> tuple[list[tuple[int, bool]], list[int]]:
-        """Operations of backward, each after those that it needs again."""
+        """Return the operations of backward, each after those that it needs recomputed, and all recomputed ones."""
         graph, done = self._graph, set[int]()
         steps: list[tuple[int, bool]] = []
         again: list[int] = []
@@ -219,7 +220,7 @@ class QuickSimulation:
 
 
 def _sources(graph: TrainingGraph, stay: frozenset[int]) -> list[tuple[tuple[int, int], ...]]:
-    """By operation: which of forward made each argument, and in which storage it is."""
+    """Return, by operation, the operation of forward that made each argument, and the argument's storage."""
     made_by = producers(graph)
     sources = []
     for op in graph.ops:

@@ -2,7 +2,7 @@
 
 A storage is memory that tensors share: a tensor, its views and its aliases are one. A `TrainingGraph` is what a plan
 is made for: every operation once, forward before backward. A `Program` is what runs: operations in their final order,
-those that are computed again twice, and after each the storages that die.
+recomputed ones twice, and after each the storages that die.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from typing import Literal
 from thunder_memsave.planner.actions import Actions
 
 _PRECISION = 2e-6
-"""Of a bound: the solver's, and what is taken off for it."""
+"""Relative precision of a bound: the solver's tolerance and the safety margin for it."""
 
 StorageKind = Literal[
-    "parameter",  # a parameter, or this rank's rows of it
+    "parameter",  # a parameter, or this rank's shard of it
     "buffer",  # buffers and constants
-    "batch",  # what the caller passes to each call
-    "gathered",  # a whole parameter that a collective made, or what a parameter's cast or transpose made of it
+    "batch",  # arguments that the caller passes to each call
+    "gathered",  # an all-gathered parameter, or a cast or transpose of a parameter
     "activation",  # made in forward
     "cotangent",  # gradients of the outputs, that the caller passes to backward
-    "gradient",  # made in backward and returned: parameters' gradients
-    "temporary",  # made in backward otherwise
+    "gradient",  # made in backward and returned: gradients of parameters
+    "temporary",  # everything else that backward makes
 ]
 
 Repeat = Literal["free", "yes", "replay", "no"]
-"""Whether an operation can be computed again: `free` moves no data (a view); `yes` gives the same bits; `replay`
-draws random numbers, and gives the same ones from a saved generator state; `no`: it communicates (but for gathers of
-parameters, which are `yes`), writes to what exists, reads what is overwritten later, leaves the device, or is a view
-that also reads other storages. A storage that a `no` makes, or a part of whose values one does, is kept wherever
-backward or what is computed again reads it. The passes refuse no operation that a graph does not call `no`."""
+"""The way to recompute an operation: `free` moves no data (a view); `yes` gives the same bits; `replay` draws random
+numbers, and gives the same ones from a saved generator state; `no`: it communicates (except gathers of parameters,
+which are `yes`), writes in place, reads what is overwritten later, leaves the device, or is a view that also reads
+other storages. A storage that holds a result of a `no` is kept if backward or a recomputation reads it. Passes can
+recompute every operation that is not `no`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """Memory that lives and dies as one."""
+    """Memory that is allocated and freed as one."""
 
     nbytes: int
-    """As the allocator of the device is asked for; an empty one has 0."""
+    """Bytes that the device's allocator counts; 0 for an empty tensor."""
     kind: StorageKind
     name: str
-    """Of the first value in it: a trace's name, unique in a graph."""
+    """The trace's name of the first value in it, unique in a graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One operation of a trace. Storages are given as indices into the graph's."""
+    """One operation of a trace. Storages are indices into the graph's."""
 
     symbol: str
-    """Its name in the trace."""
+    """Name of the symbol in the trace."""
     index: int
-    """Its position among the bound symbols of the trace that it was extracted from."""
+    """Position among the bound symbols of the trace that it was extracted from."""
     arguments: tuple[str, ...]
     """Names of the tensors that it reads."""
     results: tuple[str, ...]
@@ -64,30 +64,29 @@ class Op:
     makes: tuple[int, ...]
     """Storages that it allocates and that outlive it; a view makes none."""
     peak_bytes: int
-    """The most that it holds at once of what it allocates, results and temporaries inside together; at least what
-    `makes` sums to."""
+    """Peak of the bytes that it allocates, results and temporaries together; at least the sum of `makes`."""
     scratch_bytes: int = 0
-    """Of `peak_bytes`, memory that kernels take without a tensor, as measured or bounded; 0 where not known."""
+    """Part of `peak_bytes` that kernels allocate without a tensor, as measured or bounded; 0 if not known."""
     repeat: Repeat = "yes"
     flops: int = 0
     """Multiplications and additions, as torch's FlopCounterMode counts."""
     moved_bytes: int = 0
-    """Read from and written to device memory, by all kernels inside."""
+    """Bytes that its kernels read from and write to device memory."""
     sent_bytes: int = 0
-    """Received from other ranks."""
+    """Bytes received from other ranks."""
     dtype: str = ""
-    """Of the first result: decides which peak rate applies."""
+    """Dtype of the first result: decides which peak rate applies."""
     key: str = ""
-    """Equal for operations that cost the same: symbol, shapes, strides, dtypes, numbers. Keys the measured costs."""
+    """Key of the measured costs: equal for operations with equal symbol, shapes, strides, dtypes and numbers."""
     source: str = ""
     """`file:line` of the user's code, empty where unknown."""
     module: str = ""
-    """Name of the module that ran it, such as `model.layers.3.mlp.down_proj`; empty where unknown."""
+    """Name of the module that called it, such as `model.layers.3.mlp.down_proj`; empty where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingGraph:
-    """Forward and backward of one call, each operation once, nothing computed again yet.
+    """Forward and backward of one call before recomputation: each operation once.
 
     Ops before `num_forward` are forward, in the order in which they run; the others are backward.
     """
@@ -98,13 +97,13 @@ class TrainingGraph:
     storage_of: Mapping[str, int]
     """Storage of every tensor of the trace by its name."""
     inputs: frozenset[int]
-    """Storages of arguments: parameters, buffers, the batch. The caller holds them all the time."""
+    """Storages of arguments: parameters, buffers, the batch. Live all the time."""
     outputs: frozenset[int]
-    """Storages of forward's results. The caller holds them until backward ends."""
+    """Storages of forward's results. Live until backward ends."""
     gradients: frozenset[int]
-    """Storages that backward returns: they live from where they are made to the end."""
+    """Storages that backward returns. Live from where they are made to the end."""
     cotangents: frozenset[int]
-    """Storages that the caller makes before backward begins, and holds until it ends."""
+    """Storages that the caller makes before backward begins. Live until it ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,42 +112,42 @@ class Step:
 
     op: Op
     makes: tuple[int, ...]
-    """Storages of the program; those of an operation that is computed again are others than the first time's."""
+    """Storages of the program that the operation makes; a recomputed operation makes new ones."""
     frees: tuple[int, ...]
-    """Storages that die after it, results that nobody reads among them."""
+    """Storages that die after it, including results that nothing reads."""
     is_repeated: bool = False
-    """Whether forward has computed this before."""
+    """True for a recomputed operation of forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What runs, in order, and what it holds."""
+    """The operations of a step in the order in which they run, and their storages."""
 
     storages: tuple[Storage, ...]
     steps: tuple[Step, ...]
     num_forward: int
-    """Steps before this index are forward. Cotangents appear between the two."""
+    """Number of forward's steps, which come first. Cotangents become live after them."""
     held: frozenset[int]
-    """Storages that are there before the first step, and are not freed: arguments."""
+    """Storages of arguments: live before the first step and never freed."""
     cotangents: frozenset[int] = frozenset()
-    """Storages that appear before the first step of backward."""
+    """Storages that become live before the first step of backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """What a training step holds besides the tensors of the compiled forward and backward. All in bytes."""
+    """Bytes that a training step holds besides the tensors of the compiled forward and backward."""
 
     gradient_bytes: int = 0
-    """Gradients that exist before backward: 0 where it makes them, all of them under gradient accumulation."""
+    """Bytes of gradients that exist before backward: 0, or those of all parameters under gradient accumulation."""
     optimizer_bytes: int = 0
-    """The optimizer's state."""
+    """Bytes of optimizer state."""
     other_bytes: int = 0
-    """Parameters and buffers of the module that this call does not read, other models, anything that stays."""
+    """Bytes of everything else that stays: parameters and buffers that this call does not read, other models."""
     between_bytes: int = 0
-    """The most that the caller allocates between forward and backward, beside forward's outputs: its loss, and what it
-    differentiates of that, the gradients of the outputs among it."""
+    """Peak of the bytes that the caller allocates between forward and backward, beside forward's outputs: its loss and
+    the backward of that, the gradients of the outputs included."""
     update_peak_bytes: int = 0
-    """The most that clipping and `optimizer.step()` allocate beside what is there already."""
+    """Peak of the bytes that clipping and `optimizer.step()` allocate beside what is live already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,26 +156,26 @@ class Device:
 
     name: str
     flops_per_s: Mapping[str, float]
-    """By dtype, such as `bfloat16`, for matrix products without sparsity."""
+    """FLOP/s of dense matrix products by dtype, such as `bfloat16`."""
     memory_bytes_per_s: float
     network_bytes_per_s: float
-    """Of one rank's all-gathers and reduce-scatters."""
+    """Bandwidth of one rank's all-gathers and reduce-scatters."""
     launch_us: float
     """Least time of one operation."""
     memory_bytes: int | None = None
-    """What the device has; None: not a limit that is planned for."""
+    """Memory of the device; None: not a limit that is planned for."""
     compute_capability: tuple[int, int] | None = None
-    """CUDA's, which says what is computed in fp8; None: no CUDA."""
+    """CUDA's compute capability, which says what runs in fp8; None: no CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Why a plan has the action that it has for one storage, and what that takes."""
+    """The reason for one storage's action, and its cost."""
 
     name: str
     nbytes: int
     cost_us: float
-    """Time of computing it again, alone; what several share is counted with the first."""
+    """Time to recompute it alone; operations that several storages share are counted with the first."""
     reason: str
     source: str
     module: str = ""
@@ -184,39 +183,39 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What happens to what backward needs of forward, and what that costs."""
+    """The actions for all storages that backward needs, and their costs."""
 
     actions: Actions
-    """By name, of every storage of forward that is read in backward, also to compute others again; arguments and
-    outputs, which are there anyway, are not among them."""
+    """Action by name, for every storage of forward that backward or a recomputation reads, except arguments and
+    outputs, which are live anyway."""
     budget_bytes: int | None
     """None: no limit."""
     predicted_peak_bytes: int
     keep_all_peak_bytes: int
-    """With nothing computed again but what is free."""
+    """Peak if only the free wins are recomputed."""
     saved_bytes: int
-    """Of kept storages that are neither arguments nor outputs."""
+    """Bytes of kept storages that are neither arguments nor outputs."""
     recompute_us: float
     lower_bound_us: float
-    """No plan with this order of operations that computes each operation again at most once is faster, and leaves as
-    much room as passes after the plan were seen to need; 0 where that is not known."""
+    """Lower bound on `recompute_us` of all plans within the budget that keep this order of operations and recompute
+    each at most once, with the room that later passes were seen to need; 0 if not known."""
     decisions: Sequence[Decision] = field(default=())
     layered_bound_us: float = 0.0
-    """No plan is faster in which no layer computes again what the layer after it reads; 0 where that is not known.
-    Not a bound on all plans, but near the fastest of all unless the budget is very small."""
+    """Lower bound on `recompute_us` of plans in which no layer recomputes what the layer after it reads; 0 if not
+    known. Not a bound on all plans, but near the fastest of all unless the budget is very small."""
     costs: str = ""
-    """Where the times of operations come from, in words."""
+    """Source of the operations' times, in words."""
 
     @property
     def layered_gap(self) -> float:
-        """As `gap`, of plans in which layers compute nothing again for others; infinite where nothing is known."""
+        """`gap` to `layered_bound_us`; infinite if no bound is known."""
         if self.gap == 0.0 or self.recompute_us <= self.layered_bound_us:
             return 0.0
         return self.recompute_us / self.layered_bound_us - 1.0 if self.layered_bound_us else inf
 
     @property
     def gap(self) -> float:
-        """Time of computing again beyond the lower bound, as a fraction of that; infinite where none is known.
+        """Recompute time beyond the lower bound, as a fraction of that bound; infinite if no bound is known.
 
         0 where the solver, which is not exact, cannot tell them apart.
         """

@@ -1,8 +1,8 @@
-"""Orders a plan: the program that the passes make of a graph that says what happens to each storage.
+"""Orders a plan: builds the program that the passes make of a graph and its actions.
 
-An operation that is computed again comes right before the first operation of backward that needs it, and those that
-one operation needs come in the order of forward; it is computed again at most once, and what it makes dies after its
-last use. Kept storages live from forward to their last use.
+A recomputed operation comes right before the first operation of backward that needs it, and those that one operation
+needs come in the order of forward; each is recomputed at most once, and its results die after their last use. Kept
+storages live from forward to their last use.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import Op, Program, Step, Storage, TrainingGraph
 
 CPU_GENERATOR_STATE_BYTES = 5056
-"""What torch's generator of the CPU takes; one of CUDA takes 16 (seed and offset)."""
+"""Bytes of the state of torch's CPU generator; one of CUDA takes 16 (seed and offset)."""
 
 
 class OrderError(ThunderMemsaveError, ValueError):
-    """Backward needs what is neither kept nor can be computed again."""
+    """Backward needs a value that is neither kept nor can be recomputed."""
 
     code = None
 
@@ -30,20 +30,19 @@ def order(
     *,
     generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
 ) -> Program:
-    """Make the program of a plan.
+    """Build the program of a plan.
 
     Args:
-        graph: What is computed.
-        actions: By names of storages; what backward needs and no action is for is computed again. None: all that it
-            reads is kept, in which case the program is the graph as it is. Arguments and outputs of forward are there
-            in any case.
-        generator_state_bytes: What forward keeps for a random operation that backward computes again.
+        graph: Forward and backward before recomputation.
+        actions: By names of storages; backward recomputes what it needs and has no action. None: everything is kept,
+            and the program is the graph as it is. Arguments and outputs of forward are live in any case.
+        generator_state_bytes: Bytes that forward keeps for each random operation that backward recomputes.
 
     Returns:
-        Steps with new storages for what is computed again, and the storages that die after each.
+        Steps with new storages for recomputed results, and the storages that die after each.
 
     Raises:
-        OrderError: a name is not one of the graph's, or an operation that cannot be repeated would have to be.
+        OrderError: a name is not one of the graph's, or an operation that cannot be recomputed would have to be.
     """
     _check_names(graph, actions)
     emitted = _Emission(graph, _kept(graph, actions), generator_state_bytes)
@@ -55,12 +54,12 @@ def order(
 
 
 def producers(graph: TrainingGraph) -> dict[str, int]:
-    """The number of the operation that makes each value."""
+    """Return the index of the operation that makes each value."""
     return {name: n for n, op in enumerate(graph.ops) for name in op.results}
 
 
 def unrepeatable(graph: TrainingGraph) -> frozenset[int]:
-    """Storages of forward that no repetition gives: what `no` makes, and what is written after it was made."""
+    """Return the storages that cannot be recomputed: those that a `no` operation makes or writes to."""
     return frozenset(
         graph.storage_of[name]
         for op in graph.ops
@@ -74,8 +73,8 @@ def _check_names(graph: TrainingGraph, actions: Actions | None) -> None:
     unknown = set(actions or ()) - {s.name for s in graph.storages}
     if unknown:
         raise OrderError(
-            f"the plan has actions for {_listed(unknown)}, which the graph has no storages of; a plan is for the "
-            "graph that it was made for: plan again."
+            f"the plan has actions for {_listed(unknown)}, but the graph has no such storages; a plan holds only for "
+            "the graph that it was made for: plan again."
         )
 
 
@@ -93,7 +92,7 @@ def _kept(graph: TrainingGraph, actions: Actions | None) -> frozenset[int]:
 
 @dataclass(slots=True)
 class _Placed:
-    """A step whose deaths are not known yet."""
+    """A step whose frees are not known yet."""
 
     op: Op
     makes: tuple[int, ...]
@@ -102,7 +101,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class _Emission:
-    """Steps so far, and where the values are that the next one reads."""
+    """The steps so far, and the storages of the values that the next one reads."""
 
     graph: TrainingGraph
     kept: frozenset[int]
@@ -111,7 +110,7 @@ class _Emission:
     placed: list[_Placed] = field(default_factory=list)
     last_use: dict[int, int] = field(default_factory=dict)
     _now: dict[int, int] = field(default_factory=dict)
-    """The program's storage in which a storage of the graph is, where it was computed again."""
+    """Storage of the program by the storage of the graph that was recomputed into it."""
     _repeated: set[int] = field(default_factory=set)
     _producer: dict[str, int] = field(default_factory=dict)
     _available: frozenset[int] = frozenset()
@@ -123,18 +122,18 @@ class _Emission:
         self._available = self.kept | graph.inputs | graph.outputs | graph.cotangents
 
     def run(self, number: int) -> None:
-        """Run an operation for the first time."""
+        """Add an operation as it stands in the graph."""
         op = self.graph.ops[number]
         self._place(op, op.makes, is_repeated=False)
 
     def run_with_needed(self, number: int) -> None:
-        """Run an operation of backward after what it needs."""
+        """Add an operation of backward after the operations that it needs recomputed."""
         for needed in sorted(self._missing(number)):
             self._run_again(needed)
         self.run(number)
 
     def _missing(self, number: int) -> set[int]:
-        """All operations of forward that have to run again before this one can."""
+        """Return all operations of forward that must be recomputed before this one can run."""
         found: set[int] = set()
         stack = [number]
         while stack:
@@ -156,7 +155,7 @@ class _Emission:
         if op.repeat == "no":
             raise OrderError(
                 f"backward needs {_listed(op.results)} of {op.symbol} ({op.source or 'an unknown line'}), which the "
-                "plan does not keep and which cannot be computed again; keep it."
+                "plan does not keep and which cannot be recomputed; keep it."
             )
         makes = tuple(self._again(s) for s in op.makes)
         self._place(op, makes, is_repeated=True)
@@ -164,7 +163,7 @@ class _Emission:
             self.last_use[self._state(number)] = len(self.placed) - 1
 
     def _again(self, storage: int) -> int:
-        """A new storage for what is computed again."""
+        """Add a storage for a recomputed result."""
         old = self.graph.storages[storage]
         self.storages.append(replace(old, name=f"{old.name}_again"))
         if storage not in self._available:
@@ -172,7 +171,7 @@ class _Emission:
         return len(self.storages) - 1
 
     def _state(self, number: int) -> int:
-        """A storage, made in forward, for the state that this operation is computed again from."""
+        """Add a storage, made in forward, for the generator state that this operation is recomputed from."""
         name = f"{self.graph.ops[number].results[0]}_state"
         self.storages.append(
             Storage(nbytes=self.generator_state_bytes, kind="activation", name=name)
@@ -189,7 +188,7 @@ class _Emission:
         self.placed.append(_Placed(op, makes, is_repeated))
 
     def program(self) -> Program:
-        """All steps, with what dies after each."""
+        """Return all steps, with the storages that die after each."""
         graph = self.graph
         frees: list[list[int]] = [[] for _ in self.placed]
         stay = graph.inputs | graph.outputs | graph.cotangents | graph.gradients

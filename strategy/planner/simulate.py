@@ -1,8 +1,8 @@
-"""Simulates a program: what the device holds at every moment of a training step, in bytes.
+"""Simulates a program: the live bytes on the device at every moment of a training step.
 
-Before an operation the program holds what was made and has not died; during it also what the operation allocates;
-after it what the operation has made, less what dies. Memory that a device's allocator caches or cannot use because it
-is in pieces is not part of this.
+Before an operation, the storages are live that were made and have not died; during it also its own allocations; after
+it its results are live, less the storages that die. Memory that the allocator caches, or loses to fragmentation, does
+not count.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ _NOTHING_ELSE = StepMemory()
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Memory over one training step. All in bytes, and with what `StepMemory` adds."""
+    """Bytes of memory over one training step, including those of `StepMemory`."""
 
     peak_bytes: int
-    """The most of forward, what the caller does between, backward and update."""
+    """The largest peak of forward, the loss between, backward and update."""
     peak_step: int
-    """The step of the program during which that is, or before which, where it is between forward and backward; its
-    number of steps where it is the optimizer's update."""
+    """Index of the step during which the peak is; the first step of backward if it is between forward and backward, the
+    number of steps if it is in the optimizer's update."""
     peak_bytes_by_kind: Mapping[StorageKind | str, int]
-    """What the peak consists of: storages by kind; what the operation itself allocates as `inside`; and of
-    `StepMemory` `accumulated`, `optimizer`, `other`, in the update `update`, and between forward and backward `loss`,
-    which has the gradients of the outputs in it."""
+    """Parts of the peak: storages by kind; the operation's own allocations as `inside`; of `StepMemory` `accumulated`,
+    `optimizer` and `other`, in the update `update`, and between forward and backward `loss`, which includes the
+    gradients of the outputs."""
     live_bytes: tuple[int, ...]
-    """Before each step, and after the last."""
+    """Live bytes before each step, and after the last."""
     step_peak_bytes: tuple[int, ...]
-    """During each step."""
+    """Peak bytes during each step."""
     forward_peak_bytes: int
     between_peak_bytes: int
-    """While the caller has a loss of its own; 0 for a program without backward, and so are the next two."""
+    """Peak while the caller has a loss of its own; 0 for a program without backward, and so are the next two."""
     backward_peak_bytes: int
     update_peak_bytes: int
-    """During clipping and the optimizer's update, which come after backward."""
+    """Peak during clipping and the optimizer's update, which come after backward."""
 
 
 def simulate(program: Program, memory: StepMemory = _NOTHING_ELSE) -> Profile:
-    """Follow a program step by step.
+    """Simulate a program step by step.
 
     Args:
-        program: What runs. What it has not freed at its end is there while the optimizer updates.
-        memory: What else the training step holds.
+        program: The steps. Storages that it has not freed at its end are live while the optimizer updates.
+        memory: Bytes that the training step holds besides.
 
     Returns:
-        The exact profile, if the program says exactly what each operation allocates and when storages die.
+        The profile: exact if the program's allocations and lifetimes are.
     """
     live = list(_live_bytes(program, _constant_bytes(program, memory)))
     during = [
@@ -75,7 +75,7 @@ def simulate(program: Program, memory: StepMemory = _NOTHING_ELSE) -> Profile:
 
 
 def live_bytes_by_kind(program: Program) -> Mapping[StorageKind, tuple[int, ...]]:
-    """Bytes of live storages before each step and after the last, by kind; kinds that never appear are left out."""
+    """Return live bytes before each step and after the last, by kind; kinds that never appear are left out."""
     kinds: tuple[StorageKind, ...] = tuple(sorted({s.kind for s in program.storages}))
     now: dict[StorageKind, int] = dict.fromkeys(kinds, 0)
     rows: dict[StorageKind, list[int]] = {kind: [] for kind in kinds}
@@ -94,7 +94,7 @@ def _constant_bytes(program: Program, memory: StepMemory) -> int:
 
 
 def _between_bytes(program: Program, memory: StepMemory, live: Sequence[int]) -> int:
-    """While there is a loss; what it ends with are the cotangents, which live from then on."""
+    """Return the peak while the caller computes and differentiates a loss, which ends with the cotangents."""
     own = sum(program.storages[s].nbytes for s in program.cotangents)
     return live[program.num_forward] - own + max(own, memory.between_bytes)
 
@@ -107,7 +107,7 @@ def _live_bytes(program: Program, constant_bytes: int) -> Iterator[int]:
 
 
 def _changes(program: Program) -> Iterator[tuple[list[Storage], list[Storage]]]:
-    """Storages that appear and die before the first step, and then between each two, and after the last."""
+    """Yield the storages that become live and die before the first step, between each two, and after the last."""
     storages = program.storages
     appeared: Iterable[int] = program.held
     died: Iterable[int] = ()
@@ -125,7 +125,7 @@ def _first_largest(values: list[int]) -> int:
 def _by_kind_at(
     program: Program, memory: StepMemory, number: int, *, is_between: bool
 ) -> Mapping[str, int]:
-    """Before step `number`, and what it allocates itself, or the caller before it."""
+    """Return bytes by kind at step `number`, its own allocations included, or between forward and backward."""
     parts: dict[str, int] = {
         "accumulated": memory.gradient_bytes,
         "optimizer": memory.optimizer_bytes,

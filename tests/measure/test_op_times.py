@@ -174,7 +174,7 @@ def plan_of(memory: dict[str, Any]) -> Plan:
     strategy = fabric.strategy
     assert isinstance(strategy, ThunderMemsaveStrategy)
     assert strategy.plan is not None
-    assert f"times from                  {strategy.plan.costs}\n" in strategy.explain()
+    assert f"times from                   {strategy.plan.costs}\n" in strategy.explain()
     return strategy.plan
 
 

@@ -37,7 +37,7 @@ def test_actions_are_the_same_on_another_rank() -> None:
     assert (other, hash(other)) == (actions, hash(actions))
 
 
-def test_what_is_not_kept_is_computed_again_in_one_way_or_another() -> None:
+def test_every_action_but_keep_leaves_nothing_for_backward() -> None:
     actions = Actions({"a": KEEP, "b": RECOMPUTE, "c": REGATHER, "d": REPLAY})
     assert actions.kept == {"a"}
     assert actions.only(["d", "a", "x"]) == {"a": KEEP, "d": REPLAY}

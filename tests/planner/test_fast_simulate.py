@@ -7,7 +7,7 @@ import pytest
 from harness.training_graphs import GraphBuilder, random_graph
 from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.choices import needs
-from thunder_memsave.planner.fast_simulate import QuickSimulation
+from thunder_memsave.planner.fast_simulate import FastSimulation
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.planner.order import order
 from thunder_memsave.planner.search.evaluate import Evaluator
@@ -21,7 +21,7 @@ def test_it_gives_what_the_simulation_of_a_program_gives(seed: int) -> None:
     memory = StepMemory(
         optimizer_bytes=70, other_bytes=5, update_peak_bytes=30, between_bytes=seed % 2 * 90
     )
-    simulation = QuickSimulation(found, memory, 16)
+    simulation = FastSimulation(found, memory, 16)
     for _ in range(8):
         keep = {s for s in found.storages if draw.random() < 0.6}
         names = {graph.storages[s].name for s in keep | found.must_keep}
@@ -32,10 +32,10 @@ def test_it_gives_what_the_simulation_of_a_program_gives(seed: int) -> None:
         assert sorted(op.index for op in again) == sorted(result.again)
 
 
-def test_what_nothing_gives_a_second_time_is_kept_where_a_plan_that_read_none_of_it_reads_it() -> (
+def test_a_storage_that_cannot_be_recomputed_is_kept_by_every_plan_that_reads_it() -> (
     None
 ):
-    """Backward reads `result` only; that is computed again from what a write in place has left."""
+    """Backward reads `result` only, which is recomputed from a storage written in place."""
     b = GraphBuilder()
     b.input("x")
     b.op("x", {"hidden": 100})

@@ -26,7 +26,7 @@ def test_keeping_everything_is_the_graph_as_it_is(seed: int) -> None:
         assert all(step.makes == step.op.makes for step in program.steps)
 
 
-def test_what_is_not_kept_is_computed_again_right_before_its_first_reader() -> None:
+def test_a_storage_that_is_not_kept_is_recomputed_right_before_its_first_reader() -> None:
     program = order(chain(3), keeping({"a2"}))
     assert made(program) == ["a1", "a2", "a3", "dw3", "g2", "a1_again", "dw2", "g1", "dw1"]
     assert [step.is_repeated for step in program.steps].index(True) == 5
@@ -34,7 +34,7 @@ def test_what_is_not_kept_is_computed_again_right_before_its_first_reader() -> N
     assert "a1_again" in freed_after(program, 6)
 
 
-def test_it_is_computed_again_once_from_what_is_computed_again() -> None:
+def test_an_operation_is_recomputed_once_from_recomputed_inputs() -> None:
     program = order(chain(4), NO_ACTIONS)
     again = [name for name in made(program) if name.endswith("_again")]
     assert again == ["a1_again", "a2_again", "a3_again"]
@@ -76,7 +76,7 @@ def test_a_kept_storage_lives_until_its_last_view_was_read() -> None:
     assert freed_after(program, 4) == {"a", "h", "y", "g"}
 
 
-def test_a_view_of_what_is_computed_again_is_a_view_again() -> None:
+def test_a_view_of_a_recomputed_storage_stays_a_view() -> None:
     b = GraphBuilder()
     b.input("x")
     b.op("x", {"a": 100})
@@ -89,7 +89,7 @@ def test_a_view_of_what_is_computed_again_is_a_view_again() -> None:
     assert made(program) == ["a", "y", "a_again", "dx"]
 
 
-def test_a_random_operation_that_is_computed_again_keeps_its_generator_state() -> None:
+def test_a_recomputed_random_operation_keeps_its_generator_state() -> None:
     b = GraphBuilder()
     b.input("x")
     b.op("x", {"mask": 100}, repeat="replay")
@@ -102,7 +102,7 @@ def test_a_random_operation_that_is_computed_again_keeps_its_generator_state() -
     assert freed_after(program, 2) == {"mask_state"}
 
 
-def test_what_is_written_in_place_cannot_be_computed_again() -> None:
+def test_a_storage_written_in_place_cannot_be_recomputed() -> None:
     b = GraphBuilder()
     b.input("x")
     b.op("x", {"a": 100})
@@ -112,7 +112,7 @@ def test_what_is_written_in_place_cannot_be_computed_again() -> None:
     b.op("g a_written", {"dx": 10}, kind="gradient", symbol="mul")
     graph = b.graph(outputs="y", gradients="dx")
     with pytest.raises(
-        OrderError, match=r"backward needs 'a_written' of op .*cannot be computed again; keep it"
+        OrderError, match=r"backward needs 'a_written' of op .*cannot be recomputed; keep it"
     ):
         order(graph, NO_ACTIONS)
     assert made(order(graph, keeping({"a"}))) == ["a", "y", "dx"]
@@ -121,6 +121,6 @@ def test_what_is_written_in_place_cannot_be_computed_again() -> None:
 def test_names_of_another_graph_are_refused() -> None:
     with pytest.raises(
         OrderError,
-        match=r"the plan has actions for 'b7', which the graph has no storages of.*plan again",
+        match=r"the plan has actions for 'b7', but the graph has no such storages.*plan again",
     ):
         order(chain(3), keeping({"b7"}))

@@ -1,4 +1,4 @@
-"""Linear programs for the least cost within a peak, and bounds on it.
+"""Linear programs for the least recompute time within a peak, and bounds on it.
 
-In: a graph and its choices. Out: relaxed or integer solutions, with what HiGHS proved about them.
+In: a graph and its choices. Out: relaxed or integer solutions, with the bounds that HiGHS proved.
 """

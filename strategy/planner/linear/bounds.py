@@ -1,4 +1,4 @@
-"""Bounds the time and the memory of all plans by what must be live at single moments."""
+"""Bounds the recompute time and the peak of all plans by what must be live at single moments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder_memsave.planner.linear.peak_program import Moment, PeakModel
 
 _TIME_LIMIT_S = 60.0
 SAFE = 1 - 1e-6
-"""HiGHS takes what is nearly within bounds for within."""
+"""Factor that makes a bound of HiGHS safe: its tolerances let solutions violate a row a little."""
 
 
 def least_us(
@@ -20,13 +20,13 @@ def least_us(
     *,
     time_limit_s: float = _TIME_LIMIT_S,
 ) -> float:
-    """No plan within a budget takes less time; infinite where no plan is within it.
+    """Return a lower bound on the recompute time of plans within a budget, in microseconds; infinite if there are none.
 
     Args:
-        model: For its needs, costs and pins.
-        budget_bytes: Of the whole step.
-        moments: At which memory is counted; those of computing again count as the operation of backward after it.
-        time_limit_s: On the wall's clock; nothing is known when it is over, and the bound is 0.
+        model: Provides needs, costs and pins.
+        budget_bytes: Bytes for the whole step.
+        moments: Moments at which to count memory; a recomputation counts as the operation of backward after it.
+        time_limit_s: Wall-clock seconds, after which the bound is 0.
     """
     program = MomentProgram(model, budget_bytes)
     for moment in dict.fromkeys(map(backward_moment, moments)):
@@ -37,10 +37,10 @@ def least_us(
 def least_bytes(
     model: PeakModel, moments: Sequence[Moment], *, time_limit_s: float = _TIME_LIMIT_S
 ) -> float:
-    """No plan has a smaller peak.
+    """Return a lower bound on the peak bytes of all plans.
 
     Args:
-        model: For its needs and pins.
+        model: Provides needs and pins.
         moments: As for `least_us`.
         time_limit_s: As for `least_us`.
     """

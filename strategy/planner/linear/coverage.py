@@ -1,4 +1,4 @@
-"""Rows that every plan obeys: what is read in backward is kept, or it is computed again from what is there."""
+"""Adds the rows that every plan obeys: each storage that backward or a recomputation reads is kept or recomputed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from thunder_memsave.planner.linear.program import LinearProgram
 def add_coverage(
     program: LinearProgram, needs: Needs, kept: Mapping[int, int], ops: Mapping[int, int]
 ) -> None:
-    """Require that what backward reads is kept or computed again, and so what computing again reads.
+    """Require that every storage that backward reads is kept or recomputed, and the inputs of recomputations as well.
 
     Args:
         program: Gets the rows.
-        needs: Of the graph.
-        kept: Variables by storage.
-        ops: Variables by operation, of those that may run again.
+        needs: Choices of the graph.
+        kept: Variable of each storage: kept.
+        ops: Variable of each operation that can be recomputed: recomputed.
     """
     for storage in needs.first:
         again = _again(needs, storage, ops)

@@ -1,9 +1,9 @@
-"""A linear program of all plans: what is kept, what runs again, and what is live at some moments of a step.
+"""A linear program of all plans: storages that are kept, operations that are recomputed, and the live bytes at moments.
 
-What is needed after a moment is live then, or computed again after it; and whatever is computed again after it needs
-its own inputs in the same way. An operation runs again once at most: what it made before the moment and is needed
-after it is live. At one moment, storages that are live and operations that run later are a cut through the graph, so
-but for the row of memory the program's vertices are whole.
+A storage that is needed after a moment is live then, or recomputed after it; and the inputs of every operation that is
+recomputed after it are needed in the same way. An operation is recomputed at most once: a result that it made before
+the moment, and that is needed after it, is live. At one moment, the live storages and the operations that run later are
+a cut through the graph, so without the row for memory the program's vertices are integer.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from thunder_memsave.planner.linear.peak_program import Moment, PeakModel
 from thunder_memsave.planner.linear.program import LinearProgram, Solution
 
 MayPrecede = Callable[[int, int], bool]
-"""Whether an operation of forward may run again before backward is past a position."""
+"""Tells whether an operation of forward may be recomputed before backward is past a position."""
 
 _NEAR = 1e-3
-"""Of the cost: what is farther from a solution with fractions is not looked at for one without."""
+"""Fraction of the relaxed cost: a variable whose other value costs more than this is fixed in the integer program."""
 _Terms = list[tuple[int, float]]
 
 
 def backward_moment(moment: Moment) -> Moment:
-    """Of computing again, the operation of backward after it."""
+    """Return the moment itself, or for a recomputation the operation of backward after it."""
     return moment if moment.phase == "forward" else Moment("backward", moment.position)
 
 
 class MomentProgram:
-    """What is kept and what runs again, and at each moment what is live and what runs after it."""
+    """Variables for kept storages and recomputed operations, and, at each moment, for live storages and later steps."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class MomentProgram:
         whole: bool = False,
         decided: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
-        """Make the program without moments.
+        """Build the program without moments.
 
         Args:
-            model: For its needs, costs and pins.
-            budget_bytes: Of the whole step; None: the peak is made least, and time does not count.
-            may_precede: Leaves out plans in which other operations run again before a moment, and most variables with
-                them; None: all plans are there.
-            whole: Whether storages are kept or not, with nothing in between.
-            decided: Storages that are kept (1), or not (0), whatever follows.
+            model: Provides needs, costs and pins.
+            budget_bytes: Bytes for the whole step; None: minimise the peak, and ignore time.
+            may_precede: Leaves out plans in which other operations are recomputed before a moment, and most variables
+                with them; None: covers all plans.
+            whole: True for an integer program, False for its relaxation.
+            decided: Storages that are kept (1) or not (0) in every solution.
         """
         self._model, self._needs, self._program = model, model.needs, LinearProgram()
         self._may_precede, self._whole, self._decided = may_precede, whole, decided
@@ -64,11 +64,11 @@ class MomentProgram:
         self._peak = self._program.variable(cost=1.0, high=inf) if budget_bytes is None else None
 
     def count(self, moment: Moment, *, correction_bytes: float = 0.0) -> None:
-        """Limit what is live at a moment by the budget, or by the peak that is made least.
+        """Limit the live bytes at a moment by the budget, or by the peak to minimise.
 
         Args:
-            moment: Not of computing again.
-            correction_bytes: Live beside what the row says.
+            moment: A moment of forward or backward, not of a recomputation.
+            correction_bytes: Live bytes that the row itself does not count.
         """
         constants, position = self._model.always_live, moment.position
         if moment.phase == "forward":
@@ -79,13 +79,13 @@ class MomentProgram:
             self._limit(self._live_at(position), constant + correction_bytes)
 
     def solve(self, *, time_limit_s: float, gap: float = 1e-9) -> Solution:
-        """Costs are of the time, or of the peak, in the model's units."""
+        """Minimise the recompute time, or the peak, in the model's units."""
         if self._whole:
             return self._program.solve_near(_NEAR, time_limit_s=time_limit_s, gap=gap)
         return self._program.solve(relaxed=True, time_limit_s=time_limit_s, gap=gap)
 
     def keep(self, solution: Solution) -> frozenset[int]:
-        """Storages that a solution keeps."""
+        """Return the storages that a solution keeps."""
         assert solution.values is not None
         return frozenset(s for s, v in self._kept.items() if solution.values[v] > 0.5)
 
@@ -103,13 +103,13 @@ class MomentProgram:
         self._program.row([*terms, *peak], most=most)
 
     def _kept_before(self, position: int) -> _Terms:
-        """What waits for backward when forward is at a position."""
+        """Return the bytes kept for backward when forward is at a position."""
         last = self._needs.last_in_forward
         kept = [(v, self._units(s)) for s, v in self._kept.items() if last[s] < position]
         return kept + [(self._again[o], units) for o, units in self._states() if o < position]
 
     def _live_at(self, position: int) -> _Terms:
-        """What is live while backward is at a position, of what is not live in any case."""
+        """Return the bytes live while backward is at a position, without those that are live in every plan."""
         after = {
             o: self._program.variable() if self._can_precede(o, position) else again
             for o, again in self._again.items()
@@ -133,7 +133,7 @@ class MomentProgram:
         return [(v, self._units(s)) for s, v in live.items()] + states
 
     def _varying(self, position: int, after: dict[int, int]) -> Iterable[int]:
-        """Storages that are live at a position in some plans only."""
+        """Yield the storages that are live at a position in some plans only."""
         needs = self._needs
         for storage in needs.storages:
             first = needs.first.get(storage, NEVER)
@@ -147,7 +147,7 @@ class MomentProgram:
         return any(o in after for o in self._needs.readers(storage))
 
     def _live(self, storage: int, position: int, split: set[int], after: dict[int, int]) -> int:
-        """A variable: that it is kept, where nothing makes it before the moment, nor needs it for the last time."""
+        """Return the variable of a storage being live: that of being kept, if it is neither made nor freed before."""
         needs, maker = self._needs, self._maker(storage)
         waits = needs.first.get(storage, -1) > position or all(
             o in after and o not in split for o in needs.readers(storage)
@@ -157,7 +157,7 @@ class MomentProgram:
         return self._program.variable()
 
     def _run_before(self, position: int, after: dict[int, int], split: set[int]) -> None:
-        """What has run again by the moment had its inputs, and so had backward."""
+        """Require the inputs of backward, and of operations that were recomputed by the moment."""
         for storage, first in self._needs.first.items():
             if first <= position and self._maker(storage) in after:
                 self._there(storage, after, [], least=1.0)
@@ -170,7 +170,7 @@ class MomentProgram:
                     self._there(storage, after, less, least=0.0)
 
     def _there(self, storage: int, after: dict[int, int], terms: _Terms, *, least: float) -> None:
-        """A storage was kept, or made again before the moment."""
+        """Require that a storage was kept, or recomputed before the moment."""
         made = self._before(op, after) if (op := self._maker(storage)) is not None else []
         self._program.row([(self._kept[storage], 1.0), *made, *terms], least=least)
 
@@ -183,7 +183,7 @@ class MomentProgram:
         *,
         least: float,
     ) -> None:
-        """A storage is live, or made again after the moment."""
+        """Require that a storage is live, or recomputed after the moment."""
         op = self._maker(storage)
         made = [(after[op], 1.0)] if op is not None and op in after else []
         self._program.row([(live[storage], 1.0), *made, *terms], least=least)
@@ -198,7 +198,7 @@ class MomentProgram:
         return None if storage in self._needs.must_keep or op not in self._again else op
 
     def _may_follow(self, op: int, position: int) -> bool:
-        """Whether there is a reason to run it again after the moment."""
+        """Tell whether any result of the operation can be needed after the moment."""
         needs = self._needs
         return any(needs.first.get(s, needs.latest.get(s, -1)) > position for s in needs.makes[op])
 
@@ -206,7 +206,7 @@ class MomentProgram:
         return self._may_precede is None or self._may_precede(op, position)
 
     def _states(self) -> _Terms:
-        """Generator states that wait for operations that run again."""
+        """Return the generator states kept for random operations that are recomputed."""
         units = self._model.generator_state_bytes / self._model.unit_bytes
         ops = self._needs.graph.ops
         return [(o, units) for o in self._again if ops[o].repeat == "replay"]

@@ -1,8 +1,8 @@
-"""Keeps off standard output what HiGHS prints there whatever it is told.
+"""Keeps HiGHS's debug output off standard output.
 
-`HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();` is printed by its C++ code where a solution
-that it has found violates a tolerance, also with all output off (https://github.com/jump-dev/HiGHS.jl/issues/312; scipy
-1.17 has that version). Can be deleted when scipy comes with a HiGHS that does not.
+When a solution violates a tolerance, its C++ code prints `HighsMipSolverData::transformNewIntegerFeasibleSolution
+tmpSolver.run();` even with all output off (https://github.com/jump-dev/HiGHS.jl/issues/312; scipy 1.17 has that
+version). Delete this file when scipy comes with a HiGHS that does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOISE = b"HighsMipSolverData::"
 
 @contextmanager
 def without_noise_of_highs() -> Iterator[None]:
-    """Whatever else is printed meanwhile, by other threads too, is printed at the end."""
+    """Drop what HiGHS prints; everything else printed meanwhile, by other threads too, appears at the end."""
     _flush()
     try:
         stdout = os.dup(_STDOUT)
@@ -39,7 +39,7 @@ def without_noise_of_highs() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """What Python has buffered, and what C has."""
+    """Flush Python's buffer and C's."""
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
     ctypes.CDLL(None).fflush(None)

@@ -1,10 +1,10 @@
 """Models the peak of all plans at once, as rows of a linear program that are added where they bind.
 
-A plan decides for each storage whether forward keeps it. A row says what is live at one moment: what is kept and not
-yet read, what was computed again by then and is still to be read, and what is there under any plan. Without
-corrections every row is a relaxation: it counts nothing that would not be there. So what the program cannot do, no
-plan can. The exact simulation of a plan that it finds says which moments were missed; a correction of a row is what it
-counted too little there.
+A plan decides for each storage whether forward keeps it. A row counts the live bytes at one moment: storages that are
+kept and not yet read, storages that were recomputed by then and are still to be read, and storages that are live in
+every plan. Without corrections every row is a relaxation: it counts nothing that is not live, so the program's optimum
+bounds all plans. The exact simulation of a plan that the program finds says which moments were missed; the correction
+of a row is the bytes that it missed there.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from thunder_memsave.planner.order import order
 from thunder_memsave.planner.simulate import simulate
 
 _MOST_FOLLOWED = 96
-"""How many operations are followed back from what has been computed again by a moment. What is beyond may have freed
-what a row counts, so that such a row bounds nothing."""
+"""Most operations that are followed back from the results that were recomputed by a moment. Operations beyond may have
+freed storages that the row counts, so that such a row bounds nothing."""
 
 
 class Moment(NamedTuple):
-    """When memory is counted."""
+    """A moment at which memory is counted."""
 
     phase: Literal["forward", "backward", "again"]
     position: int
-    """Of an operation of forward, or of backward. After forward's last, in forward: while the caller has a loss."""
+    """Index of the operation in forward or in backward; the number of forward's operations: while the caller has a
+    loss."""
     op: int = -1
-    """`again`: the operation of forward that runs a second time, before the operation of backward at `position`."""
+    """The operation of forward that is recomputed before the operation of backward at `position`, for `again`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is live at a moment, in units of the program."""
+    """The memory that is live at a moment, in units of the program."""
 
     terms: tuple[tuple[int, float], ...]
     constant: float
@@ -48,53 +49,53 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """A plan that the program found, and what the rows say of it."""
+    """A plan that the program found, and the live bytes by its rows."""
 
     solution: Solution
     keep: frozenset[int]
     live_bytes: Mapping[Moment, float]
     is_bound: bool
-    """Whether no plan does what this program cannot."""
+    """True if the program's bound holds for all plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long a program is solved."""
+    """Limits at which the solver stops."""
 
     gap: float
-    """Until the solution is so near its bound, as a fraction;"""
+    """Relative gap between the solution and its bound."""
     most_nodes: int | None = None
-    """or so many nodes were searched;"""
+    """Nodes of the search tree; None: no limit."""
     time_limit_s: float
-    """or at last, so much time is over, on the wall's clock."""
+    """Wall-clock seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What memory costs where there is no budget."""
+    """Prices of memory, in place of a budget."""
 
     peak_us_per_byte: float
-    """Of the largest row."""
+    """Price of the peak, the largest row."""
     kept_us_per_byte: float
-    """Of what waits for backward."""
+    """Price of storages that are kept for backward."""
 
 
 @dataclass(kw_only=True)
 class PeakModel:
-    """All plans for a graph, and the moments that have been found to bind."""
+    """The plans of a graph as a linear program, with rows for the moments that were found to bind."""
 
     needs: Needs
     costs_us: Sequence[float]
     memory: StepMemory
     generator_state_bytes: int
     pinned: Mapping[int, bool] = field(default_factory=dict)
-    """Storages that are kept (True), or not (False), whatever follows."""
+    """Storages that are kept (True) or not kept (False) in every plan."""
     corrections: dict[Moment, float] = field(default_factory=dict)
-    """In bytes; the moments that have a row."""
+    """Bytes to add to each row; the keys are the moments that have a row."""
     excluded: list[tuple[frozenset[int], frozenset[int]]] = field(default_factory=list)
-    """Plans that were found not to fit: storages that are kept, and all that matter."""
+    """Plans that were found not to fit: the kept storages, and all storages that the plan decides."""
     constants: Constants | None = None
-    """Where the graph is a part of another one: what is live in that."""
+    """Bytes live in every plan of the whole graph, if this graph is a part of it."""
 
     def __post_init__(self) -> None:
         self.always_live = self.constants or live_anyway(self.needs, self.memory)
@@ -107,24 +108,24 @@ class PeakModel:
         }
 
     def fastest(self, budget_bytes: float, effort: Effort, *, relaxed: bool = False) -> Solved:
-        """The least time within a budget, as far as the rows say. A relaxed one has no corrections."""
+        """Minimise the time within a budget, as far as the rows say. A relaxed program has no corrections."""
         built = _Built(self, budget_bytes=budget_bytes, is_relaxed=relaxed)
         return built.solve(effort, relaxed=relaxed)
 
     def smallest(self, effort: Effort, *, relaxed: bool = False) -> Solved:
-        """The least peak, as far as the rows say. The solution's cost is the peak in units."""
+        """Minimise the peak, as far as the rows say. The solution's cost is the peak in units."""
         built = _Built(self, budget_bytes=None, is_relaxed=relaxed)
         return built.solve(effort, relaxed=relaxed)
 
     def cheapest(self, prices: Prices, effort: Effort, *, relaxed: bool = False) -> Solved:
-        """The least of time and of what memory costs. The solution's cost is in units of time."""
+        """Minimise the time plus the price of memory. The solution's cost is in units of time."""
         built = _Built(self, budget_bytes=None, is_relaxed=True, prices=prices)
         return built.solve(effort, relaxed=relaxed)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is live under any plan: during operations of forward and after it, before and during those of backward."""
+    """Bytes live in every plan: during each operation of forward and after it, before and during those of backward."""
 
     forward: np.ndarray
     before: np.ndarray
@@ -133,7 +134,7 @@ class Constants:
 
 
 def live_anyway(needs: Needs, memory: StepMemory) -> Constants:
-    """Simulate what no plan changes."""
+    """Find the bytes that are live in every plan."""
     graph = needs.graph
     actions = keeping(graph.storages[s].name for s in needs.first)
     profile = simulate(order(graph, actions), memory)
@@ -151,7 +152,7 @@ def live_anyway(needs: Needs, memory: StepMemory) -> Constants:
 
 
 class _EarlyReads:
-    """Storages that computing another one again reads before backward itself does."""
+    """Storages that a recomputation of another one reads before backward itself does."""
 
     def __init__(self, needs: Needs) -> None:
         self.matters_until = matters = _matters_until(needs)
@@ -165,7 +166,7 @@ class _EarlyReads:
         self._until = np.array([f[1] for f in found], dtype=np.int64)
 
     def at(self, position: int) -> list[tuple[int, int]]:
-        """Storages and the operations that may have read them by then, the latest first."""
+        """Return storages and the operations that may have read them by a position, the latest first."""
         if not self._reads:
             return []
         found = np.flatnonzero((self._runs <= position) & (position < self._until))
@@ -173,7 +174,10 @@ class _EarlyReads:
 
 
 def _matters_until(needs: Needs) -> dict[int, int]:
-    """Until when it matters that a storage was computed early: backward reads it then, or what it follows from."""
+    """Return the last position at which it matters whether each storage was recomputed early.
+
+    That is where backward first reads it, or else the last position at which it or a storage it depends on is read.
+    """
     until: dict[int, int] = {}
     for storage in needs.storages:
         inputs = needs.inputs.get(needs.producer[storage], ())
@@ -184,7 +188,7 @@ def _matters_until(needs: Needs) -> dict[int, int]:
 
 @dataclass
 class _Early:
-    """Variables: whether operations of forward have run again by a position of backward."""
+    """Variables of operations that were recomputed by a position of backward."""
 
     ran: dict[int, int] = field(default_factory=dict)
     is_complete: bool = True
@@ -252,7 +256,7 @@ class _Built:
         )
 
     def _price(self, prices: Prices) -> None:
-        """Let memory cost time."""
+        """Add the prices of memory to the cost."""
         program, unit_us = self._program, self._model.unit_us
         assert self._peak is not None
         program.cost[self._peak] = prices.peak_us_per_byte * self._model.unit_bytes / unit_us
@@ -277,7 +281,7 @@ class _Built:
             self._program.row(row.terms, most=most)
 
     def _exclude(self, keep: Set[int], decided: Set[int]) -> None:
-        """At least one storage that matters is decided otherwise."""
+        """Require that at least one decided storage is decided otherwise."""
         terms = [(v, -1.0 if s in keep else 1.0) for s, v in self._kept.items() if s in decided]
         self._program.row(terms, least=1.0 - len(keep))
 
@@ -301,7 +305,7 @@ class _Built:
         return self._graph.storages[storage].nbytes / self._model.unit_bytes
 
     def _kept_until(self, moments: Sequence[Moment]) -> dict[int, int]:
-        """Variables by time: units that are kept and not read before. Each adds to the next's, so rows stay short."""
+        """Return variables by time: units kept and not read before. Each adds to the next one's, so rows stay short."""
         read = [(2 * self._needs.waits_until(s), v, self._units(s)) for s, v in self._kept.items()]
         state = self._model.generator_state_bytes / self._model.unit_bytes
         read += [
@@ -310,11 +314,11 @@ class _Built:
             if self._graph.ops[o].repeat == "replay"
         ]
         times = sorted({_time(m) for m in moments}, reverse=True)
-        # What is read at an odd time 2p + 1 or earlier, 2p, is not counted by the operation at p itself.
+        # A storage read before p (2p) or by the operation at p (2p + 1) is not counted by the operation at p itself.
         return self._sums(sorted(read, reverse=True), times, lambda at, time: at >= time)
 
     def _kept_after(self, positions: Sequence[int]) -> dict[int, int]:
-        """Variables by position in forward: units that are there only because they are kept."""
+        """Return variables by position in forward: units that are live only because they are kept."""
         read = [(self._needs.last_in_forward[s], v, self._units(s)) for s, v in self._kept.items()]
         state = self._model.generator_state_bytes / self._model.unit_bytes
         read += [
@@ -351,7 +355,7 @@ class _Built:
         return self._row(self._model.always_live.during[moment.position], terms)
 
     def _again_row(self, moment: Moment, kept: int) -> Row:
-        """What is live while an operation of forward runs again; holds also where it does not."""
+        """Return the memory live while an operation of forward is recomputed; valid also in plans that keep it."""
         here, op = moment.position, moment.op
         early, before = self._early_at(here), self._early_at(here - 1)
         terms, constant = [(kept, 1.0)], self._model.always_live.before[here]
@@ -370,7 +374,7 @@ class _Built:
         return self._row(constant, terms)
 
     def _runs_at(self, op: int, position: int, early: _Early, before: _Early) -> int | None:
-        """A variable: the operation has run by this position, and had not before. None: cannot be told."""
+        """Return the variable of an operation being recomputed exactly at this position; None if it cannot be told."""
         if not before.is_complete:
             return None
         runs = self._program.variable()
@@ -383,7 +387,7 @@ class _Built:
         return runs
 
     def _inside(self, op: int, position: int, runs: int) -> Iterable[tuple[int, float]]:
-        """What an operation takes while it runs again, its inputs with it."""
+        """Yield the memory that an operation takes while it is recomputed, its inputs included."""
         yield runs, self._graph.ops[op].peak_bytes / self._model.unit_bytes
         for storage in self._needs.inputs[op]:
             first, last = self._needs.first.get(storage), self._needs.last.get(storage, -1)
@@ -399,7 +403,7 @@ class _Built:
                 yield there, self._units(storage)
 
     def _made_early(self, op: int, early: _Early, position: int) -> Iterable[tuple[int, float]]:
-        """What the operation has made by a position and backward reads later, beside what is kept."""
+        """Return the results that an operation has recomputed by a position and that backward reads later."""
         later = [s for s in self._needs.makes[op] if self._needs.first.get(s, -1) > position]
         if len(self._needs.makes[op]) == 1:
             return [(early.ran[op], self._units(s)) for s in later]
@@ -415,7 +419,7 @@ class _Built:
     def _read_early(
         self, by: Mapping[int, int | None], position: int
     ) -> Iterable[tuple[int, float]]:
-        """Less what was kept to compute others again that have run: by a position, and before an op there."""
+        """Subtract storages that were kept only to recompute others, all of which ran by a position, before an op."""
         reasons: dict[int, dict[tuple[int, int], None]] = {}
         for at, op in by.items():
             for reader in self._may_have_run(at):
@@ -439,7 +443,7 @@ class _Built:
         return dict.fromkeys([*early.ran, *(r for _, r in self._model._early.at(position))])
 
     def _ran_terms(self, op: int, position: int) -> tuple[list[tuple[int, float]], float]:
-        """At least 1 where the operation has run again by a position: terms, and a constant."""
+        """Return terms and a constant that are at least 1 if the operation was recomputed by a position."""
         early = self._early_at(position)
         if op in early.ran:
             return [(early.ran[op], 1.0)], 0.0
@@ -453,7 +457,7 @@ class _Built:
         return self._early[position]
 
     def _follow(self, position: int) -> _Early:
-        """Rows that make operations run again by `position` where something that ran by then needs them."""
+        """Require that operations were recomputed by `position` if something that ran by then needs them."""
         early = _Early()
         queue: list[int] = []
         for storage, reader in self._model._early.at(position):
@@ -480,7 +484,7 @@ class _Built:
         *,
         least: float,
     ) -> None:
-        """Where the reader has run, the storage is kept, or what makes it has run too."""
+        """Require, if the reader has run, that the storage is kept or its producer has run too."""
         op = self._needs.producer[storage]
         if storage in self._needs.must_keep or op not in self._again:
             return
@@ -493,16 +497,16 @@ class _Built:
             return
         early.is_complete = False
         if not self._is_relaxed:
-            # No plan computes so much again at once, where it does not have to.
+            # Plans recompute so much at once only if they have to, so here the storage has to be kept.
             self._program.row(terms, least=least)
 
     def _bound(self, early: _Early, position: int) -> None:
-        """Nothing has run again that nothing needed by `position`."""
+        """Require that no operation was recomputed by `position` unless something needed it."""
         if self._is_relaxed and not early.is_complete:
             return
         for op, ran in early.ran.items():
             if len(self._needs.makes[op]) > 1:
-                continue  # what reads the results that do not matter here is not followed
+                continue  # readers of results that do not matter here are not followed
             terms, most = [(ran, 1.0)], 0.0
             for storage in self._needs.makes[op]:
                 if self._needs.first.get(storage, NEVER) <= position:
@@ -520,5 +524,5 @@ class _Built:
 
 
 def _time(moment: Moment) -> int:
-    """Even: before the operation of backward at a position; odd: during it."""
+    """Return an even number before the operation of backward at a position, an odd one during it."""
     return 2 * moment.position + (moment.phase == "backward")

@@ -1,4 +1,4 @@
-"""A linear program with some whole-numbered variables, built row by row and solved by HiGHS."""
+"""A mixed-integer linear program, built row by row and solved by HiGHS."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What HiGHS found."""
+    """The result of HiGHS."""
 
     values: np.ndarray | None
-    """Of all variables; None when nothing was found in time, or nothing exists."""
+    """Values of all variables; None if no solution was found in time, or none exists."""
     is_infeasible: bool
-    """Proven: there is none."""
+    """True if it is proven that there is no solution."""
     bound: float
-    """No solution costs less."""
+    """Lower bound on the cost of all solutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """A solution with fractions, and what each row costs."""
+    """A relaxed solution, and the dual price of each row."""
 
     values: np.ndarray
     cost: float
     prices: np.ndarray
-    """By how much the cost falls when a row's `most` rises by one, or rises when its `least` does; at least 0."""
+    """Fall of the cost per unit that a row's `most` rises, or its rise per unit of `least`; at least 0."""
 
 
 @dataclass(kw_only=True)
 class LinearProgram:
-    """Minimise cost, subject to rows."""
+    """Minimises a linear cost, subject to rows."""
 
     cost: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class LinearProgram:
     def variable(
         self, *, cost: float = 0.0, low: float = 0.0, high: float = 1.0, whole: bool = False
     ) -> int:
-        """Add a variable; its number is returned."""
+        """Add a variable, and return its index."""
         self.cost.append(cost)
         self.low.append(low)
         self.high.append(high)
@@ -79,7 +79,7 @@ class LinearProgram:
         least: float = -inf,
         most: float = inf,
     ) -> None:
-        """Require that a sum of variables times factors is within bounds; a variable may occur twice."""
+        """Require that a weighted sum of variables is within bounds; a variable may occur twice."""
         for column, factor in terms.items() if isinstance(terms, Mapping) else terms:
             self._columns.append(column)
             self._factors.append(factor)
@@ -95,13 +95,13 @@ class LinearProgram:
         gap: float = 1e-9,
         most_nodes: int | None = None,
     ) -> Solution:
-        """Minimise.
+        """Minimise the cost.
 
         Args:
-            relaxed: Whether whole-numbered variables may be any number: a lower bound, quickly.
-            time_limit_s: HiGHS stops after that with the best that it has found.
-            gap: HiGHS stops when the cost is proven to be above the bound by at most this fraction.
-            most_nodes: HiGHS stops after so many nodes of its search tree, which takes as long on any machine.
+            relaxed: Ignore that variables are integer: a lower bound, quickly.
+            time_limit_s: Seconds after which HiGHS stops with the best solution that it has found.
+            gap: Relative gap to the bound at which HiGHS stops.
+            most_nodes: Nodes of the search tree after which HiGHS stops: the same result on any machine.
         """
         if not self.cost:  # HiGHS refuses a program without variables
             return Solution(values=np.zeros(0), is_infeasible=False, bound=0.0)
@@ -128,16 +128,16 @@ class LinearProgram:
         )
 
     def solve_near(self, part: float, *, time_limit_s: float, gap: float) -> Solution:
-        """Minimise among what is near the solution with fractions: in far less time than among all.
+        """Minimise over the integer solutions near the relaxed one: in far less time than over all.
 
         Args:
-            part: Whole-numbered variables stay as they are with fractions, where another value alone costs more than
-                this part of the cost (reduced cost fixing).
-            time_limit_s: HiGHS stops each of the two programs after that.
+            part: Fraction of the cost: an integer variable is fixed to its relaxed value if another value alone costs
+                more than this (reduced cost fixing).
+            time_limit_s: Seconds after which HiGHS stops, for each of the two programs.
             gap: As for `solve`.
 
         Returns:
-            Its bound is of all solutions, not only of those.
+            The best of these solutions; its bound holds for all solutions.
         """
         relaxed = self._relaxed(max(time_limit_s, 0.05))
         if relaxed.status != _OPTIMAL:
@@ -159,7 +159,7 @@ class LinearProgram:
         )
 
     def prices(self) -> Prices | None:
-        """Minimise with fractions; None where no solution was found. Rows have one bound each."""
+        """Solve the relaxation; None if no solution was found. Each row must have one bound."""
         result = self._relaxed()
         if result.status != _OPTIMAL:
             return None

@@ -1,4 +1,4 @@
-"""Shows a plan: in lines of text, or as a page.
+"""Shows a plan, as text or as an HTML page.
 
 In: a plan and its simulation. Out: text and HTML.
 """

@@ -1,4 +1,4 @@
-"""A plan as text: where the memory goes, and what happens to each tensor, with repeated layers folded."""
+"""Shows a plan as text: its peak and recompute time, and the action for each tensor, with repeated layers folded."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ class Folded:
     action: str
     count: int
     nbytes: int
-    """Of all of them together, as is the next."""
+    """Bytes of all of them together."""
     cost_us: float
+    """Time to recompute all of them."""
     module: str
-    """With `*` for the number of the layer."""
+    """Name of the module, with `*` for the number of the layer."""
     source: str
     reason: str
 
 
 def folded(plan: Plan) -> list[Folded]:
-    """Put together what differs in the number of the layer only, the most bytes first."""
+    """Fold decisions that differ only in the number of the layer, the most bytes first."""
     groups: dict[tuple[str, str, str, int, str], list[Decision]] = {}
     for each in plan.decisions:
         module = _LAYER.sub("*", each.module)
@@ -71,26 +72,26 @@ def explain(plan: Plan, *, num_rows: int = 40) -> str:
     """Describe a plan.
 
     Args:
-        plan: What is kept and what is computed again.
-        num_rows: Of the table; the rest is counted.
+        plan: The plan.
+        num_rows: Most rows of the table; the others are only counted.
     """
     return "\n".join([*_summary(plan), "", *_decisions(plan, num_rows)])
 
 
 def kinds_table(profile: Profile) -> str:
-    """What the peak consists of, the most bytes first."""
+    """Show the parts of the peak as a table, the most bytes first."""
     by_kind = sorted(profile.peak_bytes_by_kind.items(), key=lambda pair: -pair[1])
     rows = [[kind_name(kind), in_units(nbytes)] for kind, nbytes in by_kind if nbytes]
     return "\n".join(_table([*rows, ["peak", in_units(profile.peak_bytes)]]))
 
 
 def kind_name(kind: str) -> str:
-    """What a kind of memory is called in reports."""
+    """Return the name of a kind of memory in reports."""
     return _KINDS.get(kind, kind)
 
 
 def in_units(nbytes: float) -> str:
-    """Write a number of bytes for people."""
+    """Format a number of bytes with its largest unit, such as `1.50 GiB`."""
     for unit, size in _UNITS:
         if abs(nbytes) >= size:
             return f"{nbytes / size:,.2f} {unit}"
@@ -98,7 +99,7 @@ def in_units(nbytes: float) -> str:
 
 
 def short_source(source: str) -> str:
-    """The last two parts of a path, with the line."""
+    """Return the last two parts of a path, with the line."""
     return "/".join(source.split("/")[-2:])
 
 
@@ -109,8 +110,8 @@ def _summary(plan: Plan) -> list[str]:
         ["predicted peak", in_units(plan.predicted_peak_bytes)],
         ["peak with all kept", in_units(plan.keep_all_peak_bytes)],
         ["kept for backward", in_units(plan.saved_bytes)],
-        ["computed again", f"{plan.recompute_us / 1000:,.2f} ms"],
-        ["no plan computes less than", f"{plan.lower_bound_us / 1000:,.2f} ms"],
+        ["recompute time", f"{plan.recompute_us / 1000:,.2f} ms"],
+        ["least possible for any plan", f"{plan.lower_bound_us / 1000:,.2f} ms"],
         ["times from", plan.costs or "the caller"],
     ]
     return _table(rows)

@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing else: memory over the step, other budgets, and what is computed again."""
+"""Writes a plan as one self-contained HTML file: memory over the step, other budgets, and the action of each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _GIB = 2**30
-# From the bottom of the picture: what stays, then what comes and goes.
+# From the bottom of the picture: memory that stays, then memory that comes and goes.
 _ORDER = (
     "parameter",
     "buffer",
@@ -68,13 +68,13 @@ def write_report(
     """Write the report.
 
     Args:
-        path: Of the file; another one there is replaced.
-        plan: What is kept and what is computed again.
-        program: What runs.
-        profile: Of the program.
-        memory: What a step holds besides.
-        title: Of the page.
-        curve: Budgets, and the microseconds of computing again below which there is no plan for them.
+        path: The file to write; an existing one is replaced.
+        plan: The plan.
+        program: The steps that run under the plan.
+        profile: The program's memory.
+        memory: Bytes that a step holds besides.
+        title: Title of the page.
+        curve: Budgets in bytes, and for each a lower bound on the recompute time in microseconds.
     """
     parts = [
         f"<h1>{html.escape(title)}</h1>",
@@ -102,8 +102,8 @@ def _facts(plan: Plan) -> str:
         ("predicted peak", in_units(plan.predicted_peak_bytes)),
         ("peak with all kept", in_units(plan.keep_all_peak_bytes)),
         ("kept for backward", in_units(plan.saved_bytes)),
-        ("computed again", f"{plan.recompute_us / 1000:,.2f} ms"),
-        ("no plan computes less than", f"{plan.lower_bound_us / 1000:,.2f} ms"),
+        ("recompute time", f"{plan.recompute_us / 1000:,.2f} ms"),
+        ("least possible for any plan", f"{plan.lower_bound_us / 1000:,.2f} ms"),
         ("times from", html.escape(plan.costs or "the caller")),
     ]
     cells = (f"<tr><td>{name}</td><td class='number'>{value}</td></tr>" for name, value in rows)
@@ -111,7 +111,7 @@ def _facts(plan: Plan) -> str:
 
 
 def _memory_figure(plan: Plan, program: Program, profile: Profile, memory: StepMemory) -> Figure:
-    """Each kind of memory before every step, stacked, with what operations hold inside on top."""
+    """Plot each kind of memory before every step, stacked, with the operations' own allocations on top."""
     figure, axes = _figure(height=4.2)
     rows = _rows(program, profile, memory)
     steps = range(len(profile.step_peak_bytes))
@@ -146,7 +146,7 @@ def _memory_figure(plan: Plan, program: Program, profile: Profile, memory: StepM
 
 
 def _rows(program: Program, profile: Profile, memory: StepMemory) -> dict[str, list[int]]:
-    """Bytes by kind before each step, and what is on top during it; kinds that never appear are left out."""
+    """Return bytes by kind before each step, and the step's own as `inside`; kinds that never appear are left out."""
     num_steps = len(profile.step_peak_bytes)
     rows: dict[str, list[int]] = {
         kind: list(row[:num_steps]) for kind, row in live_bytes_by_kind(program).items()
@@ -171,7 +171,7 @@ def _curve_figure(plan: Plan, curve: Sequence[tuple[int, float]]) -> Figure:
         marker="o",
         markersize=3,
         color="#4f83c4",
-        label="no plan computes less again",
+        label="least possible for any plan",
     )
     axes.plot(
         plan.predicted_peak_bytes / _GIB,
@@ -181,14 +181,14 @@ def _curve_figure(plan: Plan, curve: Sequence[tuple[int, float]]) -> Figure:
         linestyle="none",
         label="this plan",
     )
-    axes.set(xlabel="budget (GiB)", ylabel="computed again (ms)")
+    axes.set(xlabel="budget (GiB)", ylabel="recompute time (ms)")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     return figure
 
 
 def _figure(*, height: float) -> tuple[Figure, Any]:
-    # Not pyplot, which keeps figures and chooses a window system.
+    # Not pyplot: it keeps figures alive and chooses a window system.
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as NewFigure
 
@@ -200,7 +200,7 @@ def _figure(*, height: float) -> tuple[Figure, Any]:
 
 
 def _svg(figure: Figure) -> str:
-    """The picture as an element of the page."""
+    """Return the figure as an SVG element for the page."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     picture = text.getvalue()

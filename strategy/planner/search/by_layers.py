@@ -1,11 +1,11 @@
-"""Plans for models of equal layers: plans of each layer, put together.
+"""Plans models of equal layers: plans each layer alone, and puts the layers' plans together.
 
-Backward goes from the last layer to the first, so what a layer keeps waits while the later ones need their memory. The
-master program chooses one of the known plans for each layer, such that in each layer there is room for what the
-earlier ones keep and for what this one needs. Its prices say what a byte is worth in each layer; at these prices layers
-are planned anew, until none has a better plan (column generation, Dantzig and Wolfe). What all layers cost at least at
-these prices, less what the budget is worth, bounds the time
-of any plan in which no layer computes again what the one after it reads (Lagrange).
+Backward goes from the last layer to the first, so the storages that a layer keeps are live while the later ones run.
+The master program chooses one of the known plans for each layer, such that in each layer there is room for the storages
+that the earlier ones keep and for its own peak. Its dual prices say what a byte is worth in each layer; at these prices
+layers are planned anew, until none has a better plan (column generation, Dantzig and Wolfe). The least cost of all
+layers at these prices, less the value of the budget, bounds the time
+of any plan in which no layer recomputes what the one after it reads (Lagrange).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def search_layers(
     merged: Sequence[int] = _MERGED,
     found: dict[int, Layers | None] | None = None,
 ) -> float:
-    """Evaluate plans in which no layer computes again for the one after it; the evaluator remembers them.
+    """Evaluate plans in which no layer recomputes what the one after it reads; the evaluator remembers them.
 
-    Where none of them fits, several layers are taken for one.
+    If none of them fits, several layers are merged into one.
 
     Args:
-        model: For its needs, costs and pins.
-        evaluate: Of the same graph.
-        budget_bytes: What plans should fit in.
-        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
-        merged: How many layers are taken for one.
-        found: The layers, by how many are taken for one, and their plans, from one search for the next.
+        model: Provides needs, costs and pins.
+        evaluate: Evaluator of the same graph.
+        budget_bytes: Bytes that plans should fit in.
+        deadline_s: End of the search by `time.thread_time`: a busy machine does not change the plan.
+        merged: Numbers of layers to merge into one, in the order in which they are tried.
+        found: Layers and their plans by number of merged layers, kept from one search to the next.
 
     Returns:
-        A bound on the microseconds of any such plan; 0 where nothing is known.
+        A lower bound on the microseconds of any such plan; 0 if not known.
     """
     bound_us, known = 0.0, {} if found is None else found
     for number in merged:
@@ -75,7 +75,7 @@ def search_layers(
 
 
 def _evaluate(layers: Layers, evaluate: Evaluator, budget_bytes: float) -> bool:
-    """What the layers do not know of, the exact simulation does. Whether a plan fits."""
+    """Evaluate the layers' plans exactly, for ever smaller targets; tell whether one fits the budget."""
     target_bytes = budget_bytes
     for _ in range(_MOST_CORRECTIONS):
         keep = layers.keep(target_bytes)
@@ -93,28 +93,28 @@ class _Layer:
     cut: BlockGraph
     plans: BlockPlans
     most_more_bytes: float
-    """Live while backward is in this layer, more than in the one that its plans are made with; at most."""
+    """The most live bytes in this layer's backward beyond those of the layer that its plans are made with."""
     least_more_bytes: float
     forward_bytes: float
-    """Live in its forward at most under any plan."""
+    """Peak of its forward without the storages that a plan keeps."""
 
 
 @dataclass(kw_only=True)
 class Layers:
-    """A model's layers, and the plans for them that are known."""
+    """The layers of a model, and their known plans."""
 
     model: PeakModel
     layers: Sequence[_Layer]
     between_bytes: float
-    """Live under any plan while the caller has a loss."""
+    """Bytes live in every plan while the caller has a loss."""
     bound_us: float = 0.0
 
     def price(self, budget_bytes: float, *, deadline_s: float) -> None:
-        """Make plans for layers until none is better at the prices of the last ones.
+        """Make plans for layers until none is better at the last prices.
 
         Args:
-            budget_bytes: Of the whole step.
-            deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
+            budget_bytes: Bytes for the whole step.
+            deadline_s: End of the search by `time.thread_time`: a busy machine does not change the plan.
         """
         self._start()
         self.bound_us = 0.0
@@ -127,13 +127,13 @@ class Layers:
             bound, is_new = self._plan_at(solved, deadline_s)
             self.bound_us = max(self.bound_us, float(bound))
             is_good = solved.us <= self.bound_us * (1 + _GAP)
-            # What is missing then costs more than all that can run again.
+            # Beyond this bound the slack is used: the missing bytes cost more than recomputing everything.
             none_fits = self.bound_us > most_us
             if not is_new or is_good or none_fits or time.thread_time() > deadline_s:
                 return
 
     def keep(self, budget_bytes: float) -> frozenset[int] | None:
-        """What the fastest plan of the known ones keeps."""
+        """Return the storages that the fastest combination of known plans keeps; None if none fits."""
         chosen = _Master(self, budget_bytes, relaxed=False).chosen()
         if chosen is None:
             return None
@@ -144,7 +144,7 @@ class Layers:
         )
 
     def _start(self) -> None:
-        """Plans at a few prices of memory."""
+        """Make plans at a few prices of memory."""
         for plans in self._classes():
             if plans.known:
                 continue
@@ -166,7 +166,7 @@ class Layers:
         return list({id(layer.plans): layer.plans for layer in self.layers}.values())
 
     def _plan_at(self, solved: _MasterPrices, deadline_s: float) -> tuple[float, bool]:
-        """Plan layers at prices. Returns a bound, of nothing where the time was over, and whether a plan is new."""
+        """Plan layers at prices. Return a lower bound, 0 if the time was over, and whether a plan is new."""
         total, is_new = solved.constant_us, False
         done: dict[Hashable, float] = {}
         for layer, prices in zip(self.layers, solved.layers, strict=True):
@@ -183,7 +183,7 @@ class Layers:
 
 
 def find_layers(model: PeakModel, *, merged: int = 1) -> Layers | None:
-    """Cut a model into its layers; None where they are too few, or differ."""
+    """Cut a model into its layers; None if there are too few, or they differ."""
     blocks = find_blocks(model.needs, model.costs_us, merged=merged)
     if not blocks:
         return None
@@ -226,7 +226,7 @@ class _MasterPrices:
 
 
 class _Master:
-    """Which layer does what. Bytes and time are in units in which the numbers are neither large nor small."""
+    """Chooses one plan for each layer. Bytes and time are scaled, so that the numbers are neither large nor small."""
 
     def __init__(self, whole: Layers, budget_bytes: float, *, relaxed: bool) -> None:
         layers = whole.layers
@@ -245,7 +245,7 @@ class _Master:
         self._add_memory()
 
     def chosen(self) -> list[BlockPlan] | None:
-        """The plans of all layers; None: none was found to fit."""
+        """Return the plans of all layers; None if no combination was found to fit."""
         solution = self._program.solve(time_limit_s=_MASTER_LIMIT_S, gap=_GAP / 2)
         if solution.values is None:
             return None
@@ -253,7 +253,7 @@ class _Master:
         return [max(choices, key=lambda p: x[choices[p]]) for choices in self._choices]
 
     def prices(self) -> _MasterPrices | None:
-        """What memory is worth."""
+        """Return the dual prices of memory; None if there is no solution."""
         solved = self._program.prices()
         if solved is None:
             return None
@@ -295,7 +295,7 @@ class _Master:
         self._names.append((name, number))
 
     def _add_memory(self) -> None:
-        """Room for what earlier layers keep, and for what this one needs."""
+        """Require, in each layer, room for the storages that earlier layers keep and for its own peak."""
         before: list[tuple[int, float]] = []
         slack = [(self._slack, -1.0)] if self._slack is not None else []
         for number, (layer, choices) in enumerate(zip(self._layers, self._choices, strict=True)):

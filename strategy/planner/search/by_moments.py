@@ -1,10 +1,10 @@
 """Searches plans by programs of the few moments that bind: between forward and backward, and the worst of each layer.
 
-A program's plan is simulated; where it needs more than the budget the moment gets a row, and where a moment with a row
-needs more, because kernels and what runs again take memory inside, its row gets a correction; where layers run again
-together and too many do, what passes between two of them is kept. Programs have fractions until nothing is learned any
-more, and leave out plans in which an operation that takes time runs again long before backward needs it: those differ
-little from what is best, and most variables with them.
+A program's plan is simulated. A moment at which it exceeds the budget gets a row; if it has one already, and exceeds it
+because of memory inside kernels and recomputations, its row gets a correction. If too many layers are recomputed at
+once, the storages that pass between two of them are kept. Programs are relaxed until nothing new is learned, and
+integer from then on. They leave out plans that recompute an expensive operation long before backward needs it, which
+are seldom much better, and most variables with them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def search_moments(
     """Evaluate fast plans that fit; the evaluator remembers them.
 
     Args:
-        model: For its needs, costs and pins.
-        evaluate: Of the same graph.
+        model: Provides needs, costs and pins.
+        evaluate: Evaluator of the same graph.
         free: The plan of the free wins, which does not fit.
-        budget_bytes: What plans should fit in.
-        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
-        pace: What HiGHS's limits are set by, since they are of the wall's clock.
+        budget_bytes: Bytes that plans should fit in.
+        deadline_s: End of the search by `time.thread_time`: a busy machine does not change the plan.
+        pace: Converts the time left into HiGHS's limits, which are wall-clock seconds.
     """
     search = _Rounds(
         model=model,
@@ -61,8 +61,8 @@ def search_moments(
     search.run(free)
 
 
-def nearly_in_turn(model: PeakModel) -> MayPrecede:
-    """Leaves out that what takes time runs again before backward is in its layer."""
+def expensive_in_own_layer(model: PeakModel) -> MayPrecede:
+    """Exclude that an expensive operation is recomputed before backward reaches its layer."""
     needs, begins = model.needs, _begins(model)
     runs: dict[int, int] = {}
     for op in reversed(needs.ops):
@@ -75,31 +75,32 @@ def nearly_in_turn(model: PeakModel) -> MayPrecede:
 
 
 def _begins(model: PeakModel) -> dict[int, int]:
-    """Where backward of an operation's layer begins."""
+    """Return, for each operation of forward, the position at which backward of its layer begins."""
     blocks = find_blocks(model.needs, model.costs_us)
     return {op: block.backward.start for block in blocks for op in block.forward}
 
 
 @dataclass(kw_only=True)
 class _Rounds:
-    """One program after the other, and what they have taught."""
+    """Solves one program after the other, each with the rows and corrections that the last plan called for."""
 
     model: PeakModel
     evaluate: Evaluator
     budget_bytes: float
     deadline_s: float
     pace: Pace
-    _corrections: dict[Moment, float] = field(default_factory=dict)
+    _correction_bytes: dict[Moment, float] = field(default_factory=dict)
+    """Bytes to add to each row, summed over all rounds; the keys are the moments that have a row."""
     _is_whole: bool = False
-    """Whether programs have no fractions any more."""
+    """True if the next programs are integer, False if they are relaxed."""
     _closed: dict[int, float] = field(default_factory=dict)
-    """Storages between layers that are kept (1), so that what is computed again before backward needs it ends there."""
+    """Storages between layers that are kept (1), so that no layer recomputes through them."""
     _over: Evaluated | None = None
 
     def run(self, free: Evaluated) -> None:
-        """Until a plan fits that is near the bound, or the time is over."""
+        """Solve programs until a plan fits that is near the bound, or the time is over."""
         last = Moment("forward", self.model.needs.graph.num_forward)
-        self._corrections[last] = 0.0
+        self._correction_bytes[last] = 0.0
         self._add(free, 1)
         for _ in range(_MOST_ROUNDS):
             if time.thread_time() > self.deadline_s:
@@ -112,7 +113,7 @@ class _Rounds:
         self._mix()
 
     def _learn(self, found: Evaluated) -> None:
-        """Why a plan needs too much; or, where that is known, that the next one has no fractions."""
+        """Add rows or corrections for a plan that needs too much; if it fits, make the next program integer."""
         if found.peak_bytes <= self.budget_bytes:
             self._is_whole = True
             return
@@ -125,22 +126,22 @@ class _Rounds:
         self._is_whole |= not new
 
     def _next(self) -> Evaluated | None:
-        """The plan of the next program."""
+        """Evaluate the plan of the next program; None if it has no solution."""
         program = MomentProgram(
             self.model,
             self.budget_bytes,
-            may_precede=self._in_turn,
+            may_precede=self._may_precede,
             whole=self._is_whole,
             decided=self._closed,
         )
-        for moment, nbytes in self._corrections.items():
+        for moment, nbytes in self._correction_bytes.items():
             program.count(moment, correction_bytes=nbytes)
         left_s = max(0.5, self.deadline_s - time.thread_time())
         solution = program.solve(time_limit_s=self.pace.wall_s(left_s), gap=_GAP)
         return None if solution.values is None else self.evaluate(program.keep(solution))
 
     def _add(self, found: Evaluated, most: int) -> set[Moment]:
-        """Give rows to the moments at which a plan needs the most, one of each layer."""
+        """Give rows to the moments at which a plan needs the most, one per layer; return the new ones."""
         worst: dict[object, tuple[int, Moment]] = {}
         layer = self._layers
         for moment, nbytes in found.live_bytes.items():
@@ -149,22 +150,22 @@ class _Rounds:
             if nbytes > max(self.budget_bytes, worst.get(where, (0,))[0]):
                 worst[where] = nbytes, at
         ranked = [moment for _, moment in sorted(worst.values(), reverse=True)]
-        new = [moment for moment in ranked if moment not in self._corrections][:most]
-        self._corrections.update(dict.fromkeys(new, 0.0))
+        new = [moment for moment in ranked if moment not in self._correction_bytes][:most]
+        self._correction_bytes.update(dict.fromkeys(new, 0.0))
         return set(new)
 
     def _correct(self, found: Evaluated, new: set[Moment]) -> None:
-        """Let rows see by how much they were wrong."""
+        """Raise the corrections of rows by the bytes that they missed."""
         missed: dict[Moment, float] = {}
         for moment, nbytes in found.live_bytes.items():
             at = backward_moment(moment)
-            if at in self._corrections and at not in new and nbytes > self.budget_bytes:
+            if at in self._correction_bytes and at not in new and nbytes > self.budget_bytes:
                 missed[at] = max(missed.get(at, 0.0), nbytes - self.budget_bytes)
         for at, more_bytes in missed.items():
-            self._corrections[at] += more_bytes + self.model.unit_bytes
+            self._correction_bytes[at] += more_bytes + self.model.unit_bytes
 
     def _close(self, found: Evaluated) -> bool:
-        """Keep what passes between layers where too many run again early. Whether that is something new."""
+        """Keep the storages between layers if too many are recomputed at once; tell whether that changes anything."""
         if not self._blocks:
             return False
         self._early.observe(found)
@@ -185,8 +186,8 @@ class _Rounds:
         return find_blocks(self.model.needs, self.model.costs_us)
 
     @cached_property
-    def _in_turn(self) -> MayPrecede:
-        return nearly_in_turn(self.model)
+    def _may_precede(self) -> MayPrecede:
+        return expensive_in_own_layer(self.model)
 
     @cached_property
     def _layers(self) -> Callable[[Moment], int]:
@@ -195,7 +196,7 @@ class _Rounds:
         return lambda moment: layer.get(moment.position, -1) if moment.phase == "backward" else -1
 
     def _mix(self) -> None:
-        """Between the last plan that does not fit and the best that does."""
+        """Mix the last plan that does not fit with the best that does."""
         fits = self.evaluate.fastest_within(self.budget_bytes)
         if self._over is None or fits is None:
             return

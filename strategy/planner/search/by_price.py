@@ -1,10 +1,10 @@
-"""Plans at a price of memory: what is fastest when every byte that waits at the peak costs so much.
+"""Searches plans at a price of memory: the fastest plan if every byte that is kept until the peak costs time.
 
-At one price the best plan is a minimum cut, a linear program whose vertices are whole. The price is raised until the
+At one price the best plan is a minimum cut, a linear program whose vertices are integer. The price is raised until the
 plan fits by the exact simulation. Equal layers change at the same price, so the last plan that does not fit and the
-first that does are mixed: one for the layers before a point, the other for those after it. A price sees no chains that
-run through many layers, so anchors are kept: storages through which all of forward passes, all of them or every
-second, fourth, ... one.
+first that does are mixed: one for the layers before a point, the other for those after it. A price does not see chains
+of recomputation through many layers, so anchors are kept: storages through which all of forward passes, all of them or
+every second, fourth, ... one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def search_prices(
     """Evaluate plans that are fast and small; the evaluator remembers them.
 
     Args:
-        model: For its needs, costs and pins.
-        evaluate: Of the same graph.
+        model: Provides needs, costs and pins.
+        evaluate: Evaluator of the same graph.
         free: The plan of the free wins, which does not fit.
-        budget_bytes: What plans should fit in.
-        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
+        budget_bytes: Bytes that plans should fit in.
+        deadline_s: End of the search by `time.thread_time`: a busy machine does not change the plan.
     """
     points = anchors(model.needs)
     prices = _Prices(model, waits_after=_peak_position(free))
@@ -56,12 +56,12 @@ def search_prices(
         mix(evaluate, model.needs, cuts, over, fits, budget_bytes, deadline_s)
         best = evaluate.fastest_within(budget_bytes)
         if best is not None:
-            # What backward reads first is there at the peak in any case: the last layers compute nothing again.
+            # Storages that backward reads first are live at the peak anyway: the last layers recompute nothing.
             mix(evaluate, model.needs, cuts, free, best, budget_bytes, deadline_s)
 
 
 def anchors(needs: Needs) -> list[tuple[int, ...]]:
-    """Storages through which all that may run again passes: by the points of forward with the fewest bytes alive."""
+    """Return, by the points of forward with the fewest live bytes, the storages that every recomputation passes."""
     last = {s: max((o for o in needs.readers(s)), default=-1) for s in needs.storages}
     alive: dict[int, None] = {}
     widths: list[tuple[int, tuple[int, ...]]] = []
@@ -81,7 +81,7 @@ def _made_at(needs: Needs) -> dict[int, list[int]]:
 
 
 def _narrow(widths: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
-    """Points narrower than those around them, of these the narrow ones."""
+    """Yield the storages at local minima of the width, without the wide ones among these."""
     outer = (1 << 62, ())
     around = zip([outer, *widths], widths, [*widths[1:], outer], strict=False)
     found = [here for before, here, after in around if here[1] and before[0] > here[0] <= after[0]]
@@ -92,7 +92,7 @@ def _narrow(widths: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int
 
 
 def _peak_position(found: Evaluated) -> int:
-    """Of backward; -1 where the peak is in forward."""
+    """Return the position of the peak in backward; -1 if it is in forward."""
     moments = found.live_bytes
     worst = max(moments, key=moments.__getitem__)
     return -1 if worst.phase == "forward" else worst.position
@@ -115,7 +115,7 @@ class _Prices:
         self._unit = max(mean_us, 1e-9) / max(1, max(self._weights.values(), default=1))
 
     def keep(self, price: float, family: frozenset[int]) -> frozenset[int]:
-        """What is kept at a price, and with these anchors. Prices are relative: 1 is near the middle."""
+        """Return the storages kept at a price, with these anchors. Prices are relative: 1 is near the middle."""
         needs, pinned = self._model.needs, self._model.pinned
         for storage, variable in self._kept.items():
             must = storage in needs.must_keep and storage in needs.first
@@ -138,7 +138,7 @@ def _bisected(
     budget_bytes: float,
     deadline_s: float,
 ) -> tuple[Evaluated, Evaluated]:
-    """The plans at the highest price found that does not fit, and at the lowest that does."""
+    """Return the plan at the highest price found whose plan does not fit, and at the lowest whose plan does."""
     low, high = _LOWEST, _HIGH
     for _ in range(_MOST_PRICES):
         if time.thread_time() > deadline_s:
@@ -161,7 +161,7 @@ def mix(
     budget_bytes: float,
     deadline_s: float,
 ) -> None:
-    """Let one plan decide before a point of forward and the other after it, in both ways, as far as that fits."""
+    """Evaluate plans that follow one plan before a point of forward and the other after it, as far as that fits."""
 
     def mixed(number: int, *, over_first: bool) -> Evaluated:
         def is_over(storage: int) -> bool:

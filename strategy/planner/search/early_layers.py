@@ -1,8 +1,8 @@
-"""Finds between which layers to keep what passes, so that no more layers run again at once than there is room for.
+"""Finds the layers whose inputs to keep, so that no more layers are recomputed at once than there is room for.
 
-What passes from layer to layer may follow, in almost no time, from what is kept of all of them. Then computing again
-begins with the first layer, and what it makes of each waits until backward is there. From the last layer on, each run
-of layers that are computed again together is made as long as fits.
+The storages that pass from layer to layer can be cheap to recompute from what all layers keep. Then recomputation
+begins with the first layer, and its results in each layer are live until backward gets there. From the last layer on,
+each run of layers that are recomputed together is made as long as fits.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from thunder_memsave.planner.search.find_layers import Block
 
 @dataclass(kw_only=True)
 class EarlyBytes:
-    """What was seen in plans of what layers have made again when backward is not there yet."""
+    """Bytes that plans were seen to recompute in layers that backward has not reached yet."""
 
     blocks: Sequence[Block]
     made: np.ndarray = field(init=False)
-    """By layer: the most bytes that wait for its backward."""
+    """The most recomputed bytes of each layer that were live before its backward."""
     others: np.ndarray = field(init=False)
-    """By layer: the most that is live while backward is in it, but for those of the layers before it."""
+    """The most bytes live during each layer's backward, without those recomputed in the layers before it."""
 
     most_bytes: int = 0
-    """In backward, of the last plan."""
+    """Peak of backward of the last plan."""
 
     def __post_init__(self) -> None:
         self.made = np.zeros(len(self.blocks))
 
     def observe(self, found: Evaluated) -> None:
-        """Follow a plan through backward."""
+        """Simulate the backward of a plan, and note the recomputed bytes of each layer."""
         backward = found.evaluator.backward(found.keep)
         graph, position = found.evaluator.needs.graph, 0
         self.most_bytes = max(backward.during)
@@ -59,16 +59,16 @@ class EarlyBytes:
 
     @cached_property
     def _layer_of(self) -> Mapping[int, int]:
-        """By operation of forward."""
+        """Layer by operation of forward."""
         return {o: n for n, block in enumerate(self.blocks) for o in block.forward}
 
     @cached_property
     def _layer_at(self) -> Mapping[int, int]:
-        """By position of backward."""
+        """Layer by position of backward."""
         return {p: n for n, block in enumerate(self.blocks) for p in block.backward}
 
     def first_layers(self, budget_bytes: float) -> list[int]:
-        """Of each run of layers the first, the last run first."""
+        """Return the first layer of each run that fits the budget, the last run first."""
         room = np.maximum(0.0, budget_bytes - self.others)
         firsts, last = [], len(self.blocks) - 1
         while last > 0:

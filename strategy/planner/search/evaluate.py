@@ -1,4 +1,4 @@
-"""Evaluates plans exactly: orders and simulates each, and says at which moments it needs how much."""
+"""Evaluates plans exactly: orders and simulates each, and gives the live bytes at every moment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.choices import Needs
-from thunder_memsave.planner.fast_simulate import QuickBackward, QuickSimulation
+from thunder_memsave.planner.fast_simulate import FastSimulation, SimulatedBackward
 from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.linear.peak_program import Moment
 from thunder_memsave.planner.order import order
@@ -17,30 +17,30 @@ from thunder_memsave.planner.simulate import Profile, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """A plan, and what running it takes."""
+    """A plan with its exact peak and recompute time."""
 
     keep: frozenset[int]
-    """Storages of the graph that are kept, and read in backward."""
+    """Storages of the graph that are kept and read in backward."""
     decided: frozenset[int]
-    """Storages of forward that are read in backward: keeping others, or not, changes nothing."""
+    """Storages of forward that are read in backward: keeping any others changes nothing."""
     peak_bytes: int
-    """Of the whole training step."""
+    """Peak of the whole training step."""
     recompute_us: float
     evaluator: Evaluator = field(repr=False, compare=False)
 
     @cached_property
     def program(self) -> Program:
-        """What runs."""
+        """The steps that run under the plan."""
         return self.evaluator.program(self.keep)
 
     @cached_property
     def profile(self) -> Profile:
-        """Memory at every moment."""
+        """The program's memory over the step."""
         return simulate(self.program, self.evaluator.memory)
 
     @cached_property
     def live_bytes(self) -> Mapping[Moment, int]:
-        """During each operation."""
+        """Live bytes during each operation."""
         return dict(self._moments())
 
     def _moments(self) -> Iterator[tuple[Moment, int]]:
@@ -66,50 +66,50 @@ class Evaluated:
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Remembers what was evaluated."""
+    """Evaluates plans of one graph, and remembers them."""
 
     needs: Needs
     costs_us: Sequence[float]
-    """By operation; 0 for what is not counted."""
+    """Microseconds by operation; 0 for the free wins, which are not counted."""
     memory: StepMemory
     generator_state_bytes: int
     _known: dict[frozenset[int], Evaluated] = field(default_factory=dict)
 
     def __call__(self, keep: Set[int]) -> Evaluated:
-        """Evaluate the plan that keeps these storages, and what nothing gives a second time."""
+        """Evaluate the plan that keeps these storages, and those that cannot be recomputed."""
         wanted = frozenset(keep)
         if wanted not in self._known:
             self._known[wanted] = self._evaluated(wanted)
         return self._known[wanted]
 
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
-        """What a plan needs beyond so much, summed over all moments."""
+        """Return the bytes above `over_bytes`, summed over all moments."""
         return self._simulation.excess_bytes(keep, over_bytes=over_bytes)
 
     def again(self, keep: Set[int]) -> frozenset[int]:
-        """Operations that a plan computes again."""
+        """Return the operations that a plan recomputes."""
         return frozenset(self._simulation(keep).again)
 
-    def backward(self, keep: Set[int]) -> QuickBackward:
-        """What runs in backward under a plan."""
+    def backward(self, keep: Set[int]) -> SimulatedBackward:
+        """Return the steps of backward under a plan."""
         return self._simulation.backward(keep)
 
     def forget(self) -> None:
-        """Evaluate all plans anew."""
+        """Forget all plans."""
         self._known.clear()
 
     @property
     def smallest(self) -> Evaluated:
-        """Of all that were evaluated, what needs the least memory."""
+        """The evaluated plan with the smallest peak."""
         return min(self._known.values(), key=lambda e: (e.peak_bytes, e.recompute_us))
 
     def fastest_within(self, budget_bytes: float) -> Evaluated | None:
-        """Of all that were evaluated and fit, what takes the least time; of equals, what needs the least memory."""
+        """Return the fastest evaluated plan that fits, of equals that with the smallest peak; None if none fits."""
         fitting = [e for e in self._known.values() if e.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda e: (e.recompute_us, e.peak_bytes), default=None)
 
     def program(self, keep: Set[int]) -> Program:
-        """What runs under a plan."""
+        """Return the steps that run under a plan."""
         graph = self.needs.graph
         actions = keeping(graph.storages[s].name for s in keep)
         return order(graph, actions, generator_state_bytes=self.generator_state_bytes)
@@ -125,5 +125,5 @@ class Evaluator:
         )
 
     @cached_property
-    def _simulation(self) -> QuickSimulation:
-        return QuickSimulation(self.needs, self.memory, self.generator_state_bytes)
+    def _simulation(self) -> FastSimulation:
+        return FastSimulation(self.needs, self.memory, self.generator_state_bytes)

@@ -1,9 +1,9 @@
-"""Searches the fastest plan within a budget, or the one that needs the least memory.
+"""Searches the fastest plan within a budget, or the plan with the smallest peak.
 
-The linear program proposes a plan; the exact simulation says at which moments it needs more than the program knows of,
-and these become rows. Where a moment has a row, but the row counts too little for the plan at hand, the row is
-corrected by what it missed; corrections follow the plan and can fall again. A graph with few decisions is searched to
-the end instead: there, a plan that does not fit is excluded, nothing is corrected, and the result is proven.
+The linear program proposes a plan; the exact simulation says at which moments it exceeds the budget, and these become
+rows. If a moment has a row, but the row counts too little for the plan at hand, the row is corrected by the bytes that
+it missed; corrections follow the plan and can fall again. A graph with few decisions is searched exhaustively instead:
+there, a plan that does not fit is excluded, nothing is corrected, and the result is proven.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder_memsave.planner.search.evaluate import Evaluated, Evaluator
 
 _FEW_DECISIONS = 16
 _MANY_DECISIONS = 800
-"""Beyond, whole-numbered programs take minutes; plans at a price of memory must do, and the relaxed bound."""
+"""Number of decisions above which integer programs take minutes; other searches and the relaxed bound must do there."""
 _SEVERAL_DECISIONS = 250
 _MOST_ROUNDS = 12
 _MOST_VAIN_ROUNDS = 3
@@ -30,40 +30,40 @@ _MOST_ROUNDS_OF_FEW = 1 << _FEW_DECISIONS
 _MOST_NEW_ROWS = 160
 _GAP = 2e-3
 _GOOD_GAP = 8e-3
-"""With many decisions, a plan so near its bound is good enough."""
+"""Gap to the bound at which a plan is good enough, for a graph with many decisions."""
 _NO_GAP = 1e-9
 _GAPS_OF_SMALLEST = (3e-2, 1e-2)
-"""Of the first program for the smallest plan, and of the next ones. What a coarse one finds teaches as much, and
-takes a tenth of the time."""
+"""Gaps of the first program for the smallest plan, and of the next ones. A coarse solution teaches as much, in a tenth
+of the time."""
 _MOST_NODES = 200
 _MOST_BOUNDING, _MOST_TOGETHER = 10, 3
-"""Moments that are looked at for a bound, one by one and together."""
+"""Most moments in the programs that bound all plans: one by one, and together."""
 _MOST_BOUNDING_OF_MANY = 1
-"""With many decisions each takes a second."""
+"""The same for a graph with many decisions, where each moment takes a second."""
 _BOUNDING_S, _BOUNDING_OF_MANY_S = 60.0, 3.0
-"""For one program that bounds."""
+"""Time limit of one bounding program, in seconds."""
 _SHORTEST_S = 0.5
-"""For a program when the time is over."""
+"""Time limit of a program when the time is over."""
 _PARTS = 12
-"""Typical plans get rows in so many parts of backward."""
+"""Number of parts of backward in which a typical plan gets a row."""
 _NEAR = 0.9
-"""Of the budget; what needs less does not bind."""
+"""Fraction of the budget below which a moment does not bind."""
 
 
 class _Bound(Protocol):
-    """What no plan is below, by what is live at moments; 0 when the time is over."""
+    """A lower bound on all plans, by the bytes live at some moments; 0 when the time is over."""
 
     def __call__(self, moments: Sequence[Moment], /, *, time_limit_s: float) -> float: ...
 
 
 @dataclass(kw_only=True)
 class Search:
-    """One model, and all that was learned about it."""
+    """Searches plans with one model, and keeps the rows, corrections and bounds that it learned."""
 
     model: PeakModel
     evaluate: Evaluator
     deadline_s: float
-    """On the clock of `time.thread_time`: a busy machine does not change the plan."""
+    """End of the search by `time.thread_time`: a busy machine does not change the plan."""
     pace: Pace = field(default_factory=Pace)
     bound_us: float = 0.0
     bound_bytes: float = 0.0
@@ -71,22 +71,22 @@ class Search:
 
     @property
     def is_exhaustive(self) -> bool:
-        """Whether there are so few decisions that the search goes on until the best plan is proven to be that."""
+        """True if there are so few decisions that the search goes on until the best plan is proven."""
         needs, pinned = self.model.needs, self.model.pinned
         return len(needs.storages) - len(pinned) <= _FEW_DECISIONS
 
     @property
     def has_several(self) -> bool:
-        """Whether there are so many decisions that the smallest plan takes a whole-numbered program a minute."""
+        """True if there are so many decisions that an integer program for the smallest plan takes a minute."""
         return len(self.model.needs.storages) > _SEVERAL_DECISIONS
 
     @property
     def has_many(self) -> bool:
-        """Whether there are so many decisions that whole-numbered programs take minutes."""
+        """True if there are so many decisions that integer programs take minutes."""
         return len(self.model.needs.storages) > _MANY_DECISIONS
 
     def fastest(self, budget_bytes: float) -> Evaluated | None:
-        """The fastest plan that was found within the budget; `bound_us` says how fast any could be."""
+        """Return the fastest plan that was found within the budget; `bound_us` is then a lower bound on all plans."""
         vain = 0
         best = self.evaluate.fastest_within(budget_bytes)
         if not self.is_exhaustive:
@@ -106,7 +106,7 @@ class Search:
         return self.evaluate.fastest_within(budget_bytes)
 
     def is_proven(self, budget_bytes: float) -> bool:
-        """Whether the fastest plan that is known is near what any can do."""
+        """Tell whether the fastest known plan is near its lower bound."""
         best = self.evaluate.fastest_within(budget_bytes)
         if best is None:
             return False
@@ -114,7 +114,7 @@ class Search:
         return best.recompute_us * SAFE <= self.bound_us * (1 + _GOOD_GAP)
 
     def smallest(self, *, enough_bytes: float = 0.0) -> Evaluated:
-        """The plan with the smallest peak, or one that needs no more than `enough_bytes`."""
+        """Return the plan with the smallest peak, or the first found that needs no more than `enough_bytes`."""
         if not self.is_exhaustive and not self.bound_bytes:
             self.bound_bytes = float(self.least_possible())
         gaps = [_NO_GAP] if self.is_exhaustive else list(_GAPS_OF_SMALLEST)
@@ -144,7 +144,7 @@ class Search:
         return self.evaluate.smallest
 
     def least_possible(self, *, deadline_s: float = inf) -> int:
-        """No plan needs less, as far as the rows say and the time reaches."""
+        """Return a lower bound on the peak bytes of all plans, as far as the rows say and the time reaches."""
         until_s = min(deadline_s, self.deadline_s)
         found = self._bound(partial(least_bytes, self.model), until_s)
         if not self.has_many:
@@ -153,7 +153,7 @@ class Search:
         return _whole(found)
 
     def relaxed_us(self, budget_bytes: float, *, enough_us: float = inf) -> float:
-        """No plan within the budget is faster, as far as the rows say, or as is enough."""
+        """Return a lower bound on the time of plans within the budget; the search for it ends at `enough_us`."""
         of = partial(least_us, self.model, budget_bytes)
         found = self._bound(of, self.deadline_s, enough=enough_us)
         if not self.has_several or (found < enough_us and not self.has_many):
@@ -163,7 +163,7 @@ class Search:
         return found
 
     def add_typical(self, plans: Iterable[Evaluated], budget_bytes: float) -> None:
-        """Give rows to the moments at which typical plans need the most, in every part of backward."""
+        """Give rows to the moments at which typical plans need the most, one per part of backward."""
         for found in plans:
             new = _highest_of_parts(found, _NEAR * budget_bytes)
             self.model.corrections.update(
@@ -171,7 +171,7 @@ class Search:
             )
 
     def add_moments(self, found: Evaluated, budget_bytes: float) -> bool:
-        """Give rows to the moments at which a plan is over the budget. Whether there were new ones."""
+        """Give rows to the moments at which a plan exceeds the budget; tell whether there were new ones."""
         new = [m for m in _worst(found, budget_bytes) if m not in self.model.corrections]
         self.model.corrections.update(dict.fromkeys(new[:_MOST_NEW_ROWS], 0.0))
         return bool(new)
@@ -199,7 +199,7 @@ class Search:
         return 0 if self.has_many else _MOST_ROUNDS
 
     def _learn(self, solved: Solved, found: Evaluated, budget_bytes: float) -> None:
-        """Make the program see why this plan does not fit."""
+        """Add the rows, corrections or exclusion that rule out a plan that does not fit."""
         is_new = self.add_moments(found, budget_bytes)
         if self.is_exhaustive:
             if not is_new:
@@ -207,7 +207,7 @@ class Search:
             return
         for moment in _worst(found, budget_bytes):
             missed = found.live_bytes[moment] - solved.live_bytes.get(moment, inf)
-            # What the gap hides anyway is not corrected: without corrections, the program bounds all plans.
+            # Bytes below the solver's gap are not corrected: without corrections, the program bounds all plans.
             if missed > self._gap * budget_bytes / 2:
                 self.model.corrections[moment] = missed
         if found.keep in self._seen:
@@ -215,7 +215,7 @@ class Search:
         self._seen.add(found.keep)
 
     def _loosen(self, solved: Solved, found: Evaluated) -> bool:
-        """Lower corrections to what the rows miss for a plan that fits. Whether the next plan can be faster."""
+        """Lower corrections to the bytes that rows miss for a plan that fits; tell whether the next can be faster."""
         if found.keep in self._seen:
             return False
         self._seen.add(found.keep)
@@ -237,7 +237,7 @@ class Search:
             self.bound_us = max(self.bound_us, found_us)
 
     def _bound(self, of: _Bound, until_s: float, *, enough: float = inf) -> float:
-        """Of the moment between forward and backward, and of it and others together, until that is enough."""
+        """Bound plans by the moment between forward and backward, and by it and others together, until `enough`."""
         between = Moment("forward", self.model.needs.graph.num_forward)
         moments = [m for m in self.model.corrections if m != between]
         most = _MOST_BOUNDING_OF_MANY if self.has_many else _MOST_BOUNDING
@@ -253,7 +253,7 @@ class Search:
         return found
 
     def _bounding_s(self, until_s: float) -> float:
-        """For one program that bounds, on the wall's clock."""
+        """Return the time limit of one bounding program, in wall-clock seconds."""
         most_s = _BOUNDING_OF_MANY_S if self.has_many else _BOUNDING_S
         left_s = max(_SHORTEST_S, until_s - time.thread_time())
         return self.pace.wall_s(min(most_s, left_s))
@@ -277,7 +277,7 @@ class Search:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time is over."""
+        """True if the time is over."""
         return self._left_s <= 0
 
     def _effort(self, gap: float) -> Effort:
@@ -291,17 +291,17 @@ class Search:
 
 
 def _proven(solved: Solved, unit: float) -> float:
-    """What a program says that no plan is below, safe from the solver's precision; 0 where it says nothing of all."""
+    """Return a program's lower bound on all plans, with the solver's tolerance taken off; 0 if it bounds only some."""
     return max(0.0, solved.solution.bound * SAFE * unit) if solved.is_bound else 0.0
 
 
 def _whole(bound_bytes: float) -> int:
-    """A peak is of whole bytes."""
+    """Round a bound up: a peak is an integer number of bytes."""
     return ceil(bound_bytes)
 
 
 def _highest_of_parts(found: Evaluated, over_bytes: float) -> Iterable[Moment]:
-    """Of each part of backward, and of forward, the moment at which a plan needs the most, if that is so much."""
+    """Return the moment of the peak in forward and in each part of backward, where it is above `over_bytes`."""
     last = max((m.position for m in found.live_bytes if m.phase != "forward"), default=0)
     highest: dict[int, tuple[int, Moment]] = {}
     for moment, nbytes in found.live_bytes.items():
@@ -312,7 +312,7 @@ def _highest_of_parts(found: Evaluated, over_bytes: float) -> Iterable[Moment]:
 
 
 def _worst(found: Evaluated, budget_bytes: float) -> Sequence[Moment]:
-    """Where a plan is over the budget: of each run of such moments the highest; the worst first."""
+    """Return the highest moment of each run of moments over the budget, the worst first."""
     runs: list[list[tuple[int, Moment]]] = [[]]
     for moment, nbytes in found.live_bytes.items():
         if nbytes > budget_bytes:

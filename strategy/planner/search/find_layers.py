@@ -1,4 +1,4 @@
-"""Finds the layers of a model: equal runs of operations of forward, and what of backward reads what each makes."""
+"""Finds the layers of a model: equal runs of operations of forward, and the part of backward that belongs to each."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from thunder_memsave.planner.graph import Op
 _FEWEST_BLOCKS = 4
 _FEWEST_OPS = 6
 _WINDOW = 4
-"""So many equal operations in a row suggest how far apart two layers are."""
+"""Number of equal operations in a row whose distance is a candidate for that between two layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of forward, and the part of backward that reads what it makes first."""
+    """A part of forward, and the part of backward in which its results are first read."""
 
     forward: range
-    """Operations."""
+    """Operations of forward."""
     backward: range
-    """Positions."""
+    """Positions of backward."""
     inputs: tuple[int, ...]
-    """Storages that the block before this one makes and that this one reads."""
+    """Storages that the block before makes and this one reads."""
 
 
 def find_blocks(needs: Needs, costs_us: Sequence[float], *, merged: int = 1) -> list[Block]:
-    """Cut a graph into what is before the layers, each layer, and what is after them.
+    """Cut a graph into the part before the layers, each layer, and the part after them.
 
     Args:
-        needs: Of the graph.
-        costs_us: By operation: those of equal layers cost the same.
-        merged: How many layers are one block.
+        needs: Choices of the graph.
+        costs_us: Microseconds by operation: equal layers cost the same.
+        merged: Number of layers per block.
 
     Returns:
-        Blocks in the order of forward; none where layers are too few, or backward reads what they make in another
-        order than the reverse.
+        Blocks in the order of forward; none if there are too few layers, or backward does not read their results in
+        reverse order.
     """
     looks = _numbered(_looks(op, us) for op, us in zip(_forward(needs), costs_us, strict=False))
     period, start, stop = _repetition(looks)
@@ -65,7 +65,7 @@ def _numbered(values: Iterable[Hashable]) -> np.ndarray:
 
 
 def _repetition(looks: np.ndarray) -> tuple[int, int, int]:
-    """The distance at which most operations repeat, and where the repetition begins and ends; 0 if there is none."""
+    """Return the distance at which most operations repeat, and where the repetition begins and ends; 0 if none."""
     best = (0, 0, 0)
     for period in sorted(_distances(looks)):
         start, length = _longest_run(looks[:-period] == looks[period:])
@@ -98,7 +98,7 @@ def _longest_run(equal: np.ndarray) -> tuple[int, int]:
 
 
 def _cuts(needs: Needs, period: int, start: int, stop: int) -> list[int]:
-    """Where the fewest bytes pass from one layer to the next."""
+    """Return the operations at which the fewest bytes pass from one layer to the next."""
     middle = start + (stop - start) // period // 2 * period
     last = {s: max(needs.readers(s), default=-1) for s in needs.storages}
     width = np.zeros(period + 1, dtype=np.int64)
@@ -124,7 +124,7 @@ def _blocks(needs: Needs, cuts: Sequence[int]) -> list[Block]:
     if any(b is None for b in inner) or any(a <= b for a, b in pairwise(inner)):  # type: ignore[operator]
         return []
     num_backward = len(needs.graph.ops) - needs.graph.num_forward
-    # What is made before the layers may be read by all of them; backward of the first layer goes on to the end.
+    # All layers may read results from before the layers, so backward of the first layer goes on to the end.
     begins[0] = num_backward
     ends = [num_backward, *begins[:-1]]
     return [

@@ -1,12 +1,12 @@
-"""Free wins: what backward need not keep because it follows cheaply from what is kept anyway.
+"""Chooses the free wins: storages that are cheap to recompute from others that are kept anyway.
 
-Applied at any budget. Each storage is kept once, whatever views of it are called; views, casts, masks, comparisons,
-constants and elementwise values are computed again where that leaves less to keep. Matrix products, attention,
-reductions of much data, random numbers and collectives never are. The choice is an optimum: the least of kept bytes
-plus a tenth of the bytes that computing again moves. So the time that it adds is bounded: for each byte less that is
-kept, at most ten are moved, and eager PyTorch moves at least two, because it writes and reads what it saves. With fewer
-than ten, GPT-2 in bfloat16 keeps more than in eager PyTorch, whose kernels compute the same again inside of themselves;
-with sixteen, a step of a small GPT-2 in float32 moves 23 % more than with nothing computed again, with ten 13 %.
+They apply at any budget. Each storage is kept once, whatever its views are called; views, casts, masks, comparisons,
+constants and elementwise values are recomputed where that leaves less to keep. Matrix products, attention, reductions
+of much data, random numbers and collectives never are. The choice is an optimum: the least of kept bytes plus a tenth
+of the bytes that recomputation moves. So the time that it adds is bounded: for each byte less that is kept, at most ten
+are moved, and eager PyTorch moves at least two, because it writes and reads its saved tensors. With fewer than ten,
+GPT-2 in bfloat16 keeps more than in eager PyTorch, whose kernels recompute the same values inside; with sixteen, a step
+of a small GPT-2 in float32 moves 23 % more than without recomputation, with ten 13 %.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from thunder_memsave.planner.linear.program import LinearProgram
 
 MOVED_PER_KEPT_BYTE = 10
 _REDUCTION = 16
-"""An operation that reads so many times what it makes is a reduction; a comparison of two int64 reads 16 times that."""
+"""Ratio of bytes read to bytes made above which an operation is a reduction; a comparison of two int64 has 16."""
 
 
 def choose_free(needs: Needs, *, pinned: Actions = NO_ACTIONS) -> frozenset[str]:
-    """Choose what is kept when there is no budget.
+    """Choose the storages to keep when there is no budget.
 
     Args:
-        needs: What backward needs.
-        pinned: By names of storages: kept whatever follows from what, or computed again whatever that takes, as
-            parameters in ZeRO-3.
+        needs: Choices of the graph.
+        pinned: Actions by names of storages, which hold whatever they cost, as for parameters in ZeRO-3.
 
     Returns:
-        Names of storages. Everything that backward reads is among them, or follows from them.
+        Names of storages. Everything else that backward reads can be recomputed from them.
     """
     graph, program = needs.graph, LinearProgram()
     keep = pinned.kept
@@ -56,7 +55,7 @@ def choose_free(needs: Needs, *, pinned: Actions = NO_ACTIONS) -> frozenset[str]
 
 
 def _cost(op: Op) -> float:
-    # A byte more: of two equal choices the one with fewer operations.
+    # A byte more, so that of two equal choices the one with fewer operations wins.
     return op.moved_bytes / MOVED_PER_KEPT_BYTE + 1.0
 
 

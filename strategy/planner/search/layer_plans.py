@@ -1,6 +1,6 @@
-"""Plans for one layer: what it keeps, the time that it computes again, and what it needs while backward is in it.
+"""Plans one layer: the storages that it keeps, its recompute time, and its peak while backward is in it.
 
-A layer is a small graph of its own: what it reads of the layer before is kept there, or not needed.
+A layer is a small graph of its own: its inputs from the layer before are kept, or not needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cached_property
 from math import inf
 
 from thunder_memsave.planner.choices import Needs, needs
-from thunder_memsave.planner.fast_simulate import QuickSimulation
+from thunder_memsave.planner.fast_simulate import FastSimulation
 from thunder_memsave.planner.graph import Op, StepMemory, TrainingGraph
 from thunder_memsave.planner.linear.peak_program import (
     Constants,
@@ -33,25 +33,26 @@ _TIME_LIMIT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
-    """What one layer does. Storages are numbered in the layer, so that equal layers can do the same."""
+    """A plan of one layer. Storages are numbered in the layer, so that equal layers can have the same plan."""
 
     keep: frozenset[int]
     us: float
+    """Recompute time in microseconds."""
     saved_bytes: float
-    """From its forward to the begin of its backward, what it keeps of the layer before included."""
+    """Bytes kept from its forward to the begin of its backward, kept inputs included."""
     peak_bytes: float
-    """While backward is in it, what earlier layers keep not included."""
+    """Peak while backward is in it, without the storages that earlier layers keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPrices:
-    """What a layer pays for memory."""
+    """The prices of memory in one layer."""
 
     saved_us_per_byte: float
     peak_us_per_byte: float
 
     def of(self, plan: BlockPlan) -> float:
-        """Time and prices of a plan."""
+        """Return the cost of a plan: its time plus the price of its memory."""
         return (
             plan.us
             + self.saved_us_per_byte * plan.saved_bytes
@@ -69,11 +70,11 @@ class BlockGraph:
 
     @cached_property
     def needs(self) -> Needs:
-        """What this layer's backward needs."""
+        """The choices of this layer's plans."""
         return needs(self.graph)
 
     def looks(self, pinned: Mapping[int, bool]) -> Hashable:
-        """Equal for layers that can do the same."""
+        """Return a key that is equal for layers that can have the same plans."""
         graph, number = self.graph, {s: n for n, s in enumerate(self.needs.storages)}
         return tuple(
             (
@@ -121,7 +122,7 @@ def block_graph(whole: Needs, costs_us: Sequence[float], block: Block) -> BlockG
 
 
 def _input(whole: Needs, storage: int, ops: Sequence[Op]) -> Op:
-    """Stands for the layer before, which computes nothing again for this one."""
+    """Return an operation that stands for the layer before, which recomputes nothing for this one."""
     made = {name for op in ops for name in op.results}
     names = {
         name: None
@@ -143,11 +144,11 @@ def _input(whole: Needs, storage: int, ops: Sequence[Op]) -> Op:
 
 @dataclass(kw_only=True)
 class BlockPlans:
-    """Makes plans for equal layers, and remembers those that stand alone."""
+    """Makes plans for equal layers, and remembers the known ones."""
 
     cut: BlockGraph
     constants: Constants
-    """Of the whole graph."""
+    """Bytes live in every plan, for the whole graph."""
     pinned: Mapping[int, bool]
     memory: StepMemory
     generator_state_bytes: int
@@ -158,7 +159,7 @@ class BlockPlans:
         positions = self.cut.block.backward
         before = self.constants.before[positions.start : positions.stop]
         during = self.constants.during[positions.start : positions.stop]
-        self._simulation = QuickSimulation(
+        self._simulation = FastSimulation(
             self.cut.needs,
             StepMemory(),
             self.generator_state_bytes,
@@ -176,7 +177,7 @@ class BlockPlans:
         self._moments: dict[Moment, float] = {}
 
     def cheapest(self, prices: BlockPrices) -> tuple[BlockPlan | None, float]:
-        """The plan that costs the least with these prices, and a bound on what any costs."""
+        """Return the cheapest plan at these prices, and a lower bound on the cost of any."""
         bound, plan = -inf, None
         self._model.corrections = self._moments if prices.peak_us_per_byte else {}
         for _ in range(_MOST_CORRECTIONS):
@@ -186,7 +187,7 @@ class BlockPlans:
                     kept_us_per_byte=prices.saved_us_per_byte,
                 ),
                 Effort(gap=_GAP, time_limit_s=_TIME_LIMIT_S),
-                # Without rows for the peak it is a minimum cut, and its vertices are whole.
+                # Without rows for the peak it is a minimum cut, and its vertices are integer.
                 relaxed=not prices.peak_us_per_byte,
             )
             if solved.is_bound:
@@ -199,7 +200,7 @@ class BlockPlans:
         return plan, bound
 
     def evaluate(self, keep: frozenset[int]) -> BlockPlan:
-        """The plan that keeps these storages of the whole graph."""
+        """Evaluate the plan that keeps these storages of the whole graph."""
         result = self._simulation(keep)
         kept = result.kept
         ops, storages = self.cut.graph.ops, self.cut.graph.storages
@@ -213,7 +214,7 @@ class BlockPlans:
         )
 
     def _is_missed(self, plan: BlockPlan, solved: Solved) -> bool:
-        """Give rows to the moments at which the plan needs more than the model says. Whether there were any."""
+        """Give rows to the moments at which the plan needs more than the model says; tell whether there were any."""
         believed = max(solved.live_bytes.values(), default=0.0)
         if plan.peak_bytes <= believed * (1 + _EXACT):
             return False

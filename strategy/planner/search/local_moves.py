@@ -1,7 +1,6 @@
-"""Improves a plan step by step: what equal layers make is kept, or no longer kept, in all of them or in one half.
+"""Improves a plan step by step: toggles whether a result of equal layers is kept, in all of them or in one half.
 
-A step is taken when the exact simulation says that the plan fits and is faster; or, while no plan fits, that it needs
-less memory.
+A step is taken if, by the exact simulation, the plan fits and is faster; or, while no plan fits, needs less memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _TARGET = 0.97
 def improve(
     model: PeakModel, evaluate: Evaluator, *, budget_bytes: float, deadline_s: float
 ) -> None:
-    """Start from the best plan that is known, and stop when no step improves it, or at the deadline."""
+    """Improve the best known plan until no step makes it better, or until the deadline."""
     best = _filled(model, evaluate, budget_bytes, deadline_s)
     groups = [g for group in alike(model) for g in _with_halves(group)]
     improved = True
@@ -37,9 +36,9 @@ def improve(
 def shrink(
     model: PeakModel, evaluate: Evaluator, *, enough_bytes: float, deadline_s: float
 ) -> None:
-    """Start from the smallest plan that is known, and lower what it needs beyond a target a little below its peak.
+    """Shrink the smallest known plan: lower its bytes above a target a little below its peak, summed over all moments.
 
-    Many moments need as much as the peak, and a step seldom lowers all of them: the peak alone says nothing of it.
+    Many moments are as high as the peak, and a step seldom lowers all of them: the peak alone would show no progress.
     """
     groups = [g for group in alike(model) for g in _with_halves(group)]
     moves = [*groups, *([s] for group in alike(model) if len(group) > 1 for s in group)]
@@ -64,7 +63,7 @@ def shrink(
 def _filled(
     model: PeakModel, evaluate: Evaluator, budget_bytes: float, deadline_s: float
 ) -> Evaluated:
-    """Keep more of what takes the most time for its bytes, in as many layers as fit, the last ones first."""
+    """Keep more storages, the costliest to recompute per byte first, in as many of the last layers as fit."""
     best = evaluate.fastest_within(budget_bytes)
     if best is None:
         return evaluate.smallest
@@ -85,7 +84,7 @@ def _us_per_byte(model: PeakModel, storage: int) -> float:
 
 
 def _rank(found: Evaluated, budget_bytes: float) -> tuple[bool, float, float]:
-    """Less is better."""
+    """Return a sort key: the smaller, the better the plan."""
     if found.peak_bytes <= budget_bytes:
         return False, found.recompute_us, found.peak_bytes
     return True, found.peak_bytes, found.recompute_us
@@ -97,31 +96,31 @@ def _toggled(keep: frozenset[int], group: Sequence[int]) -> frozenset[int]:
 
 
 def alike(model: PeakModel) -> list[list[int]]:
-    """Storages that equal operations make, read from equal ones; those with most bytes first."""
+    """Group storages that equal operations make from equal inputs, those with the most bytes first."""
     needs = model.needs
     groups: dict[Hashable, list[int]] = {}
     for storage in needs.storages:
         if storage not in needs.must_keep and storage not in model.pinned:
-            groups.setdefault(_looks(needs, storage), []).append(storage)
+            groups.setdefault(_signature(needs, storage), []).append(storage)
     storages = needs.graph.storages
     return sorted(groups.values(), key=lambda g: -sum(storages[s].nbytes for s in g))
 
 
-def _looks(needs: Needs, storage: int) -> Hashable:
+def _signature(needs: Needs, storage: int) -> Hashable:
     op = needs.producer[storage]
-    inputs = tuple(_looks_alone(needs, s) for s in needs.inputs.get(op, ()))
+    inputs = tuple(_producer_signature(needs, s) for s in needs.inputs.get(op, ()))
     readers = tuple(needs.graph.ops[o].symbol for o in needs.readers(storage))
-    return _looks_alone(needs, storage), inputs, readers
+    return _producer_signature(needs, storage), inputs, readers
 
 
-def _looks_alone(needs: Needs, storage: int) -> Hashable:
+def _producer_signature(needs: Needs, storage: int) -> Hashable:
     op = needs.graph.ops[needs.producer[storage]]
     position = op.makes.index(storage)
     return op.symbol, op.key, position, needs.graph.storages[storage].nbytes
 
 
 def _with_halves(group: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All, the earlier layers', and the later ones'."""
+    """Yield the whole group, its earlier half and its later half."""
     yield group
     middle = len(group) // 2
     if middle:

@@ -1,4 +1,4 @@
-"""Searches plans for ever smaller budgets, as far down as some are found."""
+"""Searches the plan with the smallest peak, by bisection over budgets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thunder_memsave.planner.search.evaluate import Evaluated, Evaluator
 _MOST_BUDGETS = 8
 _NEAR = 2e-3
 _MOST_S = 3.0
-"""For one budget, in each of two ways."""
+"""Seconds for one budget, in each of the two searches."""
 _MERGED = (1, 2)
 
 
@@ -27,18 +27,18 @@ def search_smallest(
     deadline_s: float,
     pace: Pace,
 ) -> None:
-    """Halve the distance to the bound again and again; the evaluator remembers the plans.
+    """Bisect between the bound and the smallest known peak; the evaluator remembers the plans.
 
-    Which budgets are tried does not depend on what is enough: the same plans are found for any.
+    The budgets that are tried do not depend on `enough_bytes`, so the same plans are found for any.
 
     Args:
-        model: For its needs, costs and pins.
-        evaluate: Of the same graph.
+        model: Provides needs, costs and pins.
+        evaluate: Evaluator of the same graph.
         free: The plan of the free wins.
-        bound_bytes: No plan needs less.
+        bound_bytes: Lower bound on the peak of all plans.
         enough_bytes: A plan that needs no more ends the search.
-        deadline_s: On the clock of `time.thread_time`: a busy machine does not change the plan.
-        pace: What HiGHS's limits are set by, since they are of the wall's clock.
+        deadline_s: End of the search by `time.thread_time`: a busy machine does not change the plan.
+        pace: Converts the time left into HiGHS's limits, which are wall-clock seconds.
     """
     low, found = bound_bytes, dict[int, Layers | None]()
     for _ in range(_MOST_BUDGETS):

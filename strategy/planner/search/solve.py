@@ -1,4 +1,4 @@
-"""Solves for a plan: the least time of computing again with which a training step stays within a byte budget."""
+"""Solves for a plan: the least recompute time with which a training step stays within a byte budget."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ _NOTHING_ELSE = StepMemory()
 _ANCHORS = (1, 2, 3)
 _PART_OF_MOMENTS = 0.6
 _PART = 0.27
-"""Of the time, that programs of moments have, and whether any plan fits and plans of layers have each."""
+"""Fractions of the time limit: for the search by moments; and for each of the bound on the peak and the search by
+layers."""
 _LONGER = 1.5
-"""The smallest plan may take so much more time, since without it there is none."""
+"""Factor on the time limit for the smallest plan, since without it there is none."""
 
 
 def solve(
@@ -55,27 +56,27 @@ def solve(
 ) -> Plan:
     """Choose an action for each storage that backward needs.
 
-    Time is that of computing again beyond the free wins, which every plan may use and which are not counted.
+    The cost of a plan is its recompute time beyond the free wins, which every plan may use and which are not counted.
 
     Args:
-        graph: What is computed.
-        budget_bytes: The most that a step may take by the exact simulation; None: no limit.
-        costs_us: Of each operation.
-        memory: What a step holds besides.
-        policy: `keep_all` uses the free wins only, `recompute_all` keeps only what cannot be computed again and what
-            passes from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
-        pinned: By names of storages: kept where backward reads them; or computed again, but for those that nothing
-            gives a second time. What pins compute again is a free win.
-        known: Other plans for this graph; one that fits is returned where the search finds none that is faster. With
+        graph: Forward and backward before recomputation.
+        budget_bytes: The largest peak of a step, by the exact simulation; None: no limit.
+        costs_us: Microseconds of each operation.
+        memory: Bytes that a step holds besides.
+        policy: `keep_all` uses the free wins only, `recompute_all` keeps only storages that cannot be recomputed and
+            those that pass from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
+        pinned: Actions by names of storages: kept if backward reads them; or recomputed if they can be, which counts
+            as a free win.
+        known: Other plans for this graph; one that fits is returned if the search finds none that is faster. With
             all plans for smaller budgets here, time never rises with the budget.
-        generator_state_bytes: What forward keeps for a random operation that backward computes again.
-        time_limit_s: When the search ends with what it has. A plan is then not as good as it could be; its gap says so.
+        generator_state_bytes: Bytes that forward keeps for each random operation that backward recomputes.
+        time_limit_s: CPU seconds after which the search returns the best plan so far; its gap says how good it is.
 
     Returns:
         A plan whose simulated peak is within the budget.
 
     Raises:
-        BudgetError: none was found.
+        BudgetError: no plan was found.
     """
     problem = _problem(graph, costs_us, memory, pinned, generator_state_bytes)
     free = problem.evaluate(problem.free)
@@ -111,19 +112,19 @@ def pareto(
     generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
     time_limit_s: float = 5.0,
 ) -> list[tuple[int, float]]:
-    """Budgets and the microseconds of computing again below which no plan for them is: a curve to choose from.
+    """Bound the recompute time of plans for several budgets: a curve from which to choose a budget.
 
     Args:
         graph: As for `solve`, and so are the others.
-        costs_us: Of each operation.
-        memory: What a step holds besides.
-        pinned: What is not chosen.
-        num_points: How many budgets, evenly from the least that can be possible to that of the free wins.
-        generator_state_bytes: Of a random operation that is computed again.
-        time_limit_s: For the whole curve; points for the smallest budgets are left out when it is over.
+        costs_us: Microseconds of each operation.
+        memory: Bytes that a step holds besides.
+        pinned: Actions by names of storages that are not chosen.
+        num_points: Number of budgets, evenly spaced from the lower bound on the peak to the peak of the free wins.
+        generator_state_bytes: Bytes that forward keeps for each random operation that backward recomputes.
+        time_limit_s: CPU seconds for the whole curve; points for the smallest budgets are left out when they are over.
 
     Returns:
-        Points with rising budgets and falling time; the last one costs nothing.
+        Budgets in bytes, rising, with lower bounds on the recompute time in microseconds, falling to 0.
     """
     problem = _problem(graph, costs_us, memory, pinned, generator_state_bytes)
     free = problem.evaluate(problem.free)
@@ -135,7 +136,7 @@ def pareto(
             break
         budget_bytes = least_bytes + (free.peak_bytes - least_bytes) * number // (num_points - 1)
         search.add_moments(free, budget_bytes)
-        # What bounds the time of a larger budget bounds that of a smaller one.
+        # A bound on the time for a larger budget bounds that for a smaller one too.
         us = max(us, search.relaxed_us(budget_bytes))
         points.append((int(budget_bytes), us))
     return points[::-1]
@@ -144,9 +145,9 @@ def pareto(
 def _fastest(
     problem: _Problem, search: Search, free: Evaluated, budget_bytes: int, time_limit_s: float
 ) -> tuple[Evaluated | None, float]:
-    """The fastest plan that several ways of searching have found, and a bound on plans of layers.
+    """Return the fastest plan that several searches have found, and the bound on plans of layers.
 
-    The first way is the best for many layers, and the others take their time only where it leaves something to find.
+    The search by moments is the best for many layers; the others run only if it does not prove its plan.
     """
     model, evaluate = search.model, problem.evaluate
     start_s, part_s, layered_us = time.thread_time(), _PART * time_limit_s, 0.0
@@ -161,7 +162,7 @@ def _fastest(
         )
         if search.is_proven(budget_bytes):
             return evaluate.fastest_within(budget_bytes), layered_us
-    # A known plan that fits is not given up for a bound, which is exact to the solver's precision only.
+    # A known plan that fits is not given up for a bound, which is only as exact as the solver's tolerance.
     if evaluate.fastest_within(budget_bytes) is None:
         least_bytes = search.least_possible(deadline_s=time.thread_time() + part_s)
         if least_bytes > budget_bytes:
@@ -188,10 +189,10 @@ def _fastest(
 
 
 def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> Evaluated:
-    """Near the least that is possible: look for the smallest plan instead of the fastest.
+    """Search for the smallest plan instead of the fastest, for a budget near the least that is possible.
 
-    What was learned for a budget is left behind, so that the plan for the smallest budget that an error names is found
-    in the same way again.
+    The search starts anew, without what was learned for this budget, so that it finds the same plan again when the
+    user takes the smallest budget that the error names.
     """
     problem.evaluate.forget()
     search = problem.search(time.thread_time() + _LONGER * time_limit_s)
@@ -216,7 +217,7 @@ def _last_resort(problem: _Problem, budget_bytes: int, time_limit_s: float) -> E
 
 
 def _shrink(search: Search, free: Evaluated, budget_bytes: int, time_limit_s: float) -> None:
-    """Look for a smaller plan in ways that take little time for each plan."""
+    """Search for a smaller plan with the searches that take little time per plan."""
     model, evaluate, start_s = search.model, search.evaluate, time.thread_time()
     if search.has_several:
         search_smallest(
@@ -246,12 +247,12 @@ class _Problem:
         return frozenset(s for s in self.needs.storages if storages[s].name in names)
 
     def typical(self) -> Iterator[Evaluated]:
-        """Plans that say where memory is needed."""
+        """Yield typical plans, which show where memory is needed."""
         yield from self.anchored()
         yield self.evaluate(self.free)
 
     def anchored(self) -> Iterator[Evaluated]:
-        """Plans that keep what must be kept, and none, all, every second, ... of the anchors."""
+        """Yield plans that keep what must be kept, and none, all, every second, ... of the anchors."""
         points = anchors(self.needs)
         yield self.evaluate(self.least)
         for every in _ANCHORS:
@@ -283,7 +284,7 @@ class _Problem:
         )
 
     def actions(self, found: Evaluated) -> Actions:
-        """Of all that is read in backward: that is why two plans that keep the same have the same actions."""
+        """Return the actions of all storages read in backward, so that plans that keep the same have equal actions."""
         storages = self.needs.graph.storages
         read = [s for s in self.needs.storages if s in found.decided]
         return Actions({storages[s].name: self._action(s, found.keep) for s in read})
@@ -308,7 +309,7 @@ class _Problem:
             )
 
     def _chain(self, storage: int, kept: Set[int]) -> set[int]:
-        """Operations that give it again from what is kept."""
+        """Return the operations that recompute a storage from the kept ones."""
         found: set[int] = set()
         stack = [storage]
         while stack:
@@ -328,19 +329,19 @@ class _Problem:
 
     def _reason(self, storage: int, kept: Set[int]) -> str:
         if storage in self.needs.must_keep:
-            return "nothing gives it a second time"
+            return "cannot be recomputed"
         if storage in self.pinned:
             return "pinned"
         if storage in kept:
             return (
-                "needed to compute others again"
+                "needed to recompute others"
                 if storage not in self.needs.first
-                else ("faster to keep than to compute again")
+                else ("faster to keep than to recompute")
             )
         return (
             "the budget needs its memory"
             if storage in self.free
-            else ("follows cheaply from what is kept")
+            else ("cheap to recompute from others")
         )
 
 
@@ -357,7 +358,7 @@ def _problem(
     evaluate = Evaluator(
         needs=found, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
     )
-    # What the free wins compute again is not counted.
+    # Operations that the free wins recompute are not counted.
     free_again = evaluate.again(kept)
     evaluate.costs_us = tuple(0.0 if o in free_again else us for o, us in enumerate(costs_us))
     return _Problem(
@@ -371,12 +372,12 @@ def _problem(
 
 
 def _read_of(needs: Needs, names: Set[str]) -> frozenset[int]:
-    """Those of these names that backward reads."""
+    """Return the storages of these names that backward reads."""
     return frozenset(s for s in needs.first if needs.graph.storages[s].name in names)
 
 
 def _pinned(needs: Needs, pinned: Actions) -> dict[int, bool]:
-    """Whether those that a plan has no choice of are kept."""
+    """Return the pinned storages: True for kept, False for recomputed."""
     recompute = pinned.keys() - pinned.kept
     again = {
         s

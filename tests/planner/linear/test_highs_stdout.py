@@ -10,7 +10,7 @@ from thunder_memsave.planner.linear.highs_stdout import without_noise_of_highs
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\n"
 
 
-def test_what_highs_prints_in_c_does_not_reach_standard_output(
+def test_output_of_highs_from_c_does_not_reach_standard_output(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with without_noise_of_highs():
@@ -18,7 +18,7 @@ def test_what_highs_prints_in_c_does_not_reach_standard_output(
     assert capfd.readouterr().out == ""
 
 
-def test_what_others_print_meanwhile_is_printed_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_others_meanwhile_is_printed_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     with without_noise_of_highs():
         os.write(1, b"first\n" + NOISE)
         os.write(1, b"second\n")

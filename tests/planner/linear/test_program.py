@@ -1,4 +1,4 @@
-"""Linear programs of the sizes that graphs come in, none among them."""
+"""Linear programs of all sizes can be solved, also without variables or rows."""
 
 from __future__ import annotations
 

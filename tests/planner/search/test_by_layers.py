@@ -156,7 +156,7 @@ def plans_at_many_prices(plans: BlockPlans) -> Sequence[BlockPlan]:
     return [plan for plan in found if plan is not None]
 
 
-# So few layers are far from fractions of layers, which the bound is made of.
+# The bound mixes plans within a layer; with so few layers, one plan for each is far from that.
 @pytest.mark.parametrize(("part", "most"), [(0.8, 1.1), (0.6, 2.0)])
 def test_layers_put_together_fit_and_are_near_their_bound(part: float, most: float) -> None:
     evaluate = evaluator()

@@ -20,7 +20,7 @@ from thunder_memsave.planner.search.solve import solve
 
 
 @pytest.mark.parametrize("seed", SEEDS[:8])
-def test_a_program_without_fractions_bounds_all_plans(seed: int) -> None:
+def test_an_integer_program_bounds_all_plans(seed: int) -> None:
     graph = random_graph(seed)
     costs = [1.0 + n % 5 for n in range(len(graph.ops))]
     model, plans = model_of(graph, costs), all_plans(graph, costs)

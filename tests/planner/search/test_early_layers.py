@@ -70,7 +70,7 @@ def early_of(keep: str) -> tuple[EarlyBytes, int]:
     return early, found.peak_bytes
 
 
-def test_what_runs_again_before_backward_is_there_waits_in_its_layer() -> None:
+def test_results_recomputed_before_backward_reaches_their_layer_are_live_until_then() -> None:
     early, _ = early_of(keep="ab")
     assert (early.made[1:NUM_LAYERS] == STREAM).all()
     in_turn, _ = early_of(keep="ax")
@@ -86,7 +86,7 @@ def test_runs_of_layers_are_as_long_as_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("part", [0.75, 0.6])
-def test_layers_that_run_again_together_save_more_than_layers_alone(part: float) -> None:
+def test_layers_that_are_recomputed_together_save_more_than_layers_alone(part: float) -> None:
     graph = residual_stream()
     model = model_of(graph)
     evaluate, deadline_s = evaluator(model), time.thread_time() + 20

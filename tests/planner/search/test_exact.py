@@ -27,7 +27,7 @@ def search_of(seed: int, costs: Sequence[float]) -> Search:
 
 
 @pytest.mark.parametrize("seed", SEEDS[:8])
-def test_bounds_stay_below_the_best_plan_by_what_the_solver_may_be_wrong_by(seed: int) -> None:
+def test_bounds_stay_below_the_best_plan_by_the_solvers_tolerance(seed: int) -> None:
     graph = random_graph(seed)
     costs = [1.0 + n % 5 for n in range(len(graph.ops))]
     plans = all_plans(graph, costs)
@@ -65,7 +65,7 @@ def test_when_the_time_is_over_a_bound_asks_for_one_moment_only(
     assert [number for number, _ in asked] == [1, 2, 2, 3]
 
 
-def test_a_bound_of_memory_is_of_whole_bytes() -> None:
+def test_a_bound_of_memory_is_an_integer_number_of_bytes() -> None:
     graph = random_graph(SEEDS[0])
     costs = [1.0] * len(graph.ops)
     search = search_of(SEEDS[0], costs)

@@ -37,18 +37,18 @@ def free(graph: TrainingGraph) -> frozenset[str]:
     return choose_free(needs(graph))
 
 
-def test_only_what_matrix_products_made_is_kept_of_a_gated_unit() -> None:
+def test_a_gated_unit_keeps_only_the_results_of_matrix_products() -> None:
     assert free(swiglu().graph(outputs="y", gradients="dwd dwg")) == {"gate", "up"}
 
 
-def test_what_is_pinned_is_kept_or_computed_again_in_any_case() -> None:
+def test_pinned_storages_are_kept_or_recomputed_in_any_case() -> None:
     graph = swiglu().graph(outputs="y", gradients="dwd dwg")
     assert choose_free(needs(graph), pinned=keeping({"silu"})) >= {"silu", "up"}
     again = Actions({"gate": RECOMPUTE})
     assert choose_free(needs(graph), pinned=again).isdisjoint({"gate"})
 
 
-def test_a_mask_is_kept_where_that_is_less_than_what_it_is_made_of() -> None:
+def test_a_mask_is_kept_where_it_is_smaller_than_its_input() -> None:
     b = GraphBuilder()
     b.input("x")
     b.op("x", {"a": 400}, flops=10)
@@ -72,7 +72,7 @@ def test_a_mask_is_kept_where_that_is_less_than_what_it_is_made_of() -> None:
         {"sent_bytes": 1},
     ],
 )
-def test_what_is_dear_is_kept(dear: dict[str, object]) -> None:
+def test_results_of_expensive_operations_are_kept(dear: dict[str, object]) -> None:
     b = GraphBuilder()
     b.input("x")
     b.op("x", {"a": 100}, **dear)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_what_is_dear_is_kept(dear: dict[str, object]) -> None:
     assert free(b.graph(outputs="y", gradients="dx")) == {"a"}
 
 
-def test_whole_parameters_are_kept_unless_they_are_gathered_again() -> None:
+def test_gathered_parameters_are_kept_unless_they_are_pinned_to_regather() -> None:
     b = GraphBuilder()
     b.input("w")
     b.op("w", {"whole": 100}, kind="gathered", sent_bytes=90)
@@ -95,7 +95,7 @@ def test_whole_parameters_are_kept_unless_they_are_gathered_again() -> None:
 
 
 @pytest.mark.parametrize("pinned", [NO_ACTIONS, Actions({"cast": REGATHER})])
-def test_the_cast_of_a_parameter_is_made_again_from_the_parameter(pinned: Actions) -> None:
+def test_the_cast_of_a_parameter_is_recomputed_from_the_parameter(pinned: Actions) -> None:
     b = GraphBuilder()
     b.input("w")
     b.op("w", {"cast": 100}, kind="gathered", moved_bytes=300)
@@ -116,7 +116,7 @@ def test_nothing_keeps_less_for_what_it_moves(seed: int) -> None:
 
 
 def price(graph: TrainingGraph, keep: set[str]) -> float | None:
-    """Kept bytes and what computing again moves; None where that takes what is dear."""
+    """Return kept bytes plus the price of recomputation; None if that takes an expensive operation."""
     try:
         steps = order(graph, keeping(keep)).steps
     except OrderError:

@@ -17,7 +17,7 @@ COSTS = [1.0] * len(GRAPH.ops)
 
 @cache
 def smallest_of(*, enough_bytes: float) -> tuple[Evaluated, int]:
-    """The smallest plan that was found, and what keeping everything needs."""
+    """Return the smallest plan found, and the peak of keeping everything."""
     model = PeakModel(
         needs=needs(GRAPH), costs_us=COSTS, memory=StepMemory(), generator_state_bytes=16
     )

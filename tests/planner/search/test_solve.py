@@ -39,7 +39,7 @@ def drawn_memory(seed: int) -> StepMemory:
 
 @cache
 def all_plans(seed: int) -> Sequence[tuple[int, float]]:
-    """Peak and time of every plan, by trying them all; what free wins compute again is not counted."""
+    """Return peak and recompute time of every plan, by trying them all; free wins are not counted."""
     graph = random_graph(seed)
     costs = drawn_costs(graph, seed)
     names = [graph.storages[s].name for s in needs(graph).storages]
@@ -111,7 +111,7 @@ def test_the_error_says_what_was_asked_what_is_possible_and_what_to_do() -> None
         solve(graph, budget_bytes=100, costs_us=[1.0] * len(graph.ops))
 
 
-def test_a_budget_that_needs_nothing_computed_again_costs_nothing() -> None:
+def test_a_budget_that_needs_no_recomputation_costs_nothing() -> None:
     graph = chain(6)
     costs = [1.0] * len(graph.ops)
     free = solve(graph, budget_bytes=None, costs_us=costs)
@@ -133,7 +133,7 @@ def free_plan_of_blocks() -> Plan:
 
 @cache
 def plans_of_blocks() -> Sequence[Plan]:
-    """For falling budgets, each told of those before."""
+    """Return plans for falling budgets, each solved with those before as known plans."""
     graph, free = blocks(), free_plan_of_blocks()
     smallest = smallest_of_blocks().smallest_bytes
     assert smallest is not None
@@ -241,7 +241,7 @@ def dropout() -> TrainingGraph:
     return b.graph(outputs="y", gradients="dx")
 
 
-def test_decisions_say_what_happens_to_what_backward_reads() -> None:
+def test_decisions_give_an_action_for_each_storage_that_backward_reads() -> None:
     graph = dropout()
     costs = [3.0, 5.0, 7.0, 1.0, 1.0, 1.0]
     plan = solve(graph, budget_bytes=None, policy="recompute_all", costs_us=costs)
@@ -268,7 +268,7 @@ def test_policies_look_at_no_budget() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_plan_has_an_action_for_all_that_backward_needs_and_for_nothing_else(seed: int) -> None:
+def test_a_plan_has_an_action_for_all_that_backward_reads_and_for_nothing_else(seed: int) -> None:
     graph = random_graph(seed)
     plan = solve(
         graph, budget_bytes=None, policy="recompute_all", costs_us=drawn_costs(graph, seed)
