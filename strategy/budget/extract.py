@@ -1,7 +1,6 @@
-"""Extracts what the planner plans with from traces: storages, operations, and when what dies.
+"""Extracts the planner's input from traces: storages, operations and lifetimes.
 
-`training_graph` reads the joint trace, before anything is computed again; `running_program.py` reads the
-traces that run.
+`training_graph` reads the joint trace, before recomputation; `running_program.py` reads the traces that run.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ _NAMES = {"clear_mutable_collection"}
 
 
 def profiles(*, scratch: Scratch = no_scratch, device_type: str = "") -> OpProfiles:
-    """What a symbol does, remembered; to be shared by all extractions of one compiled call.
+    """Make a cache of symbols' profiles, to be shared by all extractions of one compiled call.
 
     Args:
-        scratch: What kernels take inside of themselves (`scratch.py`).
-        device_type: Of the planned device, where the trace's tensors live on another one, such as meta.
+        scratch: Gives the bytes that kernels allocate inside (`measure/scratch.py`).
+        device_type: Type of the planned device, if the trace's tensors are on another one, such as meta.
     """
     found = OpProfiles(scratch=scratch, device_type=device_type)
     found.rules = (CollectiveRules(found.allocated_bytes, device_type=device_type),)
@@ -78,13 +77,13 @@ def training_graph(
     tensors: Mapping[str, Tensor] | None = None,
     known: OpProfiles | None = None,
 ) -> TrainingGraph:
-    """The storages and operations of a joint trace, forward first, in the order that Thunder's split gives them.
+    """Extract the storages and operations of a joint trace, forward first, in the order of Thunder's split.
 
     Args:
         trace: A joint trace with operations claimed by executors; or an inference trace, which has no backward.
-        kinds: Of the trace's arguments by name; others are parameters where they need a gradient, else the batch.
-        tensors: The arguments' tensors where they are known: which share memory, and how they are laid out.
-        known: `profiles(...)`, to share what was found out.
+        kinds: Kinds of the trace's arguments by name; others are parameters if they need a gradient, else the batch.
+        tensors: Tensors of the arguments, if known: they give shared memory and strides.
+        known: Profiles to share, from `profiles(...)`.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
@@ -122,7 +121,7 @@ def memory_of(
     tensors: Mapping[str, Tensor] | None = None,
     known: OpProfiles | None = None,
 ) -> TraceMemory:
-    """Where the tensors of a joint trace are, and how they are laid out; the arguments are those of `training_graph`.
+    """Find the storage and layout of each tensor of a joint trace; the arguments are those of `training_graph`.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
@@ -137,11 +136,11 @@ def memory_of(
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """A symbol that ran."""
+    """A symbol after it ran."""
 
     op: Op
     made: tuple[int, ...]
-    """Storages, also those without a name of their own."""
+    """Storages that it made, including those without a name."""
     is_repeated: bool
 
 
@@ -156,17 +155,17 @@ class Values:
     storages: list[Storage] = field(default_factory=list)
     by_name: dict[str, Value] = field(default_factory=dict)
     held_by: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Storages that the future of a collective keeps alive beside its own."""
+    """Storages that the future of a collective keeps live beside its own."""
     inputs: set[int] = field(default_factory=set)
     written_at: dict[int, list[int]] = field(default_factory=dict)
-    """Indices of the symbols that write to a storage that exists."""
+    """Indices of the symbols that write to a storage in place."""
     _futures: set[str] = field(default_factory=set)
-    """Names of gathers under way."""
+    """Names of gathers in flight."""
     _fresh: Iterator[int] = field(default_factory=itertools.count)
     _numbers: dict[Hashable, list[int]] = field(default_factory=dict)
-    """Of the results of a symbol, by what it does to which values."""
+    """Value numbers of a symbol's results, by its profile's key and the value numbers of its arguments."""
     _number_of: dict[str, int] = field(default_factory=dict)
-    """Equal for values that are computed alike from equal ones."""
+    """Value number by name: equal for values that are computed alike from equal ones."""
     _last_location: Location = field(default_factory=Location)
 
     def __post_init__(self) -> None:
@@ -188,7 +187,7 @@ class Values:
         self.by_name[proxy.name] = Value(layout, shared[memory])
 
     def new(self, layout: Layout, kind: StorageKind, name: str) -> Value:
-        """Give a value a storage of its own."""
+        """Make a value with a storage of its own."""
         device_type = layout.device.partition(":")[0]
         nbytes = self.known.allocated_bytes(layout.storage_bytes, device_type)
         return Value(layout, self._add(nbytes, kind, name))
@@ -198,29 +197,29 @@ class Values:
         return len(self.storages) - 1
 
     def add_cotangent(self, proxy: TensorProxy) -> int:
-        """What the caller passes for one output."""
+        """Add the gradient that the caller passes for one output; return its storage."""
         value = self.new(contiguous(proxy), "cotangent", proxy.name)
         self.by_name[proxy.name] = value
         return value.storage
 
     def storages_of(self, proxies: Sequence[Any]) -> frozenset[int]:
-        """Each once; numbers have none."""
+        """Return the storages of these proxies, each once; numbers have none."""
         names = (p.name for p in proxies if is_tensor(p))
         return frozenset(self.by_name[name].storage for name in names)
 
     def kept_by(self, name: str) -> tuple[int, ...]:
-        """Storages that live while this name does; a number has none."""
+        """Return the storages that a name keeps live; a number has none."""
         value = self.by_name.get(name)
         own = () if value is None else (value.storage,)
         return (*own, *self.held_by.get(name, ()))
 
     def set_kind(self, storages: Collection[int], kind: StorageKind) -> None:
-        """Change of which kind storages are."""
+        """Change the kind of storages."""
         for index in storages:
             self.storages[index] = replace(self.storages[index], kind=kind)
 
     def run(self, bsym: BoundSymbol, index: int, kind: StorageKind) -> _Ran:
-        """Give the symbol's results their storages, and say what it does."""
+        """Give the symbol's results their storages, and return its operation."""
         arguments = [self.by_name.get(a.name) for a in bsym.flat_proxy_args]
         profile = self.known.profile(bsym, arguments)
         if records_amax(bsym):
@@ -257,7 +256,7 @@ class Values:
     def _make(
         self, bsym: BoundSymbol, profile: OpProfile, numbers: list[int], kind: StorageKind
     ) -> tuple[int, ...]:
-        """Storages that are new, by the names that are in them."""
+        """Add the storages that a symbol makes, and map its results to storages; return the new ones."""
         storages, made = list(numbers), []
         names = [o.name for o in bsym.flat_proxy_outs]
         for name, result in zip(names, profile.results, strict=True):
@@ -279,7 +278,7 @@ class Values:
     def _kind(
         self, arguments: Sequence[Value], profile: OpProfile, repeat: Repeat, kind: StorageKind
     ) -> StorageKind:
-        """What is made of one parameter alone, and has as many elements, is the parameter once more."""
+        """Return `gathered` for a gather of a parameter, or its copy with as many elements; else `kind`."""
         if len(arguments) != 1 or repeat == "no" or not profile.made_bytes:
             return kind
         if self.storages[arguments[0].storage].kind not in ("parameter", "gathered"):
@@ -304,7 +303,7 @@ class Values:
         return "free" if profile.is_view else "yes"
 
     def _number(self, bsym: BoundSymbol, profile: OpProfile) -> bool:
-        """Whether the same was computed before, from the same."""
+        """Number the results; tell whether the same symbol ran before on the same values."""
         inputs = tuple(self._number_of_value(a.name) for a in bsym.flat_proxy_args)
         key = (profile.key, inputs)
         is_known = key in self._numbers
@@ -321,7 +320,7 @@ class Values:
 
 
 def numel_of(layout: Layout) -> int:
-    """Count the elements."""
+    """Return the number of elements of a layout."""
     result = 1
     for length in layout.shape:
         result *= length
@@ -336,7 +335,7 @@ class _Returned:
 
 
 def returned_by(trace: TraceCtx) -> _Returned:
-    """What forward and backward return, of any of the traces that a compiled call goes through."""
+    """Return the outputs, gradients and saved tensors of any of the traces that a compiled call goes through."""
     result, *saved = trace.bound_symbols[-1].args
     if not isinstance(result, dict):
         return _Returned(tree_flatten((result, *saved))[0], ())
@@ -347,7 +346,7 @@ def returned_by(trace: TraceCtx) -> _Returned:
 
 
 def is_bookkeeping(bsym: BoundSymbol) -> bool:
-    """Whether nothing runs."""
+    """Tell whether a symbol runs nothing on the device."""
     return bsym.sym.id in _BOOKKEEPING or bsym.sym is prims.python_del or bsym.sym.name in _NAMES
 
 
@@ -358,10 +357,10 @@ def _cotangents(symbols: Sequence[BoundSymbol], values: Values) -> list[int]:
 def _with_unrepeatable(
     ops: Sequence[Op], symbols: Sequence[BoundSymbol], written_at: Mapping[int, Sequence[int]]
 ) -> Iterator[Op]:
-    """Yield the operations, saying of each that `recompute` would refuse that it cannot be computed again.
+    """Yield the operations, with `no` for those that cannot be recomputed.
 
-    That pass knows names only, and so takes more for one memory than is. What reads a storage that is written to later
-    is of no use the second time, and a view that waits for what is in other storages would need these.
+    These are the ones that the pass `recompute` would refuse, which knows only names and so is stricter than storages
+    require; readers of a storage that is overwritten later; and views that also depend on other storages.
     """
     refused = why_not_repeatable(symbols)
     position = {op.index: place for place, op in enumerate(ops)}

@@ -1,4 +1,4 @@
-"""Plans what backward keeps of a call's forward: on all ranks the same, and checked on the traces that will run."""
+"""Plans which activations a call keeps for backward: the same on all ranks, and checked on the traces that will run."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A plan, or a call without backward, as it runs."""
+    """A call as it runs: with a plan, or without backward."""
 
     call: PlannedCall
     room: Room | None
-    """For what is on its way; equal on all ranks."""
+    """Bytes for collectives in flight; equal on all ranks."""
     more_bytes: int = 0
-    """Beyond the budget, on the rank that needs the most."""
+    """Bytes beyond the budget, on the rank that needs the most; negative if there is room."""
 
 
 class MemoryPlanner:
@@ -85,17 +85,17 @@ class MemoryPlanner:
         device_type: str = "",
         times: MeasuredTimes | None = None,
     ) -> None:
-        """Remember what plans depend on besides the call.
+        """Store what plans depend on besides the call.
 
         Args:
             memory: Policy and pins.
-            device: Whose rates decide what is cheap.
-            budget_bytes: The most that a step may take; None: no limit.
+            device: Device whose rates give the costs of operations.
+            budget_bytes: The largest peak of a step; None: no limit.
             data_parallel: The ranks that must run the same plan.
-            step_memory: What a step holds besides; asked for whenever a call is planned.
-            device_type: Of the planned device, where that is not here; scratch inside of kernels is bounded then
+            step_memory: Returns the bytes that a step holds besides; called whenever a call is planned.
+            device_type: Type of the planned device, if it is not here; scratch inside kernels is then bounded
                 instead of measured.
-            times: Decide what is cheap where a plan is to run; without, `device` does.
+            times: Measured costs for plans that run here; None: the rates of `device`.
         """
         self._memory = memory
         self._device = device
@@ -107,25 +107,25 @@ class MemoryPlanner:
         self._known = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, _Run] = {}
         self._asked: Question | None = None
-        """What the last plan was asked for, on rank 0."""
+        """The last request for a plan, on rank 0."""
         self.calls: list[PlannedCall] = []
-        """In the order in which they were planned."""
+        """Calls in the order in which they were planned."""
 
     def _scratch(self, operation: Operation, found: OpProfile) -> int:
-        """Of each kind of operation, when it is seen first: that is when it can be run."""
+        """Return the scratch of a kind of operation, when it is first seen: only then can it be run."""
         if self._times is not None:
             self._times.remember(operation, found)
         measure = bounded_scratch if self._device_type else _measured_scratch()
         return measure(operation, found)
 
     def for_copy(self) -> MemoryPlanner:
-        """A planner like this one that has planned nothing, for a copy of the module."""
+        """Return a planner like this one without any planned calls, for a copy of the module."""
         copied = copy.copy(self)
         copied._agreed, copied._asked, copied.calls = {}, None, []
         return copied
 
     def prepared(self, trace: TraceCtx, *, arguments: Arguments) -> TraceCtx:
-        """Let as much as possible be computed again; comes before all other joint passes."""
+        """Make as much of a trace as possible recomputable; this pass comes before all other joint passes."""
         find = partial(memory_of, tensors=arguments.tensors, known=self._known)
         return out_of_place(trace, memory=find)
 
@@ -162,7 +162,7 @@ class MemoryPlanner:
         return replace(traces, actions=call.actions, room=call.given_room)
 
     def _planned(self, attempt: Attempt) -> PlannedCall:
-        """The plan of a structure is agreed on once: only some of the ranks may see a batch of another length."""
+        """Apply the plan of a call's structure, which ranks agree on once: only some may see a batch of new length."""
         structure = structure_of(attempt.graph)
         if (agreed := self._agreed.get(structure)) is None:
             run = self._agreed[structure] = self._fitting(attempt, structure)
@@ -178,7 +178,7 @@ class MemoryPlanner:
         return call
 
     def _evaluated(self, attempt: Attempt) -> PlannedCall:
-        """A call without backward: agreed on as plans are, where every rank is here to gather its parameters."""
+        """Run a call without backward; ranks that gather parameters agree on it as they do on plans."""
         budget_bytes = self._budget_bytes
         if budget_bytes is not None and self._mode != "none" and attempt.communicates:
             call = self._evaluated_alike(attempt, budget_bytes)
@@ -194,7 +194,7 @@ class MemoryPlanner:
         return call
 
     def _evaluated_alike(self, attempt: Attempt, budget_bytes: int) -> PlannedCall:
-        """With the same room on all ranks; with none where they compute otherwise, as one room is not for all then."""
+        """Run a call without backward, with the same room on all ranks; with none if ranks run different operations."""
         structure = structure_of(attempt.graph)
         if (agreed := self._agreed.get(structure)) is not None:
             return attempt.run(None, agreed.room)
@@ -207,7 +207,7 @@ class MemoryPlanner:
         return run.call
 
     def _fitting(self, attempt: Attempt, structure: str) -> _Run:
-        """Plan until what runs fits on every rank: passes that come later move the peak."""
+        """Plan until the traces that run fit on every rank: later passes move the peak."""
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
         too_large: list[Actions] = []
@@ -231,7 +231,7 @@ class MemoryPlanner:
             target_bytes = SMALLEST if is_last else max(target_bytes - more_bytes, SMALLEST)
 
     def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> _Run:
-        """Communicate beside computation as far as the budget has room, on all ranks alike. A collective."""
+        """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective."""
         run = self._run(attempt, plan, None, budget_bytes)
         if run.more_bytes <= 0 or budget_bytes is None or not attempt.communicates:
             return run
@@ -263,7 +263,7 @@ class MemoryPlanner:
         target_bytes: int | None,
         too_large: Collection[Actions],
     ) -> Offer:
-        """What rank 0 offers; the last two as `Question.answer` has them."""
+        """Return rank 0's offer; the last two arguments are those of `Question.answer`."""
 
         def make() -> Offer | None:
             if not is_rank_zero(self._data_parallel):
@@ -288,7 +288,7 @@ class MemoryPlanner:
         return offer
 
     def _refuse(self, offer: Offer, *, smallest_bytes: int) -> NoReturn:
-        """Name the budget for which the smallest plan runs: whoever asks for that gets this plan."""
+        """Raise an error that names the smallest plan's budget: with that budget, this plan is found again."""
         assert self._budget_bytes is not None
         assert offer.bound_bytes is not None
         error = BudgetError.no_plan(
@@ -332,7 +332,7 @@ class MemoryPlanner:
         )
 
     def _pinned(self, attempt: Attempt) -> Actions:
-        """Of the storages whose action no budget changes."""
+        """Return the actions that no budget changes."""
         graph = attempt.graph
         pinned = dict.fromkeys(checkpointed(attempt.traces.joint), RECOMPUTE)
         modules = {op.module for op in graph.ops}
@@ -345,7 +345,7 @@ class MemoryPlanner:
         if self._regathers:  # ZeRO-3 keeps no whole parameter
             pinned.update(regathered)
         names = {s.name for s in graph.storages}
-        if self.decides_gathers:  # pins are of what modules compute
+        if self.decides_gathers:  # pins are for activations, not for gathered parameters
             names -= regathered.keys()
         return Actions(pinned).only(names)
 
@@ -355,7 +355,7 @@ class MemoryPlanner:
 
     @property
     def decides_gathers(self) -> bool:
-        """Whether plans say of each parameter whether backward gathers it again; else the sharding mode does."""
+        """True if plans choose for each parameter whether backward gathers it again; else the sharding mode does."""
         return self._mode == "auto" and self._budget_bytes is not None
 
     @property
@@ -367,13 +367,13 @@ class MemoryPlanner:
         return "none" if self._data_parallel is None else self._data_parallel.mode
 
     def _most(self, nbytes: int) -> int:
-        """The largest over the ranks. A collective."""
+        """Return the maximum over the ranks. A collective."""
         if self._data_parallel is None:
             return nbytes
         return int(_reduced(torch.tensor(nbytes), dist.ReduceOp.MAX, self._data_parallel))
 
     def _everywhere(self, own: Room) -> Room:
-        """What every rank has left: batches may differ in length. A collective."""
+        """Return the room that every rank has: batches may differ in length. A collective."""
         room = broadcast(own, self._data_parallel)
         if self._data_parallel is None:
             return room
@@ -385,7 +385,7 @@ class MemoryPlanner:
 def _reduced(
     nbytes: Tensor, operation: dist.ReduceOp.RedOpType, data_parallel: DataParallel
 ) -> Tensor:
-    """Over all ranks. A collective."""
+    """Reduce a tensor over all ranks. A collective."""
     device = "cuda" if dist.get_backend(data_parallel.everyone) == "nccl" else "cpu"
     reduced = nbytes.to(device)
     with collective("agreement on a plan", data_parallel.everyone):
@@ -394,7 +394,7 @@ def _reduced(
 
 
 def structure_of(graph: TrainingGraph) -> str:
-    """A hash of which operations run on which values, whatever their shapes: a plan holds for all that share it."""
+    """Hash the operations and the names they read, without shapes: a plan holds for all graphs with the same hash."""
     digest = hashlib.sha256()
     for op in graph.ops:
         digest.update(repr((op.symbol, op.arguments, op.results)).encode())
@@ -402,11 +402,11 @@ def structure_of(graph: TrainingGraph) -> str:
 
 
 def _regathered(graph: TrainingGraph) -> dict[str, Action]:
-    """For all storages of whole parameters."""
+    """Return the action to regather for all storages of gathered parameters."""
     return {s.name: REGATHER for s in graph.storages if s.kind == "gathered"}
 
 
 @cache
 def _measured_scratch() -> MeasuredScratch:
-    """One for all models of this process."""
+    """Return the one table of scratch for all models of this process."""
     return MeasuredScratch()

@@ -1,4 +1,4 @@
-"""Which modules a user has pinned: their activations are kept, or computed again, whatever the plan would choose."""
+"""Finds the modules that a user has pinned: their activations are kept or recomputed, whatever the plan prefers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUM_SHOWN = 3
 
 
 def pin_of(memory: MemoryConfig, module: str) -> Action | None:
-    """What is asked for a module's activations, by its own name or that of a module around it.
+    """Return the action asked for a module's activations, by its own name or that of a module around it.
 
     Args:
         memory: The patterns.
@@ -34,7 +34,7 @@ def check_pins(memory: MemoryConfig, modules: Iterable[str]) -> None:
         modules: Dotted names of all modules of the model, as `named_modules` gives them.
 
     Raises:
-        ConfigError: a pattern matches nothing, or a module is to be kept and computed again.
+        ConfigError: a pattern matches nothing, or both lists name a module.
     """
     names = tuple(modules)
     for key, patterns in (("keep", memory.keep), ("recompute", memory.recompute)):

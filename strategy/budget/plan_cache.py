@@ -1,4 +1,4 @@
-"""Plans in the user's cache directory: a run that was planned before starts without solving again."""
+"""Stores plans in the user's cache directory, so that a run that was planned before starts without solving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thunder_memsave.planner.actions import Action, Actions
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
 
 _FORMAT = 2
-"""Of the files. Those of another one are never looked for."""
+"""Version of the file format, part of the key: files of another version are never read."""
 
 
 def plan_key(
@@ -27,7 +27,7 @@ def plan_key(
     memory: StepMemory,
     pinned: Actions,
 ) -> str:
-    """A hash of all that a plan within a budget depends on; versions of torch, this package and the files included."""
+    """Hash all that a plan within a budget depends on, including the versions of torch, this package and the files."""
     digest = hashlib.sha256()
     versions = (torch.__version__, importlib.metadata.version("thunder-memsave"), _FORMAT)
     asked = (versions, budget_bytes, memory, pinned, graph.num_forward)
@@ -38,11 +38,11 @@ def plan_key(
 
 
 def cached_plan(key: str, *, directory: Path | None = None) -> Plan | None:
-    """The plan of an earlier run; None where there is none that can be read.
+    """Return the plan of an earlier run; None if there is none that can be read.
 
     Args:
         key: `plan_key(...)`.
-        directory: Of the files; that of this user's caches unless given.
+        directory: Cache directory; that of this user unless given.
     """
     try:
         values = json.loads(_path(key, directory).read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def cached_plan(key: str, *, directory: Path | None = None) -> Plan | None:
 
 
 def cache_plan(key: str, plan: Plan, *, directory: Path | None = None) -> None:
-    """Write a plan. A directory that cannot be written to is no error: the next run solves again."""
+    """Write a plan. If the directory cannot be written to, nothing is raised: the next run solves again."""
     path = _path(key, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,11 +65,11 @@ def cache_plan(key: str, plan: Plan, *, directory: Path | None = None) -> None:
 
 
 def remember_budget(key: str, budget_bytes: int, *, directory: Path | None = None) -> None:
-    """Note that there is a plan for a budget.
+    """Record that there is a plan for a budget.
 
     Args:
-        key: `plan_key(...)` of what was planned for, whatever the budget.
-        budget_bytes: That of the plan.
+        key: `plan_key(...)` without a budget.
+        budget_bytes: Budget of the plan.
         directory: As for `cached_plan`.
     """
     table = _budgets(key, directory)
@@ -78,7 +78,7 @@ def remember_budget(key: str, budget_bytes: int, *, directory: Path | None = Non
 
 
 def smaller_budgets(key: str, budget_bytes: int, *, directory: Path | None = None) -> Sequence[int]:
-    """Budgets up to this one for which there are plans, the largest first; the arguments as for `remember_budget`."""
+    """Return the budgets up to this one that have plans, the largest first; arguments as for `remember_budget`."""
     budgets = map(int, _budgets(key, directory).keys())
     return sorted((b for b in budgets if b <= budget_bytes), reverse=True)
 

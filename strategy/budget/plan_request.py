@@ -1,4 +1,4 @@
-"""What a plan is asked for: answered with the plans of earlier runs, else by the solver."""
+"""Answers requests for plans: with the plans of earlier runs, else with the solver."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.search.solve import Policy, solve
 
 SMALLEST = 1
-"""Bytes, for which no plan is: asks for the smallest."""
+"""Target in bytes that no plan meets: asks for the smallest plan."""
 _MOST_KNOWN = 8  # plans of earlier runs that a search begins with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A plan that rank 0 wants all to run."""
+    """A plan that rank 0 offers to all ranks."""
 
     plan: Plan
     is_smallest: bool = False
-    """Whether no plan was found for what was asked, and this is the smallest of all."""
+    """True if no plan was found for the target, and this is the smallest of all."""
     bound_bytes: int | None = None
-    """Of the smallest, where it was searched for: below there is none."""
+    """Lower bound on the peak bytes of all plans, if the smallest plan was searched for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """All that a plan depends on but its budget."""
+    """The inputs of a plan, except its budget."""
 
     graph: TrainingGraph
     policy: Policy
@@ -44,9 +44,9 @@ class Question:
     pinned: Actions
     generator_state_bytes: int
     costs: str
-    """Where `costs_us` come from."""
+    """Source of `costs_us`, in words."""
     narrowed: Question | None = None
-    """With fewer choices, among which the smallest plan is sooner found; asked where no plan is found with all."""
+    """The same with fewer choices, for which the smallest plan is found sooner; asked if all choices find no plan."""
 
     def answer(
         self,
@@ -55,12 +55,12 @@ class Question:
         budget_bytes: int | None,
         too_large: Collection[Actions] = (),
     ) -> Offer:
-        """A plan within `target_bytes`, else the smallest that was found, by earlier runs too.
+        """Find a plan within `target_bytes`, else the smallest that was found, also by earlier runs.
 
         Args:
-            target_bytes: The budget, less what runs has needed beyond what was planned; None: no limit.
-            budget_bytes: What is asked for.
-            too_large: Those of plans that did not fit, though they had fitted an earlier run.
+            target_bytes: The budget, less the bytes by which the traces that run exceed the plan; None: no limit.
+            budget_bytes: The budget that was asked for.
+            too_large: Actions of plans that did not fit this time.
         """
         if target_bytes is None or budget_bytes is None:
             return Offer(plan=replace(self.solved(None), costs=self.costs))
@@ -72,19 +72,19 @@ class Question:
         return replace(offer, plan=plan)
 
     def remember_run(self, plan: Plan, *, peak_bytes: int) -> None:
-        """Note what a plan needed when it ran, on the rank that needed the most."""
+        """Record the peak of a plan's final traces, on the rank with the largest."""
         cache_plan(self._run_key(peak_bytes), replace(plan, predicted_peak_bytes=peak_bytes))
         remember_budget(self._run_key(None), peak_bytes)
 
     def is_tight(self, target_bytes: int | None) -> bool:
-        """Whether more than the free wins is needed, so that costs matter."""
+        """Tell whether the free wins alone exceed the target, so that costs matter."""
         if target_bytes is None or self.policy != "plan":
             return False
         free = replace(self, policy="keep_all").solved(None)
         return free.predicted_peak_bytes > target_bytes
 
     def _known(self, target_bytes: int, is_corrected: bool) -> Offer | None:
-        """A target that is less than the budget is not searched for below the smallest plan of earlier runs."""
+        """Return a cached plan; for a corrected target below the smallest cached plan, that plan."""
         if target_bytes == SMALLEST:
             return None
         if (plan := cached_plan(self._key(target_bytes))) is not None:
@@ -106,7 +106,7 @@ class Question:
     def _or_one_that_ran(
         self, offer: Offer, budget_bytes: int, too_large: Collection[Actions]
     ) -> Offer:
-        """A plan that is no slower and ran within the budget: a corrected target may be below what it was made for."""
+        """Prefer a plan that ran within the budget and is no slower: it may need more than a corrected target."""
         peaks = smaller_budgets(self._run_key(None), budget_bytes)[:_MOST_KNOWN]
         ran = [plan for peak in peaks if (plan := cached_plan(self._run_key(peak))) is not None]
         ran = [plan for plan in ran if plan.actions not in too_large]
@@ -115,11 +115,11 @@ class Question:
         plan = min(ran, key=lambda p: p.recompute_us)
         if not offer.is_smallest and offer.plan.recompute_us <= plan.recompute_us:
             return offer
-        # What was proven was proven for smaller budgets.
+        # Its bounds were proven for a smaller budget, and need not hold for this one.
         return Offer(plan=replace(plan, lower_bound_us=0.0, layered_bound_us=0.0))
 
     def _plans_within(self, target_bytes: int) -> list[Plan]:
-        """Plans of earlier runs for no larger budgets, so that time does not rise with the budget."""
+        """Return plans of earlier runs for budgets up to this one, so that time does not rise with the budget."""
         budgets = smaller_budgets(self._key(None), target_bytes)
         keys = [self._key(b) for b in budgets[:_MOST_KNOWN]] + [self._key(SMALLEST)]
         return [plan for key in keys if (plan := cached_plan(key)) is not None]
@@ -130,7 +130,7 @@ class Question:
         offer = self.narrowed._known(target_bytes, is_corrected=False)
         offer = offer or self.narrowed._searched(target_bytes)
         if offer.is_smallest:
-            # Below what it calls the bound there may be plans with other choices.
+            # Its bound holds for fewer choices only: other plans may be below it.
             offer = replace(offer, bound_bytes=smallest.bound_bytes)
             return min(offer, smallest, key=lambda o: o.plan.predicted_peak_bytes)
         return offer
@@ -161,7 +161,7 @@ class Question:
     def solved(
         self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: float
     ) -> Plan:
-        """What `solve` says, whatever earlier runs have found; `limits` are its own."""
+        """Call `solve`, without looking for plans of earlier runs; `limits` are passed on."""
         return solve(
             self.graph,
             policy=self.policy,

@@ -31,18 +31,18 @@ from thunder_memsave.planner.simulate import Profile, simulate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """What is known of the arguments of a trace, by their names in it."""
+    """The known facts about the arguments of a trace, by their names in it."""
 
     kinds: Mapping[str, StorageKind] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Parameters and buffers, and fake tensors in place of a batch."""
     unread_bytes: int = 0
-    """Of parameters and buffers of the module that the trace does not read."""
+    """Bytes of parameters and buffers of the module that the trace does not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCall:
-    """A compiled call's plan, and what will run."""
+    """A compiled call with its plan, and the program that will run."""
 
     graph: TrainingGraph
     plan: Plan | None
@@ -54,10 +54,10 @@ class PlannedCall:
     program: Program
     memory: StepMemory
     profile: Profile
-    """Of the final traces."""
+    """Memory of the final traces."""
 
     def room(self, budget_bytes: int) -> Room:
-        """What a budget leaves beside this call, in which nothing is on its way while something computes."""
+        """Return the bytes that a budget leaves beside this call, which must not overlap collectives itself."""
         left: dict[str, int] = {}
         start_bytes: dict[str, int] = {}
         for step, nbytes in zip(self.program.steps, self.profile.step_peak_bytes, strict=True):
@@ -69,7 +69,7 @@ class PlannedCall:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Everything about one call but its plan."""
+    """One call before it has a plan."""
 
     traces: Traces
     """Before the plan is carried out."""
@@ -82,7 +82,7 @@ class Attempt:
 
     @property
     def communicates(self) -> bool:
-        """Whether something can be on its way while something computes."""
+        """True if the call has collectives, which could be in flight during computation."""
         return any(op.sent_bytes for op in self.graph.ops)
 
     def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
@@ -118,22 +118,22 @@ class Attempt:
         )
 
     def _of_values(self, plan: Plan) -> Actions:
-        """A plan's actions for all values in its storages: passes know values only."""
+        """Return a plan's actions for all values in its storages: passes know only values."""
         storages, planned = self.graph.storages, plan.actions
         names = [(name, storages[s].name) for name, s in self.graph.storage_of.items()]
         return Actions({name: planned[storage] for name, storage in names if storage in planned})
 
 
 def flat_outputs(trace: TraceCtx) -> Sequence[Any]:
-    """What forward returns, of a joint trace; nothing of any other."""
+    """Return the flat outputs of forward of a joint trace; nothing for any other trace."""
     symbols = trace.bound_symbols
     return symbols[-1].args[0]["fw_flat_out"] if is_joint(symbols) else ()
 
 
 def differentiated(outputs: Sequence[Any]) -> frozenset[int] | None:
-    """Numbers of the outputs that the caller is taken to pass a gradient for: losses, where there are any; None: all.
+    """Return the indices of the outputs for which a gradient is expected: losses, if there are any; None: all.
 
-    A loss is a single number, as transformers' models return it before their logits.
+    A loss is a scalar, as transformers' models return it before their logits.
     """
     losses = {
         number
@@ -144,7 +144,7 @@ def differentiated(outputs: Sequence[Any]) -> frozenset[int] | None:
 
 
 def with_zeros(graph: TrainingGraph, trace: TraceCtx) -> TrainingGraph:
-    """Let backward begin with the zeros that autograd.py makes for outputs without a gradient."""
+    """Begin backward with the zeros that `compiler/autograd.py` makes for outputs without a gradient."""
     outputs = flat_outputs(trace)
     expected = differentiated(outputs)
     if expected is None:

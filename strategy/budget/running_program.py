@@ -1,6 +1,6 @@
-"""Follows Python's references through the traces that run: what each step makes and frees.
+"""Finds the storages that each step of the running traces makes and frees, by following Python's references.
 
-References are what the trace's function holds, what `autograd.py` holds, and what the caller holds.
+The trace's function, `compiler/autograd.py` and the caller hold references.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def program(
     differentiated: Collection[int] | None = None,
     accumulates: bool = False,
 ) -> Program:
-    """What runs, in order, with what each operation frees.
+    """Build the program of the traces that run, with the storages that each operation frees.
 
     Args:
         forward: The final forward trace, after `del_last_used`; or an inference trace.
@@ -57,14 +57,14 @@ def program(
         kinds: As for `training_graph`, and so are the next two.
         tensors: The arguments' tensors.
         known: `profiles(...)`.
-        differentiated: Which of forward's flat outputs the caller passes a gradient for, such as the loss alone; None:
-            each that has one. For the others autograd.py makes zeros, which die at their last use; what the caller
-            passes lives to the end of backward.
-        accumulates: Whether parameters have a gradient already, to which autograd adds these.
+        differentiated: Indices of forward's flat outputs for which the caller passes a gradient, such as the loss
+            alone; None: all that can have one. For the others autograd.py makes zeros, which die at their last use;
+            gradients from the caller live to the end of backward.
+        accumulates: True if parameters have a gradient already, to which autograd adds the new one.
 
     Returns:
         The program. The caller holds arguments, all outputs until backward ends, and then the gradients. Its last steps
-        may be autograd's own: a gradient that is laid out otherwise than its parameter is copied.
+        may be autograd's own: a gradient whose strides differ from its parameter's is copied.
     """
     values = Values(forward.args, kinds or {}, tensors or {}, known or profiles())
     return _Running(values, differentiated, accumulates=accumulates).program(forward, backward)
@@ -80,7 +80,7 @@ class _Running:
         self._differentiated, self._accumulates = differentiated, accumulates
         self._freed: set[int] = set()
         self._names: dict[int, set[str]] = {}
-        """Names that hold a storage, by storage; the caller's have no dot in front."""
+        """Names that hold each storage; those of holders outside of the traces begin with a dot."""
         self._steps: list[Step] = []
 
     def program(self, forward: TraceCtx, backward: TraceCtx | None) -> Program:
@@ -120,7 +120,7 @@ class _Running:
         return cotangents
 
     def _store_gradients(self, arguments: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """As `AccumulateGrad` does: it takes over what nobody else has and is laid out like the parameter."""
+        """Store gradients as `AccumulateGrad` does: it copies those that are shared or have other strides."""
         for number, (argument, gradient) in enumerate(zip(arguments, gradients, strict=True)):
             if not is_tensor(gradient):
                 continue
@@ -161,7 +161,7 @@ class _Running:
         self._hold([copy], ".grad")
 
     def _enter_backward(self, backward: TraceCtx, outputs: Sequence[Any]) -> frozenset[int]:
-        """Cotangents appear: those that the caller passes, and zeros."""
+        """Add the cotangents: those that the caller passes, and zeros."""
         made, unread = set(), -1
         for place, (proxy, output) in enumerate(zip(backward.args[1], outputs, strict=True)):
             if isinstance(proxy, TensorProxy):
@@ -174,7 +174,7 @@ class _Running:
                 name = f"{output.name}.zeros"
                 unread = self._values.new(contiguous(output), "cotangent", name).storage
         if unread >= 0:
-            # The trace unpacks what it does not read to `_`, of which the last one lives to the end.
+            # The trace unpacks arguments that it does not read to `_`, so the last of them lives to the end.
             made.add(unread)
             self._hold([unread], "_")
         return frozenset(made)
@@ -196,7 +196,7 @@ class _Running:
                 self._free(ran.made)  # results without a name
 
     def _end(self, future: str) -> None:
-        """A collective has ended, and holds nothing more."""
+        """End a collective, which holds its storages no longer."""
         held_by = self._values.held_by
         held = held_by.get(future, ())
         for storage in held:
@@ -211,14 +211,14 @@ class _Running:
             self._names.setdefault(storage, set()).add(name)
 
     def _drop(self, names: Collection[str]) -> None:
-        """These names are gone, and with them what nothing else holds."""
+        """Delete these names, and free the storages that nothing else holds."""
         storages = dict.fromkeys(s for name in names for s in self._values.kept_by(name))
         for storage in storages:
             self._names.get(storage, set()).difference_update(names)
         self._free(storages)
 
     def _free(self, storages: Collection[int]) -> None:
-        """Those that nothing holds, and that are not free yet, die with the last step."""
+        """Let the last step free those of these storages that nothing holds any more."""
         freed = tuple(s for s in storages if s not in self._freed and not self._names.get(s))
         self._freed.update(freed)
         if freed and self._steps:
@@ -226,13 +226,13 @@ class _Running:
             self._steps[-1] = replace(last, frees=(*last.frees, *freed))
 
     def _leave(self, *, keep: Collection[str]) -> None:
-        """The function returns: its names are gone but for what was returned."""
+        """Return from the function: delete its names, except those of its results."""
         kept = set(keep)
         names = {n for held in self._names.values() for n in held if not n.startswith(".")}
         self._drop(names - kept)
 
     def _release(self, name: str, *, except_for: Collection[int]) -> None:
-        """The caller lets go."""
+        """Drop a name from all storages but these."""
         storages = [s for s, names in self._names.items() if name in names and s not in except_for]
         for storage in storages:
             self._names[storage].discard(name)

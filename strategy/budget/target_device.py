@@ -1,4 +1,4 @@
-"""Models and ranks that are not here: tensors without memory, and collectives that do nothing, to make plans with."""
+"""Stands in for absent models and ranks when planning: tensors without memory, and collectives that do nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from thunder_memsave.sharding.sharded_parameter import is_sharded
 
 
 def without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor that says it is on the CPU, and holds nothing; to read it is an error of the caller.
+    """Return a tensor that says it is on the CPU, but has no memory; the caller must not read it.
 
-    Autocast, and models that look at devices, take it as they take any other, which is not so on meta.
+    Unlike a meta tensor, it is like any other to autocast and to models that look at devices.
     """
     tensor = torch.empty(shape, dtype=dtype)
     tensor.untyped_storage().resize_(0)
@@ -28,10 +28,10 @@ def without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def stand_in(module: nn.Module, data_parallel: DataParallel | None = None) -> None:
-    """Turn a module on meta into one that can be captured: sharded, and of tensors without memory.
+    """Turn a module on meta into one that can be captured: sharded, with tensors without memory.
 
     Raises:
-        ValueError: it cannot be sharded (`sharding.shard_module`).
+        ValueError: it cannot be sharded (`sharding.rows.shard_module`).
     """
     shard_module(module, data_parallel)
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -43,7 +43,7 @@ def stand_in(module: nn.Module, data_parallel: DataParallel | None = None) -> No
 
 
 def stand_in_fp8(linears: Fp8Linears) -> None:
-    """Let the linears of a model that `stand_in` made have fp8 copies without memory of what is not trained."""
+    """Give the frozen linears of a model that `stand_in` made fp8 copies without memory."""
     recipe = linears.recipe
     for linear in linears.by_name.values():
         shape = linear.linear.weight.shape
@@ -65,10 +65,10 @@ def _rows(tensor: Tensor, data_parallel: DataParallel | None) -> RowRange | None
 
 @contextmanager
 def fake_ranks(num_ranks: int) -> Iterator[None]:
-    """Make this process the first of so many, of which there are no others; for tracing, not for numbers.
+    """Make this process rank 0 of a fake process group of `num_ranks` ranks, whose collectives compute nothing.
 
     Raises:
-        RuntimeError: this process has ranks already.
+        RuntimeError: this process has a process group already.
     """
     if dist.is_initialized():
         raise RuntimeError(
