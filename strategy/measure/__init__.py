@@ -1,6 +1,6 @@
-"""What operations and steps take: bytes and microseconds, found without data or measured alone.
+"""Finds the bytes and microseconds that operations and steps take, without data or by running an operation alone.
 
-In: a symbol of a trace, or an optimizer. Out: its layouts, bytes, work and time. Importing the package imports Thunder.
+In: a symbol of a trace, or an optimizer. Out: layouts, bytes, FLOPs and time. Importing the package imports Thunder.
 """
 
 from thunder_memsave import compat

@@ -1,7 +1,7 @@
-"""Where tensors without data are put that stand for those of a GPU, on a machine that has none.
+"""Puts fake tensors of a GPU on the CPU, on a machine that has no GPU.
 
-PyTorch without a GPU indexes no FakeTensor that says it is on one, and runs no backward. Shapes, strides and what an
-operation allocates are the same for one that says it is on the CPU; whose allocator is asked is the caller's to know.
+PyTorch without a GPU cannot index a FakeTensor that says it is on one, nor run backward. Shapes, strides and
+allocations are the same for a FakeTensor on the CPU; the caller chooses which allocator's rounding to count.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map
 
 
 def place_for(device: str) -> str:
-    """The device itself, or the CPU where it is a GPU and there is none."""
+    """Return the device itself, or the CPU for a GPU on a machine without one."""
     is_absent = device.partition(":")[0] == "cuda" and not torch.cuda.is_available()
     return "cpu" if is_absent else device
 
 
 class WithoutAbsentDevices(TorchFunctionMode):
-    """Operations that name a GPU, as those that make tensors do, name the CPU where there is none."""
+    """Replaces a GPU in operations' arguments, such as factory functions, by the CPU on a machine without one."""
 
     def __torch_function__(
         self,
@@ -30,7 +30,7 @@ class WithoutAbsentDevices(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the function with devices that are here."""
+        """Run the function with devices that exist here."""
         args, kwargs = tree_map(_place, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""What collectives of an executed trace allocate and send, without running them.
+"""Computes the bytes that collectives of an executed trace allocate and send, without running them.
 
-Follows `collectives.py` and `transport.py`, line by line. On the CPU a collective ends where it starts, and what it
-takes besides its results it takes inside: copies that it sends, what it receives before it is summed or sorted, and
-gloo's own buffers. On CUDA it holds what it sends, copies or its arguments, until it is waited for.
+Follows `ops/collectives.py` and `distributed/transport.py`, line by line. On the CPU a collective ends where it starts,
+and allocates inside, besides its results: copies to send, received bytes before they are summed or sorted, and gloo's
+own buffers. On CUDA it holds the bytes that it sends, copies or its arguments, until the wait.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _Allocated = Callable[[int, str], int]
 
 
 class CollectiveRules:
-    """The rule of every symbol that communicates, or waits for what does."""
+    """Gives the profiles of collectives and of waits for them."""
 
     def __init__(self, allocated: _Allocated, *, device_type: str = "") -> None:
-        """Remember whose memory is counted.
+        """Store the allocator and the planned device.
 
         Args:
-            allocated: `(nbytes, device type)` to what the allocator counts.
-            device_type: Of the planned device, where the trace's tensors live on another one, such as meta.
+            allocated: Maps `(nbytes, device type)` to the bytes that the allocator counts.
+            device_type: Type of the planned device, if the trace's tensors are on another one, such as meta.
         """
         self._allocated, self._device_type = allocated, device_type
 
     def __call__(self, bsym: BoundSymbol, arguments: Sequence[Value]) -> OpProfile | None:
-        """The profile of a collective; None for any other symbol."""
+        """Return the profile of a collective or a wait; None for any other symbol."""
         if is_wait(bsym) or bsym.sym.id == with_unreduced.id:
             return _in_place(arguments[:1])
         group = _group(bsym)
@@ -85,7 +85,7 @@ class CollectiveRules:
         )
 
     def _gloo_gather(self, whole: Sequence[Layout], sent: Sequence[Layout]) -> int:
-        """Gloo receives into a buffer of its own; several are sent and received as one."""
+        """Return gloo's bytes for an all-gather: a receive buffer; several tensors are sent and received as one."""
         received = self._cpu_bytes(whole)
         return received if len(whole) == 1 else self._cpu_bytes(sent) + 2 * received
 
@@ -99,7 +99,7 @@ class CollectiveRules:
         )
         inside_bytes, holds = copied, self._holds(bsym, given[0])
         if self._is_on_cpu(given[0]):
-            # Every rank sends each other rank its rows, several as one, and adds up what it gets.
+            # Every rank sends each other rank its rows, several tensors as one, and sums the rows that it receives.
             inside_bytes += self._cpu_bytes(whole) * (1 if len(whole) == 1 else 2)
         return self._new_results(
             _results(bsym),
@@ -126,7 +126,7 @@ class CollectiveRules:
         )
 
     def _gloo_sum(self, values: Sequence[Layout], group: dist.ProcessGroup) -> int:
-        """Several are sent as one; among more than two ranks the rows are summed, and then gathered."""
+        """Return gloo's bytes for an all-reduce: several tensors are one; over two ranks it reduces, then gathers."""
         if len(values) == 1 and group.size() <= 2:
             return 0
         whole = list(map(_packed, values))
@@ -138,7 +138,7 @@ class CollectiveRules:
             return flat_bytes + reshaped
         itemsize, num_ranks = values[0].dtype.itemsize, group.size()
         part_bytes = -(-flat_bytes // (itemsize * num_ranks)) * itemsize
-        # The padded copy, and as much again: first what all_to_all receives, then what gloo gathers.
+        # The padded copy, and as much for the result: first of all_to_all, then of the all-gather.
         return flat_bytes + max(reshaped, 2 * part_bytes * num_ranks + part_bytes)
 
     def _new_results(
@@ -151,7 +151,7 @@ class CollectiveRules:
         held: frozenset[int] = frozenset(),
         inside_bytes: int = 0,
     ) -> OpProfile:
-        """Every tensor that comes out is new. `inside_bytes`: the most besides, `held_bytes` among it."""
+        """Return a profile whose results are all new; `inside_bytes` is the peak besides them, with `held_bytes`."""
         num_arguments = len({a.storage for a in arguments})
         made = tuple(map(self._bytes, layouts))
         return OpProfile(
@@ -168,7 +168,7 @@ class CollectiveRules:
         )
 
     def _holds(self, bsym: BoundSymbol, layout: Layout) -> bool:
-        """Whether what is sent stays until the wait (`transport.py`)."""
+        """Tell whether the bytes to send are held until the wait (`distributed/transport.py`)."""
         return _is_under_way(bsym) and not self._is_on_cpu(layout)
 
     def _is_on_cpu(self, layout: Layout) -> bool:
@@ -178,12 +178,12 @@ class CollectiveRules:
         return self._allocated(layout.storage_bytes, layout.device.partition(":")[0])
 
     def _cpu_bytes(self, layouts: Sequence[Layout]) -> int:
-        """Of all in one buffer."""
+        """Return the bytes of all layouts in one CPU buffer."""
         return self._allocated(sum(map(_nbytes, layouts)), "cpu")
 
 
 def _sent_as_they_are(arguments: Sequence[Value], sent: Sequence[Layout]) -> frozenset[int]:
-    """Storages of the arguments that are neither cast nor copied before they are sent."""
+    """Return the storages of arguments that are sent without a cast or a copy."""
     pairs = zip(arguments, sent, strict=True)
     return frozenset(
         a.storage for a, s in pairs if a.layout.dtype == s.dtype and _is_contiguous(a.layout)
@@ -193,7 +193,7 @@ def _sent_as_they_are(arguments: Sequence[Value], sent: Sequence[Layout]) -> fro
 def _in_place(
     arguments: Sequence[Value], *, sent_bytes: int = 0, peak_bytes: int = 0, writes: bool = False
 ) -> OpProfile:
-    """Every result is in its argument's memory."""
+    """Return a profile whose results are in their arguments' memory."""
     storages = frozenset(a.storage for a in arguments)
     return OpProfile(
         results=tuple(arguments),
@@ -225,20 +225,20 @@ def _is_tensor(proxy: Any) -> bool:
 
 
 def _part(whole: Layout, group: dist.ProcessGroup) -> Layout:
-    """One rank's rows."""
+    """Return the layout of one rank's shard."""
     rows, *rest = whole.shape
     shape = (rows // group.size(), *rest)
     return whole._replace(shape=shape, storage_bytes=whole.storage_bytes // group.size())
 
 
 def _packed(layout: Layout) -> Layout:
-    """The same numbers in a storage of their own, row by row."""
+    """Return the layout of a contiguous copy."""
     stride = torch.empty(layout.shape, device="meta").stride()
     return layout._replace(stride=stride, offset=0, storage_bytes=_nbytes(layout))
 
 
 def _cloned(layout: Layout) -> Layout:
-    """As `clone` lays it out: like the original, where that has no gaps."""
+    """Return the layout that `clone` gives: with the original's strides, if that has no gaps."""
     original = torch.empty_strided(layout.shape, layout.stride, device="meta")
     return _packed(layout)._replace(stride=original.clone().stride())
 
@@ -259,7 +259,7 @@ def _is_contiguous(layout: Layout) -> bool:
 
 
 def _received(nbytes: int, group: dist.ProcessGroup) -> int:
-    """Of `nbytes` that all ranks share evenly, what the others have."""
+    """Return the bytes that the other ranks have, of `nbytes` that are sharded evenly."""
     return nbytes * (group.size() - 1) // group.size()
 
 

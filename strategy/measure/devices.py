@@ -1,4 +1,4 @@
-"""What the planner needs to know of the device that is here."""
+"""Gives the planner the rates and the memory of the device that is here."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _log = logging.getLogger(__name__)
 
 
 def device_at(place: torch.device) -> Device:
-    """The rates of a device, by its name: `NVIDIA H200` is `h200`. One that is not known is taken for an H100."""
+    """Return the rates of a device, by its name: `NVIDIA H200` is `h200`. An unknown one gets those of an H100."""
     if place.type != "cuda":
         return device("cpu")
     name = torch.cuda.get_device_name(place).lower()
     known = next((d for key, d in DEVICES.items() if key in name), None)
     if known is None:
         _log.warning(
-            "the rates of %s are not known, so what is fast to compute again is judged by those of an %s; budgets hold "
-            "all the same.",
+            "the rates of %s are not known, so plans estimate recompute times with those of an %s; the memory budget "
+            "holds all the same.",
             name,
             _UNKNOWN,
         )
@@ -31,7 +31,7 @@ def device_at(place: torch.device) -> Device:
 
 
 def total_bytes(place: torch.device) -> int | None:
-    """The device's memory; None for the CPU, whose memory is other programs' too."""
+    """Return the device's memory in bytes; None for the CPU, whose memory other programs share."""
     if place.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(place).total_memory)

@@ -1,4 +1,4 @@
-"""A table of measured numbers in the user's cache directory, so that what was measured once is not measured again."""
+"""Stores measured numbers in the user's cache directory, so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Where this user's caches are: `$THUNDER_MEMSAVE_CACHE`, else `~/.cache/thunder_memsave` or what XDG says."""
+    """Return this user's cache directory: `$THUNDER_MEMSAVE_CACHE`, else that of XDG, `~/.cache/thunder_memsave`."""
     if own := os.environ.get("THUNDER_MEMSAVE_CACHE"):
         return Path(own)
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -29,22 +29,22 @@ class DiskTable:
         self._is_changed = False
 
     def get(self, key: str) -> float | None:
-        """What was put for this key, in this process or an earlier one."""
+        """Return the number stored for this key, by this process or an earlier one; None if there is none."""
         return self._numbers.get(key)
 
     def keys(self) -> list[str]:
-        """All that was put."""
+        """Return all keys."""
         return list(self._numbers)
 
     def put(self, key: str, number: float) -> None:
-        """Remember a number; `save` writes it."""
+        """Store a number; `save` writes it."""
         self._numbers[key] = number
         self._is_changed = True
 
     def save(self) -> None:
-        """Write what is new, beside what other processes have written since.
+        """Write new numbers, merged with those that other processes have written since.
 
-        A directory that cannot be written to is no error: the next process measures again.
+        If the directory cannot be written to, nothing is raised: the next process measures again.
         """
         if not self._is_changed:
             return
@@ -64,7 +64,7 @@ class DiskTable:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write at once, so that no process reads half a file."""
+    """Replace a file atomically, so that no process reads half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)

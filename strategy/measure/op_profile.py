@@ -1,9 +1,9 @@
-"""What one symbol of an executed trace costs and shares, found by running it once on FakeTensors.
+"""Profiles one symbol of an executed trace: its costs and the memory it shares, by running it once on FakeTensors.
 
-There is no table of which operations are views or write in place: what a result shares memory with is what the run
-shows. A trace of 80 layers has a few hundred different symbols, so a cache makes this fast: its key is the operation,
-its other arguments, and shape, strides, dtype, device and shared memory of its tensors. Collectives are not run; their
-rules are in `collective_memory.py`.
+There is no table of views and of writes in place: the run shows what memory a result shares. A trace of 80 layers has a
+few hundred different symbols, so a cache makes this fast: its key is the operation, its other arguments, and shape,
+strides, dtype, device and shared memory of its tensors. Collectives are not run; their rules are in
+`collective_memory.py`.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _WRITTEN_OUT = (
 
 
 class Layout(NamedTuple):
-    """A tensor without its numbers."""
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """In elements, of the first one in its storage."""
+    """Index of the first element in the storage."""
     dtype: torch.dtype
     device: str
     storage_bytes: int
-    """Of the whole storage, as asked for."""
+    """Bytes of the whole storage, as requested from the allocator."""
 
 
 class Value(NamedTuple):
-    """A tensor in a storage; storages are numbered by whoever asks."""
+    """A tensor in a storage; the caller numbers the storages."""
 
     layout: Layout
     storage: int
@@ -69,19 +69,19 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpProfile:
-    """What a symbol does. Its storages are numbered: those of its arguments in order, then those that it makes."""
+    """The costs of a symbol. Its storages are numbered: those of its arguments in order, then those that it makes."""
 
     results: tuple[Value | None, ...]
-    """One for each of the symbol's proxies; None for numbers."""
+    """One value for each of the symbol's result proxies; None for numbers."""
     num_argument_storages: int
     made_bytes: tuple[int, ...]
-    """Of each new storage, as the allocator counts."""
+    """Bytes of each new storage, as the allocator counts."""
     held_bytes: int = 0
-    """Memory without a name that a collective under way holds, until one of its results was waited for."""
+    """Bytes without a name that a collective in flight holds until the wait for one of its results."""
     held: frozenset[int] = frozenset()
-    """Storages of arguments that it holds so long."""
+    """Storages of arguments that a collective in flight holds until then."""
     peak_bytes: int = 0
-    """The most that is held at once of what is allocated inside, results and scratch included."""
+    """Peak of the bytes allocated inside, results and scratch included."""
     scratch_bytes: int = 0
     flops: int = 0
     moved_bytes: int = 0
@@ -96,7 +96,7 @@ class OpProfile:
 
     @property
     def is_view(self) -> bool:
-        """Whether it moves no data."""
+        """True if it moves no data."""
         return not (self.made_bytes or self.moved_bytes or self.written or self.sent_bytes)
 
 
@@ -106,56 +106,56 @@ class Operation(NamedTuple):
     run: Callable[..., Any]
     """Takes one value for each argument proxy, and returns one for each result."""
     arguments: Sequence[Value | None]
-    """None: a number."""
+    """None for a number."""
     can_run_alone: bool
-    """Not so for functions of which nothing is known but that a model calls them."""
+    """False for an opaque function of the model, which may have side effects."""
 
 
 class Scratch(Protocol):
-    """How much memory kernels take without a tensor."""
+    """A function that gives the bytes that kernels allocate without a tensor."""
 
     def __call__(self, operation: Operation, profile: OpProfile, /) -> int:
-        """Bytes at the operation's peak beside what `profile` says."""
+        """Return the bytes at the operation's peak beyond those of `profile`."""
 
 
 class Rule(Protocol):
-    """What is known of a symbol that must not be run."""
+    """A function that gives the profiles of symbols that must not be run."""
 
     def __call__(self, bsym: BoundSymbol, arguments: Sequence[Value], /) -> OpProfile | None:
-        """Its profile; None where it may be run."""
+        """Return the symbol's profile; None if it may be run."""
 
 
 def no_scratch(operation: Operation, profile: OpProfile) -> int:
-    """Nothing."""
+    """Return 0."""
     return 0
 
 
 class OpProfiles:
-    """Profiles of symbols, each kind of which is run once."""
+    """Profiles symbols, and runs each kind once."""
 
     def __init__(
         self, *, rules: Sequence[Rule] = (), scratch: Scratch = no_scratch, device_type: str = ""
     ) -> None:
-        """`device_type`: of the device that is planned for, where the trace's proxies live on another, such as meta."""
+        """`device_type`: that of the planned device, if the trace's proxies are on another one, such as meta."""
         self.rules, self._scratch, self._device_type = tuple(rules), scratch, device_type
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Hashable, OpProfile] = {}
 
     def allocated_bytes(self, nbytes: int, device_type: str) -> int:
-        """What the allocator of the planned device counts."""
+        """Return the bytes that the allocator of the planned device counts for a request."""
         return allocated_bytes(nbytes, self._device_type or device_type)
 
     @property
     def num_runs(self) -> int:
-        """How many kinds of symbols were looked at."""
+        """Number of kinds of symbols that were profiled."""
         return len(self._known)
 
     def profile(self, bsym: BoundSymbol, arguments: Sequence[Value | None]) -> OpProfile:
-        """What `bsym` does.
+        """Return the profile of `bsym`.
 
         Args:
             bsym: A symbol of an executed trace.
-            arguments: One for each of its `flat_proxy_args`; None for a number.
+            arguments: One value for each of its `flat_proxy_args`; None for a number.
 
         Raises:
             CompileError: it does not run on FakeTensors.
@@ -227,14 +227,14 @@ class OpProfiles:
 
 
 def _computed_in(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> torch.dtype:
-    """A product of fp8 tensors is of another dtype, and is computed at fp8's rate."""
+    """Return the dtype that gives the peak rate: fp8 for a product of fp8 tensors, whose result has another dtype."""
     dtypes_read = {t.dtype for t in arguments}
     fp8 = next((d for d in FP8_DTYPES if d in dtypes_read), None)
     return results[0].dtype if fp8 is None else fp8
 
 
 def contiguous(proxy: TensorProxy | FutureTensorProxy) -> Layout:
-    """The layout of a new tensor like `proxy`."""
+    """Return the layout of a new contiguous tensor like `proxy`."""
     shape = tuple(int(s) for s in proxy.shape)
     dtype = dtypes.to_torch_dtype(proxy.dtype)
     stride: list[int] = []
@@ -249,7 +249,7 @@ def contiguous(proxy: TensorProxy | FutureTensorProxy) -> Layout:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """The layout of a real or fake tensor."""
+    """Return the layout of a real or fake tensor."""
     return Layout(
         tuple(tensor.shape),
         tuple(tensor.stride()),
@@ -261,7 +261,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def make_arguments(values: Sequence[Value | None], *, zeros: bool = False) -> list[Any]:
-    """Tensors with these layouts, those of one storage sharing it; 0 for numbers."""
+    """Make tensors with these layouts, which share storages as the values do; 0 for numbers."""
     storages: dict[int, Tensor] = {}
     return [0 if v is None else _tensor(v, storages, zeros=zeros) for v in values]
 
@@ -285,7 +285,7 @@ def _value(tensor: Tensor, numbers: Mapping[int, int]) -> Value:
 
 
 def _renumbered(values: Sequence[Value | None]) -> list[Value | None]:
-    """The same with storages numbered in the order in which they appear."""
+    """Renumber storages in the order in which they appear."""
     numbers: dict[int, int] = {}
     return [
         None if v is None else Value(v.layout, numbers.setdefault(v.storage, len(numbers)))
@@ -294,7 +294,7 @@ def _renumbered(values: Sequence[Value | None]) -> list[Value | None]:
 
 
 def _callable(bsym: BoundSymbol) -> Callable[..., Any]:
-    """The symbol alone, as Thunder would generate it; constants are its own."""
+    """Return a function that runs the symbol alone, as Thunder would generate it, with its own constants."""
     arguments = _distinct(bsym.flat_proxy_args)
     trace = TraceCtx()
     trace.args, trace.kwargs = tuple(arguments), {}
@@ -319,7 +319,7 @@ def _distinct(proxies: Sequence[Proxy]) -> list[Proxy]:
 
 
 def _identity(bsym: BoundSymbol) -> Hashable:
-    """What tells operations of one name apart: who runs them, and for opaque ones the function."""
+    """Return a key that tells operations of one name apart: the executor, and for opaque ones the function."""
     executor = bsym.sym.executor
     functions = tuple(map(_Same, (bsym._call_ctx or {}).values()))
     return (None if executor is None else str(executor.name), functions)
@@ -327,7 +327,7 @@ def _identity(bsym: BoundSymbol) -> Hashable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Same:
-    """Equal for one and the same object, which is kept: its address may not become another one's."""
+    """Compares by object identity, and keeps the object alive, so that its address is not reused."""
 
     of: object
 
@@ -339,7 +339,7 @@ class _Same:
 
 
 def _constants(tree: Any) -> Hashable:
-    """The arguments without the tensors, as something to look up by."""
+    """Return the arguments without the tensors, as a hashable key."""
     if isinstance(tree, TensorProxy | FutureTensorProxy):
         return "tensor"
     if isinstance(tree, NumberProxy):
@@ -358,7 +358,7 @@ def _constants(tree: Any) -> Hashable:
 
 
 def _key(bsym: BoundSymbol, arguments: Sequence[Value | None]) -> str:
-    """The same for a file: no addresses, equal in every process."""
+    """Return a key for files: equal in every process, without addresses."""
     executor = bsym.sym.executor
     tensors = " ".join("number" if v is None else _written_out(v) for v in arguments)
     numbers = ",".join(_text(leaf) for leaf in tree_leaves((bsym.args, bsym.kwargs)))
@@ -385,5 +385,5 @@ def _text(leaf: Any) -> str:
         return f"{{{','.join(sorted(map(_text, leaf)))}}}"
     if isinstance(leaf, _WRITTEN_OUT):
         return repr(leaf)
-    # Other objects may say where they are in memory.
+    # The `repr` of other objects may have an address.
     return str(getattr(leaf, "__name__", type(leaf).__qualname__))

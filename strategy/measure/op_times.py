@@ -1,10 +1,10 @@
-"""How long operations take where they run: each kind is timed on zeros, within seconds, and the numbers are kept.
+"""Measures how long operations take on this device: times each kind on zeros, within seconds, and stores the times.
 
 A kind is what `Op.key` tells apart: symbol, executor, shapes, strides, dtypes and numbers. The most expensive kinds by
-the roofline are timed first. What time does not suffice for stays untimed in later runs too, so that a plan that was
-made once is found again; delete the table, `op_times-*.json` in the cache directory, to have all of it timed anew.
-Zeros are not the numbers of a training step: a GPU may clock higher on them, and an embedding's gradient, whose rows
-all meet in the first one, may take longer.
+the roofline are timed first. Kinds for which there is no time stay untimed in later runs too, so that the same plan is
+found again; delete the table, `op_times-*.json` in the cache directory, to time all of them anew. Zeros are not the
+numbers of a training step: a GPU may clock higher on them, and an embedding's gradient, which then accumulates all rows
+into the first one, may take longer.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _log = logging.getLogger(__name__)
 
 _NUM_RUNS = 5
 _LONG_S = 0.05
-"""One run of what takes so long is as good as the median of several."""
+"""Seconds above which one run is as good as the median of several."""
 _UNTIMED = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Of the operations of one graph."""
+    """Times of the operations of one graph."""
 
     us: Mapping[str, float]
-    """By `Op.key`; kinds that were not timed have the roofline's, scaled by what it is wrong by for those that were."""
+    """Microseconds by `Op.key`; untimed kinds have those of the roofline, scaled by its median error on timed ones."""
     num_timed: int
     num_kinds: int
 
@@ -47,11 +47,11 @@ class MeasuredTimes:
     """Times kinds of operations on this machine."""
 
     def __init__(self, *, limit_s: float = 5.0, directory: Path | None = None) -> None:
-        """Time nothing yet.
+        """Open the table; nothing is timed yet.
 
         Args:
-            limit_s: How long all of it may take; one operation that has begun is finished.
-            directory: Of the table; the user's cache unless given.
+            limit_s: Seconds for all timing; an operation that has begun is finished.
+            directory: Directory of the table; the user's cache unless given.
         """
         precision = torch.get_float32_matmul_precision()
         of = f"{environment()}, {precision} float32 products"
@@ -60,16 +60,16 @@ class MeasuredTimes:
         self._left_s = limit_s
 
     def remember(self, operation: Operation, found: OpProfile) -> None:
-        """Know how an operation is run, should its time be asked for."""
+        """Store how to run an operation, in case its time is asked for."""
         if operation.can_run_alone and not found.is_view:
             self._operations[found.key] = operation
 
     def of(self, graph: TrainingGraph, device: Device) -> Times:
-        """Times of what computes; collectives have none, as they need all ranks.
+        """Time the operations of a graph; collectives have no times, as they need all ranks.
 
         Args:
-            graph: Whose operations were remembered.
-            device: This one, whose roofline says what is worth timing first.
+            graph: Graph whose operations were remembered.
+            device: This device, whose roofline says which kinds to time first.
         """
         kinds = {
             op.key: op for op in graph.ops if op.key and op.repeat != "free" and not op.sent_bytes
@@ -96,7 +96,7 @@ class MeasuredTimes:
             self._table.save()
 
     def _timed(self, key: str, *, until: float) -> float:
-        """Microseconds, or that there are none."""
+        """Return an operation's microseconds; 0 if it cannot be timed, or the time is over."""
         operation = self._operations.get(key)
         if operation is None or time.perf_counter() >= until:
             return _UNTIMED
@@ -104,7 +104,7 @@ class MeasuredTimes:
             return _median_us(operation)
         # Out of memory, or zeros are refused.
         except (RuntimeError, IndexError, ValueError) as error:
-            _log.info("%s could not be timed, so the roofline tells its time: %s", key, error)
+            _log.info("%s could not be timed, so the roofline estimates it: %s", key, error)
             return _UNTIMED
 
 
@@ -126,7 +126,7 @@ def _cpu_us(run: Callable[[], None]) -> float:
 
 
 def _cuda_us(run: Callable[[], None]) -> float:
-    """On the device's own clock, from when the queue is empty."""
+    """Time a run with the device's own clock, beginning with an empty queue."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

@@ -13,14 +13,14 @@ from thunder_memsave.measure.op_profile import Operation, make_arguments
 
 
 def device_type_of(operation: Operation) -> str:
-    """Where its tensors are; empty where they are on several devices, or it has none."""
+    """Return the device type of its tensors; empty if they are on several, or it has none."""
     devices = {a.layout.device.partition(":")[0] for a in operation.arguments if a is not None}
     return devices.pop() if len(devices) == 1 else ""
 
 
 @contextlib.contextmanager
 def ready_to_run(operation: Operation) -> Iterator[Callable[[], None]]:
-    """Give what runs the operation once, after a first run: what is made once and kept is not the operation's.
+    """Yield a function that runs the operation once, after a first run that makes what libraries keep, not counted.
 
     Raises:
         RuntimeError, IndexError, ValueError: there is not enough memory, or the operation refuses zeros.
@@ -37,21 +37,21 @@ def ready_to_run(operation: Operation) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _generators_kept(device_type: str) -> Iterator[None]:
-    """Random operations draw from the user's generators."""
+    """Restore the user's generators afterwards, from which random operations draw."""
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
 
 
 def environment() -> str:
-    """What decides which kernels run here: versions, threads and the device."""
+    """Describe all that decides which kernels run here: versions, threads and the device."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     versions = f"torch {torch.__version__}{_transformer_engine()}"
     return f"{versions}, {torch.get_num_threads()} threads, {device}"
 
 
 def _transformer_engine() -> str:
-    """Whose kernels compute in fp8, where it is installed."""
+    """Return the version of TransformerEngine, whose kernels compute in fp8, if it is installed."""
     try:
         return f", TransformerEngine {importlib.metadata.version('transformer_engine')}"
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""How much memory kernels take inside of themselves: measured where the device is there, else bounded.
+"""Finds the scratch of kernels, bytes that they allocate inside: measured if the device is here, else bounded.
 
-FakeTensors show every tensor that an operation makes, and not the buffers that a kernel asks the allocator for: those
-of flash attention, or the copies in which a bfloat16 product is computed on the CPU. They are measured by running the
-operation once on zeros, and kept on disk.
+FakeTensors show every tensor that an operation makes, but not the buffers that a kernel requests from the allocator:
+those of flash attention, or the copies in which a bfloat16 product is computed on the CPU. They are measured by running
+the operation once on zeros, and kept on disk.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def bounded_scratch(operation: Operation, found: OpProfile) -> int:
 
 
 class MeasuredScratch:
-    """Runs every kind of operation once, on zeros, and remembers what it took."""
+    """Runs every kind of operation once, on zeros, and stores its scratch."""
 
     def __init__(self, *, directory: Path | None = None) -> None:
-        """`directory`: of the tables; the user's cache unless given."""
+        """`directory` of the tables: the user's cache unless given."""
         self._directory = directory
         self._tables: dict[str, DiskTable] = {}
 
     def __call__(self, operation: Operation, found: OpProfile) -> int:
-        """Bytes at the operation's peak beside what `found` says; fewer than 0 where FakeTensors show too many."""
+        """Return the bytes at the operation's peak beyond those of `found`; negative if FakeTensors show too many."""
         if found.is_view or not operation.can_run_alone:
             return 0
         table = self._table()
@@ -51,12 +51,12 @@ class MeasuredScratch:
         return max(int(known) - found.peak_bytes, sum(found.made_bytes) - found.peak_bytes)
 
     def save(self) -> None:
-        """Write what was measured."""
+        """Write the measured bytes to disk."""
         for table in self._tables.values():
             table.save()
 
     def _table(self) -> DiskTable:
-        """Of what holds now: `torch.set_num_threads` may be called at any time, and kernels have buffers per thread."""
+        """Return the table for the current settings: `torch.set_num_threads` may change buffers at any time."""
         now = f"{environment()}, {_chosen_kernels()}"
         if now not in self._tables:
             self._tables[now] = DiskTable("scratch", now, directory=self._directory)
@@ -64,7 +64,7 @@ class MeasuredScratch:
 
 
 def _chosen_kernels() -> str:
-    """The user's settings that decide between kernels of one operation, some with buffers and some without."""
+    """Describe the user's settings that decide between kernels of one operation, some of which have buffers."""
     mkldnn = "mkldnn" if torch.backends.mkldnn.enabled else "no mkldnn"
     cudnn = f"cudnn {torch.backends.cudnn.enabled} {torch.backends.cudnn.benchmark}"
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -73,7 +73,7 @@ def _chosen_kernels() -> str:
 
 
 def _measured(operation: Operation, found: OpProfile) -> int | None:
-    """The operation's peak in bytes; None where it cannot be measured here."""
+    """Return the operation's peak in bytes; None if it cannot be measured here."""
     device_type = device_type_of(operation)
     if device_type not in ("cpu", "cuda") or torch.autograd._profiler_enabled():
         return None
@@ -100,7 +100,7 @@ def _cpu_peak_bytes(run: Callable[[], None]) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Else the profiler writes two lines to stderr for each operation; it reads this once, at its first use."""
+    """Keep the profiler from writing two lines to stderr per operation; it reads this variable at its first use."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
@@ -112,7 +112,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _cuda_peak_bytes(run: Callable[[], None]) -> int:
-    """Starts the device's statistics of the peak anew."""
+    """Return the peak of a run; resets the device's peak statistics."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
-"""What a training step holds besides the tensors of forward and backward: an optimizer's state, and its update.
+"""Finds the bytes that a training step holds besides forward and backward: the optimizer's state and its update.
 
-Clipping and the update run twice on FakeTensors, so that any optimizer is known by what it does: whether it updates
-all parameters at once (`foreach`: a copy of them or more) or one by one, and what state it keeps.
+Clipping and the update run twice on FakeTensors, which shows for any optimizer what state it keeps, and whether it
+updates all parameters at once (`foreach`: a copy of them or more) or one by one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Clip = Callable[[Sequence[nn.Parameter]], object]
 
 
 class StepMemoryError(ThunderMemsaveError, RuntimeError):
-    """What an optimizer needs cannot be found out."""
+    """An optimizer's memory cannot be found."""
 
 
 def step_memory(
@@ -38,15 +38,15 @@ def step_memory(
     between_bytes: int = 0,
     device_type: str = "",
 ) -> StepMemory:
-    """The memory of an update, and what is known of the rest of a step.
+    """Find the memory of an optimizer's update, and add the given bytes of the rest of a step.
 
     Args:
-        optimizers: Each is updated once per step, one after the other. They are not changed.
-        clip: What is called before, with all parameters of the optimizers.
-        accumulates: Whether gradients are there before backward, from earlier micro-batches.
-        other_bytes: Anything that stays.
-        between_bytes: What the caller's loss takes between forward and backward.
-        device_type: Of the planned device, where parameters live on another, such as meta.
+        optimizers: Each steps once per training step, one after the other. They are not changed.
+        clip: Called before the update, with all parameters of the optimizers.
+        accumulates: True if gradients of earlier micro-batches are live before backward.
+        other_bytes: Bytes of anything else that stays.
+        between_bytes: Peak of the caller's loss between forward and backward.
+        device_type: Type of the planned device, if parameters are on another one, such as meta.
 
     Raises:
         StepMemoryError: an optimizer does not run on tensors without data.
@@ -66,7 +66,7 @@ def step_memory(
 
 
 class _Update:
-    """Copies of optimizers, over parameters without data."""
+    """Runs copies of optimizers on parameters without data."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], clip: Clip | None, device_type: str
@@ -85,7 +85,7 @@ class _Update:
         self.record = _UpdateRecord((*fakes, *gradients), allocated=_only_on(planned))
 
     def run(self) -> None:
-        """Clip, and update once."""
+        """Clip gradients, and update once."""
         with self._fake, self.record:
             if self._clip is not None:
                 self._clip([p for p in self._parameters.values() if p.grad is not None])
@@ -102,7 +102,7 @@ class _Update:
             ) from error
 
     def _copied(self, optimizer: Optimizer) -> Optimizer:
-        """The same class and settings, without state and hooks, over fake parameters."""
+        """Copy an optimizer's class and settings, without state and hooks, over fake parameters."""
         kind = type(optimizer)
         copied = kind.__new__(kind)
         # Not `step`: a learning rate schedule replaces it on the instance.
@@ -116,7 +116,7 @@ class _Update:
         return copied
 
     def _choice(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        """What torch's optimizers choose where nothing is said (`_default_to_fused_or_foreach`), for these types."""
+        """Return the `foreach` that torch's optimizers choose by default (`_default_to_fused_or_foreach`)."""
         if group.get("foreach", False) is not None or group.get("fused"):
             return {}
         if group.get("differentiable"):
@@ -135,13 +135,13 @@ class _Update:
         return self._parameters[id(parameter)]
 
     def _like(self, tensor: Tensor) -> Tensor:
-        # Of the planned device's type: by it optimizers choose whether they update all at once.
+        # On the planned device: by its type optimizers choose whether they update all parameters at once.
         device = self._device_type or tensor.device
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _only_on(planned: str) -> Callable[[int, str], int]:
-    """Count what is on the planned device: step counters of an optimizer on CUDA are on the CPU."""
+    """Return an `allocated` that counts only the planned device: an optimizer on CUDA has step counters on the CPU."""
 
     def allocated(nbytes: int, device_type: str) -> int:
         if device_type == "cpu" and planned != "cpu":
@@ -152,7 +152,7 @@ def _only_on(planned: str) -> Callable[[int, str], int]:
 
 
 class _UpdateRecord(AtenRecord):
-    """Lets an update run on tensors without data: numbers that it reads are 1, and writing in place is nothing."""
+    """Lets an update run on tensors without data: numbers read from them are 1, and writes in place do nothing."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -168,7 +168,7 @@ class _UpdateRecord(AtenRecord):
 
 
 def _number_bytes(func: Any, args: Sequence[Any]) -> int:
-    """On the CPU a number beside a tensor becomes a float64 tensor of its own, and one in the tensor's dtype."""
+    """Return the bytes of a number on the CPU: it becomes a float64 tensor, and one in the other tensor's dtype."""
     name = func._overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
     if name not in ("add", "sub", "mul", "div") or len(args) < 2:
         return 0

@@ -128,7 +128,7 @@ def test_what_refuses_zeros_has_the_rooflines_time_and_that_is_said(
     remember(times, "choosy", refuse)
     with caplog.at_level(logging.INFO):
         assert times.of(graph(op("choosy")), CPU).num_timed == 0
-    assert "choosy could not be timed, so the roofline tells its time: no zeros" in caplog.text
+    assert "choosy could not be timed, so the roofline estimates it: no zeros" in caplog.text
     assert "timed 1 kinds of operations in 0.0 s" in caplog.text
 
 
