@@ -1,7 +1,7 @@
-"""Records what PyTorch operators do while Python runs: memory, work, random numbers and writes.
+"""Records what PyTorch operators do while Python runs: memory, FLOPs, bytes moved, random numbers and writes in place.
 
-The operators may run on real tensors or on FakeTensors. What is seen are tensors; memory that a kernel takes inside of
-itself is not (`scratch.py` measures that).
+The operators may run on real tensors or on FakeTensors. Only tensors are seen, not the memory that a kernel allocates
+inside, which `measure/scratch.py` measures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUDA_BLOCK_BYTES = 512
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _FROM_A_TABLE = {"embedding", "gather", "index", "index_select", "take", "take_along_dim"}
-"""These read as much of their first argument as they return, not all of it."""
+"""Operators that read only as much of their first argument as they return."""
 
 _aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ _open: list[AtenRecord] = []
 
 @contextmanager
 def once_through_memory(*tensors: Tensor) -> Iterator[None]:
-    """Let records count these tensors as what is moved inside: the rest is computed in parts that stay in the cache."""
+    """Count only these tensors as moved bytes inside: the rest is computed in parts that stay in the cache."""
     before = [(record, record.moved_bytes) for record in _open]
     try:
         yield
@@ -43,14 +43,14 @@ def once_through_memory(*tensors: Tensor) -> Iterator[None]:
 
 
 def allocated_bytes(nbytes: int, device_type: str) -> int:
-    """What an allocator counts for a request: whole blocks on CUDA, and the bytes themselves on the CPU."""
+    """Return the bytes that an allocator counts for a request: whole blocks on CUDA, the exact size on the CPU."""
     if device_type != "cuda":
         return nbytes
     return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
 
 
 class AtenRecord(TorchDispatchMode):
-    """Follows the storages that operators allocate inside the context."""
+    """Tracks the storages that operators allocate inside the context."""
 
     def __init__(
         self,
@@ -58,7 +58,12 @@ class AtenRecord(TorchDispatchMode):
         *,
         allocated: Callable[[int, str], int] = allocated_bytes,
     ) -> None:
-        """`existing` tensors are there before, and are not counted; `allocated(nbytes, device type)` is what is."""
+        """Start a record.
+
+        Args:
+            existing: Tensors that are live before, which do not count.
+            allocated: Maps `(nbytes, device type)` to the bytes that the allocator counts.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._existing = {storage_id(t) for t in existing}
         self._allocated = allocated
@@ -66,11 +71,11 @@ class AtenRecord(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.flops = 0
-        """As torch's FlopCounterMode counts."""
+        """Multiplications and additions, as torch's FlopCounterMode counts."""
         self.moved_bytes = 0
         self.is_random = False
         self.written: set[int] = set()
-        """`storage_id` of existing storages that are written to."""
+        """`storage_id` of existing storages that were written to."""
 
     def __enter__(self) -> Self:
         _open.append(self)
@@ -113,7 +118,7 @@ class AtenRecord(TorchDispatchMode):
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Equal for tensors that share memory, as long as one of them lives."""
+    """Return a number that is equal for tensors that share memory, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -122,7 +127,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels are tagged as random, and are so with a dropout probability only."""
+    """Tell whether an operator draws random numbers: attention kernels are tagged so, but do so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     probability = _named(func, args, kwargs).get("dropout_p")
@@ -156,9 +161,9 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
 def _moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     name = func._overloadpacket.__name__
     read, made = list(map(_nbytes, inputs)), sum(map(_nbytes, outputs))
-    if "empty" in name:  # takes memory, and leaves it as it is
+    if "empty" in name:  # allocates memory, and does not write it
         return 0
-    if name.startswith("new_") or name.endswith("_like"):  # of the argument, its shape is read
+    if name.startswith("new_") or name.endswith("_like"):  # reads only the shape of its argument
         return made
     if read and name in _FROM_A_TABLE:
         read[0] = min(read[0], made)
@@ -166,5 +171,5 @@ def _moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Of memory: an expanded tensor has less than its shape says."""
+    """Return the bytes of a tensor in memory: an expanded tensor has less than its shape says."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

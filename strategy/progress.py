@@ -1,4 +1,4 @@
-"""Says what a compilation is doing while it does it: it takes minutes for a large model."""
+"""Reports the stages of a compilation while it runs, which takes minutes for a large model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _listener: ContextVar[Callable[[Stage], None] | None] = ContextVar("listener", d
 
 
 def stage(name: Stage) -> None:
-    """Say that this begins, and that what was before has ended; it may begin more than once."""
+    """Report that a stage begins, and that the one before has ended; a stage may begin more than once."""
     if (listener := _listener.get()) is not None:
         listener(name)
 
 
 @contextmanager
 def listening(listener: Callable[[Stage], None]) -> Iterator[None]:
-    """Let `listener` hear of every stage until this ends."""
+    """Call `listener` at the begin of every stage, until the context ends."""
     token = _listener.set(listener)
     try:
         yield
