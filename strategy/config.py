@@ -1,4 +1,4 @@
-"""The settings of the strategy as frozen dataclasses, and how a run's YAML file sets them."""
+"""Defines the strategy's settings as frozen dataclasses, and reads them from a run's YAML file."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ __all__ = [
     "parse_strategy",
 ]
 
-# Sections of the run file that the strategy reads; the others belong to the fine-tuning command.
+# Sections of the run file for the strategy; the others belong to the fine-tuning command.
 _OUR_SECTIONS = ("strategy", "memory", "fp8")
 
-# The strategy's own sections: keys of `compile` stand among its own, `memory` and `fp8` beside it.
+# Fields that are no keys of `strategy`: those of `compile` are flat among its keys, `memory` and `fp8` stand beside it.
 _NOT_FLAT = ("compile", "memory", "fp8")
 
 _RESERVE = BytesOrFraction(0.05)
@@ -55,14 +55,14 @@ _RESERVE = BytesOrFraction(0.05)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingConfig(Section):
-    """How parameters, gradients and optimizer state are divided over the ranks."""
+    """Sharding of parameters, gradients and optimizer state over the ranks."""
 
     mode: Literal["none", "zero2", "zero3", "hybrid", "auto"] = "zero2"
     """`none` keeps replicas and all-reduces gradients; `zero2` shards parameters, gradients and
     optimizer state, and keeps gathered weights from forward to backward where `memory.budget` has
     room; `zero3` gathers them again in backward; `hybrid` is `zero3` within a group of ranks and
-    `none` across the groups; `auto` keeps those weights that save the most time for the budget's
-    bytes and gathers the others again, and is `zero3` without a budget."""
+    `none` across the groups; `auto` keeps the gathered weights that save the most time per byte of
+    the budget and gathers the others again, and is `zero3` without a budget."""
 
     size: int | None = None
     """Ranks per group of `hybrid`; None takes those of one node."""
@@ -79,10 +79,10 @@ class ShardingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileConfig(Section):
-    """How a module becomes compiled graphs."""
+    """Capture and compilation of modules."""
 
     frontend: Literal["dynamo", "interpreter"] = "dynamo"
-    """`dynamo` captures with torch's guards; `interpreter` is Thunder's own, slower one."""
+    """`dynamo` captures with torch's guards; `interpreter` is Thunder's own interpreter, which is slower."""
 
     executors: tuple[str, ...] | None = None
     """Names of Thunder executors in order of preference; None takes the defaults."""
@@ -102,27 +102,27 @@ class CompileConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConfig(Section):
-    """How much device memory a training step may take, and what backward keeps from forward."""
+    """Budget of device memory for a training step, and the choice of activations to keep for backward."""
 
     budget: BytesOrFraction | Literal["auto"] = "auto"
-    """The most that tensors may take on each device: bytes, or a part of what the device has, `80%`
-    or `0.8`; `auto` is all that it has less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
+    """Memory for tensors on each device: bytes, or a part of the device's memory, `80%` or `0.8`;
+    `auto` is all of it less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
 
     policy: Literal["plan", "keep_all", "recompute_all"] = "plan"
-    """`plan` computes again in backward what must be to stay within the budget, where that costs
-    least time; `keep_all` only what is free, such as views and casts; `recompute_all` all within a
-    layer. The last two have no budget."""
+    """`plan` recomputes activations in backward as far as the budget requires, in the least time;
+    `keep_all` recomputes only free ones, such as views and casts; `recompute_all` recomputes all
+    within a layer. The last two have no budget."""
 
     reserve: BytesOrFraction = _RESERVE
-    """What `budget: auto` leaves to fragmentation and other libraries: bytes, or a part of what
-    the device has."""
+    """Memory that `budget: auto` leaves to fragmentation and other libraries: bytes, or a part of
+    the device's memory."""
 
     keep: tuple[str, ...] = ()
-    """Names of modules, or patterns such as `*.mlp.down_proj`: what they and the modules within
-    them compute is kept for backward."""
+    """Names of modules, or patterns such as `*.mlp.down_proj`: activations of these modules and of
+    the modules within them are kept for backward."""
 
     recompute: tuple[str, ...] = ()
-    """The same for what is computed again in backward instead."""
+    """Names of modules, or patterns, as for `keep`: their activations are recomputed in backward."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -135,17 +135,17 @@ class MemoryConfig(Section):
         _refuse_without_effect(self)
 
     def budget_bytes(self, device_total_bytes: int | None) -> int | None:
-        """The most that tensors may take on a device, in bytes.
+        """Return the bytes that tensors may take on a device.
 
         Args:
-            device_total_bytes: What the device has; None for the CPU, whose memory is not a limit
+            device_total_bytes: Memory of the device; None for the CPU, whose memory is not a limit
                 that is planned for.
 
         Returns:
-            None where there is no limit.
+            Bytes; None if there is no limit.
 
         Raises:
-            ConfigError: the budget is a fraction of what is not known, or more than the device has.
+            ConfigError: the budget is a fraction of an unknown memory, or more than the device has.
         """
         if self.policy != "plan":
             return None
@@ -185,7 +185,7 @@ class MemoryConfig(Section):
 
 
 def _refuse_without_effect(memory: MemoryConfig) -> None:
-    """Refuse what the other keys make meaningless."""
+    """Refuse settings that have no effect beside the others."""
     default = {field.name: field.default for field in dataclasses.fields(MemoryConfig)}
     unused = {
         "budget": memory.policy != "plan",
@@ -207,21 +207,21 @@ def _refuse_without_effect(memory: MemoryConfig) -> None:
 
 _NO_MARGIN = Whole(0)
 
-# Keys of fp8 that recipes other than `delayed` have no use for.
+# Keys of fp8 that only the recipe `delayed` uses.
 _OF_DELAYED = ("amax_history_len", "amax_compute_algo", "margin", "reduce_amax")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Config(Section):
-    """Which linear layers compute in 8-bit floating point, and how; `{}` takes the defaults."""
+    """Linear layers in 8-bit floating point; `{}` takes the defaults."""
 
     backend: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Whose kernels run: TransformerEngine's, which the extra `te` installs, or PyTorch's own; `auto`
-    takes TransformerEngine's where it is installed and there is a CUDA device."""
+    """Kernels: TransformerEngine's, which the extra `te` installs, or PyTorch's own; `auto` takes
+    TransformerEngine's where it is installed and there is a CUDA device."""
 
     recipe: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
-    """How numbers are scaled into the range of fp8: `delayed` by what each tensor was in earlier
-    steps, `current` by what it is, `block` by what 1x128 (weights: 128x128) of its elements are;
+    """Scaling into the range of fp8: `delayed` by each tensor's magnitudes in earlier steps,
+    `current` by its own, `block` by those of each 1x128 (weights: 128x128) block of elements;
     `mxfp8` and `nvfp4` need a Blackwell GPU and are refused in this version."""
 
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
@@ -232,23 +232,23 @@ class Fp8Config(Section):
     """Steps that the recipe `delayed` looks back."""
 
     amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """What `delayed` takes of those steps: the largest magnitude, or that of the step before."""
+    """Magnitude that `delayed` takes from those steps: the largest one, or that of the last step."""
 
     margin: Whole = _NO_MARGIN
-    """`delayed` scales 2**margin lower than what would just fit, for tensors that grow quickly."""
+    """`delayed` scales 2**margin lower than would just fit, for tensors that grow quickly."""
 
     reduce_amax: bool = True
-    """Whether `delayed` uses the largest magnitude on all ranks, so that all scale alike; false is for
-    one rank, and refused with more."""
+    """`delayed` uses the largest magnitude on all ranks, so that all scale alike; false is for one
+    rank, and refused with more."""
 
     skip_modules: tuple[str, ...] = ("lm_head",)
     """Names of modules, or patterns such as `*.gate`, whose linear layers do not run in fp8: the
     whole name or its end."""
 
     frozen_weights: Literal["compute", "fp8"] = "compute"
-    """What is kept of weights that are not trained, of linear layers that run in fp8: `compute` keeps
-    them as they are, and a copy in fp8 to compute with; `fp8`, their fp8 numbers alone, half the bytes
-    of bfloat16, also where ranks gather them."""
+    """Storage of frozen weights of linear layers that run in fp8: `compute` keeps them in their dtype,
+    and a copy in fp8 to compute with; `fp8` keeps the fp8 numbers alone, half the bytes of bfloat16,
+    also where ranks gather them."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -270,7 +270,7 @@ def _refuse_options_of_delayed(fp8: Fp8Config) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyConfig(Section):
-    """Everything that `ThunderMemsaveStrategy` can be told through YAML."""
+    """All settings of `ThunderMemsaveStrategy`."""
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -278,41 +278,41 @@ class StrategyConfig(Section):
     fp8: Fp8Config | None = None
 
     prefetch: Bytes | Literal["auto"] = "auto"
-    """Bytes of gathered weights on their way beside those that are read, and of gradients whose
-    reduction may still run (half of it), as far as `memory.budget` has room; `auto` is twice the
-    model's largest block, 0 overlaps nothing."""
+    """Bytes of gathered weights in flight ahead of their use, and (half of it) of gradients whose
+    reduction is in flight, as far as `memory.budget` has room; `auto` is twice the model's largest
+    block, 0 overlaps nothing."""
 
     accumulate: Literal["auto", "reduce_every", "accumulate_unsharded"] = "auto"
-    """What a backward inside `fabric.no_backward_sync` does: `reduce_every` reduces its gradients
-    at once and keeps shards, `accumulate_unsharded` keeps whole gradients in float32 and leaves
-    the reduction to the first backward outside; `auto` is `accumulate_unsharded` where whole
+    """Gradients of a backward inside `fabric.no_backward_sync`: `reduce_every` reduces them at once
+    and keeps shards, `accumulate_unsharded` keeps unreduced gradients in float32 and leaves the
+    reduction to the first backward outside; `auto` is `accumulate_unsharded` if unreduced
     gradients take at most a tenth of `memory.budget`, else, and without a budget, `reduce_every`."""
 
     bucket: Bytes | Literal["auto"] = "auto"
-    """Parameters of at most so many bytes share collectives with their neighbours; 0 gives each
+    """Largest size of a parameter that shares collectives with its neighbours; 0 gives each
     parameter collectives of its own."""
 
     reduce_dtype: Literal["float32"] | None = "float32"
-    """Gradients of fewer bits are summed over the ranks in this type; None sums them as they are."""
+    """Dtype in which gradients of fewer bits are summed over the ranks; None sums them as they are."""
 
     nonfinite_gradients: Literal["ignore", "skip", "stop"] = "ignore"
-    """What a step does whose gradients are infinite or not a number on any rank: `ignore` takes it;
+    """Handling of a step whose gradients are infinite or not a number on any rank: `ignore` takes it;
     `skip` leaves parameters and optimizer state alone on every rank, and logs a warning; `stop`
     raises an error on every rank. Under `skip`, clipping to a norm raises nothing either."""
 
     timeout: timedelta = timedelta(minutes=30)
-    """How long a collective may wait for the other ranks; users write `30min`. On gloo it fails
-    with a message then; on nccl torch's watchdog logs one, and ends the process."""
+    """Longest wait of a collective for the other ranks; users write `30min`. After it, a collective
+    on gloo fails with a message; on nccl torch's watchdog logs one, and ends the process."""
 
     state_dict_type: Literal["sharded", "full"] = "sharded"
-    """What `fabric.save` writes: one directory of shards, or one file with full tensors."""
+    """Format that `fabric.save` writes: one directory of shards, or one file with full tensors."""
 
 
 def load_strategy_config(path: str | Path) -> StrategyConfig:
-    """Read the `strategy`, `memory` and `fp8` parts of a run's YAML file.
+    """Read the sections `strategy`, `memory` and `fp8` of a run's YAML file.
 
     Raises:
-        ConfigError: the file cannot be read, or one of the three parts is wrong.
+        ConfigError: the file cannot be read, or one of the three sections is wrong.
     """
     sections = load_yaml(path)
     for name in sections:
@@ -326,7 +326,7 @@ def parse_memory(values: object, *, where: str = "memory") -> MemoryConfig:
     """Build the section `memory`; None, or a mapping without keys, means the defaults.
 
     Raises:
-        ConfigError: a key is unknown, has a value of the wrong kind, or no effect beside the others.
+        ConfigError: a key is unknown, has a value of the wrong type, or no effect beside the others.
     """
     if isinstance(values, MemoryConfig):
         return values
@@ -345,7 +345,7 @@ def parse_fp8(values: object, *, where: str = "fp8") -> Fp8Config | None:
         None for None: nothing runs in fp8.
 
     Raises:
-        ConfigError: a key is unknown, has a value of the wrong kind, or no effect beside the others.
+        ConfigError: a key is unknown, has a value of the wrong type, or no effect beside the others.
     """
     if values is None or isinstance(values, Fp8Config):
         return values
@@ -360,18 +360,18 @@ def parse_strategy(
     Args:
         values: The keys of the section `strategy`.
         where: The section's name in messages.
-        memory: The section `memory`, which the run file has beside it.
-        fp8: The section `fp8`, beside it too; None runs nothing in fp8.
+        memory: The section `memory` of the run file.
+        fp8: The section `fp8` of the run file; None runs nothing in fp8.
 
     Raises:
-        ConfigError: a key is unknown or has a value of the wrong kind.
+        ConfigError: a key is unknown or has a value of the wrong type.
     """
     given = require_mapping({} if values is None else values, where=where)
     compile_keys = field_names(CompileConfig)
     own_keys = [name for name in field_names(StrategyConfig) if name not in _NOT_FLAT]
     problems = list(unknown_keys(given, known=[*own_keys, *compile_keys], where=where))
     if "sharding" in given and given["sharding"] is None:
-        # Taking the default here would shard for somebody who wrote null for "none".
+        # The default would shard for somebody who wrote null for "none".
         message = f"{where}.sharding is null; write 'none' or 'zero3', or leave it out."
         problems.append(ConfigError(message, key=f"{where}.sharding"))
     section: dict[str, Any] = {name: given[name] for name in own_keys if name in given}
@@ -399,6 +399,6 @@ def parse_strategy(
 def _refuse_misspelled_section(name: str, path: str | Path) -> None:
     if name in _OUR_SECTIONS:
         return
-    # Other names are not ours to judge, but a near miss would silently train with the defaults.
+    # Other names are for the command to judge, but a misspelled section would silently train with the defaults.
     if difflib.get_close_matches(name, _OUR_SECTIONS, n=1, cutoff=0.75):
         raise ConfigError(f"{path} has no section {name!r}{suggestion(name, _OUR_SECTIONS)}")
