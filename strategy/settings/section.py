@@ -1,4 +1,4 @@
-"""Turns what users write in YAML or Python into typed, checked fields."""
+"""Turns values that users write in YAML or Python into typed, checked fields."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SECONDS_PER_UNIT = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 
 Bytes = NewType("Bytes", int)
-"""A number of bytes; users write `256MiB`, `8G`, `60GB` or a whole number."""
+"""A number of bytes; users write `256MiB`, `8G`, `60GB` or an integer."""
 
 BytesOrFraction = NewType("BytesOrFraction", float)
-"""A number of bytes as `Bytes` (an int), or what part of a whole as a float above 0, at most 1: `0.8` or `80%`."""
+"""A number of bytes (an int, as for `Bytes`), or a fraction (a float above 0, at most 1): `0.8` or `80%`."""
 
 Whole = NewType("Whole", int)
-"""A whole number, 0 too; a plain int is one of at least 1."""
+"""An integer of at least 0; a field of type int takes one of at least 1."""
 
-# A letter alone is what `docker run --memory` and Slurm's `--mem` take it for: 1024 of the next smaller one.
+# A letter alone means 1024 of the next smaller unit, as for `docker run --memory` and Slurm's `--mem`.
 _BYTES_PER_UNIT = {
     **dict.fromkeys(("b", "byte", "bytes"), 1),
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
@@ -53,7 +53,7 @@ class ConfigError(ThunderMemsaveError, ValueError):
 
 
 class ConfigErrors(ConfigError):  # noqa: N818 - several of them
-    """All that is wrong with a run, found in one go.
+    """All errors in a run's settings, found in one pass.
 
     Args:
         problems: At least one; a `ConfigErrors` among them is flattened.
@@ -74,7 +74,7 @@ def _flattened(problems: Sequence[ConfigError]) -> Iterator[ConfigError]:
 
 @contextmanager
 def belongs_to(key: str) -> Iterator[None]:
-    """Let what is found inside belong to this key, unless it says to which."""
+    """Give errors raised inside this key, unless they have one."""
     try:
         yield
     except ConfigError as error:
@@ -84,7 +84,7 @@ def belongs_to(key: str) -> Iterator[None]:
 
 
 class Section:
-    """Checks and converts every field, however the section was made."""
+    """Base of sections: checks and converts every field, however the section was made."""
 
     __slots__ = ()
 
@@ -97,7 +97,7 @@ class Section:
 def parse_section(
     cls: type[SectionT], value: str | Mapping[str, Any] | SectionT | None, *, where: str
 ) -> SectionT:
-    """Make one section out of what a user wrote.
+    """Make a section from a value that a user wrote.
 
     Args:
         cls: A dataclass that derives from `Section`.
@@ -106,13 +106,13 @@ def parse_section(
         where: The section's name in messages, such as `strategy.sharding`.
 
     Raises:
-        ConfigError: a field is unknown or has a value of the wrong kind.
+        ConfigError: a field is unknown or has a value of the wrong type.
     """
     if isinstance(value, cls):
         return value
     names = field_names(cls)
     if isinstance(value, str):
-        # Named as the user wrote it, without the field.
+        # Messages name the section, as the user wrote it, without the field.
         (first, hint), *_ = get_type_hints(cls).items()
         return cls(**{first: _convert(hint, value, where=where)})
     given = require_mapping({} if value is None else value, where=where)
@@ -132,7 +132,7 @@ def parse_duration(text: str | timedelta) -> timedelta:
     """Turn `90s`, `30min`, `1.5h` or `2d` into a time span.
 
     Raises:
-        ConfigError: there is no unit, it is another one, or the span is not positive.
+        ConfigError: the unit is missing or unknown, or the time span is not positive.
     """
     if isinstance(text, timedelta):
         duration = text
@@ -150,12 +150,12 @@ def parse_duration(text: str | timedelta) -> timedelta:
 
 
 def parse_bytes(value: str | int) -> int:
-    """Turn `256MiB` or `256M` (1024 * 1024 bytes each), `60GB` (10**9 each) or a whole number into bytes.
+    """Turn `256MiB` or `256M` (1024 * 1024 bytes each), `60GB` (10**9 each) or an integer into bytes.
 
-    A part of a byte is left out: `1.3GiB` is 1,395,864,371 bytes.
+    Fractions of a byte are dropped: `1.3GiB` is 1,395,864,371 bytes.
 
     Raises:
-        ConfigError: there is no unit, it is another one, or the number is negative or less than a byte.
+        ConfigError: the unit is missing or unknown, or the number is negative or less than a byte.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -171,10 +171,10 @@ def parse_bytes(value: str | int) -> int:
 
 
 def parse_bytes_or_fraction(value: str | int | float) -> int | float:
-    """Turn `60GiB` or a whole number into bytes, `80%` into 0.8, and leave a fraction such as 0.85 as it is.
+    """Turn `60GiB` or an integer into bytes, `80%` into 0.8, and leave a fraction such as 0.85 as it is.
 
     Raises:
-        ConfigError: it is neither, or a fraction that is not above 0 and at most 1.
+        ConfigError: the value is neither, or a fraction that is not above 0 and at most 1.
     """
     part = _part(value)
     if part is None:
@@ -193,7 +193,7 @@ def parse_bytes_or_fraction(value: str | int | float) -> int | float:
 
 
 def _part(value: str | int | float) -> float | None:
-    """What is written as a part of a whole; None for anything else."""
+    """Return the value of a fraction or a percentage; None for anything else."""
     if isinstance(value, float):
         return value
     match = _PART.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -203,7 +203,7 @@ def _part(value: str | int | float) -> float | None:
 
 
 def _convert(hint: Any, value: Any, *, where: str) -> Any:
-    """Return the value as the field's type has it; only the types that `config` uses are known."""
+    """Convert a value to the field's type, one of those that `config` uses."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return _one_of(value, arguments, where=where)
@@ -231,7 +231,7 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
 
 
 def _convert_union(hints: Iterable[Any], value: Any, *, where: str) -> Any:
-    """Return a word of the union's `Literal`, or else what its one other type makes of the value."""
+    """Return a word of the union's `Literal`, or convert the value to the union's one other type."""
     others = [hint for hint in hints if hint is not types.NoneType]
     words = [word for hint in others if get_origin(hint) is Literal for word in get_args(hint)]
     others = [hint for hint in others if get_origin(hint) is not Literal]
@@ -293,7 +293,7 @@ def _count(value: object, *, least: int, where: str) -> int:
 
 
 def require_mapping(value: Any, *, where: str) -> Mapping[str, Any]:
-    """Return the value, or refuse it when it is no mapping with names for keys."""
+    """Return the value; refuse it if it is no mapping with names for keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ConfigError(
             f"{where} is {value!r}, but must be a mapping of names to values.", key=where
@@ -302,7 +302,7 @@ def require_mapping(value: Any, *, where: str) -> Mapping[str, Any]:
 
 
 def raise_all(problems: Sequence[ConfigError]) -> None:
-    """Raise what was found: a single problem as it is, several together."""
+    """Raise the problems, if there are any: a single one as it is, several together."""
     if problems:
         raise problems[0] if len(problems) == 1 else ConfigErrors(problems)
 
@@ -325,17 +325,17 @@ def unknown_keys(
 
 
 def suggestion_or_all(key: str, known: Sequence[str]) -> str:
-    """End a sentence with the nearest known name, or else with all of them."""
+    """Return the end of a sentence: with the nearest known name, or else with all of them."""
     nearest = suggestion(key, known)
     return nearest if nearest != "." else f"; its keys are {', '.join(sorted(known))}."
 
 
 def suggestion(value: object, known: Iterable[str]) -> str:
-    """End a sentence with the nearest known name, when there is a near one."""
+    """Return the end of a sentence, with the nearest known name if one is near."""
     nearest = difflib.get_close_matches(str(value), list(known), n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else "."
 
 
 def field_names(cls: Any) -> list[str]:
-    """List the names of a dataclass's fields in their order."""
+    """Return the names of a dataclass's fields in their order."""
     return [field.name for field in dataclasses.fields(cls)]

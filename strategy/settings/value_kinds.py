@@ -1,4 +1,4 @@
-"""Tells whether a value from YAML fits a type, and if not, what would, in words."""
+"""Tells whether a value from YAML fits a type, and names in words the values that do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS: dict[Any, str] = {
     types.NoneType: "null",
 }
 
-# What other tools call our choices.
+# Other tools' names for our choices.
 _OTHER_NAMES = {
     **dict.fromkeys(("bf16", "bf16-true", "bf16-mixed", "fp16", "float16"), "bfloat16"),
     **dict.fromkeys(("fp32", "32", "32-true", "float", "float64"), "float32"),
@@ -55,27 +55,27 @@ def misfit(hint: Any, value: object) -> str | None:
     """Return what the value must be instead, such as `a whole number or null`; None if it fits.
 
     Args:
-        hint: A type annotation. One that YAML has no values for (a tensor, a user's class) fits
-            any value when it stands alone: the constructor may convert.
-        value: What YAML gave.
+        hint: A type annotation. A type without YAML values (a tensor, a user's class) fits any
+            value if it stands alone: the constructor may convert.
+        value: The value from YAML.
     """
     return None if fits(hint, value) else wanted(hint)
 
 
 def wanted(hint: Any) -> str:
-    """Say in words which values fit a type."""
+    """Describe in words the values that fit a type."""
     return " or ".join(dict.fromkeys(_words(hint)))
 
 
 def as_yaml(value: object) -> str:
-    """Write a value for a message: null, true and false as YAML has them."""
+    """Format a value for a message: null, true and false as in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value)
 
 
 def meant_choice(hint: Any, value: object) -> str:
-    """End a sentence with the choice that is probably meant, where a type has choices."""
+    """Return the end of a sentence, with the choice that was probably meant, if the type has choices."""
     alternatives = (hint, *get_args(hint))
     choices = [c for each in alternatives if get_origin(each) is Literal for c in get_args(each)]
     other_name = _OTHER_NAMES.get(str(value).lower())
@@ -85,7 +85,7 @@ def meant_choice(hint: Any, value: object) -> str:
 
 
 def fits(hint: Any, value: object) -> bool:
-    """Tell whether a value from YAML can be given where this type is expected."""
+    """Tell whether a value from YAML fits a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         known = [argument for argument in arguments if _is_known(argument)]

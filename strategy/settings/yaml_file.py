@@ -1,4 +1,4 @@
-"""Reads a YAML file of settings so that every key knows its line, and refuses what is no plain data."""
+"""Reads a YAML file of settings with the line of each key, and refuses all but plain data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YamlFile:
-    """What a file says, and where it says it."""
+    """The values of a file, and the lines of its keys."""
 
     path: Path
     values: dict[str, Any]
@@ -40,11 +40,11 @@ class YamlFile:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML's plain values, where `1e-4` is a number and `2026-11-21` is a text."""
+    """Reads YAML's plain values: `1e-4` is a number, `2026-11-21` a text."""
 
 
 class PlainDumper(yaml.SafeDumper):
-    """Writes what `PlainLoader` reads back: a text that looks like `1e-4` gets quotes."""
+    """Writes values that `PlainLoader` reads back: a text that looks like `1e-4` gets quotes."""
 
 
 for _resolver in (PlainLoader, PlainDumper):
@@ -77,10 +77,10 @@ def read_yaml(path: str | Path) -> YamlFile:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML mapping; a key given twice is refused, where YAML would keep the last one.
+    """Read a YAML mapping; refuse a key given twice, where YAML would keep the last one.
 
     Raises:
-        ConfigError: there is no such file, it is not YAML, or it is not a mapping of names.
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping of names.
     """
     file = read_yaml(path)
     if file.problems:
@@ -92,7 +92,7 @@ def parse_yaml(text: str) -> Any:
     """Read one value, such as the right side of a command-line override.
 
     Raises:
-        ConfigError: it is not YAML, or no plain data.
+        ConfigError: the text is not YAML, or not plain data.
     """
     reading = _Reading(path=None)
     value = reading.read(text)
@@ -153,7 +153,7 @@ class _Reading:
         except (KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            # A value that its tag, or YAML 1.1, calls a number, and that is none.
+            # A value that is a number by its tag or by YAML 1.1, but cannot be read as one.
             raise ConfigError(f"this is not YAML: {error}.", place=self._place(None)) from error
 
     def _value(self, loader: yaml.SafeLoader, node: yaml.Node, *, where: str) -> Any:
