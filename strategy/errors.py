@@ -1,4 +1,4 @@
-"""Errors that users see, and how they name the user's code."""
+"""Defines the errors that users see, and finds the line of the user's code that they name."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _LIBRARIES = (
 
 
 class ThunderMemsaveError(Exception):
-    """Something that a user should know; `str(error)` says all of it, and the fields what a program decides by.
+    """An error for the user: `str(error)` is the whole message; programs decide by the fields.
 
     Every error of this package derives from it, and from the built-in error that fits.
 
     Args:
         message: What was asked, what is true, and what to do next.
         key: The setting that it is about, by its dotted name in the run file, such as `train.epochs`.
-        place: Where the mistake stands, if that is known, such as `rows.jsonl:7`.
-        advice: What to do next, where only a caller can tell: it follows the message.
+        place: File and line of the mistake, if known, such as `rows.jsonl:7`.
+        advice: What to do next, if only a caller can tell; it follows the message.
     """
 
     code: int | None = 1
-    """The exit status of a command that ends with it; None: a traceback says more, of a defect or of a user's code."""
+    """Exit status of a command that ends with it; None: print a traceback, for a defect or an error in user code."""
 
     def __init__(
         self,
@@ -59,19 +59,19 @@ class CaptureError(ThunderMemsaveError, RuntimeError):
 
 
 class CompileError(ThunderMemsaveError, RuntimeError):
-    """A captured graph cannot be compiled, or would not compute what eager PyTorch computes."""
+    """A captured graph cannot be compiled, or would give other results than eager PyTorch."""
 
 
 class PlanError(ThunderMemsaveError, RuntimeError):
-    """A plan asks for what a trace cannot do."""
+    """A plan cannot be applied to a trace."""
 
 
 class ExportError(ThunderMemsaveError, RuntimeError):
-    """What was written is not what was trained."""
+    """The exported files differ from the trained model."""
 
 
 class BudgetError(ThunderMemsaveError, ValueError):
-    """No plan for the memory of a step was found that stays within the budget."""
+    """No plan was found with which a step stays within the memory budget."""
 
     code = DOES_NOT_FIT
 
@@ -83,7 +83,7 @@ class BudgetError(ThunderMemsaveError, ValueError):
         bound_bytes: int | None = None,
         smallest_plan: Plan | None = None,
     ) -> None:
-        """`smallest_bytes`: for which `smallest_plan` was found; `bound_bytes`: below which there is none."""
+        """`smallest_bytes` is the peak of `smallest_plan`; `bound_bytes` a lower bound on the peak of all plans."""
         super().__init__(text)
         self.smallest_bytes = smallest_bytes
         self.bound_bytes = bound_bytes
@@ -98,7 +98,7 @@ class BudgetError(ThunderMemsaveError, ValueError):
         bound_bytes: int,
         smallest_plan: Plan | None = None,
     ) -> BudgetError:
-        """What to say when a search has ended without a plan for `budget_bytes`."""
+        """Make the error for a search that has ended without a plan for `budget_bytes`."""
         return cls(
             f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget "
             f"for which one was found is {smallest_bytes:,} bytes, and below {bound_bytes:,} there is none. Raise the "
@@ -110,7 +110,7 @@ class BudgetError(ThunderMemsaveError, ValueError):
 
 
 def user_frame(stack: Iterable[traceback.FrameSummary] | None) -> str:
-    """`file:line in function` of the innermost frame outside of installed libraries, else of the innermost one."""
+    """Return `file:line in function` of the innermost frame outside of installed libraries, else of the innermost."""
     frames = list(stack or ())
     if not frames:
         return "an unknown line"
@@ -120,7 +120,7 @@ def user_frame(stack: Iterable[traceback.FrameSummary] | None) -> str:
 
 
 def user_frame_of_text(stack_trace: str | None) -> str:
-    """The same for the text that FX keeps with a node (`File "x.py", line 3, in f` lines)."""
+    """Do the same for the text that FX keeps with a node (`File "x.py", line 3, in f` lines)."""
     frames = []
     for line in (stack_trace or "").splitlines():
         line = line.strip()
