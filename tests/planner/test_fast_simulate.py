@@ -32,9 +32,7 @@ def test_it_gives_what_the_simulation_of_a_program_gives(seed: int) -> None:
         assert sorted(op.index for op in again) == sorted(result.again)
 
 
-def test_a_storage_that_cannot_be_recomputed_is_kept_by_every_plan_that_reads_it() -> (
-    None
-):
+def test_a_storage_that_cannot_be_recomputed_is_kept_by_every_plan_that_reads_it() -> None:
     """Backward reads `result` only, which is recomputed from a storage written in place."""
     b = GraphBuilder()
     b.input("x")
