@@ -1,4 +1,4 @@
-"""What is extracted from traces, and that it predicts the measured peak to the byte."""
+"""Graphs and programs are extracted from traces, and predict the measured peak to the byte."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> OpProfiles:
 
 @dataclass
 class Extracted:
-    """A model that was called once, and what was extracted from its traces."""
+    """A model that was called once, with the graph and program extracted from its traces."""
 
     module: CompiledModule
     graph: TrainingGraph
@@ -47,7 +47,7 @@ class Extracted:
 
     @property
     def constant_bytes(self) -> int:
-        """What was there before."""
+        """Bytes that were live before."""
         return sum(self.program.storages[s].nbytes for s in self.program.held)
 
 
@@ -293,7 +293,7 @@ def test_under_zero3_gathers_are_repeated_and_reductions_are_not() -> None:
     assert {graph.storages[s].kind for o in gathers for s in o.makes} == {"gathered"}
     repeated = [s.op.symbol for s in found.steps if s.is_repeated and "all_gather" in s.op.symbol]
     assert len(repeated) == 1  # backward needs no gradient of the input
-    # What is summed is received first: whole, until the result is there.
+    # A reduction receives the unreduced gradient first, and holds it until the result is there.
     assert [o.peak_bytes for o in reductions] == [4 * 8 * 16 * 5 // 4] * 2
 
 
@@ -379,7 +379,7 @@ def test_parameters_that_are_gathered_together_die_one_by_one() -> None:
 
 
 class Counting(nn.Module):
-    """Returns a loss, what it is made of, and numbers without a gradient."""
+    """Returns a loss, the values it is computed from, and values without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

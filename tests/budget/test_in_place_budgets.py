@@ -1,4 +1,4 @@
-"""What writes in place has, at every budget, the bits of keeping all; or there is no plan, and the error says so."""
+"""Models that write in place give, at every budget, the bits of keeping all, or an error that there is no plan."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_memory(compiled: CompiledModule, call: PlannedCall) -> None:
 
 
 def check(build: Callable[[], nn.Module], parts: Sequence[int]) -> list[float]:
-    """The time of computing again for each budget, or the smallest one that the error names, which has a plan."""
+    """Return the recompute time for each budget, or for the smallest one that the error names, which has a plan."""
     _, in_place = step(build, None)
     by = planner("keep_all")
     compiled, kept = step(build, by)

@@ -1,4 +1,4 @@
-"""A step stays within its budget, takes the bytes that were predicted, and computes the bits of one that keeps all."""
+"""A step stays within its budget, takes the predicted bytes, and computes the same bits as one that keeps all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.search.solve import solve
 from thunder_memsave.strategy import ForwardModule
 
-# Of what keep_all takes at its peak.
+# Fractions of the peak of keep_all.
 PARTS = (0.9, 0.7, 0.5, 0.35, 0.25)
 KEEP_ALL = MemoryConfig(policy="keep_all")
 VOCAB_SIZE = 16  # few logits, so that blocks hold most of the memory
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks that can each be a checkpointed region of the user's."""
+    """Blocks, each of which can be a checkpointed region of the user's."""
 
     def __init__(self, num_blocks: int = 12, width: int = 8, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 @dataclass
 class Step:
-    """What a step computes."""
+    """The results of a step."""
 
     loss: Tensor
     gradients: list[Tensor | None]
     generator: Tensor
-    """Its state afterwards."""
+    """State of the generator afterwards."""
 
     def equals(self, other: Step) -> bool:
         pairs = zip(self._tensors(), other._tensors(), strict=True)
@@ -141,7 +141,7 @@ class Model:
         return CompiledModule(self.module, planner=planner)
 
     def step(self, compiled: nn.Module) -> Step:
-        """The first one captures and plans."""
+        """Run a step; the first one captures and plans."""
         with self._one_capture():
             torch.manual_seed(7)
             loss = compiled(**self.batch)[0]
@@ -153,7 +153,7 @@ class Model:
         return step
 
     def measured_bytes(self, compiled: nn.Module) -> int:
-        """The peak of a step beside parameters and the batch."""
+        """Return the peak of a step beside parameters and the batch."""
 
         def run() -> None:
             outputs = compiled(**self.batch)  # the caller is taken to hold all of them
@@ -173,7 +173,7 @@ class Model:
                 traced = capture(*args)
                 self._traced[state] = (traced, set(traced.lowered.trace.names))
             traced, names = self._traced[state]
-            # Passes add theirs; a plan is found again for values of the same names.
+            # Passes add names; a plan is found again only for values of the same names.
             traced.lowered.trace.names = set(names)
             return traced
 
@@ -199,19 +199,19 @@ def the_plan(compiled: CompiledModule) -> Plan:
 
 
 def held_bytes(call: PlannedCall) -> int:
-    """Arguments, which are there before a step."""
+    """Return the bytes of arguments and others that are live before a step."""
     return sum(call.program.storages[s].nbytes for s in call.program.held) + call.memory.other_bytes
 
 
 def predicted_bytes(compiled: CompiledModule) -> int:
-    """What a step takes beside its arguments."""
+    """Return the predicted peak of a step beside its arguments."""
     call = the_call(compiled)
     return call.profile.peak_bytes - held_bytes(call)
 
 
 @contextmanager
 def solving_for(seconds: float) -> Iterator[None]:
-    """Plans that are good enough to be checked."""
+    """Limit the solver's time: the plans are good enough to be checked."""
     with patch.object(plan_request, "solve", partial(solve, time_limit_s=seconds)):
         yield
 
@@ -228,7 +228,7 @@ def check(model: Model, compiled: CompiledModule, reference: Step, budget_bytes:
 
 
 def floor_bytes(model: Model) -> int:
-    """The smallest budget for which the error says that there is a plan."""
+    """Return the smallest budget for which the error says that there is a plan."""
     with pytest.raises(BudgetError, match="no plan was found that stays within it") as error:
         model.step(model.planned(MemoryConfig(), budget_bytes=1))
     assert error.value.smallest_bytes is not None
@@ -277,12 +277,12 @@ def small() -> Model:
 
 
 def actions(plan: Plan, module: str) -> set[str]:
-    """What happens to what a module and those within it make."""
+    """Return the kinds of actions for the activations of a module and those within it."""
     inside = [d for d in plan.decisions if f"{d.module}.".startswith(f"{module}.")]
     return {plan.actions[d.name].kind for d in inside}
 
 
-def test_policies_keep_all_or_compute_all_again_with_the_same_bits(small: Model) -> None:
+def test_policies_keep_all_or_recompute_all_with_the_same_bits(small: Model) -> None:
     kept, again = small.planned(), small.planned(MemoryConfig(policy="recompute_all"))
     reference = small.step(kept)
     assert small.step(again).equals(reference)
@@ -292,7 +292,7 @@ def test_policies_keep_all_or_compute_all_again_with_the_same_bits(small: Model)
     assert the_plan(again).budget_bytes is None
 
 
-def test_pinned_modules_are_kept_or_computed_again(small: Model) -> None:
+def test_pinned_modules_are_kept_or_recomputed(small: Model) -> None:
     memory = MemoryConfig(keep=("blocks.0",), recompute=("blocks.1.up",))
     compiled = small.planned(memory)
     reference = small.step(small.planned())
@@ -302,7 +302,7 @@ def test_pinned_modules_are_kept_or_computed_again(small: Model) -> None:
     assert small.measured_bytes(compiled) == predicted_bytes(compiled)
 
 
-def test_regions_of_torch_checkpoint_are_computed_again_whatever_the_policy(small: Model) -> None:
+def test_regions_of_torch_checkpoint_are_recomputed_whatever_the_policy(small: Model) -> None:
     torch.manual_seed(0)
     module, batch = stack(num_blocks=2, checkpoints=True)
     module.load_state_dict(small.module.state_dict())
@@ -324,7 +324,7 @@ def test_without_gradients_a_call_is_simulated_to_the_byte(small: Model) -> None
     assert measured == predicted_bytes(compiled) > 0
 
 
-def test_what_a_step_holds_besides_is_within_the_budget_too(small: Model) -> None:
+def test_other_memory_of_a_step_counts_against_the_budget_too(small: Model) -> None:
     """Gradients of earlier micro-batches, and the optimizer's state."""
     free = small.planned()
     small.step(free)

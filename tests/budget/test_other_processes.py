@@ -69,7 +69,7 @@ def seen_keys() -> Iterator[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """All that other processes compare with, or look up, of one model that was compiled and differentiated."""
+    """The results of compiling and differentiating a model that other processes compare with or look up."""
 
     structure: str
     plan_keys: list[str]
@@ -102,7 +102,7 @@ def compiled(name: str, budget_bytes: int) -> Compiled:
 
 
 def tight_budget(name: str) -> int:
-    """Half way from the smallest plan to keeping all."""
+    """Return a budget half way from the smallest plan to keeping all."""
     sample = families.sample(name)
     with counted_solves(), pytest.raises(BudgetError) as error:
         CompiledModule(sample.module, planner=planner(1))(**sample.arguments)
@@ -113,7 +113,7 @@ def tight_budget(name: str) -> int:
 
 
 def check_samples(rank: int, directory: Path, names: Sequence[str], tight: Sequence[str]) -> None:
-    """Rank 1 compiles each sample after rank 0, which goes on with the next one meanwhile."""
+    """Compile each sample on rank 1 after rank 0, which goes on with the next one meanwhile."""
     os.environ["THUNDER_MEMSAVE_CACHE"] = str(directory / "cache")
     store = dist.FileStore(str(directory / "store"), 2)
     store.set_timeout(timedelta(minutes=5))
@@ -143,7 +143,7 @@ def check_equal(first: Compiled, second: Compiled, name: str) -> None:
 
 
 def trained(memory: dict[str, Any]) -> tuple[Plan, list[Tensor]]:
-    """The plan of a step with operations unknown to Thunder; its gradients, and the parameters after it."""
+    """Run a step with operations unknown to Thunder; return its plan, its gradients and the parameters after it."""
     fabric = make_fabric(devices=2, sharding="zero3", memory=memory, timeout="2min")
     sample = families.sample("scatter_add")
     module = sample.module

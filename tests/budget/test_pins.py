@@ -1,4 +1,4 @@
-"""Patterns of module names pin what is kept and what is computed again."""
+"""Patterns of module names pin activations to be kept or recomputed."""
 
 from __future__ import annotations
 

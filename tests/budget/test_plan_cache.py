@@ -1,4 +1,4 @@
-"""A plan is found again by all that it depends on, and by nothing else."""
+"""A cached plan is found by everything that it depends on, and by nothing else."""
 
 from __future__ import annotations
 

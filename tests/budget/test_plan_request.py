@@ -1,4 +1,4 @@
-"""A budget is answered with the fastest plan that is known to fit it, whatever later passes added to others."""
+"""A budget gets the fastest plan that is known to fit it, whatever memory later passes added to other plans."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def refuse() -> Plan:
     )
 
 
-def test_what_ran_within_the_budget_is_taken_where_a_corrected_target_gives_a_slower_plan(
+def test_a_plan_that_ran_within_the_budget_is_taken_where_a_corrected_target_gives_a_slower_one(
     question: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question.remember_run(plan(FAST, 20.0), peak_bytes=95)
     solves(monkeypatch, lambda: plan(SLOW, 50.0))
     found = question.answer(85, budget_bytes=100).plan
     assert (found.actions, found.recompute_us, found.budget_bytes) == (FAST, 20.0, 100)
-    assert found.lower_bound_us == 0.0  # what is proven for 85 is not for 100
+    assert found.lower_bound_us == 0.0  # the bound for 85 does not hold for 100
     assert question.answer(85, budget_bytes=94).plan.actions == SLOW
     assert question.answer(85, budget_bytes=100, too_large=[FAST]).plan.actions == SLOW
 
 
-def test_what_ran_is_not_taken_where_the_search_finds_a_faster_plan(
+def test_a_plan_that_ran_is_not_taken_where_the_search_finds_a_faster_one(
     question: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question.remember_run(plan(SLOW, 50.0), peak_bytes=95)
@@ -77,7 +77,7 @@ def test_what_ran_is_not_taken_where_the_search_finds_a_faster_plan(
     assert question.answer(100, budget_bytes=100).plan.actions == FAST
 
 
-def test_what_ran_is_taken_where_none_is_found_but_not_for_the_smallest(
+def test_a_plan_that_ran_is_taken_where_none_is_found_but_not_for_the_smallest(
     question: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question.remember_run(plan(FAST, 20.0), peak_bytes=95)

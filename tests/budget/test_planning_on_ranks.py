@@ -1,4 +1,4 @@
-"""Two ranks run one plan: with the gradients of keeping all, within the budget, and with the memory foretold."""
+"""Two ranks run one plan: with the gradients of keeping all, within the budget, and with the predicted memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model that was planned, and stepped once."""
+    """A model after its first planned step."""
 
     fabric: Fabric
     model: Any
@@ -118,13 +118,13 @@ def check_budget(ours: Planned, whole: Planned) -> None:
 
 
 def planned_at_the_floor(sharding: str, num_layers: int) -> Planned:
-    """The budget that the error names counts what passes add later, such as gathers ahead of their use."""
+    """Plan for the budget that the error names, which includes memory of later passes, such as prefetched gathers."""
     smallest_bytes = check_error(sharding, num_layers)
     return planned(sharding, {"budget": smallest_bytes}, num_layers)
 
 
 def check_room() -> None:
-    """The budget is a little more than the longer batch, rank 1's, needs with nothing on its way."""
+    """Check overlap with a budget a little above the peak of the longer batch, rank 1's, without overlap."""
     lengths = (4, 8)
     at_once = planned("zero3", {}, prefetch=0, lengths=lengths)
     shorter, longer = gathered(at_once.plan.predicted_peak_bytes)
@@ -141,7 +141,7 @@ def check_room() -> None:
 
 
 def check_order(at_once: Planned, limited: Planned) -> None:
-    """Some collectives run beside computation, and all ranks start the same ones in the same order."""
+    """Check that some collectives overlap computation, and that all ranks start the same ones in the same order."""
     (run,) = planner(limited)._agreed.values()
     assert run.room not in (None, NO_ROOM)
     ours, theirs = (
@@ -152,7 +152,7 @@ def check_order(at_once: Planned, limited: Planned) -> None:
 
 
 def check_evaluation(step: Planned, budget_bytes: int) -> None:
-    """Of batches of two lengths, too."""
+    """Check the evaluation of batches of two lengths."""
     step.model.eval()
     ids = batch(step.fabric.global_rank, 8 - 4 * step.fabric.global_rank)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def check_evaluation(step: Planned, budget_bytes: int) -> None:
 
 
 def check_memory(step: Planned, length: int = 32) -> int:
-    """In this process, with all that it had before."""
+    """Check the predicted peak of this rank; return the measured one, with all bytes that were live before."""
     ids = batch(step.fabric.global_rank, length)
     existing = existing_bytes(step, ids)
     with letting_go():
@@ -180,7 +180,7 @@ def check_memory(step: Planned, length: int = 32) -> int:
 
 
 def existing_bytes(step: Planned, ids: Tensor) -> int:
-    """Of parameters, buffers, what the optimizer keeps, and the batch."""
+    """Return the bytes of parameters, buffers, optimizer state and the batch."""
     states = [v for state in step.optimizer.state.values() for v in state.values()]
     tensors = [*step.model.parameters(), *step.model.buffers(), *states, ids]
     storages = {
@@ -192,7 +192,7 @@ def existing_bytes(step: Planned, ids: Tensor) -> int:
 
 
 def check_error(sharding: str, num_layers: int) -> int:
-    """What rank 0 found out ends all ranks; returns the smallest budget."""
+    """Check that rank 0's error ends all ranks; return the smallest budget."""
     with pytest.raises((BudgetError, OtherRankError)) as caught:
         planned(sharding, {"budget": 1000}, num_layers)
     text = "the budget is 1,000 bytes, and no plan was found that stays within it"
@@ -204,14 +204,14 @@ def check_error(sharding: str, num_layers: int) -> int:
 
 
 def smallest_of(error: BaseException) -> int:
-    """Which rank 0's error names."""
+    """Return the smallest budget that rank 0's error names."""
     smallest = gathered(getattr(error, "smallest_bytes", None))[0]
     assert isinstance(smallest, int)
     return smallest
 
 
 def check_other_lengths(step: Planned) -> None:
-    """Rank 1 alone compiles again; the others do not wait for it to plan."""
+    """Check that rank 1 alone compiles again, and that the others do not wait for it to plan."""
     num_calls = len(planner(step).calls)
     for length in (20,):
         ids = batch(step.fabric.global_rank, length if step.fabric.global_rank else 32)
@@ -235,7 +235,7 @@ def gathered(value: object) -> list[Any]:
 
 
 class Branching(nn.Module):
-    """Computes otherwise on other ranks."""
+    """Runs different operations on different ranks."""
 
     def __init__(self) -> None:
         super().__init__()

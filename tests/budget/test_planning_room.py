@@ -1,4 +1,4 @@
-"""What communicates beside computation stays within the budget, in evaluation too, and on every rank alike."""
+"""Collectives in flight during computation stay within the budget, in evaluation too, and on every rank alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW_BYTES = 10**9
 def evaluated(
     *batch_sizes: int, budget_bytes: int | None, prefetch: int = WINDOW_BYTES
 ) -> list[PlannedCall]:
-    """Calls without gradients of one module."""
+    """Return planned calls of one module without gradients."""
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(*layers).eval()
@@ -117,15 +117,15 @@ def test_ranks_that_evaluate_otherwise_gather_when_they_need_it(
 
 @dataclass
 class Call:
-    """Has 100 bytes at its peak, and as many again on their way."""
+    """A call with a peak of 100 bytes, and as many in flight as its room allows."""
 
     room_taken: Room | None
 
     @property
     def profile(self) -> Any:
         left = {} if self.room_taken is None else self.room_taken.left_bytes
-        on_their_way = 1000 if self.room_taken is None else left.get("t", 0)
-        return type("Profile", (), {"peak_bytes": 100 + on_their_way})
+        in_flight = 1000 if self.room_taken is None else left.get("t", 0)
+        return type("Profile", (), {"peak_bytes": 100 + in_flight})
 
     def room(self, budget_bytes: int) -> Room:
         return Room(left_bytes={"t": budget_bytes - 100}, start_bytes={})
@@ -133,7 +133,7 @@ class Call:
 
 @dataclass
 class Communicating:
-    """Stands for an attempt, and notes with which rooms it ran."""
+    """Stands in for an attempt, and records the rooms with which it ran."""
 
     communicates = True
     rooms: list[Room | None] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Communicating:
 
 
 def within(monkeypatch: pytest.MonkeyPatch, budget_bytes: int, *others: int) -> list[int | str]:
-    """What is left in the rooms that are tried; another rank needs so many bytes more, in each."""
+    """Return the bytes of the rooms that are tried, if another rank needs `others` more bytes in each."""
     more = iter(others)
     planner, attempt = planner_of(budget_bytes), Communicating()
     monkeypatch.setattr(planner, "_most", lambda nbytes: nbytes + next(more))
@@ -160,7 +160,7 @@ def test_a_rank_that_needs_more_leaves_less_room_to_all(monkeypatch: pytest.Monk
     assert within(monkeypatch, 200, 0, 0, 30, 30) == ["any", "none", 100, 70]
 
 
-def test_where_no_room_holds_on_all_ranks_nothing_is_on_its_way(
+def test_where_no_room_holds_on_all_ranks_nothing_is_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = within(monkeypatch, 200, 0, 0, 30, 40, 50, 0)

@@ -1,4 +1,4 @@
-"""What collectives of a trace are said to take is what they take, to the byte, on two and on three ranks."""
+"""Collectives of a trace take the predicted bytes, exactly, on two and on three ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHAPES = ((6, 5), (12, 7), (6,))
 ODD = ((7, 5), (12, 3), (1,))
 
 Start = Callable[[Sequence[TensorProxy], dist.ProcessGroup], Any]
-"""Starts collectives of a trace; returns their futures."""
+"""A function that starts collectives of a trace, and returns their futures."""
 
 
 def named(name: str) -> Any:
@@ -105,7 +105,7 @@ Body = Callable[[Sequence[TensorProxy]], Any]
 
 
 def traced(body: Body, tensors: Sequence[Tensor]) -> TraceCtx:
-    """A trace that returns what `body` makes of its arguments."""
+    """Make a trace that returns the results of `body`."""
     trace = TraceCtx()
     with tracectx(trace):
         values = [
@@ -121,7 +121,7 @@ def traced(body: Body, tensors: Sequence[Tensor]) -> TraceCtx:
 
 
 def waiting(start: Start, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> TraceCtx:
-    """A trace that starts collectives, waits for them, and returns what came out."""
+    """Make a trace that starts collectives, waits for them, and returns their results."""
     return traced(lambda values: tuple(map(WAIT, start(values, group))), tensors)
 
 
@@ -155,19 +155,19 @@ def check_all(rank: int) -> None:
             check_peak(start, turned, group)
 
 
-def test_two_ranks_take_what_the_rules_say(tmp_path: Path) -> None:
+def test_two_ranks_take_the_bytes_of_the_rules(tmp_path: Path) -> None:
     run_on_ranks(check_all, 2, tmp_path / "rendezvous")
 
 
-def test_three_ranks_take_what_the_rules_say(tmp_path: Path) -> None:
+def test_three_ranks_take_the_bytes_of_the_rules(tmp_path: Path) -> None:
     run_on_ranks(check_all, 3, tmp_path / "rendezvous")
 
 
 @pytest.mark.parametrize(
     "start", [reduce_scatter, reduce_scatter_bucket, all_gather, gather_bucket]
 )
-def test_on_cuda_what_is_sent_stays_until_the_wait(start: Start) -> None:
-    """Nccl holds its inputs, although the trace lets go of them: the other operation runs beside both."""
+def test_on_cuda_sent_tensors_are_held_until_the_wait(start: Start) -> None:
+    """Nccl holds its inputs, although the trace frees them: the other operation runs while both are live."""
     value = torch.ones(256, 4)
 
     def sums(values: Sequence[TensorProxy]) -> Any:
@@ -188,7 +188,7 @@ def test_on_cuda_what_is_sent_stays_until_the_wait(start: Start) -> None:
     assert on_cuda.live_bytes[-1] == on_cpu.live_bytes[-1]
 
 
-def test_one_wait_ends_a_collective_of_several_and_frees_what_no_name_holds() -> None:
+def test_one_wait_ends_a_collective_of_several_and_frees_storages_without_a_name() -> None:
     values = [torch.ones(256, 4), torch.ones(256, 4)]
 
     def sums(values: Sequence[TensorProxy]) -> Any:

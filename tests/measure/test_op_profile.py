@@ -1,4 +1,4 @@
-"""What an operation is called in files is the same in every process."""
+"""The key of an operation in files is the same in every process."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def test_each_kind_has_its_time_and_keeps_it(tmp_path: Path) -> None:
     assert later.of(graph(op("slow"), op("quick")), CPU).us == found.us
 
 
-def test_what_time_does_not_suffice_for_is_estimated_now_and_later(tmp_path: Path) -> None:
-    """The roofline's most expensive one goes first, and says how far off the roofline is."""
+def test_kinds_without_time_left_are_estimated_now_and_later(tmp_path: Path) -> None:
+    """The most expensive kind by the roofline goes first, and tells the roofline's error."""
     asked = graph(op("small", moved_bytes=10), op("large", moved_bytes=10**6))
     times = MeasuredTimes(directory=tmp_path, limit_s=0.02)
     remember(times, "small", never)
@@ -118,7 +118,7 @@ def test_views_collectives_and_unknown_functions_are_not_run(tmp_path: Path) -> 
     assert found.us == {"unknown": roofline_us(op("unknown"), CPU)}
 
 
-def test_what_refuses_zeros_has_the_rooflines_time_and_that_is_said(
+def test_an_operation_that_refuses_zeros_has_the_rooflines_time_and_that_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: Tensor) -> None:
@@ -132,7 +132,7 @@ def test_what_refuses_zeros_has_the_rooflines_time_and_that_is_said(
     assert "timed 1 kinds of operations in 0.0 s" in caplog.text
 
 
-def test_what_reads_no_tensor_is_not_timed(
+def test_an_operation_that_reads_no_tensor_is_not_timed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     times = MeasuredTimes(directory=tmp_path)
@@ -153,7 +153,7 @@ def test_the_users_random_numbers_stay_the_same(tmp_path: Path) -> None:
 
 
 class Wide(nn.Module):
-    """Holds much more in the middle than at its ends."""
+    """Needs much more memory in the middle than at its ends."""
 
     def __init__(self) -> None:
         super().__init__()

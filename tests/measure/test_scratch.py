@@ -1,4 +1,4 @@
-"""What kernels take inside of themselves is measured once, and bounded where it cannot be measured."""
+"""Scratch inside kernels is measured once, and bounded where it cannot be measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def profile_of(key: str, *made: Tensor, moved_bytes: int = 1) -> OpProfile:
     )
 
 
-def test_scratch_is_what_is_allocated_beside_the_results(tmp_path: Path) -> None:
+def test_scratch_is_the_memory_allocated_beside_the_results(tmp_path: Path) -> None:
     heads = torch.randn(1, 2, 64, 16)
     results = _flash(heads, heads, heads)
     measured = measured_peak_bytes(lambda: _flash(heads, heads, heads))
@@ -89,10 +89,10 @@ def test_an_operation_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
     assert len(runs) == num_runs
 
 
-def test_what_was_measured_holds_for_that_number_of_threads_and_these_kernels(
+def test_a_measurement_holds_for_that_number_of_threads_and_these_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A depthwise convolution's gradient, of which each thread has a buffer; a plan for fewer threads counted all."""
+    """Each thread has a buffer of a depthwise convolution's gradient; a plan for fewer threads once counted all."""
     x, weight = torch.zeros(4, 16, 16, 16), torch.zeros(16, 1, 3, 3)
 
     def differentiate(x: Tensor, weight: Tensor) -> Any:
@@ -124,7 +124,7 @@ def test_the_users_random_numbers_stay_the_same(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_what_refuses_zeros_is_bounded_and_that_is_said(
+def test_an_operation_that_refuses_zeros_is_bounded_and_that_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def choosy(x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def test_what_refuses_zeros_is_bounded_and_that_is_said(
     assert "choosy[] could not be measured, so its scratch is bounded: no zeros" in caplog.text
 
 
-def test_functions_of_which_nothing_is_known_are_not_called(tmp_path: Path) -> None:
+def test_opaque_functions_are_not_called(tmp_path: Path) -> None:
     unknown = operation(lambda _: pytest.fail("it ran"), torch.ones(2), opaque=True)
     assert MeasuredScratch(directory=tmp_path)(unknown, profile_of("unknown[]")) == 0
 

@@ -1,4 +1,4 @@
-"""The memory of an update, found without running it, is what an update takes."""
+"""The memory of an update, predicted without running it, is the measured one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def give_gradients(module: nn.Module) -> None:
         pytest.param(Adafactor, id="adafactor"),
     ],
 )
-def test_state_and_update_take_what_was_said(make: Callable[..., Optimizer]) -> None:
+def test_state_and_update_take_the_predicted_bytes(make: Callable[..., Optimizer]) -> None:
     module = model()
     give_gradients(module)
     warmed = make([nn.Parameter(torch.ones(2))])
