@@ -1,4 +1,4 @@
-"""All plans for graphs of few decisions, by trying them."""
+"""Finds all plans for graphs with few decisions, by trying them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_of(graph: TrainingGraph, costs: Sequence[float]) -> PeakModel:
 
 
 def all_plans(graph: TrainingGraph, costs: Sequence[float]) -> list[tuple[int, float]]:
-    """Peak and time of every plan, by trying them all."""
+    """Return the peak and the recompute time of every plan."""
     names = [graph.storages[s].name for s in needs(graph).storages]
     plans = []
     for keep in chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)):

@@ -21,7 +21,7 @@ from thunder_memsave.distributed.process_group import destroy_groups
 
 
 def make_fabric(*, devices: int = 1, **arguments: Any) -> Fabric:
-    """A launched Fabric on the CPU; arguments that Fabric does not know go to the strategy."""
+    """Return a launched Fabric on the CPU; arguments that Fabric does not know go to the strategy."""
     fabric_arguments = {
         name: arguments.pop(name) for name in ("precision", "plugins") if name in arguments
     }
@@ -65,8 +65,8 @@ def run_on_fabric_ranks(
     Args:
         fn: A module's function, decorated with `on_fabric_rank`.
         world_size: The number of processes.
-        *args: What `fn` is called with.
-        hang_s: After this time the processes are killed.
+        *args: Arguments of `fn`.
+        hang_s: Seconds after which the processes are killed.
         hash_seeds: As for `run_on_ranks`.
 
     Raises:
@@ -80,21 +80,21 @@ def run_on_fabric_ranks(
 
 
 def all_reduced(fabric: Fabric, value: Tensor, **arguments: Any) -> Tensor:
-    """`fabric.all_reduce` of one tensor; Fabric's own type also allows collections."""
+    """Call `fabric.all_reduce` on one tensor; Fabric's own type also allows collections."""
     result = fabric.all_reduce(value, **arguments)
     assert isinstance(result, Tensor)
     return result
 
 
 def all_gathered(fabric: Fabric, value: Tensor) -> Tensor:
-    """`fabric.all_gather` of one tensor; Fabric's own type also allows collections."""
+    """Call `fabric.all_gather` on one tensor; Fabric's own type also allows collections."""
     result = fabric.all_gather(value)
     assert isinstance(result, Tensor)
     return result
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -112,7 +112,7 @@ def run_python(arguments: Sequence[object], *, timeout: float = 300, **env: str)
 
 def start_python(arguments: Sequence[object], **env: str) -> subprocess.Popen[str]:
     """Start this Python in a session of its own, so that `finish` can end all it started."""
-    # What pytest itself was told to import comes along: a checkout that is not the installed one.
+    # PYTHONPATH is passed on: the checkout under test may not be the installed one.
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
@@ -130,7 +130,7 @@ def start_python(arguments: Sequence[object], **env: str) -> subprocess.Popen[st
 
 
 def finish(process: subprocess.Popen[str], *, timeout: float = 300) -> str:
-    """Wait for the process and return what it printed; past the timeout, or where the test ends, end its session."""
+    """Wait for the process and return its output; end its session past the timeout, or when the test ends."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """Tiny models of many families, and modules with operations that Thunder does not know, each with a batch.
 
-For what must hold whatever a model computes; `models.py` has those that tests look into.
+They test properties that hold for every model; `models.py` has the models that tests inspect.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Sample:
     arguments: Mapping[str, Any]
 
     def loss(self, output: Any) -> Tensor:
-        """One number of what a call returned."""
+        """Return the loss of a call's output."""
         return output.loss if hasattr(output, "loss") else output
 
 
 class Unknown(nn.Module):
-    """A linear layer, and what `compute` makes of its result and of numbers without a gradient."""
+    """A linear layer, and `compute` on its result and on values without a gradient."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ UNKNOWN = {
     "random": _drawn,
     "all": _all,
 }
-"""What modules compute of which Thunder does not know some operation."""
+"""Functions with an operation that Thunder does not know."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -161,7 +161,7 @@ def names() -> list[str]:
 
 
 def sample(name: str) -> Sample:
-    """Build one, with the weights of seed 0."""
+    """Build a sample, with the weights of seed 0."""
     torch.manual_seed(0)
     if name in UNKNOWN:
         return Sample(Unknown(UNKNOWN[name]).train(), {"x": torch.randn(6, 8)})

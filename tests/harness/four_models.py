@@ -1,4 +1,4 @@
-"""A small language model in four kinds: trained as a whole, by adapters, with tied weights, with rows of odd number."""
+"""Builds a small language model in four kinds: fully trained, LoRA, tied weights, odd numbers of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SMALLEST_VOCABULARY = 13
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and what is trained beside it."""
+    """A frozen linear layer with a trained adapter."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Adapted(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual of two layers, which with `lora` are frozen but for what is beside them."""
+    """A residual of two layers, which are frozen and have adapters with `lora`."""
 
     def __init__(self, width: int, inner: int, *, lora: bool) -> None:
         super().__init__()
@@ -61,6 +61,6 @@ class Model(nn.Module):
 
 
 def build(kind: str) -> Model:
-    """One of `KINDS`, with the same weights every time."""
+    """Build one of `KINDS`, with the same weights every time."""
     torch.manual_seed(0)
     return Model(kind)

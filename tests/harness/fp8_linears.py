@@ -1,4 +1,4 @@
-"""Compiles models whose linears run in fp8, counts what their traces do, and computes the same eagerly, all of it."""
+"""Compiles models whose linears run in fp8, counts operations of their traces, and computes the same eagerly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fp8_module(
     planner: MemoryPlanner | None = None,
     **options: Any,
 ) -> CompiledModule:
-    """`model` with its linears in fp8; `options` are those of the section `fp8`."""
+    """Compile `model` with its linears in fp8; `options` are those of the section `fp8`."""
     config = Fp8Config(**{**_defaults(options), **options})
     choices = choose(model, skip_modules=config.skip_modules)
     frozen = frozen_in_fp8(model, config, frontend="dynamo", data_parallel=None)
@@ -54,36 +54,36 @@ def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def linears_of(module: CompiledModule) -> Fp8Linears:
-    """Those of `fp8_module`."""
+    """Return the linears of an `fp8_module`."""
     assert module.fp8 is not None
     return module.fp8
 
 
 def is_fp8(proxy: Any) -> bool:
-    """Whether a proxy stands for an fp8 tensor."""
+    """Tell whether a proxy stands for an fp8 tensor."""
     return isinstance(proxy, TensorProxy) and "float8" in str(dtypes.to_torch_dtype(proxy.dtype))
 
 
 def ops(trace: TraceCtx, kind: str) -> list[BoundSymbol]:
-    """The fp8 operations of a kind (`gemm`, `transpose`, `quantize`) in a trace."""
+    """Return the fp8 operations of a kind (`gemm`, `transpose`, `quantize`) in a trace."""
     return [b for b in trace.bound_symbols if b.sym.name.startswith(f"fp8_{kind}")]
 
 
 def results(trace: TraceCtx, kind: str) -> Counter[Shape]:
-    """How many results of each shape these operations make."""
+    """Count the results of these operations by shape."""
     return Counter(tuple(b.flat_proxy_outs[0].shape) for b in ops(trace, kind))
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What forward keeps for backward of what it computed: not parameters, and not state."""
+    """Shapes of activations kept for backward, without parameters and state."""
 
     fp8: Counter[Shape]
     other: Counter[Shape]
 
 
 def saved(compiled: Compiled) -> Saved:
-    """Of a call with a backward."""
+    """Return the kept activations of a call with a backward."""
     forward = compiled.forward_traces[-1]
     given = {a.name for a in forward.args}
     kept = [p for p in forward.output[1][0] if p.name not in given]
@@ -94,7 +94,7 @@ def saved(compiled: Compiled) -> Saved:
 
 
 class _ComputesEverything(torch.autograd.Function):
-    """A linear in fp8 with all three gradients, whoever wants them."""
+    """A linear in fp8 that computes all three gradients, needed or not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Fp8Linear) -> Any:
@@ -154,7 +154,7 @@ def _quantize(linear: Fp8Linear, x: Tensor, role: Any, *, records: bool) -> tupl
 
 
 class EagerTwin:
-    """A copy of a model, before its first step, that computes the same eagerly and leaves nothing out."""
+    """A copy of a model before its first step, which computes the same eagerly, with all gradients."""
 
     def __init__(self, module: CompiledModule) -> None:
         self.model = copy.deepcopy(module.module)
@@ -184,7 +184,7 @@ class EagerTwin:
 
 
 def state_of(linears: Fp8Linears) -> dict[str, Tensor]:
-    """All scaling state, copied."""
+    """Return copies of all scaling state."""
     return {
         f"{name}.{key}": value.clone()
         for name, linear in linears.by_name.items()

@@ -18,7 +18,7 @@ BATCH, LENGTH, WIDTH = 2, 6, 8
 
 
 class Residual(nn.Module):
-    """Adds to what a linear has made of three dimensions, as Falcon and DeBERTa do."""
+    """Adds in place to a linear's three-dimensional result, as Falcon and DeBERTa do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 
 class Activations(nn.Module):
-    """Has activations and dropout in place, one after the other, as vision models have."""
+    """Runs activations and dropout in place, one after the other, as vision models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Scores(nn.Module):
 
 
 class Views(nn.Module):
-    """Writes through views: a flat one, and one with two dimensions changed for each other."""
+    """Writes through views: a flat one, and one with two dimensions swapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Views(nn.Module):
 
 
 class Counted(nn.Module):
-    """Writes to a buffer that it reads, to statistics, and to what it has made."""
+    """Writes to a buffer that it reads, to statistics, and to its own results."""
 
     seen: Tensor
 
@@ -235,7 +235,7 @@ _PLAIN = (
 
 
 class Drawn(nn.Module):
-    """One weight, one buffer that forward may write to."""
+    """A weight, a bias, and a buffer that forward may write to."""
 
     def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Drawn(nn.Module):
 
 
 def source(seed: int, *, num_values: int = 7) -> str:
-    """The text of `run(self, x)`."""
+    """Return the source of `run(self, x)`."""
     draw = random.Random(seed)
     lines, pool = ["y = F.linear(x, self.weight)"], ["x", "y"]
     for number in range(num_values):
@@ -266,7 +266,7 @@ def source(seed: int, *, num_values: int = 7) -> str:
 
 
 def drawn(seed: int) -> nn.Module:
-    """The model of a seed."""
+    """Build the model of a seed."""
     scope: dict[str, object] = {"torch": torch, "F": F}
     exec(compile(source(seed), f"in place {seed}", "exec"), scope)
     return Drawn(scope["run"])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Kills one of two ranks at a named point of a save, and checks what is left; `python -m harness.killed_ranks`.
+"""Kills one of two ranks at a named point of a save, and checks the files left; `python -m harness.killed_ranks`.
 
 Each life of the ranks is a fork of a process that has imported everything, so that it takes a second.
 """
@@ -32,11 +32,11 @@ class Point:
 
     kind: Kind
     name: str
-    """Of the file or directory; `{rank}` stands for the rank that is killed."""
+    """Name of the file or directory; `{rank}` stands for the rank that is killed."""
 
     @property
     def is_of_each_rank(self) -> bool:
-        """Whether every rank comes by; otherwise rank 0 does, and may kill the other there."""
+        """True if every rank reaches the point; otherwise only rank 0 does, and may kill the other there."""
         return "{rank}" in self.name
 
 
@@ -56,12 +56,12 @@ POINTS = {
     "deletion": Point(kind="shutil.rmtree", name=".partial-step-00000001"),
 }
 COMMITTED = ("fsync of rename", "purge", "deletion")
-"""Points at which the new checkpoint has its name."""
+"""Points at which the new checkpoint already has its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Which rank is killed, where, and in which kind of save."""
+    """A rank to kill, at a point of a kind of save."""
 
     point: str
     rank: int
@@ -69,7 +69,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Read what `str` gave."""
+        """Parse the result of `str`."""
         point, rank, mode = text.split(":")
         return cls(point=point, rank=int(rank), asynchronous=mode == "async")
 
@@ -78,7 +78,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every point, for either rank, in saves that wait and in the background."""
+    """Return every point, for either rank, in synchronous and asynchronous saves."""
     return [
         Case(point=point, rank=rank, asynchronous=asynchronous)
         for point in POINTS
@@ -92,8 +92,8 @@ def main(root: Path, cases: Sequence[Case], *, patience_seconds: float) -> None:
 
     Args:
         root: An empty directory.
-        cases: What to kill.
-        patience_seconds: How long the other rank has to end by itself; then it is killed too.
+        cases: Ranks and points to kill.
+        patience_seconds: Seconds in which the other rank has to end by itself; then it is killed too.
     """
     pristine, run = root / "pristine", root / "run"
     _live(pristine, step=1, asynchronous=False, patience_seconds=_LONGEST_SECONDS)
@@ -116,7 +116,7 @@ def main(root: Path, cases: Sequence[Case], *, patience_seconds: float) -> None:
 
 
 def _check(run: Path, case: Case) -> int:
-    """Nothing that was committed is lost, nothing is damaged, and the next save clears up."""
+    """Check that nothing committed is lost, nothing is damaged, and the next save clears up."""
     found, fabric = list_checkpoints(run), make_fabric()
     valid = newest_valid(fabric, run)
     assert valid is not None
@@ -147,7 +147,7 @@ def _live(
     patience_seconds: float,
     case: Case | None = None,
 ) -> list[int]:
-    """Let two ranks save, and return how they ended, as `os.waitpid` says it."""
+    """Let two ranks save, and return their exit statuses from `os.waitpid`."""
     pids = run.with_name("pids")
     shutil.rmtree(pids, ignore_errors=True)
     pids.mkdir()
@@ -177,7 +177,7 @@ def _save(
 
 
 def _arm(case: Case, rank: int, victim: int) -> None:
-    """Let this rank kill the victim, which may be itself, when it comes to the point."""
+    """Let this rank kill the victim, which may be itself, when it reaches the point."""
     point = POINTS[case.point]
     if rank != (case.rank if point.is_of_each_rank else 0):
         return
@@ -233,20 +233,20 @@ def ended_ranks(
     patience_seconds: float,
     longest_seconds: float = 3 * _LONGEST_SECONDS,
 ) -> list[int]:
-    """Wait for all; once one is gone, the others have some time, after which SIGTERM ends them.
+    """Wait for all processes; after the first has ended, the others have some time until SIGTERM ends them.
 
-    Not SIGKILL: that is how a rank ends that came to its point.
+    Not SIGKILL, which marks a rank that reached its point.
 
     Args:
         children: Process ids.
-        patience_seconds: From the first end on.
-        longest_seconds: Until the first end.
+        patience_seconds: Seconds for the others, from the first end on.
+        longest_seconds: Seconds until the first end.
 
     Returns:
-        How each ended, as `os.waitpid` says it.
+        The exit status of each, from `os.waitpid`.
 
     Raises:
-        TimeoutError: none ended; none is left.
+        TimeoutError: none ended; all were killed.
     """
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + longest_seconds

@@ -79,7 +79,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def prompt_rows(num_rows: int) -> list[dict[str, str]]:
-    """Rows of different lengths; each is another one."""
+    """Return distinct rows of different lengths."""
     return [
         {
             "prompt": f"{WORDS[row % 7]} {row}",
@@ -91,7 +91,7 @@ def prompt_rows(num_rows: int) -> list[dict[str, str]]:
 
 
 def sample_of(ids: Sequence[int], targets: Sequence[int] | None = None) -> Sample:
-    """A sample of these tokens, of which each predicts the next unless targets are given."""
+    """Return a sample of these tokens, each of which predicts the next unless targets are given."""
     targets = [*ids[1:], IGNORED] if targets is None else targets
     return Sample(
         input_ids=np.array(ids, dtype=np.int32), targets=np.array(targets, dtype=np.int32)
@@ -99,7 +99,7 @@ def sample_of(ids: Sequence[int], targets: Sequence[int] | None = None) -> Sampl
 
 
 def run_values(directory: Path, model_directory: Path, **sections: Any) -> dict[str, Any]:
-    """A complete run in float32 with its data in `directory`; sections replace their keys."""
+    """Return a complete run in float32 with its data in `directory`; `sections` replace keys."""
     path = write_jsonl(directory / "rows.jsonl", prompt_rows(24))
     values: dict[str, Any] = {
         "model": {"name_or_path": str(model_directory), "dtype": "float32"},

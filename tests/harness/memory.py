@@ -15,17 +15,17 @@ from harness.joint_passes import JOINT_PASSES, joint_passes
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the CPU's allocator did while a function ran, in bytes beside what was there before."""
+    """Bytes that the CPU's allocator counted while a function ran, beyond those live before."""
 
     peak_bytes: int
     end_bytes: int
-    """What is there after it, its result included."""
+    """Bytes live afterwards, the result included."""
 
 
 def measured_memory(fn: Callable[[], object]) -> Measured:
-    """Run `fn` and add up the profiler's memory events: all that is allocated through torch, kernels' scratch included.
+    """Run `fn` and add up the profiler's memory events: all allocations through torch, kernels' scratch included.
 
-    Run it once before: what libraries allocate once and keep would count.
+    Run it once before: memory that libraries allocate once and keep would count.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
@@ -41,7 +41,7 @@ def measured_memory(fn: Callable[[], object]) -> Measured:
 
 
 def measured_peak_bytes(fn: Callable[[], object]) -> int:
-    """The peak of `measured_memory`."""
+    """Return the peak of `measured_memory`."""
     return measured_memory(fn).peak_bytes
 
 

@@ -23,13 +23,13 @@ _HANG_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Where a machine's processes run."""
+    """A machine, on which processes can run."""
 
     name: str
     address: str
     interface: str
     inside: tuple[str, ...] = ()
-    """The command that runs another one on this machine."""
+    """Prefix that runs a command on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Cluster:
     """Two machines, the first of which serves the rendezvous."""
 
     rendezvous: Rendezvous
-    """`c10d`: an agent that returns is let in again; `static`: agents know nothing of each other."""
+    """`c10d`: an agent can come back; `static`: agents do not know of each other."""
     nodes: tuple[Node, Node]
     port: int
     logs: Path
@@ -45,7 +45,7 @@ class Cluster:
     def start(
         self, number: int, arguments: Sequence[object], **env: str
     ) -> subprocess.Popen[bytes]:
-        """Start torchrun on a machine; what it prints goes to a file of its name, after what was there."""
+        """Start torchrun on a machine; append its output to the machine's log file."""
         node = self.nodes[number]
         command = [*node.inside, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
         command += ["--nproc-per-node", "1", "--max-restarts", "4", "--monitor-interval", "0.1"]
@@ -79,7 +79,7 @@ class Cluster:
         return ["--rdzv-backend", "c10d", *where, *conf]
 
     def log(self, number: int) -> Path:
-        """What a machine's processes printed."""
+        """Return the output of a machine's processes."""
         return self.logs / f"{self.nodes[number].name}.log"
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -97,7 +97,7 @@ class Cluster:
 
 
 def why_no_namespaces() -> str | None:
-    """The reason that network namespaces cannot be made here; None where they can."""
+    """Return the reason that network namespaces cannot be made here; None if they can."""
     if shutil.which("ip") is None:
         return "there is no `ip` command (iproute2)"
     name = f"zero3-{os.getpid()}"
@@ -110,7 +110,7 @@ def why_no_namespaces() -> str | None:
 
 @contextmanager
 def on_loopback(logs: Path, rendezvous: Rendezvous) -> Iterator[Cluster]:
-    """Both machines are this one."""
+    """Make a cluster whose machines are both this one."""
     nodes = tuple(Node(name=name, address="127.0.0.1", interface="lo") for name in "ab")
     pair = (nodes[0], nodes[1])
     yield Cluster(rendezvous=rendezvous, nodes=pair, port=free_port(), logs=logs)
@@ -118,7 +118,7 @@ def on_loopback(logs: Path, rendezvous: Rendezvous) -> Iterator[Cluster]:
 
 @contextmanager
 def in_namespaces(logs: Path, rendezvous: Rendezvous) -> Iterator[Cluster]:
-    """Each machine has a network of its own, and one cable between them."""
+    """Make a cluster whose machines have networks of their own, and one cable between them."""
     spaces = [f"zero3-{os.getpid()}-{name}" for name in "ab"]
     try:
         for space in spaces:

@@ -26,7 +26,7 @@ OptimizerName = Literal["AdamW", "SGD"]
 
 
 class Net(nn.Module):
-    """Odd dims, tied, frozen, bf16, one row, 0-dim, fp8, both kinds of buffers, and the scales of an fp8 linear."""
+    """A model with odd, tied, frozen, bf16, one-row, 0-dim and fp8 weights, both kinds of buffers, and fp8 scales."""
 
     def __init__(self, width: int = 3) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def make_net(seed: int = 0, width: int = 3) -> Net:
-    """A whole one, with the weights of this seed."""
+    """Build an unsharded model, with the weights of this seed."""
     torch.manual_seed(seed)
     return Net(width)
 
@@ -56,7 +56,7 @@ def make_net(seed: int = 0, width: int = 3) -> Net:
 def make_optimizer(
     net: nn.Module, lr: float = 0.1, name: OptimizerName = "AdamW"
 ) -> torch.optim.Optimizer:
-    """Two groups of parameters with different settings."""
+    """Make an optimizer with two groups of parameters with different settings."""
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
     decayed = [p for n, p in named if p.dim() > 1]
     others = [p for n, p in named if p.dim() <= 1]
@@ -72,7 +72,7 @@ def make_optimizer(
 def train(
     net: Net, optimizer: torch.optim.Optimizer, steps: range, dp: DataParallel | None
 ) -> None:
-    """Steps with gradients that depend on the step and the whole parameter only."""
+    """Run steps with gradients that depend only on the step and the unsharded parameter."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for p in net.parameters():
@@ -96,7 +96,7 @@ def _new_scales(net: Net, generator: torch.Generator) -> None:
 def trained(
     dp: DataParallel | None = None, steps: int = 3, name: OptimizerName = "AdamW"
 ) -> tuple[Net, torch.optim.Optimizer]:
-    """The same on any number of ranks."""
+    """Train a new model, with the same result on any number of ranks."""
     net = make_net()
     shard_module(net, dp)
     optimizer = make_optimizer(net, name=name)
@@ -107,7 +107,7 @@ def trained(
 def fresh(
     dp: DataParallel | None = None, name: OptimizerName = "AdamW"
 ) -> tuple[Net, torch.optim.Optimizer]:
-    """Other weights and settings, and no state: what a checkpoint is loaded into."""
+    """Make a model and an optimizer to load a checkpoint into: other weights and settings, and no state."""
     net = make_net(seed=9)
     shard_module(net, dp)
     return net, make_optimizer(net, lr=0.7, name=name)
@@ -119,7 +119,7 @@ def assert_same(
     reference: tuple[Net, torch.optim.Optimizer],
     dp: DataParallel | None = None,
 ) -> None:
-    """Bit-equal to the single-process reference, in all that a step depends on."""
+    """Check that all that a step depends on is bit-equal to the single-process reference."""
     for name, value in unsharded_state_dict(net, dp).items():
         assert torch.equal(value, reference[0].state_dict()[name]), name
     for (name, p), q in zip(net.named_parameters(), reference[0].parameters(), strict=True):

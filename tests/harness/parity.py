@@ -39,7 +39,7 @@ class Twins:
         atol: float = 1e-6,
         **kwargs: Any,
     ) -> Any:
-        """Call both, compare the outputs; with `loss`, also the gradients after its backward."""
+        """Call both and compare the outputs; with `loss`, also the gradients after its backward."""
         ours, theirs = self.compiled(*args, **kwargs), self.eager(*args, **kwargs)
         assert type(ours) is type(theirs)
         assert_trees_close(ours, theirs, rtol=rtol, atol=atol)
@@ -78,5 +78,5 @@ def assert_trees_close(ours: Any, theirs: Any, *, rtol: float, atol: float) -> N
 
 
 def weighted_sum(output: Tensor) -> Tensor:
-    """A loss whose gradient differs per element."""
+    """Return a loss whose gradient differs per element."""
     return (output.float() * torch.linspace(0.5, 1.5, output.numel()).view(output.shape)).sum()

@@ -1,4 +1,4 @@
-"""Small models whose forward is drawn at random: views, writes in place, values that are reused or not used at all."""
+"""Draws small models at random: views, writes in place, values that are reused or not used at all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Graph(nn.Module):
 
 
 def source(seed: int, *, num_ops: int = 14) -> str:
-    """The text of `run(self, x)`."""
+    """Return the source of `run(self, x)`."""
     rng = random.Random(seed)
     lines, pool = ["y = F.linear(x, self.weight, self.bias)"], ["x", "y"]
     for number in range(num_ops):
@@ -73,7 +73,7 @@ def source(seed: int, *, num_ops: int = 14) -> str:
 
 
 def graph(seed: int) -> Graph:
-    """The model of a seed."""
+    """Build the model of a seed."""
     scope: dict[str, object] = {"torch": torch, "F": nn.functional}
     exec(compile(source(seed), f"graph {seed}", "exec"), scope)
     torch.manual_seed(seed)

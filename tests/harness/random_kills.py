@@ -1,4 +1,4 @@
-"""A run of `thunder-memsave train` under torchrun whose processes end themselves by kill -9, and what became of it."""
+"""Runs `thunder-memsave train` under torchrun with ranks that kill themselves at random, and reports each attempt."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from harness.language_model import write_run_file
 
 NUM_RANKS = 2
 MOST_STEPS = 4
-"""Between a start and its kill."""
+"""Most steps between a start and its kill."""
 
 _LOG = "kills.log"
 _FILE_OPERATIONS = frozenset(
     {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 )
 _MOST_OPERATIONS = (36, 6)
-"""Of a save, on rank 0 and on the others."""
+"""Most file operations of a save, on rank 0 and on the others."""
 _STEP_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """What a process wrote down before it ended itself."""
+    """The record that a process wrote before it killed itself."""
 
     attempt: int
     rank: int
     committed: int
-    """The newest step that had a checkpoint."""
+    """The newest step with a checkpoint."""
     is_mid_save: bool
-    """A checkpoint was being written."""
+    """True if a checkpoint was being written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """From which step a process of an attempt went on."""
+    """The step from which a process of an attempt resumed."""
 
     attempt: int
     rank: int
@@ -53,25 +53,25 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lives:
-    """All that a launch went through."""
+    """All starts and kills of a launch."""
 
     starts: list[Start]
     kills: list[Kill]
 
     def num_lost_steps(self) -> int:
-        """Committed steps that the next attempt did not go on from."""
+        """Return the number of committed steps that the next attempt did not resume from."""
         lost = 0
         for kill in self.kills:
             steps = [start.step for start in self.starts if start.attempt == kill.attempt + 1]
-            # It may be none and less than that: the other rank commits while this one ends.
+            # The difference may be negative: the other rank can commit while this one ends.
             lost += max(0, kill.committed - min(steps, default=0))
         return lost
 
 
 class KillsItself:
-    """A callback for run files: each attempt of a launch ends by SIGKILL of one rank, at a moment that the seed says.
+    """A callback for run files: each attempt of a launch ends by SIGKILL of one rank, at a moment drawn from the seed.
 
-    In turn in a save, before one of the file operations of a rank, and anywhere in a step.
+    The moments alternate between a save, before one of a rank's file operations, and anywhere in a step.
     """
 
     def __init__(self, run: str, seed: int, num_kills: int) -> None:
@@ -119,14 +119,14 @@ class KillsItself:
 def train_with_kills(
     directory: Path, values: Mapping[str, Any], *, seed: int, num_kills: int, timeout_s: float
 ) -> Lives:
-    """Train to the end; each attempt but the last is killed.
+    """Train to the end, and kill each attempt but the last.
 
     Args:
-        directory: Of the run file; the run's own is `directory / "run"`.
-        values: Of a run file, with a checkpoint of every step and enough steps: `MOST_STEPS` for each attempt.
-        seed: Says when which rank is killed.
+        directory: Directory of the run file; that of the run is `directory / "run"`.
+        values: Keys of a run file, with a checkpoint of every step and enough steps: `MOST_STEPS` for each attempt.
+        seed: Decides when which rank is killed.
         num_kills: Attempts that are killed; 0 trains undisturbed.
-        timeout_s: After this time all processes are ended.
+        timeout_s: Seconds after which all processes are ended.
 
     Raises:
         AssertionError: the run failed; carries its output.

@@ -1,4 +1,4 @@
-"""Makes what collectives of gloo take countable: their memory is let go of before a wait returns."""
+"""Makes the memory of gloo's collectives countable: it is released before a wait returns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LONGEST_S = 20.0
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Collectives that are started inside have let go of their tensors when their `wait` returns.
+    """Make the `wait` of collectives that are started inside return only after they have released their tensors.
 
-    A thread of gloo's runs them, and drops what it sent and received some microseconds after it said that it was done.
-    If it is the last to hold a tensor, it frees it, unseen by the profiler, which counts what this thread does; what
-    gloo allocates itself is counted, as it runs with this thread's state.
+    A thread of gloo's runs them, and drops its tensors some microseconds after it said that it was done. If it is the
+    last to hold a tensor, it frees it, unseen by the profiler, which counts only this thread; gloo's own allocations
+    are counted, as they run with this thread's state.
     """
     with (
         patch.object(transport, "all_gather_single", _awaited(transport.all_gather_single)),
@@ -55,7 +55,7 @@ def _awaited(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Awaited:
-    """A work of gloo's."""
+    """A `Work` of gloo's whose `wait` returns after it has released its tensors."""
 
     def __init__(
         self,
@@ -82,6 +82,6 @@ class _Awaited:
 
 
 def _num_users(tensor: Tensor) -> tuple[int, int]:
-    """Of its memory: tensors, and whoever knows its Python object, which a thread drops after its tensor."""
+    """Count the users of a tensor's memory: tensors, and references to its Python object, which are dropped later."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)

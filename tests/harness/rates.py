@@ -1,4 +1,4 @@
-"""Lets plans that run use the rates of data sheets, for tests of which plan is made."""
+"""Lets plans that run use the rates of data sheets, for tests that check which plan is made."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ import thunder_memsave.strategy as strategy_module
 
 @contextmanager
 def by_rates() -> Iterator[None]:
-    """Strategies that are set up inside measure nothing: measured times are others on another machine."""
+    """Let strategies that are set up inside measure nothing: measured times differ between machines."""
     with patch.object(strategy_module, "MeasuredTimes", lambda: None):
         yield

@@ -1,4 +1,4 @@
-"""Runs a model, or one joint trace, with what backward keeps chosen by the test."""
+"""Runs a model, or one joint trace, with activations to keep that the test chooses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Choice = Callable[[TraceCtx], Set[str]]
 def recomputing(
     choose: Choice, *, passes: Sequence[str | Pass] = JOINT_PASSES
 ) -> Iterator[list[TraceCtx]]:
-    """What is compiled inside keeps what `choose` says of its joint trace; yields the traces that come out."""
+    """Let modules compiled inside keep the values that `choose` returns; yield their rewritten joint traces."""
     seen: list[TraceCtx] = []
 
     def run(trace: TraceCtx) -> TraceCtx:
@@ -45,11 +45,11 @@ def recomputing(
 
 
 class _SeenError(Exception):
-    """Ends a compilation whose joint trace is all that was wanted."""
+    """Ends a compilation after its joint trace, which was all that was wanted."""
 
 
 def joint_trace(module: nn.Module, *args: Any, **kwargs: Any) -> TraceCtx:
-    """The joint trace of a call, after the passes that are always there."""
+    """Return the joint trace of a call, after the passes that always run."""
     seen: list[TraceCtx] = []
 
     def stop(trace: TraceCtx) -> TraceCtx:
@@ -62,7 +62,7 @@ def joint_trace(module: nn.Module, *args: Any, **kwargs: Any) -> TraceCtx:
 
 
 def forward_values(trace: TraceCtx) -> list[str]:
-    """Names of the tensors that forward makes, in its order."""
+    """Return the names of the tensors that forward makes, in its order."""
     forward = forward_symbols(trace.bound_symbols)
     return [
         o.name
@@ -74,7 +74,7 @@ def forward_values(trace: TraceCtx) -> list[str]:
 
 
 def nothing(trace: TraceCtx) -> Set[str]:
-    """Keep what cannot be computed again."""
+    """Keep only values that cannot be recomputed."""
     symbols = trace.bound_symbols
     refused = why_not_repeatable(symbols)
     names = {o.name for b in symbols if id(b) in refused for o in b.flat_proxy_outs}
@@ -82,7 +82,7 @@ def nothing(trace: TraceCtx) -> Set[str]:
 
 
 def everything(trace: TraceCtx) -> Set[str]:
-    """Keep all that forward makes."""
+    """Keep all values that forward makes."""
     return set(forward_values(trace))
 
 
@@ -98,16 +98,16 @@ def at_random(fraction: float, *, seed: int = 0) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward and backward."""
+    """The results of one forward and backward."""
 
     outputs: Sequence[Any]
     gradients: Sequence[Tensor | None]
     generator: Tensor
     """State of the generator afterwards."""
     inputs: Sequence[Tensor]
-    """Afterwards: forward may write to them."""
+    """The inputs afterwards: forward may write to them."""
     saved: Sequence[str]
-    """Names of what forward saved."""
+    """Names of the values that forward saved."""
 
 
 def run_joint(trace: TraceCtx, inputs: Sequence[Tensor], *, seed: int = 0) -> Step:

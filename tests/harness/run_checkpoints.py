@@ -1,4 +1,4 @@
-"""Checkpoints of a tiny run, and what tests do to them."""
+"""Makes checkpoints of a tiny run, and changes them as tests need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thunder_memsave.checkpoints.manifest import (
 
 
 def make_state(fabric: Fabric, value: float, *, step: int) -> dict[str, Any]:
-    """A model of which a bias is frozen, with AdamW after one update; nothing is compiled."""
+    """Return the state of a run: a model with a frozen bias, and its AdamW after one update; nothing is compiled."""
     torch.manual_seed(0)  # alike on all ranks
     model = nn.Linear(5, 3)
     model.bias.requires_grad_(False)
@@ -35,18 +35,18 @@ def make_state(fabric: Fabric, value: float, *, step: int) -> dict[str, Any]:
 
 
 def save(fabric: Fabric, directory: Path, *, step: int, **more: Any) -> Path:
-    """One checkpoint; its weights tell its step."""
+    """Save a checkpoint whose weights tell its step."""
     state = make_state(fabric, float(step), step=step) | more
     return ModelCheckpoint(directory, keep_last=9).save(fabric, state, step=step)
 
 
 def weight_of(state: dict[str, Any]) -> float:
-    """To one digit: the update has moved it a little."""
+    """Read the step from a weight, rounded, because the update has moved it a little."""
     return round(float(next(state["model"].parameters()).detach().flatten()[0]) + 0.1, 1)
 
 
 def sign_again(path: Path) -> None:
-    """Let the manifest fit the files as they are, as who makes a hostile checkpoint would."""
+    """Make the manifest fit the files as they are, as the author of a hostile checkpoint would."""
     manifest = read_manifest(path)
     names = [name for name in files_in(path) if (path / name).is_file()]
     files = {name: record_file(path, name) for name in names if not (path / name).is_symlink()}

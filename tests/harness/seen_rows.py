@@ -1,4 +1,4 @@
-"""A callback for run files that notes what a run was trained on, by content."""
+"""A callback for run files that records the rows that a run was trained on, by content."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from thunder_memsave.finetune.data.packing import Batch, Rows
 
 
 class SeenRows:
-    """Each rank writes a line per step into a file of its own: the step, and a hash of each row's tokens.
+    """Writes, on each rank, a line per step into the rank's file: the step, and a hash of each row's tokens.
 
-    The run must not evaluate: that lays out rows too.
+    The run must not evaluate: evaluation lays out rows too.
     """
 
     def __init__(self, directory: str) -> None:
@@ -25,7 +25,7 @@ class SeenRows:
         self._lay_out = Rows.lay_out
 
     def on_train_start(self) -> None:
-        """Watch what the loop makes batches of."""
+        """Begin to record the rows of the loop's batches."""
 
         def lay_out(rows: Rows, chosen: Sequence[int | None]) -> Batch:
             batch = self._lay_out(rows, chosen)
@@ -38,19 +38,19 @@ class SeenRows:
         Rows.lay_out = lay_out  # type: ignore[method-assign,assignment]
 
     def on_train_batch_end(self, *, fabric: Fabric, step: int) -> None:
-        """The step is taken, so its rows have been seen."""
+        """Write the rows of the step, which is done."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / f"{fabric.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "rows": self._seen}) + "\n")
         self._seen = []
 
     def on_train_end(self) -> None:
-        """Watch no more."""
+        """End the recording."""
         Rows.lay_out = self._lay_out  # type: ignore[method-assign]
 
 
 def seen_rows(directory: Path) -> dict[int, list[str]]:
-    """What the ranks of a run wrote: the rows of each step, sorted."""
+    """Return the rows of each step that the ranks of a run wrote, sorted."""
     seen: dict[int, list[str]] = {}
     for file in directory.iterdir():
         for line in file.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Pytest plugin of `make soak`: goes on where the last one was ended, and prints a table with a row per goal."""
+"""Pytest plugin of `make soak`: resumes where the last run ended, and prints a table with a row per goal."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LINES = {
     "export": "an exported adapter and a merged model give the same logits in plain transformers (fp32: 1e-6)",
     "all combinations": "what the suite covers in pairs, in every combination, and other long tests",
 }
-"""The argument of `pytest.mark.line`, and the goal; the last one is of soak tests that name none."""
+"""Goal by argument of `pytest.mark.line`; the last one is for soak tests without that mark."""
 
 MEASURED = "measured"
-"""What a test calls `record_property` with to have a number of its own in the table."""
+"""Name of the property that a test records to have a number of its own in the table."""
 
 _STATE = Path(".soak") / "results.json"
 _READ_BY_TESTS = ("strategy", "callbacks", "configs", "tests", "pyproject.toml", "constraints.txt")
@@ -52,30 +52,30 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """How one test ended."""
+    """The result of one test."""
 
     outcome: Outcome
     seconds: float
     measured: str
-    """Its own words; the reason of one that was skipped."""
+    """The test's own number; for a skipped test its reason."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Soak:
-    """What is known of the code as it is now."""
+    """The known results for the code as it is now."""
 
     path: Path
     digest: str
-    """Of all files that a result may depend on, at the start."""
+    """Hash, at the start, of all files that a result may depend on."""
     commit: str
-    """The commit at the start, and whether more than it was run."""
+    """The commit at the start, marked if files differ from it."""
     line_of: dict[str, str] = field(default_factory=dict)
-    """By the test's id, for all that exist."""
+    """Name of the goal by test id, for all tests that exist."""
     results: dict[str, Result] = field(default_factory=dict)
 
     @classmethod
     def read(cls, root: Path, *, is_fresh: bool) -> Soak:
-        """Take what an earlier `make soak` left, unless a file has changed since."""
+        """Read the results of an earlier `make soak`, unless a file has changed since."""
         soak = cls(path=root / _STATE, digest=_digest(root), commit=_commit(root))
         if is_fresh or not soak.path.exists():
             return soak
@@ -86,7 +86,7 @@ class Soak:
         return soak
 
     def write(self) -> None:
-        """Keep it, whole also where this process is killed."""
+        """Write the results to disk atomically: this process may be killed."""
         self.path.parent.mkdir(exist_ok=True)
         results = {test: dataclasses.asdict(result) for test, result in self.results.items()}
         content = {"digest": self.digest, "line_of": self.line_of, "results": results}
@@ -95,11 +95,11 @@ class Soak:
         os.replace(temporary, self.path)
 
     def is_done(self, test: str) -> bool:
-        """Whether a test need not run again: what failed or was skipped does."""
+        """Tell whether a test has passed, so that it need not run again."""
         return test in self.results and self.results[test].outcome == "passed"
 
     def rows(self) -> list[Row]:
-        """A row for each goal."""
+        """Return a row for each goal."""
         return [self._row(line) for line in LINES]
 
     def _row(self, line: str) -> Row:
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def result(self) -> str:
-        """Whether the goal is reached, and the tests' own numbers."""
+        """Tell whether the goal is reached, with the tests' own numbers."""
         if not self.num_tests:
             return "no test"
         reached = "reached" if self.num_passed == self.num_tests else "NOT reached"
@@ -145,7 +145,7 @@ class Row:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of `make soak`."""
+    """Add the options of `make soak`."""
     group = parser.getgroup("soak")
     group.addoption("--soak-fresh", action="store_true", help="forget what was run before")
     group.addoption(
@@ -154,19 +154,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch this run of pytest."""
+    """Record this run of pytest."""
     is_fresh = bool(config.getoption("--soak-fresh"))
     config.pluginmanager.register(_Session(config, Soak.read(config.rootpath, is_fresh=is_fresh)))
 
 
 class _Session:
-    """Notes how each test ends."""
+    """Records how each test ends."""
 
     def __init__(self, config: pytest.Config, soak: Soak) -> None:
         self.config, self.soak = config, soak
         self.reports: list[pytest.TestReport] = []
         self.is_changed = False
-        """A file is not what it was at the start, so what is run since says nothing of either."""
+        """True if a file has changed since the start, so that later results hold for neither version."""
 
     @pytest.hookimpl(tryfirst=True)  # before -m and -k choose
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -274,7 +274,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit(root: Path) -> str:
-    """The commit, and whether more than it was run."""
+    """Return the commit, marked as dirty if files differ from it."""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "no commit"

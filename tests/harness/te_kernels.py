@@ -1,9 +1,9 @@
-"""TransformerEngine's Hopper kernels for one linear layer, emulated in float32 on any device.
+"""Emulates TransformerEngine's Hopper kernels for one linear layer in float32 on any device.
 
-What they compute is read off the sources of TransformerEngine 2.20 (`transformer_engine/common`):
+The arithmetic follows the sources of TransformerEngine 2.20 (`transformer_engine/common`):
 `cast/fp8/quantize_fp8.cuh`, `recipe/{delayed_scaling,current_scaling}.cu`, `recipe/recipe_common.cuh`
 and `transpose/quantize_transpose_{square,vector}_blockwise.cu`. An amax is taken with `fmaxf`, which
-drops NaN; casts saturate and keep NaN. Not emulated: the order in which a GEMM adds, and
+drops NaN; casts saturate and keep NaN. Not emulated: the order in which a GEMM sums, and
 the lower precision of fast accumulation.
 """
 
@@ -36,14 +36,14 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """What was run since the last `clear`, in order."""
+    """The emulated calls since the last `clear`, in order."""
 
     gemms: list[Gemm]
     quantized: list[tuple[int, ...]]
-    """Shapes of what was quantised."""
+    """Shapes of the quantised tensors."""
 
     transposed: list[tuple[int, ...]]
-    """Shapes of the fp8 tensors of which a transposed copy was made after their quantisation."""
+    """Shapes of the fp8 tensors that were transposed after their quantisation."""
 
     def clear(self) -> None:
         self.gemms.clear()
@@ -68,7 +68,7 @@ def install(extension: ModuleType) -> None:
 def quantize(
     tensor: Tensor, quantizer: Any, output: Any = None, noop_flag: Tensor | None = None
 ) -> Any:
-    """`tex.quantize`, for the quantisers of delayed, current and block scaling."""
+    """Emulate `tex.quantize`, for the quantisers of delayed, current and block scaling."""
     assert noop_flag is None, "CUDA graphs are not emulated"
     _refuse_fake(tensor)
     x = tensor.detach()
@@ -104,13 +104,13 @@ def quantize(
 
 
 def _refuse_fake(tensor: Tensor) -> None:
-    """Compiled kernels take the address of the data, which a FakeTensor has not."""
+    """Refuse a FakeTensor as compiled kernels do: they take the address of the data, which it does not have."""
     if isinstance(tensor, FakeTensor):
         raise RuntimeError("Cannot access data pointer of Tensor (e.g. FakeTensor)")
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """Largest magnitude that is not NaN, float32, 0 of nothing."""
+    """Return the largest magnitude that is not NaN, in float32; 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     return torch.where(x.isnan(), 0, x.abs()).amax().float()
@@ -124,7 +124,7 @@ def scale_of_amax(
     power_of_2: bool,
     value_for_inf: float = _FLOAT32_MAX,
 ) -> Tensor:
-    """`compute_scale_from_amax` of recipe_common.cuh."""
+    """Emulate `compute_scale_from_amax` of recipe_common.cuh."""
     floored = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     # `__fdiv_rn`; torch computes `number / tensor` as the number times the reciprocal.
     scale = torch.full_like(floored, torch.finfo(torch_dtype(dtype)).max) / floored
@@ -136,7 +136,7 @@ def scale_of_amax(
 
 
 def cast(scaled: Tensor, dtype: Any) -> Tensor:
-    """To fp8 as bytes, saturating, NaN kept, whatever this torch version's own cast does."""
+    """Cast to fp8 as bytes: saturates and keeps NaN, whatever this torch version's own cast does."""
     target = torch_dtype(dtype)
     largest = torch.finfo(target).max
     saturated = torch.where(scaled.isnan(), scaled, scaled.clamp(-largest, largest))
@@ -144,7 +144,7 @@ def cast(scaled: Tensor, dtype: Any) -> Tensor:
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """What torch calls one of TransformerEngine's dtypes."""
+    """Return the torch dtype of one of TransformerEngine's dtypes."""
     return {
         4: torch.float32,
         5: torch.float16,
@@ -155,7 +155,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """`tex.fp8_transpose`: the last dimension first."""
+    """Emulate `tex.fp8_transpose`: the last dimension comes first."""
     _refuse_fake(data)
     calls.transposed.append(tuple(data.shape))
     transposed = _columns_first(data)
@@ -181,7 +181,7 @@ def generic_gemm(
     use_split_accumulator: bool,
     **options: Any,
 ) -> tuple[Tensor, None, None, None]:
-    """`tex.generic_gemm`: on Hopper both operands must lie with the summed dimension last."""
+    """Emulate `tex.generic_gemm`: on Hopper both operands must be stored with the summed dimension last."""
     assert not gelu, "GELU is not emulated"
     assert quantizer is None, "an output in fp8 is not emulated"
     assert options.get("alpha", 1.0) == 1.0, "scaling a result is not emulated"
@@ -219,7 +219,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: Any,
     margin: float,
 ) -> None:
-    """`kernel_bulk` of delayed_scaling.cu: unlike the python schedule, an amax of 0 rolls nothing."""
+    """Emulate `kernel_bulk` of delayed_scaling.cu: unlike the Python schedule, an amax of 0 rolls nothing."""
     scaled_max = torch.finfo(torch_dtype(fp8_dtype)).max / 2.0**margin
     start = 0
     for history, scale in zip(amax_histories, scales, strict=True):
@@ -262,7 +262,7 @@ def _quantize_blocks(x: Tensor, quantizer: Any, output: Any) -> Any:
 
 
 def _blocks(x: Tensor, height: int, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """Bytes of `x` [m, k], and 1 / scale of its blocks as the GEMM wants them."""
+    """Return the bytes of `x` [m, k], and 1 / scale of its blocks in the GEMM's layout."""
     m, k = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -k % BLOCK, 0, -m % height))
     tiles = padded.unflatten(0, (-1, height)).unflatten(2, (-1, BLOCK))
@@ -282,7 +282,7 @@ def _blocks(x: Tensor, height: int, quantizer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _high_precision(operand: Any, *, rowwise: bool) -> Tensor:
-    """Float32 [rows, k] of what lies with the summed dimension last; it must be there already."""
+    """Return an operand as float32 [rows, k] from its data with the summed dimension last, which must exist."""
     if hasattr(operand, "_rowwise_data"):
         side = "rowwise" if rowwise else "columnwise"
         data = getattr(operand, f"_{side}_data")
@@ -326,7 +326,7 @@ def _shell(x: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _tensor_class(quantizer: Any, name: str) -> Any:
-    """The class that the extension would make: the storage alone where nobody sees it."""
+    """Return the class that the extension would make: only the storage for an internal tensor."""
     tensors = importlib.import_module("transformer_engine.pytorch.tensor")
     return getattr(tensors, f"{name}Storage" if quantizer.internal else name)
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's own python on a machine without CUDA: its compiled kernels are emulated ones.
+"""Imports TransformerEngine's own Python on a machine without CUDA, with its compiled kernels emulated.
 
 `make setup` puts the pure-python wheel into a folder of its own, not among the installed packages:
 with it there, but without a compiled extension, `import thunder` fails.
@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
-import torch._inductor.utils  # before a placeholder for triton is there, which it would ask
+import torch._inductor.utils  # before a placeholder replaces triton, which this import would use
 
 from harness import te_kernels
 
@@ -39,7 +39,7 @@ _modules: dict[str, ModuleType] = {}
 
 @contextlib.contextmanager
 def transformer_engine() -> Iterator[ModuleType]:
-    """`transformer_engine.pytorch` of the wheel, importable inside the block only.
+    """Make `transformer_engine.pytorch` of the wheel importable inside the block only.
 
     The import (about two seconds) happens once per process. Counts of emulated kernels begin anew.
     """
@@ -75,14 +75,14 @@ def _import() -> None:
 
 
 def _take(*packages: str) -> dict[str, ModuleType]:
-    """The modules of these packages, out of `sys.modules`."""
+    """Remove the modules of these packages from `sys.modules`, and return them."""
     names = [name for name in sys.modules if name.split(".")[0] in packages]
     return {name: sys.modules.pop(name) for name in names}
 
 
 @contextlib.contextmanager
 def _as_if_built() -> Iterator[None]:
-    """Its import looks for no libraries, and compiles nothing with torch."""
+    """Keep its import from looking for libraries, and from compiling anything with torch."""
     environment = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
     path = [str(FOLDER), *sys.path]
     absent = [
@@ -127,7 +127,7 @@ _ANSWERS = {
 
 
 class _DType(enum.IntEnum):
-    """`transformer_engine_torch.DType`."""
+    """Stands in for `transformer_engine_torch.DType`."""
 
     kByte = 0  # noqa: N815
     kInt32 = 2  # noqa: N815
@@ -140,7 +140,7 @@ class _DType(enum.IntEnum):
 
 
 class _Names(type):
-    """An enumeration of the extension of which only the names matter: they are numbered as they are asked for."""
+    """An enumeration of the extension whose names alone matter: they are numbered in order of use."""
 
     __members__: dict[str, int]
 
@@ -154,7 +154,7 @@ class _Names(type):
 
 
 class _Extension(ModuleType):
-    """The compiled extension: its enumerations, and functions that say that they are not emulated."""
+    """Stands in for the compiled extension: its enumerations, and functions that refuse to run."""
 
     DType = _DType
 

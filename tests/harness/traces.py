@@ -1,4 +1,4 @@
-"""Counts what an executed trace communicates, keeps alive and saves, exactly and without running it."""
+"""Counts the bytes that an executed trace communicates, holds live and saves, exactly and without running it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from thunder_memsave.ops.collectives import gathers
 
 @contextmanager
 def fake_ranks(world_size: int, *, mode: str = "zero3") -> Iterator[DataParallel]:
-    """Rank 0 of a group whose collectives do nothing: for tracing, not for numbers."""
+    """Make this process rank 0 of a fake group, whose collectives compute nothing."""
     with target_device.fake_ranks(world_size):
         assert dist.group.WORLD is not None
         yield DataParallel(mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
 
 
 def unlimited_planner(memory: MemoryConfig, data_parallel: DataParallel) -> MemoryPlanner:
-    """What the strategy plans with on the CPU, where no budget is given."""
+    """Return the planner of the strategy on the CPU without a budget."""
     return MemoryPlanner(
         memory,
         device=device_at(torch.device("cpu")),
@@ -46,13 +46,13 @@ class Collective:
     kind: str
     """`all_gather`, `reduce_scatter` or `all_reduce`."""
     name: str
-    """Of the tensor that goes in; a parameter's name with dots for underscores is not restored."""
+    """Name of the input tensor in the trace, where a parameter's dots are underscores."""
     nbytes: int
-    """Bytes of the whole tensor: what comes out of a gather, what goes into a reduction."""
+    """Bytes of the unsharded tensor: the output of a gather, the input of a reduction."""
 
 
 def collectives(trace: TraceCtx) -> list[Collective]:
-    """Every collective in the order of the trace; one entry for each tensor of those that share one."""
+    """Return every collective in the order of the trace; one with several tensors has an entry for each."""
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     found = []
     for bsym in trace.bound_symbols:
@@ -67,7 +67,7 @@ def collectives(trace: TraceCtx) -> list[Collective]:
 
 
 def num_calls(trace: TraceCtx, kind: str) -> int:
-    """How many collectives of a kind are started; those of several tensors count once."""
+    """Count the collectives of a kind; one with several tensors counts once."""
     return sum(kind in b.sym.name for b in trace.bound_symbols)
 
 
@@ -77,13 +77,13 @@ class LiveAt:
 
     symbol: str
     live: dict[str, int]
-    """Those in memory while the symbol runs, with their bytes."""
+    """Bytes of those that are live while the symbol runs."""
     read: frozenset[str]
-    """Those that it reads."""
+    """Names of those that it reads."""
 
 
 def live_gathered(trace: TraceCtx) -> list[LiveAt]:
-    """What is alive at each symbol that computes; gathers, waits and views only lead up to one."""
+    """Return the gathered parameters live at each symbol that computes, without gathers, waits and views."""
     shard_of: dict[str, str] = {}
     sizes: dict[str, int] = {}
     alive: set[str] = set()
@@ -107,7 +107,7 @@ def live_gathered(trace: TraceCtx) -> list[LiveAt]:
 
 
 def saved_for_backward(forward: TraceCtx) -> list[TensorProxy]:
-    """The tensors that forward hands to backward."""
+    """Return the tensors that forward saves for backward."""
     tensors, _ = forward.bound_symbols[-1].args[1]
     return list(tensors)
 

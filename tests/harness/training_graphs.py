@@ -1,4 +1,4 @@
-"""Small training graphs, written by hand or drawn at random, for tests of the planner."""
+"""Builds small training graphs, by hand or at random, for tests of the planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thunder_memsave.planner.graph import Op, Repeat, Storage, StorageKind, Trai
 
 @dataclass
 class GraphBuilder:
-    """Operations one after the other; `backward()` is where backward begins."""
+    """Builds a graph from operations in order; `backward()` marks where backward begins."""
 
     storages: list[Storage] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -44,7 +44,7 @@ class GraphBuilder:
         repeat: Repeat = "yes",
         **fields: Any,
     ) -> None:
-        """`reads`: names with spaces between them; `makes`: bytes by name; `inside`: bytes of temporaries."""
+        """Add an operation: `reads` are names separated by spaces, `makes` bytes by name, `inside` temporary bytes."""
         default: StorageKind = "activation" if self.num_forward is None else "temporary"
         made = tuple(self.storage(name, n, kind or default) for name, n in makes.items())
         self._append(reads, tuple(makes), made, repeat, sum(makes.values()) + inside, fields)
@@ -55,7 +55,7 @@ class GraphBuilder:
         self._append(base, names, (), "free", 0, {})
 
     def write(self, target: str, name: str, reads: str = "") -> None:
-        """Overwrite `target`; it is called `name` from then on."""
+        """Overwrite `target`, whose new value is called `name`."""
         self.storage_of[name] = self.storage_of[target]
         self._append(f"{target} {reads}", (name,), (), "no", 0, {})
 
@@ -97,7 +97,7 @@ class GraphBuilder:
 
 
 def chain(num_ops: int = 4, nbytes: int = 100) -> TrainingGraph:
-    """`x -> a1 -> a2 -> ...`, where the backward of each reads what it has read, and all weights get gradients."""
+    """Build `x -> a1 -> a2 -> ...`: the backward of each operation reads its input, and all weights get gradients."""
     b = GraphBuilder()
     b.input("a0", nbytes, "batch")
     for n in range(1, num_ops + 1):
@@ -114,7 +114,7 @@ def chain(num_ops: int = 4, nbytes: int = 100) -> TrainingGraph:
 
 
 def random_graph(seed: int, num_forward: int = 8) -> TrainingGraph:
-    """With views, several results, writes in place, random operations, gathers, values read often and never."""
+    """Draw a graph with views, several results, writes in place, random operations, gathers, and unread values."""
     draw = random.Random(seed)
     b = GraphBuilder()
     b.input("x", 40, "batch")
@@ -160,7 +160,7 @@ def random_graph(seed: int, num_forward: int = 8) -> TrainingGraph:
 
 
 def _never_read(b: GraphBuilder, values: list[str]) -> str | None:
-    """The newest value whose memory nobody has read, nor shares."""
+    """Return the newest value, if no operation has read it and no other value shares its memory."""
     newest = values[-1]
     storage = b.storage_of[newest]
     shared = sum(s == storage for s in b.storage_of.values()) > 1
@@ -172,7 +172,7 @@ def _never_read(b: GraphBuilder, values: list[str]) -> str | None:
 def llama_like(
     num_layers: int, *, tokens: int = 8192, width: int = 8192, hidden: int = 28672, kv: int = 1024
 ) -> TrainingGraph:
-    """A Llama's forward and backward as Thunder decomposes them, without its parameters' bytes; bfloat16."""
+    """Build a Llama's forward and backward as Thunder decomposes them, in bfloat16, without the parameters' bytes."""
     b = GraphBuilder()
     b.input("h0", 2 * tokens * width, "batch")
     for n in range(num_layers):

@@ -32,7 +32,7 @@ assert type(strategy).__name__ == "ThunderMemsaveStrategy", strategy
 
 
 def main() -> None:
-    """Fail with what is missing in the wheel, or with what does not run from it."""
+    """Fail if a file is missing in the wheel, or something does not run from it."""
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
         compare_with_tree(wheel)
@@ -82,7 +82,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def run(*command: str | Path, cwd: str | Path) -> None:
-    """Run a command quietly; show what it said when it fails."""
+    """Run a command quietly; show its output if it fails."""
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}")
