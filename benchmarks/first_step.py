@@ -131,16 +131,16 @@ def _compile(variant: str, model: Any) -> Any:
 
 
 class _NoCollector:
-    """Stands in for transformers' context variable: nothing is collected."""
+    """Stands in for transformers' context variable, and collects nothing."""
 
     def set(self, value: object) -> None:
         """Collect nothing."""
 
     def get(self) -> None:
-        """Nothing was collected."""
+        """Return None: nothing was collected."""
 
     def reset(self, token: object) -> None:
-        """Nothing to take back."""
+        """Do nothing."""
 
 
 def _report(

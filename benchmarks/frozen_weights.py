@@ -1,17 +1,17 @@
-"""LoRA against training every weight: FLOPs, bytes saved for backward, CPU seconds; eager, Thunder, ours, ours in fp8.
+"""Compares LoRA with full training: FLOPs, bytes saved for backward, CPU seconds; eager, Thunder, ours, ours in fp8.
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/frozen_weights.py [--no-times] [--output FILE]
 
 The model is a small GPT, the adapters are PEFT's, on all linears of its blocks. Every method is a process of its own.
 FLOPs are counted while a step runs (`memory_frontier.py`). Saved bytes are those of tensors that forward hands to
-autograd, each storage once, without what is there before the step: parameters, buffers, frozen weights in fp8. Casts
+autograd, each storage once, without those live before the step: parameters, buffers, frozen weights in fp8. Casts
 to fp8 and transpositions of fp8 tensors are counted by their calls. `ours, TE` runs TransformerEngine's own Python with
-kernels that are emulated on the CPU: its counts mean something, its seconds do not, so they are not taken.
+kernels that are emulated on the CPU: its counts are meaningful, its seconds are not, and are not measured.
 
-What linears read follows from what norms, activations and attention keep for themselves, so without a budget ours keeps
-nothing for weights, trained or not, and LoRA saves no less than full training: what it leaves out is gradients and
-states of the optimizer. What its adapters make between their two weights comes on top, to the byte, less the first
-input, before which nothing is trained.
+Inputs of linears are cheap to recompute from the activations that norms, activation functions and attention keep, so
+without a budget ours keeps nothing for weights, trained or not, and LoRA saves no less than full training: it leaves
+out gradients and optimizer state. The activations between an adapter's two weights come on top, to the byte, less the
+first input, before which nothing is trained.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FP8_WAYS = {
     "fp8 TE": ("transformer_engine", "delayed"),
     "fp8 torch, block": ("torch", "block"),
 }
-"""Backend and recipe."""
+"""Backend and recipe of each way to run in fp8."""
 WAYS = (
     *((method, dtype) for dtype in ("float32", "bfloat16") for method in METHODS),
     *(("ours", way) for way in FP8_WAYS),
@@ -52,10 +52,10 @@ NUM_STEPS = 10
 RANK = 16
 WIDTH, BLOCKS, ROWS, CLASSES = 128, 6, 4 * 256, 256
 LINEARS = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
-"""In and out features of a block's."""
+"""In and out features of a block's linears."""
 
 _SCORES = BLOCKS * 2 * ROWS * 256 * WIDTH
-"""FLOPs by which an attention kernel computes the scores again in backward; Thunder's attention is made of products."""
+"""FLOPs with which attention kernels recompute the scores in backward; Thunder decomposes attention into products."""
 
 NOT_RUN = {
     "thunder, fp8": "Thunder's executor of TransformerEngine needs a GPU",
@@ -65,7 +65,7 @@ NOT_RUN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A step of one way to train."""
+    """The counts of a step of one way to train."""
 
     method: str
     dtype: str
@@ -73,11 +73,11 @@ class Point:
     flops: int
     saved_bytes: int
     num_casts: int
-    """To fp8."""
+    """Casts to fp8."""
     num_transposes: int
-    """Of fp8 tensors."""
+    """Transpositions of fp8 tensors."""
     cpu_seconds: float | None
-    """Of one thread."""
+    """CPU seconds of one thread."""
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def _in_a_process(method: str, dtype: str, trained: str, *, no_times: bool) -> P
 
 
 def _measure(method: str, dtype: str, trained: str, *, has_times: bool) -> None:
-    """In a process of its own: one point, as JSON in the last line."""
+    """Measure one point in this process, and print it as JSON in the last line."""
     import torch
 
     from thunder_memsave import compat
@@ -177,7 +177,7 @@ def _point(method: str, dtype: str, trained: str, *, has_times: bool) -> Point:
 
 
 def _cpu_seconds(step: Callable[[], None]) -> float:
-    """The least of several steps: what the machine does besides only adds."""
+    """Return the CPU seconds of the fastest of several steps: other work on the machine only adds."""
     seconds = []
     for _ in range(NUM_STEPS):
         start = time.process_time()
@@ -206,7 +206,7 @@ def _compiled(method: str, dtype: str, model: Any) -> Any:
 
 
 def _fp8_linears(dtype: str, model: Any) -> Any:
-    """All linears but the head and the adapters."""
+    """Return all linears in fp8, except the head and the adapters."""
     from thunder_memsave.config import Fp8Config
     from thunder_memsave.fp8.compute.linears import Fp8Linears
     from thunder_memsave.fp8.recipe import recipe_of
@@ -250,7 +250,7 @@ def _frozen_in_fp8(module: Any) -> Iterator[Any]:
 
 @contextmanager
 def _counted_calls() -> Iterator[dict[str, int]]:
-    """How often each kind of operation of the fp8 backends is called."""
+    """Count the calls of each kind of operation of the fp8 backends."""
     from thunder_memsave.fp8.kernels import te_backend, torch_backend
 
     calls = {"quantize": 0, "transpose": 0}
@@ -288,7 +288,7 @@ def _claims(points: Sequence[Point]) -> Iterator[Claim]:
 
 
 def _against_full(full: Point, lora: Point) -> Iterator[Claim]:
-    """What a step with adapters leaves out, in exact FLOPs, for those ways that are ours."""
+    """Check the exact FLOPs that a step with adapters saves, for our ways to train."""
     if full.method != "ours":
         return
     expected, less = _flops_left_out(), full.flops - lora.flops
@@ -306,7 +306,7 @@ def _against_full(full: Point, lora: Point) -> Iterator[Claim]:
 
 
 def _flops_left_out() -> int:
-    """Gradients of all frozen weights, less what adapters cost; the first block's inputs need no gradient."""
+    """Return the FLOPs of the frozen weights' gradients, less those of adapters; the first input needs no gradient."""
     of_weights = BLOCKS * sum(2 * ROWS * i * o for i, o in LINEARS) + 2 * ROWS * WIDTH * CLASSES
     of_first_input = 2 * ROWS * LINEARS[0][0] * LINEARS[0][1]
     adapters = BLOCKS * sum(2 * ROWS * RANK * (i + o) for i, o in LINEARS)

@@ -1,12 +1,12 @@
-"""Peak memory against FLOPs of a training step: eager, checkpointed, torch.compile with budgets, Thunder, and ours.
+"""Measures peak memory against FLOPs of a step: eager, checkpointed, torch.compile with budgets, Thunder, and ours.
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/memory_frontier.py [--no-times] [--output FOLDER]
 
-Every method is a process of its own. A peak is what a step takes beside parameters and batch, by the profiler's memory
-events; FLOPs are counted by FlopCounterMode while the step runs, those of attention's CPU kernel as of its CUDA twin;
-seconds are those of the processor, in the fastest step: what else the machine does only adds. Ours is planned for parts
-of what it takes with nothing but the free wins, for the peaks of all others, and for the smallest budget that its error
-names. `--output` writes JSON, and a picture beside it.
+Every method is a process of its own. A peak is the memory of a step beside parameters and batch, by the profiler's
+memory events; FLOPs are counted by FlopCounterMode while the step runs, those of attention's CPU kernel as of its CUDA
+twin; seconds are CPU seconds of the fastest step: other work on the machine only adds. Ours is planned for fractions of
+its peak with the free wins alone, for the peaks of all others, and for the smallest budget that its error names.
+`--output` writes JSON, and a picture beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 MODELS = ("gpt", "llama")
 METHODS = ("eager", "torch.compile", "torch.compile, inductor", "thunder", "ours")
-"""Without more words torch.compile's backend is `aot_eager_decomp_partition`: its partitions, run by eager kernels."""
+"""Methods; plain `torch.compile` has the backend `aot_eager_decomp_partition`: its partitions, run by eager kernels."""
 COMPILE_BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 REFUSED = {("llama", "thunder"): "thunder.jit does not trace transformers 5.23's Llama"}
 PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
@@ -37,19 +37,19 @@ NUM_STEPS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One way to run a step."""
+    """The measurements of a step of one method."""
 
     method: str
     setting: str
     peak_bytes: int
-    """Beside parameters and batch."""
+    """Peak beside parameters and batch."""
     flops: int
     seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What is said of ours against another."""
+    """A statement that compares ours with another method."""
 
     text: str
     holds: bool
@@ -117,7 +117,7 @@ def _in_a_process(
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    """In a process of its own: all points of one method, as JSON in the last line."""
+    """Measure all points of one method in this process, and print them as JSON in the last line."""
     import torch
 
     from thunder_memsave import compat
@@ -141,7 +141,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 
 def _model(name: str) -> tuple[Any, dict[str, Any]]:
-    """A model that returns its loss, and a batch: 4 sequences of 256."""
+    """Build a model that returns its loss, and a batch of 4 sequences of 256 tokens."""
     import torch
 
     torch.manual_seed(0)
@@ -234,7 +234,7 @@ def _llama() -> Any:
 
 
 Run = Iterator[tuple[str, Any, dict[str, Any]]]
-"""A setting, what is called with it, and the batch; the model is the same for all settings."""
+"""Yields settings, each with a callable and the batch; the model is the same for all."""
 
 
 def _eager(name: str, arguments: argparse.Namespace) -> Run:
@@ -260,14 +260,14 @@ def _torch_compile(
 
 
 def _partitioned(counter: _Flops) -> Any:
-    """`aot_eager_decomp_partition`, but for the mode."""
+    """Return the backend `aot_eager_decomp_partition` with `counter` as its mode."""
     from torch._dynamo.backends.debugging import aot_eager_decomp_partition_with_mode
 
     return partial(aot_eager_decomp_partition_with_mode, mode=counter)
 
 
 def _inductor(counter: _Flops) -> Any:
-    """Inductor; its graphs count while they run."""
+    """Return the backend Inductor, whose graphs count their FLOPs while they run."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def counting(graph: Any, inputs: Any, **options: Any) -> Any:
@@ -321,7 +321,7 @@ def _planner(budget_bytes: int | None) -> Any:
 
 
 def _floor_bytes(model: Any, batch: dict[str, Any]) -> int:
-    """The smallest budget for which a plan is found, as the error for an impossible one says."""
+    """Return the smallest budget for which a plan is found, which the error for an impossible one names."""
     from thunder_memsave.errors import BudgetError
 
     try:
@@ -362,13 +362,13 @@ def _point(
 
 
 class _Flops:
-    """Counts what runs inside, over all times that it is entered."""
+    """Counts the FLOPs that run inside, summed over all times that it is entered."""
 
     def __init__(self) -> None:
         self.total = 0
 
     def __enter__(self) -> None:
-        """The CPU's attention counts as the CUDA kernel of the same name, which FlopCounterMode knows."""
+        """Count the CPU's attention as the CUDA kernel of the same name, which FlopCounterMode knows."""
         import torch
         from torch.utils import flop_counter
 
@@ -391,7 +391,7 @@ class _Flops:
 
 
 def _flops(module: Any, step: Callable[[], None]) -> int:
-    """Dynamo does not run what it has compiled while a mode is active, so its graphs count inside of theirs."""
+    """Count the FLOPs of a step; Dynamo's graphs count inside, as Dynamo does not run them while a mode is active."""
     inside: _Flops | None = getattr(module, "counter", None)
     if inside is not None:
         before = inside.total
@@ -406,7 +406,7 @@ def _flops(module: Any, step: Callable[[], None]) -> int:
 
 
 def _of_tensors(formula: Callable[..., int]) -> Callable[..., int]:
-    """A registered formula takes tensors, and is not to be wrapped so that it takes shapes."""
+    """Mark a formula as taking tensors, so that FlopCounterMode does not wrap it to take shapes."""
 
     def count(*args: Any, **kwargs: Any) -> int:
         return formula(*args, **kwargs)
@@ -425,7 +425,7 @@ def _seconds(step: Callable[[], None]) -> float:
 
 
 def _claims(points: Sequence[Point]) -> list[Claim]:
-    """Ours against checkpointing at its peak and at its FLOPs, and against every budget of torch.compile."""
+    """Compare ours with checkpointing at equal peak and at equal FLOPs, and with every budget of torch.compile."""
     ours = [p for p in points if p.method == "ours"]
     claims: list[Claim] = []
     for other in points:

@@ -1,9 +1,9 @@
-"""How long plans for many layers take, and how far from the bound they are.
+"""Measures how long plans for many layers take, and how far from the bound they are.
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 .venv/bin/python benchmarks/planner_scale.py --layers 80
 
 The graph is a Llama's of 70B shape, as Thunder decomposes it (tests/harness/training_graphs.py), with costs of an H200.
-Time is CPU time of `solve`; the gap is to what is proven of any plan, so it is what is not known, not what is lost.
+Time is CPU time of `solve`. The gap is to the proven lower bound on all plans: the best plan may be no faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from thunder_memsave.planner.search.solve import solve
 
 
 def main() -> None:
-    """Print one line for each part of the memory of the free wins."""
+    """Print one line for each fraction of the peak of the free wins."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--parts", type=float, nargs="+", default=[0.9, 0.7, 0.5, 0.35, 0.25])
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def timed(graph: TrainingGraph, costs: tuple[float, ...], budget: int | None) -> tuple[Plan, float]:
-    """A plan, and how many seconds it took."""
+    """Return a plan, and the CPU seconds that it took."""
     start = time.process_time()
     plan = solve(graph, budget_bytes=budget, costs_us=costs)
     return plan, time.process_time() - start

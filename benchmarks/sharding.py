@@ -1,20 +1,20 @@
-"""Step time and bytes of sharded training on 2 gloo ranks: ours, Fabric's FSDP2 path and DDP, in one run.
+"""Measures step time and bytes of sharded training on 2 gloo ranks: ours, Fabric's FSDP2 path and DDP, in one run.
 
     python benchmarks/sharding.py [--rounds 15] [--output benchmarks/results/sharding.json]
 
 A step is forward and backward in float32, without the optimizer. All variants take turns in the same two processes, in
 another order in every round, and a step takes as long as on the slower rank. `alone` is the same model without
-communication, on both ranks at once; `added` is the median over the rounds of what a variant took longer than its own
-`alone` did in that round. Windows are alike: FSDP2 gathers one block beside the one that is read, and ours, by default,
-as many bytes. FSDP2 keeps what is in no block from forward to backward; `root resharded` gathers it again, as ours.
+communication, on both ranks at once; `added` is the median over the rounds of a variant's time beyond its own `alone`
+in that round. Windows are alike: FSDP2 prefetches one block, and ours, by default, as many bytes. FSDP2 keeps weights
+outside of blocks gathered from forward to backward; `root resharded` gathers them again, as ours does.
 
-Held bytes are the most that parameters, gradients and collectives take at any operation of a step: all storages that
-Python sees alive, but those of activations, which are told apart by their size (it divides by the prime number of
-tokens, parameters' does not). What gloo copies inside of C++ is not seen: for FSDP2 a whole block's gradients, for ours
-a bucket's weights.
+Held bytes are the peak of parameters, gradients and collectives over the operations of a step: all storages that Python
+sees live, without activations, which are told apart by their size (a multiple of the prime number of tokens, which
+parameters' sizes are not). Gloo's copies inside C++ are not seen: for FSDP2 a whole block's gradients, for ours a
+bucket's weights.
 
-Goal: ours holds no more than the FSDP2 that holds least, and adds to its own `alone` step at most 1.1 times what the
-FSDP2 that adds least adds to eager's.
+Goal: ours holds no more than the FSDP2 variant that holds the least, and adds to its own `alone` step at most 1.1 times
+the time that the fastest FSDP2 variant adds to eager's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from statistics import median, quantiles
 from typing import Any
 
 LENGTH = 89
-"""Tokens of a batch: a prime that divides the size of no parameter, and of no sum of them that is communicated."""
+"""Tokens of a batch: a prime that divides neither a parameter's size, nor that of a communicated bucket."""
 LAYERS, HIDDEN, WIDE, VOCAB = 6, 256, 512, 512
 
 OURS: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ def _names() -> list[str]:
 
 
 def _in_turn(names: list[str], number: int) -> list[str]:
-    """Another one begins in every round, and every other round runs backwards: nobody always follows another."""
+    """Rotate the order in every round, and reverse every other round, so that no variant always follows another."""
     first = number % len(names)
     turned = names[first:] + names[:first]
     return turned[::-1] if number % 2 else turned
@@ -120,7 +120,7 @@ def _slowest(seconds: float) -> float:
 
 
 def _set_up(name: str) -> tuple[Callable[[Any], None], Any]:
-    """A function that runs forward and backward, and the module whose parameters get gradients."""
+    """Return a function that runs forward and backward, and the module whose parameters get gradients."""
     import lightning as L
     import torch
 
@@ -192,7 +192,7 @@ def _drop_gradients(module: Any) -> None:
 
 
 def _held_bytes(step: Callable[[Any], None], module: Any, ids: Any) -> int:
-    """The most bytes of parameters, gradients and collectives that are alive after any operation of a step."""
+    """Return the peak of live bytes of parameters, gradients and collectives over the operations of a step."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -286,7 +286,7 @@ def _report(measured: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def _added(name: str, seconds: dict[str, list[float]]) -> list[float]:
-    """What a variant took longer in each round than the same model without communication."""
+    """Return, for each round, a variant's time beyond that of the same model without communication."""
     alone = seconds["ours alone" if name.startswith("ours") else "eager alone"]
     return [value - base for value, base in zip(seconds[name], alone, strict=True)]
 
