@@ -39,7 +39,7 @@ class MomentProgram:
         budget_bytes: float | None,
         *,
         may_precede: MayPrecede | None = None,
-        whole: bool = False,
+        integer: bool = False,
         decided: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         """Build the program without moments.
@@ -49,11 +49,11 @@ class MomentProgram:
             budget_bytes: Bytes for the whole step; None: minimise the peak, and ignore time.
             may_precede: Leaves out plans in which other operations are recomputed before a moment, and most variables
                 with them; None: covers all plans.
-            whole: True for an integer program, False for its relaxation.
+            integer: True for an integer program, False for its relaxation.
             decided: Storages that are kept (1) or not (0) in every solution.
         """
         self._model, self._needs, self._program = model, model.needs, LinearProgram()
-        self._may_precede, self._whole, self._decided = may_precede, whole, decided
+        self._may_precede, self._integer, self._decided = may_precede, integer, decided
         per_us = 0.0 if budget_bytes is None else 1.0 / model.unit_us
         self._again = {
             o: self._program.variable(cost=model.costs_us[o] * per_us) for o in self._needs.ops
@@ -80,7 +80,7 @@ class MomentProgram:
 
     def solve(self, *, time_limit_s: float, gap: float = 1e-9) -> Solution:
         """Minimise the recompute time, or the peak, in the model's units."""
-        if self._whole:
+        if self._integer:
             return self._program.solve_near(_NEAR, time_limit_s=time_limit_s, gap=gap)
         return self._program.solve(relaxed=True, time_limit_s=time_limit_s, gap=gap)
 
@@ -95,7 +95,7 @@ class MomentProgram:
         low, high = float(bool(must)), 0.0 if pin is False else 1.0
         if storage in self._decided:
             low = high = self._decided[storage]
-        return self._program.variable(low=low, high=high, whole=self._whole)
+        return self._program.variable(low=low, high=high, integer=self._integer)
 
     def _limit(self, terms: _Terms, constant_bytes: float) -> None:
         most = self._budget - constant_bytes / self._model.unit_bytes

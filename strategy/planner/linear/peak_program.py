@@ -268,7 +268,7 @@ class _Built:
         pin = self._model.pinned.get(storage)
         must = pin or (storage in self._needs.must_keep and storage in self._needs.first)
         return self._program.variable(
-            low=1.0 if must else 0.0, high=0.0 if pin is False else 1.0, whole=True
+            low=1.0 if must else 0.0, high=0.0 if pin is False else 1.0, integer=True
         )
 
     def _limit(self, moment: Moment, row: Row, budget_bytes: float | None) -> None:

@@ -55,7 +55,7 @@ class LinearProgram:
     cost: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
     _columns: list[int] = field(default_factory=list)
     _factors: list[float] = field(default_factory=list)
     _starts: list[int] = field(default_factory=lambda: [0])
@@ -63,13 +63,13 @@ class LinearProgram:
     _most: list[float] = field(default_factory=list)
 
     def variable(
-        self, *, cost: float = 0.0, low: float = 0.0, high: float = 1.0, whole: bool = False
+        self, *, cost: float = 0.0, low: float = 0.0, high: float = 1.0, integer: bool = False
     ) -> int:
         """Add a variable, and return its index."""
         self.cost.append(cost)
         self.low.append(low)
         self.high.append(high)
-        self.whole.append(whole)
+        self.integer.append(integer)
         return len(self.cost) - 1
 
     def row(
@@ -113,7 +113,7 @@ class LinearProgram:
         with nullcontext() if relaxed else without_noise_of_highs():
             result = milp(
                 np.array(self.cost),
-                integrality=None if relaxed else np.array(self.whole, dtype=int),
+                integrality=None if relaxed else np.array(self.integer, dtype=int),
                 bounds=Bounds(np.array(self.low), np.array(self.high)),
                 constraints=LinearConstraint(self._matrix(), self._least, self._most),
                 options=options,
@@ -144,9 +144,9 @@ class LinearProgram:
             is_infeasible = relaxed.status == _INFEASIBLE
             return Solution(values=None, is_infeasible=is_infeasible, bound=-inf)
         low, high = np.array(self.low), np.array(self.high)
-        most, whole = part * abs(relaxed.fun), np.array(self.whole)
-        fixed_low = whole & (relaxed.lower.marginals > most) & (relaxed.x < low + _TOLERANCE)
-        fixed_high = whole & (relaxed.upper.marginals < -most) & (relaxed.x > high - _TOLERANCE)
+        most, integer = part * abs(relaxed.fun), np.array(self.integer)
+        fixed_low = integer & (relaxed.lower.marginals > most) & (relaxed.x < low + _TOLERANCE)
+        fixed_high = integer & (relaxed.upper.marginals < -most) & (relaxed.x > high - _TOLERANCE)
         near = replace(
             self,
             low=np.where(fixed_high, high, low).tolist(),

@@ -4,8 +4,8 @@ Backward goes from the last layer to the first, so the storages that a layer kee
 The master program chooses one of the known plans for each layer, such that in each layer there is room for the storages
 that the earlier ones keep and for its own peak. Its dual prices say what a byte is worth in each layer; at these prices
 layers are planned anew, until none has a better plan (column generation, Dantzig and Wolfe). The least cost of all
-layers at these prices, less the value of the budget, bounds the time
-of any plan in which no layer recomputes what the one after it reads (Lagrange).
+layers at these prices, less the value of the budget, bounds the time of any plan in which no layer recomputes what the
+one after it reads (Lagrange).
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class _Master:
 
     def _choice(self, plan: BlockPlan) -> int:
         high = np.inf if self._relaxed else 1.0
-        return self._program.variable(cost=plan.us * self._us, high=high, whole=not self._relaxed)
+        return self._program.variable(cost=plan.us * self._us, high=high, integer=not self._relaxed)
 
     def _row(
         self,

@@ -91,7 +91,7 @@ class _Rounds:
     pace: Pace
     _correction_bytes: dict[Moment, float] = field(default_factory=dict)
     """Bytes to add to each row, summed over all rounds; the keys are the moments that have a row."""
-    _is_whole: bool = False
+    _is_integer: bool = False
     """True if the next programs are integer, False if they are relaxed."""
     _closed: dict[int, float] = field(default_factory=dict)
     """Storages between layers that are kept (1), so that no layer recomputes through them."""
@@ -106,7 +106,7 @@ class _Rounds:
             if time.thread_time() > self.deadline_s:
                 break
             found = self._next()
-            is_last = self._is_whole
+            is_last = self._is_integer
             if found is None or (found.peak_bytes <= self.budget_bytes and is_last):
                 break
             self._learn(found)
@@ -115,15 +115,15 @@ class _Rounds:
     def _learn(self, found: Evaluated) -> None:
         """Add rows or corrections for a plan that needs too much; if it fits, make the next program integer."""
         if found.peak_bytes <= self.budget_bytes:
-            self._is_whole = True
+            self._is_integer = True
             return
         self._over = found
         if self._close(found):
             return
         new = self._add(found, _MOST_NEW)
-        if new or self._is_whole:
+        if new or self._is_integer:
             self._correct(found, new)
-        self._is_whole |= not new
+        self._is_integer |= not new
 
     def _next(self) -> Evaluated | None:
         """Evaluate the plan of the next program; None if it has no solution."""
@@ -131,7 +131,7 @@ class _Rounds:
             self.model,
             self.budget_bytes,
             may_precede=self._may_precede,
-            whole=self._is_whole,
+            integer=self._is_integer,
             decided=self._closed,
         )
         for moment, nbytes in self._correction_bytes.items():

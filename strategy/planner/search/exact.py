@@ -127,7 +127,7 @@ class Search:
                 break
             if solved.is_bound:
                 proven_bytes = _proven(solved, self.model.unit_bytes)
-                self.bound_bytes = max(self.bound_bytes, float(_whole(proven_bytes)))
+                self.bound_bytes = max(self.bound_bytes, float(_rounded_up(proven_bytes)))
             found, smallest = self.evaluate(solved.keep), self.evaluate.smallest
             is_enough = smallest.peak_bytes <= enough_bytes
             if is_enough or smallest.peak_bytes * SAFE <= self.bound_bytes * (1 + gaps[-1]) + 1:
@@ -150,7 +150,7 @@ class Search:
         if not self.has_many:
             solved = self.model.smallest(self._to_the_end(until_s), relaxed=True)
             found = max(found, _proven(solved, self.model.unit_bytes))
-        return _whole(found)
+        return _rounded_up(found)
 
     def relaxed_us(self, budget_bytes: float, *, enough_us: float = inf) -> float:
         """Return a lower bound on the time of plans within the budget; the search for it ends at `enough_us`."""
@@ -295,7 +295,7 @@ def _proven(solved: Solved, unit: float) -> float:
     return max(0.0, solved.solution.bound * SAFE * unit) if solved.is_bound else 0.0
 
 
-def _whole(bound_bytes: float) -> int:
+def _rounded_up(bound_bytes: float) -> int:
     """Round a bound up: a peak is an integer number of bytes."""
     return ceil(bound_bytes)
 

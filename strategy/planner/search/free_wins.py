@@ -36,12 +36,14 @@ def choose_free(needs: Needs, *, pinned: Actions = NO_ACTIONS) -> frozenset[str]
     keep = pinned.kept
     recompute = pinned.keys() - keep
     ops = {
-        o: program.variable(cost=_cost(graph.ops[o]), whole=True)
+        o: program.variable(cost=_cost(graph.ops[o]), integer=True)
         for o in needs.ops
         if _is_cheap(graph, graph.ops[o])
         or any(graph.storages[s].name in recompute for s in needs.makes[o])
     }
-    kept = {s: program.variable(cost=graph.storages[s].nbytes, whole=True) for s in needs.storages}
+    kept = {
+        s: program.variable(cost=graph.storages[s].nbytes, integer=True) for s in needs.storages
+    }
     for storage, variable in kept.items():
         name = graph.storages[storage].name
         if (storage in needs.must_keep and storage in needs.first) or name in keep:

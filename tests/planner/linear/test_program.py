@@ -14,7 +14,10 @@ def test_a_program_without_variables_costs_nothing() -> None:
 
 def test_a_program_without_rows_takes_the_least_of_each_variable() -> None:
     program = LinearProgram()
-    cheap, dear = program.variable(cost=1.0, whole=True), program.variable(cost=-2.0, whole=True)
+    cheap, dear = (
+        program.variable(cost=1.0, integer=True),
+        program.variable(cost=-2.0, integer=True),
+    )
     solution = program.solve()
     assert solution.values is not None
     assert (solution.values[cheap], solution.values[dear]) == (0.0, 1.0)

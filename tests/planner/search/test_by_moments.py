@@ -25,7 +25,7 @@ def test_an_integer_program_bounds_all_plans(seed: int) -> None:
     costs = [1.0 + n % 5 for n in range(len(graph.ops))]
     model, plans = model_of(graph, costs), all_plans(graph, costs)
     for budget in sorted({peak for peak, _ in plans})[:4]:
-        program = MomentProgram(model, budget, whole=True)
+        program = MomentProgram(model, budget, integer=True)
         program.count(Moment("forward", graph.num_forward))
         program.count(Moment("backward", 0))
         solution = program.solve(time_limit_s=5)
