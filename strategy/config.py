@@ -270,7 +270,7 @@ def _refuse_options_of_delayed(fp8: Fp8Config) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyConfig(Section):
-    """All settings of `ThunderMemsaveStrategy`."""
+    """The settings of `ThunderMemsaveStrategy`."""
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
