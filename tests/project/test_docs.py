@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -231,6 +234,50 @@ def test_the_adapters_that_the_docs_name_are_those_that_can_be_used() -> None:
     (named,) = re.findall(r"LoRA with rank stabilisation too, ([^.]*)\.", text)
     words = {word.upper() for word in re.findall(r"\w+", named)} - {"AND"}
     assert words == {name.removesuffix("Config").upper() for name in _METHODS} - {"LORA"}
+
+
+def test_the_whole_script_trains_on_two_processes_and_saves(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(blocks(ROOT / "docs/strategy.md", "python")[0])
+    result = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [float(line.split()[1]) for line in re.findall(r"^\d+ \S+$", result.stdout, re.M)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_the_whole_script_is_short() -> None:
+    assert len(blocks(ROOT / "docs/strategy.md", "python")[0].splitlines()) < 40
+
+
+def test_the_run_file_of_the_page_on_data_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(blocks(ROOT / "docs/fine_tune_on_my_data.md", "yaml")[0])
+    config = load_run_config(path, [])
+    assert config.lora is not None
+    assert config.lora["r"] == 16
+
+
+def test_files_that_the_text_names_exist() -> None:
+    missing = [
+        f"{name(page)}: {span}"
+        for page in LINKING
+        for span in CODE_SPAN.findall(re.sub(FENCE, "", page.read_text()))
+        if re.fullmatch(r"[\w./]+\.py", span) and not exists_in_the_tree(span)
+    ]
+    assert missing == []
+
+
+def exists_in_the_tree(file: str) -> bool:
+    return (ROOT / file).is_file() or file in ("__init__.py", "my_callbacks.py")
 
 
 def test_every_page_is_linked_from_the_readme() -> None:

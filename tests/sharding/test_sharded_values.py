@@ -350,7 +350,7 @@ def check_files(fabric: Fabric, directory: Path) -> None:
 
 
 def check_state(fabric: Fabric, model: nn.Module, expected: dict[str, Tensor]) -> None:
-    """Readers of a state dict's values get this rank's rows, as README says."""
+    """Readers of a state dict's values get this rank's rows, as docs/strategy.md says."""
     state = copy.deepcopy(model.state_dict())
     for name, value in state.items():
         num_rows = -(-expected[name].shape[0] // 2)
