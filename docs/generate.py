@@ -1,6 +1,6 @@
-"""Writes the parts of the documentation that the code knows: all keys, and other tools' names for them.
+"""Writes the pages that follow from the code: all keys, and other tools' names for them.
 
-python docs/generate.py      # a test fails when this was forgotten
+python docs/generate.py      # a test fails if this was forgotten
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.D
 _INTRODUCTION = """\
 # Every key of a run file
 
-Written by `docs/generate.py` from the dataclasses that read the file. Needed are `model.name_or_path`, `data.dataset`
-and `output_dir`; an unknown key is refused, with the nearest that there is. On the command line, a key is
-`--section.key=value`. Values are YAML; `1e-4` is a number. Bytes are a whole number, or a number and a unit: `1.3GiB`
-and `1.3G` are 1.3 x 1024^3 (a letter alone means what it does to Docker and Slurm), `1.4GB` is 1.4 x 10^9; a part of
-a byte is left out.
+`docs/generate.py` writes this page from the dataclasses that read the file. `model.name_or_path`, `data.dataset` and
+`output_dir` are required. An unknown key is an error that names the nearest known key. On the command line, a key is
+`--section.key=value`. Values are YAML; `1e-4` is a number. Bytes are an integer, or a number and a unit: `1.3GiB` and
+`1.3G` are 1.3 x 1024^3 (a single letter means the same as in Docker and Slurm), `1.4GB` is 1.4 x 10^9. The result is
+rounded down to whole bytes.
 """
 
 _TABLE_HEAD = "| key | values | default | meaning |\n|---|---|---|---|"
