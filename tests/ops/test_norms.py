@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.parity import Twins
-from thunder_memsave.compiler.choices import executors_of
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.ops.kernels import kernels_executor
 from thunder_memsave.ops.norms import layer_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -167,16 +167,16 @@ def names_of(trace: TraceCtx) -> Names:
 def in_memory_of(name: str, other: str) -> Change:
     def changed(found: TraceMemory, names: Names) -> TraceMemory:
         ours, its = getattr(names, name), found.values[getattr(names, other)]
-        value = replace(found.values[ours], storage=its.storage)
+        value = found.values[ours]._replace(storage=its.storage)
         return replace(found, values={**found.values, ours: value})
 
     return changed
 
 
-def laid_out(**changes: object) -> Change:
+def laid_out(**changes: Any) -> Change:
     def changed(found: TraceMemory, names: Names) -> TraceMemory:
         value = found.values[names.source]
-        value = replace(value, layout=replace(value.layout, **changes))
+        value = value._replace(layout=value.layout._replace(**changes))
         return replace(found, values={**found.values, names.source: value})
 
     return changed
@@ -207,8 +207,12 @@ def test_each_fact_by_which_a_write_is_noticed_keeps_it() -> None:
     names, found = names_of(trace), memory_of(trace)
     assert out_of_place(trace, memory=lambda _: found) is not trace
     for fact, change in NOTICED.items():
-        memory = change(found, names)
-        assert out_of_place(trace, memory=lambda _, m=memory: m) is trace, fact
+        changed = change(found, names)
+        assert out_of_place(trace, memory=partial(_given, changed)) is trace, fact
+
+
+def _given(memory: TraceMemory, trace: TraceCtx) -> TraceMemory:
+    return memory
 
 
 def test_memory_is_asked_for_only_where_something_is_written_in_place() -> None:
