@@ -115,6 +115,11 @@ class Kernel:
         """Names of what forward keeps for backward, where all that can get a gradient gets one."""
         return frozenset(name for d in self.derivatives for name in d.reads)
 
+    @property
+    def scratch_by_operator(self) -> Mapping[str, Mapping[str, Scratch]]:
+        """By the name of each operator that it is in a trace, its own first; then by type of device."""
+        return {self.name: self.scratch, **{d.name: d.scratch for d in self.derivatives}}
+
 
 def _never(bsym: BoundSymbol) -> bool:
     return False

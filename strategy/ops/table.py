@@ -90,12 +90,12 @@ def _by_function(operations: Iterable[Operation]) -> Mapping[Callable[..., Any],
     return found
 
 
-def _scratch_of_kernels(operations: Iterable[Operation]) -> Mapping[str, Mapping[str, Scratch]]:
-    kernels = [k for operation in operations for k in operation.kernels]
-    return {part.name: part.scratch for k in kernels for part in (k, *k.derivatives)}
-
-
 _FOREIGN = tuple(o.foreign for o in OPERATIONS if o.foreign is not None)
 _BY_FUNCTION = _by_function(OPERATIONS)
-_SCRATCH = _scratch_of_kernels(OPERATIONS)
+_SCRATCH: Mapping[str, Mapping[str, Scratch]] = {
+    operator: scratch
+    for operation in OPERATIONS
+    for kernel in operation.kernels
+    for operator, scratch in kernel.scratch_by_operator.items()
+}
 """By the names of operators of ours, then by type of device."""

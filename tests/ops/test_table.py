@@ -64,8 +64,9 @@ def test_every_row_is_tried() -> None:
 
 
 def test_names_in_the_table_are_used_once() -> None:
-    parts = [part.name for k in KERNELS.values() for part in (k, *k.derivatives)]
-    for names in ([o.name for o in OPERATIONS], parts):
+    kernels = [k for operation in OPERATIONS for k in operation.kernels]
+    operators = [name for k in kernels for name in (k.name, *(d.name for d in k.derivatives))]
+    for names in ([o.name for o in OPERATIONS], operators):
         assert len(set(names)) == len(names)
 
 
@@ -122,13 +123,11 @@ def test_no_kernel_takes_more_memory_inside_than_its_row_says(tmp_path: Path) ->
         values = [Value(contiguous(p), n) for n, p in enumerate(bsym.flat_proxy_args)]
         profiles.profile(bsym, values)
     on_cpu = {SAMPLES[name].kernel for name in WITH_KERNELS}
-    assert set(tried) == {
-        part.name for name in on_cpu for part in (KERNELS[name], *KERNELS[name].derivatives)
-    }
+    assert set(tried) == {o for name in on_cpu for o in KERNELS[name].scratch_by_operator}
 
 
 def symbols_of_kernels(twins: Twins) -> Iterator[BoundSymbol]:
-    names = {part.name for k in KERNELS.values() for part in (k, *k.derivatives)}
+    names = {o for kernel in KERNELS.values() for o in kernel.scratch_by_operator}
     captured = twins.compiled.captures[-1]
     for trace in (captured.forward_traces[-1], captured.backward_traces[-1]):
         yield from (b for b in trace.bound_symbols if b.sym.name in names)

@@ -79,8 +79,11 @@ class Operations(nn.Module):
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self) -> dict[str, Tensor]:
-        given = {name: list(values) for name, values in self.values.items()}
-        return {name: OPERATIONS[name](*values) * self.factor for name, values in given.items()}
+        results = {}
+        for name, values in self.values.items():
+            assert isinstance(values, nn.ParameterList)
+            results[name] = OPERATIONS[name](*values) * self.factor
+        return results
 
 
 def planner() -> MemoryPlanner:
