@@ -232,7 +232,7 @@ def _train_and_record(model_directory: Path, path: Path) -> None:
     )
     num_steps = num_steps_per_epoch(len(rows), sharding)
     assert len(rows) % sharding.global_batch_size  # so that the last batch is filled with padding
-    plan = loop.Plan(
+    plan = loop.LoopPlan(
         num_steps=2 * num_steps,
         sharding=sharding,
         seed=7,

@@ -15,7 +15,7 @@ from thunder_memsave.strategy import ThunderMemsaveStrategy
 class Planned(ThunderMemsaveStrategy):
     plan = cast(Any, SimpleNamespace(predicted_peak_bytes=2**30))
 
-    def explain(self, *, num_rows: int = 40) -> str:
+    def explain(self, *, num_rows: int = 40, passes: bool = False) -> str:
         return f"a table of {num_rows} rows"
 
 
