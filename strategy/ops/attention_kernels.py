@@ -67,14 +67,6 @@ def _kernel(
     """
     operands, settings = ("query", "key", "value"), ("mask", "is_causal", "scale")
 
-    def meta(query: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy]:
-        logsumexp = TensorProxy(
-            shape=(*query.shape[:-2], num_logsumexp(query.shape[-2])),
-            device=query.device,
-            dtype=_accumulate_dtype(query.dtype),
-        )
-        return TensorProxy(like=query), logsumexp
-
     gradients = Derivative(
         name=f"{name}_backward",
         run=backward,
@@ -91,12 +83,24 @@ def _kernel(
             symbol=symbol,
             takes=(*operands, *settings),
             run=forward,
-            meta=meta,
+            meta=_meta(num_logsumexp),
             results=("output", "logsumexp"),
             derivatives=(gradients,),
             scratch=scratch,
         )
     )
+
+
+def _meta(num_logsumexp: Callable[[int], int]) -> Callable[..., tuple[TensorProxy, TensorProxy]]:
+    def meta(query: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy]:
+        logsumexp = TensorProxy(
+            shape=(*query.shape[:-2], num_logsumexp(query.shape[-2])),
+            device=query.device,
+            dtype=_accumulate_dtype(query.dtype),
+        )
+        return TensorProxy(like=query), logsumexp
+
+    return meta
 
 
 def _like_operands(

@@ -19,11 +19,18 @@ from harness.parity import Twins
 from harness.traces import saved_for_backward
 from thunder_memsave.compiler.choices import executors_of
 from thunder_memsave.config import CompileConfig
-from thunder_memsave.measure.op_profile import Operation, OpProfile, OpProfiles, Value, contiguous
+from thunder_memsave.measure.op_profile import (
+    Layout,
+    Operation,
+    OpProfile,
+    OpProfiles,
+    Value,
+    contiguous,
+)
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
 from thunder_memsave.ops.kernels import kernels_executor
 from thunder_memsave.ops.operation import Kernel
-from thunder_memsave.ops.table import OPERATIONS
+from thunder_memsave.ops.table import OPERATIONS, scratch_bytes
 
 ELSEWHERE = {
     "random": "compiler/test_random_replay.py",
@@ -131,6 +138,14 @@ def symbols_of_kernels(twins: Twins) -> Iterator[BoundSymbol]:
     captured = twins.compiled.captures[-1]
     for trace in (captured.forward_traces[-1], captured.backward_traces[-1]):
         yield from (b for b in trace.bound_symbols if b.sym.name in names)
+
+
+def test_indices_are_sorted_in_memory_of_a_gpu_only() -> None:
+    for device, nbytes in (("cuda:0", 4 * 8 * 6), ("cpu", 0)):
+        indices = Layout((2, 3), (3, 1), 0, torch.int64, device, 48)
+        grad = Layout((2, 3, 4), (12, 4, 1), 0, torch.float32, device, 96)
+        assert scratch_bytes("embedding_backward", [grad, indices]) == nbytes
+        assert scratch_bytes("embedding", [grad, indices]) == 0
 
 
 def test_kernels_of_what_may_fuse_are_left_to_an_executor_that_fuses() -> None:
