@@ -67,7 +67,7 @@ for step in range(state["step"] + 1, 6):
     state["step"] = step
     saves.on_train_batch_end(fabric=fabric, step=step, state=state)
     pass_gate("save", step)
-torch.save([p.detach().clone() for p in model.parameters()], run / f"final-{fabric.global_rank}.pt")
+torch.save([p.data.clone() for p in model.parameters()], run / f"final-{fabric.global_rank}.pt")
 """
 
 

@@ -42,7 +42,7 @@ def save(fabric: Fabric, directory: Path, *, step: int, **more: Any) -> Path:
 
 def weight_of(state: dict[str, Any]) -> float:
     """Read the step from a weight, rounded, because the update has moved it a little."""
-    return round(float(next(state["model"].parameters()).detach().flatten()[0]) + 0.1, 1)
+    return round(float(next(state["model"].parameters()).data.flatten()[0]) + 0.1, 1)
 
 
 def sign_again(path: Path) -> None:

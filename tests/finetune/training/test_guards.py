@@ -142,7 +142,7 @@ class Poisoner:
         position = self.loop_state.data_position(step)
         self.seen.append(position)
         if position in self.positions:
-            self.before = [p.detach().clone() for p in model.parameters()]
+            self.before = [p.data.clone() for p in model.parameters()]
             if fabric.global_rank == self.rank:
                 grad = next(p for p in model.parameters() if p.grad is not None).grad
                 grad.view(-1)[0] = self.number
@@ -214,7 +214,7 @@ class Run:
         )
 
     def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
+        return [p.data.clone() for p in self.model.parameters()]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
