@@ -213,7 +213,8 @@ def check_a_loss_with_the_parameters_themselves(fabric: Fabric) -> None:
         for seed in range(step, step + NUM_MICRO_BATCHES):
             with fabric.no_backward_sync(model, enabled=seed < step + NUM_MICRO_BATCHES - 1):
                 loss = model(batch(seed)[fabric.global_rank :: NUM_RANKS]).square().mean()
-                with torch._C.DisableTorchFunctionSubclass():  # rows refuse a sum, which is of each rank's own
+                # Rows refuse a sum, which is another one on each rank.
+                with torch._C.DisableTorchFunctionSubclass():
                     zero = 0 * sum(p.sum() for p in model.parameters())
                 fabric.backward(loss + zero)
         whole = expected(*(("forward", step + i) for i in range(NUM_MICRO_BATCHES)))
