@@ -151,5 +151,14 @@ def test_so_do_all_models_that_are_drawn(first: int) -> None:
 
 def test_the_drawn_models_contain_what_they_are_for() -> None:
     texts = [source(seed) for seed in range(NUM_DRAWN)]
-    for construct in ("+=", "mul_", "clamp_", "masked_fill_", "inplace", "[:, 0]", "reshape(", "drop"):
+    for construct in (
+        "+=",
+        "mul_",
+        "clamp_",
+        "masked_fill_",
+        "inplace",
+        "[:, 0]",
+        "reshape(",
+        "drop",
+    ):
         assert sum(construct in t for t in texts) > 10, construct

@@ -301,9 +301,18 @@ CHANGES = {
     "twice": (cut_the_weight((0, 3), (0, 3)), "shards of a tensor overlap"),
     "overlap of the right size": (cut_the_weight((0, 2), (0, 1)), "shards of a tensor overlap"),
     "nowhere": (drop_storage, "it does not say where all of"),
-    "../outside.distcp": (rename_in_storage("../outside.distcp"), "'../outside.distcp', and there is no su"),
-    "../../outside.distcp": (rename_in_storage("../../outside.distcp"), "and there is no such file"),
-    "absolute": (rename_in_storage("/etc/passwd"), "'/etc/passwd', and there is no such file beside"),
+    "../outside.distcp": (
+        rename_in_storage("../outside.distcp"),
+        "'../outside.distcp', and there is no su",
+    ),
+    "../../outside.distcp": (
+        rename_in_storage("../../outside.distcp"),
+        "and there is no such file",
+    ),
+    "absolute": (
+        rename_in_storage("/etc/passwd"),
+        "'/etc/passwd', and there is no such file beside",
+    ),
     "not a name": (rename_in_storage(""), "and there is no such file beside it"),
     "beyond the end": (set_in_storage(length=10**12), "beyond its end"),
     "offset": (set_in_storage(offset=10**12), "beyond its end"),
