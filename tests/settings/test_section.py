@@ -53,7 +53,9 @@ def test_a_zero_duration_is_refused() -> None:
 
 
 def test_an_unknown_key_without_a_near_name_is_refused_with_all_names() -> None:
-    with pytest.raises(ConfigError, match=r"'compile'; its keys are executors, frontend\.$"):
+    with pytest.raises(
+        ConfigError, match=r"'compile'; its keys are executors, frontend, leave_out, trace_dir\.$"
+    ):
         parse_section(CompileConfig, {"xyz": 1}, where="compile")
 
 
