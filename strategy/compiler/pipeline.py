@@ -48,7 +48,7 @@ STEPS: tuple[Step[State], ...] = (
     # Passes over the joint trace: operations are claimed, and nothing is fused yet.
     _step(
         "out_of_place",
-        "write out of place what may then be computed again",
+        "write out of place what may then be recomputed",
         joint_steps.write_out_of_place,
     ),
     _pass("keep_overwritten", "copy what is written over and read by backward", keep_overwritten),
@@ -58,7 +58,7 @@ STEPS: tuple[Step[State], ...] = (
     _step("regather", "gather weights again for each reader", joint_steps.gather_again),
     # The plan is carried out, here and by all that is `_tried`.
     _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),
-    _tried("recompute", "compute again in backward what the plan says", joint_steps.compute_again),
+    _tried("recompute", "recompute in backward what the plan says", joint_steps.compute_again),
     # Not tried: the plan knows operations, not fusions.
     _step("fuse", "let executors fuse operations", joint_steps.fuse),
     _step("python_operations", "leave the rest to Python", joint_steps.run_in_python),
