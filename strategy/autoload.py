@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def create_strategy(**init_params: object) -> ThunderMemsaveStrategy:
-    """What the registry calls: imports the strategy on first use."""
+    """Import the strategy on first use; the registry calls this."""
     from thunder_memsave.strategy import ThunderMemsaveStrategy
 
     return ThunderMemsaveStrategy(**init_params)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The one list of steps from a captured call to callables, and running its result.
 
-In: a trace of the frontend, and a plan of the budget. Out: a forward, and a backward for autograd. On its way down, a
-call comes through each file once:
+In: a trace of the frontend, and a plan of the budget. Out: a forward, and a backward for autograd. A call
+enters each file once:
 
     compiled_module.py   a call that no earlier capture fits
           v

@@ -112,7 +112,7 @@ def _take_saved(ctx: Any) -> list[Tensor]:
 
 
 def _what_it_means(error: RuntimeError) -> str:
-    """Of PyTorch's error about saved tensors, for a compiled module; empty: nothing more is known."""
+    """Return what to add to PyTorch's error about saved tensors; empty if nothing more is known."""
     if says_saved_were_freed(error):
         return (
             "This was the backward of a compiled module. One forward of it is one node of the graph: pass "

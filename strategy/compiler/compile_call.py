@@ -52,9 +52,9 @@ class Compiled:
     keeping_trace: TraceCtx | None
     """The backward that keeps gradients instead of reducing them; None where no backward may."""
     records: Sequence[StepRecord]
-    """What each step took and left, in order."""
+    """A record of each step, in order."""
     number: int
-    """Of this compilation in this process."""
+    """Number of this compilation in this process."""
     seconds: float
     run: Callable[..., Any]
     """The method, with its tensor work compiled."""
@@ -136,7 +136,7 @@ def compile_call(
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """What a frontend gives: the trace, and when and how it may be run."""
+    """Result of a frontend: the trace, and when and how it may be run."""
 
     capture: Capture | Interpretation
     lowered: Lowered
@@ -187,7 +187,7 @@ def _interpreter(
 
 
 def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
-    """What the planner may know of the trace's arguments; an interpreted trace has no more than its proxies."""
+    """Return the facts about the trace's arguments for the planner; an interpreted trace has only its proxies."""
     lowered, captured = traced.lowered, traced.capture
     if not isinstance(captured, Capture):
         return Arguments(kinds=dict.fromkeys(_distributed(lowered.trace), "parameter"))

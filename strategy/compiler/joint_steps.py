@@ -71,7 +71,7 @@ def _is_unclaimed(bsym: BoundSymbol, executors: Sequence[Executor]) -> bool:
 
 
 def write_out_of_place(state: State) -> State:
-    """Let as much as possible be computed again, for a plan; comes before our other passes."""
+    """Let as much as possible be recomputed, for a plan; comes before our other passes."""
     facts = state.facts
     if facts.planner is None:
         return state

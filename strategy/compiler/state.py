@@ -1,4 +1,4 @@
-"""What flows through the list of steps: a call's traces, beside the facts that no step changes."""
+"""Holds what flows through the list of steps: a call's traces, and the facts that no step changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Schedule(Protocol):
     """Orders a forward or a backward."""
 
     def __call__(self, trace: TraceCtx, *, room: Room | None = None) -> TraceCtx:
-        """`room`: what else limits what is on its way."""
+        """Return the schedule; `room` limits the bytes in flight beside its window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Facts:
     steps: Sequence[Step[State]]
     """Those that are done, in order."""
     lowered: Lowered
-    """What was captured, in Thunder's operations."""
+    """The captured call, in Thunder's operations."""
     executors: Sequence[Executor]
     """Claim operations, in their order; those among them that fuse come after."""
     regathers: bool
@@ -39,7 +39,7 @@ class Facts:
     planner: MemoryPlanner | None
     """Decides what backward keeps; None: all that it reads."""
     arguments: Arguments
-    """What the planner may know of them."""
+    """Facts about them for the planner."""
     schedule: Schedule
     unreduced: UnreducedGradients
     """Where whole gradients are kept between micro-batches."""
@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class State(Traces):
-    """A call on its way through the list."""
+    """A call between two steps of the list."""
 
     facts: Facts
     run: Callable[..., Any] | None = None

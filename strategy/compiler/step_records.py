@@ -1,4 +1,4 @@
-"""What each step of a compilation took, and how many operations it left."""
+"""Records the time of each step of a compilation, and the number of operations after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StepRecord:
     """One step of one compilation."""
 
     name: str
-    """Of the step; the first is `capture`, which made the trace."""
+    """Name of the step; the first is `capture`, which made the trace."""
     milliseconds: float
     """Those of `plan` are with all that it tried; what it tried last is not done again by the steps after it."""
     num_operations: tuple[int, ...]

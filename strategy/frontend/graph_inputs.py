@@ -1,4 +1,4 @@
-"""What a graph reads beside its own values, as proxies: inputs, and tensors that it holds itself."""
+"""Makes proxies of what a graph reads beside its own values: inputs, and tensors that it holds itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LazyInput:
     graph_input: GraphInput
     value: TensorProxy | None = field(default=None)
     weight_itself: TensorProxy | None = field(default=None)
-    """What fp8 numbers stand for, where something else than a linear in fp8 reads it."""
+    """The dequantised weight, if an operation other than an fp8 linear reads it."""
 
 
 class GraphInputs:

@@ -19,10 +19,10 @@ class Call:
     """One call of a torch function that is lowered."""
 
     args: Sequence[Any]
-    """With proxies for tensors; so are `kwargs`."""
+    """Arguments with proxies for tensors, as are `kwargs`."""
     kwargs: Mapping[str, Any]
     eager_args: Sequence[Any]
-    """With the tensors that eager PyTorch has, without their numbers; so are `eager_kwargs`."""
+    """Arguments with eager PyTorch's tensors, without their numbers, as are `eager_kwargs`."""
     eager_kwargs: Mapping[str, Any]
 
     def needs_grad(self, position: int, name: str) -> bool:
@@ -80,7 +80,7 @@ class Derivative:
     meta: Callable[..., Any] = like_first
     """`run` on proxies; several gradients are a tuple."""
     scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
-    """By type of device; none on others."""
+    """Formulas of scratch bytes by device type; 0 bytes on other devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class Kernel:
     applies: Callable[..., bool] = _always
     """`(arguments of the symbol)`: where not, another executor gets it."""
     scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
-    """By type of device; none on others."""
+    """Formulas of scratch bytes by device type; 0 bytes on other devices."""
 
     @property
     def saves(self) -> frozenset[str]:
@@ -117,7 +117,7 @@ class Kernel:
 
     @property
     def scratch_by_operator(self) -> Mapping[str, Mapping[str, Scratch]]:
-        """By the name of each operator that it is in a trace, its own first; then by type of device."""
+        """Map each operator's name in a trace, its own first, to formulas by device type."""
         return {self.name: self.scratch, **{d.name: d.scratch for d in self.derivatives}}
 
 
@@ -134,7 +134,7 @@ class Foreign:
     """Facts of other executors' operators, and of torch's own functions that run as they are."""
 
     matches: Callable[[str], bool]
-    """By the name in the trace that runs; names of kernels of ours are not asked for."""
+    """`(name in the trace that runs) -> bool`; never called with the name of one of our kernels."""
     scratch: Callable[[str, Sequence[Operand]], int] = _none
     """`(name, tensors that it reads) -> bytes` that it takes at most inside of itself."""
     draws: Callable[[BoundSymbol], bool] = _never
@@ -155,6 +155,6 @@ class Operation:
     runs_torchs_own: bool = False
     """Whether torch's function runs as it is where no gradient is needed, though Thunder knows it."""
     wrong_gradient: Callable[[Call], str | None] | None = None
-    """Of what Thunder's derivative is wrong, in words; None where it is right."""
+    """`(call) -> what is wrong with Thunder's derivative, in words`; None if it is right."""
     kernels: tuple[Kernel, ...] = ()
     foreign: Foreign | None = None

@@ -98,4 +98,4 @@ _SCRATCH: Mapping[str, Mapping[str, Scratch]] = {
     for kernel in operation.kernels
     for operator, scratch in kernel.scratch_by_operator.items()
 }
-"""By the names of operators of ours, then by type of device."""
+"""Formulas by the name of our operator, then by device type."""

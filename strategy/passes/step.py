@@ -22,7 +22,7 @@ Pass = Callable[[TraceCtx], TraceCtx]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Traces:
-    """What there is of a call after a step."""
+    """Traces of a call after a step."""
 
     joint: TraceCtx
     """Forward, then backward; or what is computed without gradients."""
@@ -35,13 +35,13 @@ class Traces:
     actions: Actions | None = None
     """The plan's, for the values of `joint`; None: backward reads what it reads."""
     room: Room | None = None
-    """The plan's, for what is on its way; None: only its window limits it."""
+    """Room of the plan for collectives in flight; None: only their window limits them."""
     tried: dict[str, tuple[Traces, Traces]] = field(default_factory=dict)
-    """By steps: what each had, and made of it, in the last plan that was tried. The one thing here that changes."""
+    """Input and result of each step for the plan that was tried last. Only this attribute changes."""
 
     @property
     def current(self) -> tuple[TraceCtx, ...]:
-        """What the next step goes on with."""
+        """Return the traces that the next step reads."""
         if self.forward is None:
             return (self.joint,)
         found = (self.forward, self.backward, self.keeping)
