@@ -516,7 +516,7 @@ def test_numbers_that_were_cast_are_refused() -> None:
     module.module.to(torch.bfloat16)
     assert module.module.wide.fp8_weight.scale_inv.dtype == torch.float32
     message = (
-        r"the weight of 'wide' holds fp8 numbers \(fp8\.frozen_weights: fp8\), and was cast to bfloat16 without their "
+        r"the weight of 'wide' holds fp8 numbers \(fp8\.frozen_weights: fp8\), but was cast to bfloat16 without their "
         r"scale; leave out model\.to\(dtype\) and the like after fabric\.setup\(\)\."
     )
     with pytest.raises(ConfigError, match=message):
