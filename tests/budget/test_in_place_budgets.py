@@ -112,7 +112,7 @@ def test_the_smallest_budget_gives_the_bits_of_keeping_all(build: Callable[[], n
 @pytest.mark.soak
 @pytest.mark.timeout(SOAK_HANG_S)
 @pytest.mark.parametrize("build", [*MODELS.values(), *FAMILIES.values()], ids=[*MODELS, *FAMILIES])
-def test_each_of_nine_budgets_has_a_plan_with_the_bits_of_keeping_all_or_an_error(
+def test_each_of_nine_budgets_and_the_smallest_has_the_bits_of_keeping_all_or_an_error(
     build: Callable[[], nn.Module], record_property: Callable[[str, object], None]
 ) -> None:
     by = planner("keep_all")
@@ -120,7 +120,10 @@ def test_each_of_nine_budgets_has_a_plan_with_the_bits_of_keeping_all_or_an_erro
     assert len(kept) > 5
     found = [outcome(build, by.calls[-1].profile.peak_bytes * part // 100, kept) for part in NINE]
     assert found[0] == "kept"
-    assert "recomputed" in found
+    with pytest.raises(BudgetError) as error:
+        step(build, planner("plan", 1))
+    assert error.value.smallest_bytes is not None
+    assert check_plan(build, error.value.smallest_bytes, kept) > 0
     record_property("measured", ", ".join(map(" ".join, zip(map(str, NINE), found, strict=True))))
 
 

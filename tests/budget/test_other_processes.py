@@ -33,8 +33,8 @@ from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.search.solve import solve
 
 HASH_SEEDS = (1, 2)
-QUICK = ("all", "opt")
-QUICK_AND_TIGHT = ("all",)
+QUICK = ("tensor", "bucketize", "in place")
+QUICK_AND_TIGHT = ("in place",)
 NUM_PARTS = 3
 _AMPLE_BYTES = 2**30
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}|_\d{12,}")  # as Python, or as a part of a name
