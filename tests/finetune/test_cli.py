@@ -63,7 +63,7 @@ def test_the_help_of_a_command_explains_every_key(
         assert f"--{each.key} [" in text
     assert "--train.max_grad_norm [a number or null; default 1.0] Norm to which" in text
     assert "--strategy.sharding ['none' or 'zero2'; default zero2] `none` keeps" not in text
-    assert "--strategy.timeout [a duration; default 30min] How long a collective" in text
+    assert "--strategy.timeout [a duration; default 30min] Longest wait of a collective" in text
     assert max(map(len, captured.splitlines())) <= 130
 
 
