@@ -27,6 +27,7 @@ NINE = range(100, 55, -5)
 PARTS = (*NINE, 45, 30)
 SMALLEST = (30,)  # for none of these models is there so small a plan
 NUM_DRAWN = 60
+AT_ONCE = ("scores", "views")  # the others are left to `make soak`
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +105,9 @@ def check_plan(
     return plan.recompute_us
 
 
-@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_the_smallest_budget_gives_the_bits_of_keeping_all(build: Callable[[], nn.Module]) -> None:
-    assert max(check(build, SMALLEST)) > 0
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_the_smallest_budget_gives_the_bits_of_keeping_all(name: str) -> None:
+    assert max(check(MODELS[name], SMALLEST)) > 0
 
 
 @pytest.mark.soak
@@ -136,9 +137,8 @@ def outcome(build: Callable[[], nn.Module], budget_bytes: int, expected: Sequenc
     return "recomputed" if recompute_us > 0 else "kept"
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_so_do_models_that_are_drawn(seed: int) -> None:
-    check(partial(drawn, seed), SMALLEST)
+def test_so_does_a_model_that_is_drawn() -> None:
+    check(partial(drawn, 1), SMALLEST)
 
 
 @pytest.mark.soak
