@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import (
@@ -16,11 +15,11 @@ from thunder_memsave.compiler import joint_steps, run, split
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype
 from thunder_memsave.passes.overwritten import keep_overwritten
-from thunder_memsave.passes.step import Pass, Step
+from thunder_memsave.passes.step import Pass, Step, on_joint
 
 
 def _pass(name: str, does: str, change: Pass) -> Step[State]:
-    return _step(name, does, lambda state: replace(state, joint=change(state.joint)))
+    return _step(name, does, on_joint(change))
 
 
 def _step(name: str, does: str, do: Callable[[State], State]) -> Step[State]:
