@@ -2,6 +2,9 @@
 
 The loop passes keyword arguments (`TrainingHooks` lists them), of which each callback names those that it
 needs. Callbacks that measure add to `metrics`, and come before those that write it.
+
+A new one is a class in a file of its own here, without a base class, listed in `__all__` and docs/callbacks.md; if it
+writes a file, `finetune/run/callbacks.py` says where in a run's directory.
 """
 
 from typing import TYPE_CHECKING

@@ -4,8 +4,12 @@
                             +-- strategy.py (Fabric's hooks; fabric/: the rest of its contract)
     Fabric(strategy=...) ---+        |
                                      v
-    materialize/   a module on the meta device gets its values
-    sharding/      parameters become shards, in place; distributed/: the ranks and their collectives
+    fabric/module_setup.py   `setup_module`, in this order:
+      fp8/           backend, and frozen weights to be kept as fp8 numbers
+      materialize/   a module on the meta device gets its values
+      sharding/      parameters become shards, in place; distributed/: the ranks and their collectives
+      compiler/      `CompiledModule` around it: nothing is compiled before the first call
+                                     |  first call
                                      v
     frontend/      a call -> a torch-level graph (Dynamo, guards kept) -> a Thunder trace
     ops/, fp8/     the operations that Thunder does not have
@@ -19,6 +23,7 @@
                                      v
     checkpoints/   atomic, sharded, resumable; callbacks/: what watches the loop
     eager_checkpoint.py   `checkpoint`: recomputation for eager code, which no plan covers
+    compat/        work-arounds for torch and Thunder
 
 Each package's `__init__.py` says what flows in and out. Which may import which is a contract in pyproject.toml:
 the imports point down.

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl, _Sharded
+from lightning.fabric.strategies.strategy import _Sharded
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
-from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.planned_call import PlannedCall
-from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.compiler.explain_steps import explain_steps
 from thunder_memsave.config import (
     Fp8Config,
@@ -36,66 +32,42 @@ from thunder_memsave.config import (
     load_strategy_config,
     parse_strategy,
 )
-from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
-from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.fabric.forward_methods import take_redirection
+from thunder_memsave.fabric.accumulation import Accumulation, refuse_unreduced
+from thunder_memsave.fabric.forward_module import ForwardModule
+from thunder_memsave.fabric.module_setup import ModuleSetup, has_meta
 from thunder_memsave.fabric.nonfinite import (
     NonfiniteGradients,
     refuse_closure,
     refuse_stop_with_scaler,
 )
 from thunder_memsave.fabric.precision import fp8_of, share_found_inf, taken_over
-from thunder_memsave.fabric.refusals import refuse_unsuitable, refuse_unsuitable_optimizer
+from thunder_memsave.fabric.refusals import refuse_unsuitable_optimizer
 from thunder_memsave.fabric.state_hooks import StateHooks
-from thunder_memsave.fp8.compute.backends import choose_backend
-from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
 from thunder_memsave.fp8.compute.steps import Fp8Steps
-from thunder_memsave.fp8.compute.symbols import Backend
-from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
 from thunder_memsave.fp8.recipe import refuse_own_scales
-from thunder_memsave.fp8.weights.frozen import FrozenInFp8
-from thunder_memsave.materialize.fill import materialize
-from thunder_memsave.measure.devices import device_at, total_bytes
-from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.report.explain import explain, kinds_table
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
-from thunder_memsave.sharding.local_state import hide_padding
-from thunder_memsave.sharding.rows import shard_module
-from thunder_memsave.sharding.same_on_all_ranks import check_choices_agree, check_ranks_agree
 
-T = TypeVar("T")
-
-_SMALL_PART = 0.1
-"""Largest share of the memory budget for whole gradients under `accumulate: auto`: a large model's adapters need
-less, full training more."""
+_KEYS = (
+    "sharding",
+    "prefetch",
+    "accumulate",
+    "bucket",
+    "reduce_dtype",
+    "frontend",
+    "executors",
+    "trace_dir",
+    "leave_out",
+    "nonfinite_gradients",
+    "timeout",
+    "state_dict_type",
+)
+"""Arguments of the strategy that are keys of a run file's section `strategy`."""
 
 _log = logging.getLogger(__name__)
-
-
-class ForwardModule(CompiledModule):
-    """The module that Fabric calls: runs the compiled `forward`, or the method that Fabric redirects through it."""
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
-        return self.call_method(take_redirection(self.module), *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:
-        """Copy the model, to be compiled anew: compiled graphs refer to the model that they were captured from."""
-        module = copy.deepcopy(self.module, memo)
-        for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
-            vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
-        planner = None if self.planner is None else self.planner.for_copy()
-        fp8 = None if self.fp8 is None else self.fp8.for_copy(module)
-        copied = ForwardModule(
-            module, config=self._config, data_parallel=self._data_parallel, planner=planner, fp8=fp8
-        )
-        copied.training = self.training
-        memo[id(self)] = copied
-        return copied
 
 
 class ThunderMemsaveStrategy(StateHooks, _Sharded):
@@ -156,26 +128,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         fp8: Mapping[str, Any] | Fp8Config | None = None,
         process_group_backend: str | None = None,
     ) -> None:
+        given = locals()
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # raises
         config = parse_strategy(
-            {
-                "sharding": sharding,
-                "prefetch": prefetch,
-                "accumulate": accumulate,
-                "bucket": bucket,
-                "reduce_dtype": reduce_dtype,
-                "frontend": frontend,
-                "executors": executors,
-                "trace_dir": trace_dir,
-                "leave_out": leave_out,
-                "nonfinite_gradients": nonfinite_gradients,
-                "timeout": timeout,
-                "state_dict_type": state_dict_type,
-            },
-            where=type(self).__name__,
-            memory=memory,
-            fp8=fp8,
+            {key: given[key] for key in _KEYS}, where=type(self).__name__, memory=memory, fp8=fp8
         )
         super().__init__(
             accelerator,
@@ -185,7 +142,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             config=config,
             process_group_backend=process_group_backend,
         )
-        self._backward_sync_control = self._accumulation = _Accumulation()
+        self._backward_sync_control = self._accumulation = Accumulation()
         self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -254,7 +211,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     def module_to_device(self, module: nn.Module) -> None:
         fp8 = self.config.fp8
         is_cast_first = fp8 is not None and fp8.frozen_weights == "fp8"  # to fewer bytes
-        if not self._shards and not _has_meta(module) and not is_cast_first:
+        if not self._shards and not has_meta(module) and not is_cast_first:
             module.to(self.root_device)
 
     @override
@@ -268,85 +225,22 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             RankMismatchError: the ranks' models differ, or their settings.
             OtherRankError: another rank's model could not be set up.
         """
-        self._on_all_ranks(lambda: refuse_unsuitable(module))
-        check_pins(self.config.memory, [name for name, _ in module.named_modules()])
-        check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
-        backend = self._fp8_backend()
-        frozen = self._frozen_in_fp8(module)
-        if _has_meta(module):
-            materialize(
-                module, device=self.root_device, data_parallel=self.data_parallel, frozen=frozen
-            )
-        else:
-            self._on_all_ranks(lambda: shard_module(module, self.data_parallel))
-        if frozen is not None:
-            frozen.cast_rest(self.root_device)
-        if self._shards or frozen is not None:
-            module.to(self.root_device)
-        if self._shards:
-            hide_padding(module)
-        forward = ForwardModule(
-            module,
-            config=self.config.compile,
-            data_parallel=self._accumulating(module),
-            planner=self._planner(),
-            fp8=self._fp8_linears(module, backend),
-        )
+        forward = self._module_setup.set_up(module)
+        if forward.fp8 is not None:
+            if self._fp8_steps is None:
+                self._fp8_steps = Fp8Steps(self.data_parallel)
+            self._fp8_steps.add(module, forward.fp8)
         self._modules.add(forward)
         return forward
 
-    def _fp8_backend(self) -> Backend | None:
-        """Choose the fp8 backend, the same on all ranks, before any weight is cast. A collective."""
-        fp8 = self.config.fp8
-        if fp8 is None:
-            return None
-        backend = self._on_all_ranks(lambda: choose_backend(fp8, self.root_device))
-        check_choices_agree(
-            "fp8.backend",
-            backend,
-            advice="install the same TransformerEngine on every rank, or set fp8.backend to 'torch'",
-            data_parallel=self.data_parallel,
-        )
-        return backend
-
-    def _frozen_in_fp8(self, module: nn.Module) -> FrozenInFp8 | None:
-        choose = partial(frozen_in_fp8, module, self.config.fp8, data_parallel=self.data_parallel)
-        return self._on_all_ranks(lambda: choose(frontend=self.config.compile.frontend))
-
-    def _fp8_linears(self, module: nn.Module, backend: Backend | None) -> Fp8Linears | None:
-        if self.config.fp8 is None or backend is None:
-            return None
-        set_up = partial(set_up_fp8, module, self.config.fp8, backend=backend)
-        linears = self._on_all_ranks(lambda: set_up(frontend=self.config.compile.frontend))
-        if self._fp8_steps is None:
-            self._fp8_steps = Fp8Steps(self.data_parallel)
-        self._fp8_steps.add(module, linears)
-        return linears
-
-    def _planner(self) -> MemoryPlanner:
-        return MemoryPlanner(
-            self.config.memory,
-            device=device_at(self.root_device),
-            budget_bytes=self._budget_bytes,
-            data_parallel=self.data_parallel,
-            step_memory=self._step_memory,
-            times=MeasuredTimes(),
-        )
-
-    def _accumulating(self, module: nn.Module) -> DataParallel | None:
-        """Resolve `accumulate: auto`: keep whole gradients if they are a small part of the budget. A collective."""
-        data_parallel = self.data_parallel
-        if data_parallel is None or self.config.accumulate != "auto":
-            return data_parallel
-        budget_bytes = broadcast(self._budget_bytes, data_parallel)
-        if budget_bytes is None:
-            return data_parallel
-        keeps = whole_gradient_bytes(module.parameters()) <= _SMALL_PART * budget_bytes
-        return replace(data_parallel, accumulate="accumulate_unsharded") if keeps else data_parallel
-
     @property
-    def _budget_bytes(self) -> int | None:
-        return self.config.memory.budget_bytes(total_bytes(self.root_device))
+    def _module_setup(self) -> ModuleSetup:
+        return ModuleSetup(
+            config=self.config,
+            data_parallel=self.data_parallel,
+            device=self.root_device,
+            step_memory=self._step_memory,
+        )
 
     def _step_memory(self) -> StepMemory:
         """Measure a step's memory with the optimizers set up so far; set them up before the model's first call."""
@@ -360,7 +254,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 between_bytes=self._caller.between_bytes,
             )
         except StepMemoryError as error:
-            if self._budget_bytes is not None:
+            if self._module_setup.budget_bytes is not None:
                 raise
             _log.warning("the plan counts no optimizer: %s", error)
             memory = self._caller
@@ -414,9 +308,6 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         calls = [c for m in self._modules if m.planner for c in m.planner.calls if c.plan]
         return calls[-1] if calls else None
 
-    def _on_all_ranks(self, act: Callable[[], T]) -> T:
-        return together(act, self.data_parallel, error_elsewhere=OtherRankError)
-
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Check that the optimizer can work on shards, and that its state fits them.
@@ -426,8 +317,6 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             ValueError: it has taken a step on the whole weights.
         """
         refuse_unsuitable_optimizer(optimizer)
-        for parameter, state in optimizer.state.items():
-            _refuse_whole_state(parameter, state)
         self._optimizers.add(optimizer)
         return optimizer
 
@@ -461,7 +350,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         if "closure" in kwargs:  # runs the last micro-batch itself
             refuse_closure(self._nonfinite.policy)
             return True
-        _refuse_unreduced(optimizer, self._modules)
+        refuse_unreduced(optimizer, self._modules)
         return self._nonfinite.allows_step(
             optimizer, precision=self.precision, data_parallel=self.data_parallel
         )
@@ -476,7 +365,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Scale the gradients to a global norm, and return the norm before. A collective."""
-        _refuse_unreduced(optimizer, self._modules)
+        refuse_unreduced(optimizer, self._modules)
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
         norm = clip_norm(
@@ -494,57 +383,6 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
-        _refuse_unreduced(optimizer, self._modules)
+        refuse_unreduced(optimizer, self._modules)
         self.precision.unscale_gradients(optimizer)
         clip_value(self.precision.main_params(optimizer), clip_value=clip_val)
-
-
-class _Accumulation(_BackwardSyncControl):
-    """Reduces the gradients of every micro-batch, or keeps them whole until the last one, as configured.
-
-    Thunder's own `no_sync` drops the gradients of sharded parameters.
-    """
-
-    def __init__(self) -> None:
-        self.was_used = False
-        """Whether a backward may find gradients of earlier micro-batches."""
-
-    @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not isinstance(module, ForwardModule):
-            raise TypeError(
-                "no_backward_sync() needs a model that fabric.setup() returned, but got a "
-                f"{type(module).__name__}."
-            )
-        self.was_used |= enabled
-        return module.unreduced.keeping(enabled=enabled)
-
-
-def _refuse_unreduced(optimizer: Optimizer, modules: Iterable[ForwardModule]) -> None:
-    """Refuse a step that would silently lack the gradients of the last micro-batches."""
-    waiting = {id(p) for module in modules for p in module.unreduced.parameters()}
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    num_waiting = sum(id(p) in waiting for p in own)
-    if num_waiting:
-        raise RuntimeError(
-            f"the gradients of {num_waiting} parameters are not reduced over the ranks yet: every "
-            "backward since the last step ran inside fabric.no_backward_sync; run the last "
-            "micro-batch's with enabled=False, or call optimizer.zero_grad() to drop them."
-        )
-
-
-def _has_meta(module: nn.Module) -> bool:
-    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-
-
-def _refuse_whole_state(parameter: Tensor, state: Mapping[str, Any]) -> None:
-    whole = getattr(parameter, "unsharded_shape", parameter.shape)
-    if whole == parameter.shape:
-        return
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == whole:
-            raise ValueError(
-                f"the optimizer's state {name!r} has the whole weight's shape {tuple(whole)}, but "
-                f"the weight is sharded now; set the optimizer up before its first step, and load "
-                "its state with fabric.load()."
-            )

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fabric import make_fabric
 from thunder_memsave import ConfigError, ShardingConfig, ThunderMemsaveStrategy
-from thunder_memsave.strategy import ForwardModule
+from thunder_memsave.fabric.forward_module import ForwardModule
 
 
 class TwoMethods(nn.Module):

@@ -30,7 +30,7 @@ from thunder_memsave.measure.op_profile import (
     layout_of,
     no_scratch,
 )
-from thunder_memsave.ops.collectives import gathers, is_wait
+from thunder_memsave.ops.families.collectives import gathers, is_wait
 from thunder_memsave.ops.location import Location, location
 from thunder_memsave.passes.out_of_place import TraceMemory
 from thunder_memsave.passes.repeatable import why_not_repeatable

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NoReturn
 
-import torch
-import torch.distributed as dist
 from thunder.core.trace import TraceCtx
-from torch import Tensor
 
+from thunder_memsave.budget.agreed import largest, least_room, structure_of
 from thunder_memsave.budget.extract import memory_of, profiles, training_graph
 from thunder_memsave.budget.pins import pin_of
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
@@ -32,7 +29,6 @@ from thunder_memsave.distributed.agreement import (
     together,
 )
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.errors import BudgetError, PlanError
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.op_times import MeasuredTimes
@@ -199,7 +195,7 @@ class MemoryPlanner:
         if (agreed := self._agreed.get(structure)) is not None:
             return attempt.run(None, agreed.room)
         is_other = structure != broadcast(structure, self._data_parallel)
-        if self._most(int(is_other)):
+        if largest(int(is_other), self._data_parallel):
             run = self._run(attempt, None, NO_ROOM, budget_bytes)
         else:
             run = self._within(attempt, None, budget_bytes)
@@ -238,7 +234,7 @@ class MemoryPlanner:
         at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
         if at_once.more_bytes > 0:
             return at_once
-        room = self._everywhere(at_once.call.room(budget_bytes))
+        room = least_room(at_once.call.room(budget_bytes), self._data_parallel)
         for _ in range(_MOST_ROOMS):
             run = self._run(attempt, plan, room, budget_bytes)
             if run.more_bytes <= 0:
@@ -254,7 +250,9 @@ class MemoryPlanner:
         )
         if budget_bytes is None:
             return _Run(call, room)
-        return _Run(call, room, self._most(call.profile.peak_bytes - budget_bytes))
+        return _Run(
+            call, room, largest(call.profile.peak_bytes - budget_bytes, self._data_parallel)
+        )
 
     def _rank_zeros(
         self,
@@ -365,40 +363,6 @@ class MemoryPlanner:
     @property
     def _mode(self) -> str:
         return "none" if self._data_parallel is None else self._data_parallel.mode
-
-    def _most(self, nbytes: int) -> int:
-        """Return the maximum over the ranks. A collective."""
-        if self._data_parallel is None:
-            return nbytes
-        return int(_reduced(torch.tensor(nbytes), dist.ReduceOp.MAX, self._data_parallel))
-
-    def _everywhere(self, own: Room) -> Room:
-        """Return the room that every rank has: batches may differ in length. A collective."""
-        room = broadcast(own, self._data_parallel)
-        if self._data_parallel is None:
-            return room
-        left = torch.tensor([own.left_bytes.get(name, 0) for name in room.left_bytes])
-        least = _reduced(left, dist.ReduceOp.MIN, self._data_parallel).tolist()
-        return replace(room, left_bytes=dict(zip(room.left_bytes, least, strict=True)))
-
-
-def _reduced(
-    nbytes: Tensor, operation: dist.ReduceOp.RedOpType, data_parallel: DataParallel
-) -> Tensor:
-    """Reduce a tensor over all ranks. A collective."""
-    device = "cuda" if dist.get_backend(data_parallel.everyone) == "nccl" else "cpu"
-    reduced = nbytes.to(device)
-    with collective("agreement on a plan", data_parallel.everyone):
-        dist.all_reduce(reduced, operation, group=data_parallel.everyone)
-    return reduced
-
-
-def structure_of(graph: TrainingGraph) -> str:
-    """Hash the operations and the names they read, without shapes: a plan holds for all graphs with the same hash."""
-    digest = hashlib.sha256()
-    for op in graph.ops:
-        digest.update(repr((op.symbol, op.arguments, op.results)).encode())
-    return digest.hexdigest()
 
 
 def _regathered(graph: TrainingGraph) -> dict[str, Action]:

@@ -27,7 +27,7 @@ from thunder_memsave.measure.op_profile import (
     Value,
     contiguous,
 )
-from thunder_memsave.ops.collectives import is_wait
+from thunder_memsave.ops.families.collectives import is_wait
 from thunder_memsave.passes.symbols import (
     is_tensor,
 )

@@ -43,7 +43,8 @@ from thunder_memsave.checkpoints.optimizer_state import (
     named_state_of,
     set_optimizer_state,
 )
-from thunder_memsave.checkpoints.safe_reader import SafePlanner, SafeReader, read_metadata
+from thunder_memsave.checkpoints.safe_metadata import read_metadata
+from thunder_memsave.checkpoints.safe_reader import SafePlanner, SafeReader
 from thunder_memsave.checkpoints.sources import TensorSpec, load_mapped
 from thunder_memsave.distributed.agreement import (
     CheckpointError,

@@ -1,4 +1,9 @@
-"""Imports Thunder with the work-arounds that the installed versions need, one file per defect."""
+"""Work-arounds for other projects' defects and changed names, one file each.
+
+`apply` imports Thunder with those that it needs; the others are imported where they are used. A file that begins with
+`torch213_` is for that version and later ones. `foreign_messages.py` reads other projects' error texts.
+A private function that a version renamed belongs here too: its caller imports it from a file of this package.
+"""
 
 import functools
 import importlib
@@ -7,10 +12,10 @@ from thunder_memsave.compat import (
     absent_transformer_engine,
     cpu_scalar_gradients,
     derivatives_by_name,
+    dynamo_compile_metrics,
     dynamo_function_names,
     hidden_transformer_engine,
     ordered_alias_updates,
-    torch211_compile_metrics,
     torch213_named_tensors,
 )
 
@@ -28,4 +33,4 @@ def apply() -> None:
     derivatives_by_name.apply()
     dynamo_function_names.apply()
     ordered_alias_updates.apply()
-    torch211_compile_metrics.apply()
+    dynamo_compile_metrics.apply()

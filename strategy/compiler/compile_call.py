@@ -13,9 +13,6 @@ from thunder.common import CompileData, CompileStats
 from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.proxies import DistParallelType
 from thunder.core.trace import TraceCtx
-from thunder.extend import (
-    Executor,
-)
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
@@ -60,78 +57,116 @@ class Compiled:
     """The method, with its tensor work compiled."""
 
 
-def compile_call(
-    module: nn.Module,
-    call: Call,
-    *,
-    name: str,
-    reason: str,
-    config: CompileConfig,
-    data_parallel: DataParallel | None,
-    unreduced: UnreducedGradients | None = None,
-    planner: MemoryPlanner | None = None,
-    target: torch.device | None = None,
-    fp8: Fp8Linears | None = None,
-) -> Compiled:
-    """Capture and compile one call of a method of `module`.
+@dataclass(frozen=True, kw_only=True)
+class CallCompiler:
+    """Captures and compiles calls of a module's methods."""
 
-    Args:
-        module: Whose method is called.
-        call: With the arguments of this call.
-        name: Of the method.
-        reason: Why it is captured.
-        config: How.
-        data_parallel: The ranks that share the parameters; None on one device.
-        unreduced: Where whole gradients are kept between micro-batches.
-        planner: Decides what backward keeps; None: all that it reads.
-        target: The device that is compiled for, where it is not here (`target_device.py`); the result is not to be
-            run.
-        fp8: The linears of `module` that compute in fp8.
+    config: CompileConfig
+    data_parallel: DataParallel | None
+    """The ranks that share the parameters; None on one device."""
+    unreduced: UnreducedGradients | None = None
+    """Whole gradients that are kept between micro-batches."""
+    planner: MemoryPlanner | None = None
+    """Decides what backward keeps; None keeps all that it reads."""
+    target: torch.device | None = None
+    """The device to compile for if it is absent (`target_device.py`); then the result cannot run."""
+    fp8: Fp8Linears | None = None
+    """The linears of the module that compute in fp8."""
 
-    Raises:
-        CaptureError: the method cannot be captured as one graph.
-        CompileError: it cannot be compiled to what eager PyTorch computes.
-        BudgetError: no plan fits the memory budget.
-    """
-    start = time.perf_counter()
-    executors = executors_of(config)
-    if config.frontend == "interpreter":
-        assert target is None, "what captures for another device is Dynamo"
-        assert fp8 is None, "the strategy refuses it"
-        traced = _interpreter(module, call, reason, executors, data_parallel)
-    else:
-        traced = _dynamo(module, call, reason, executors, data_parallel, target, fp8)
-    facts = Facts(
-        steps=steps_without(config.leave_out),
-        lowered=traced.lowered,
-        executors=traced.compile_data.executors_list,
-        regathers=data_parallel is not None and data_parallel.mode in ("zero3", "auto"),
-        planner=planner,
-        arguments=_arguments(module, traced),
-        schedule=schedule_of(module, data_parallel),
-        unreduced=unreduced or UnreducedGradients(data_parallel),
-        is_run=target is None,
-    )
-    files = None
-    if config.trace_dir is not None:
-        title = f"{type(module).__name__}.{name}"
-        files = TraceFiles(config.trace_dir, call=title, data_parallel=data_parallel)
-    lower_s = time.perf_counter() - start
-    with compile_data_and_stats(traced.compile_data, CompileStats()):
-        graph = compile_trace(facts, files=files, lower_s=lower_s)
-    state = graph.state
-    assert state.run is not None, "the last step makes it"
-    return Compiled(
-        method=name,
-        capture=traced.capture,
-        forward_traces=graph.forward_traces,
-        backward_traces=() if state.backward is None else (state.backward,),
-        keeping_trace=state.keeping,
-        records=graph.records,
-        number=next(_numbers),
-        seconds=time.perf_counter() - start,
-        run=traced.capture.callable(state.run),
-    )
+    def compile(self, module: nn.Module, call: Call, *, name: str, reason: str) -> Compiled:
+        """Compile one call.
+
+        Args:
+            module: The module whose method is called.
+            call: The method's arguments.
+            name: Name of the method.
+            reason: Reason for this capture.
+
+        Raises:
+            CaptureError: the method cannot be captured as one graph.
+            CompileError: it cannot be compiled to what eager PyTorch computes.
+            BudgetError: no plan fits the memory budget.
+        """
+        start = time.perf_counter()
+        is_dynamo = self.config.frontend == "dynamo"
+        traced = (self._dynamo if is_dynamo else self._interpreter)(module, call, reason)
+        facts = self._facts(module, traced)
+        files = self._files(f"{type(module).__name__}.{name}")
+        lower_s = time.perf_counter() - start
+        with compile_data_and_stats(traced.compile_data, CompileStats()):
+            graph = compile_trace(facts, files=files, lower_s=lower_s)
+        state = graph.state
+        assert state.run is not None, "the last step makes it"
+        return Compiled(
+            method=name,
+            capture=traced.capture,
+            forward_traces=graph.forward_traces,
+            backward_traces=() if state.backward is None else (state.backward,),
+            keeping_trace=state.keeping,
+            records=graph.records,
+            number=next(_numbers),
+            seconds=time.perf_counter() - start,
+            run=traced.capture.callable(state.run),
+        )
+
+    def _dynamo(self, module: nn.Module, call: Call, reason: str) -> _Traced:
+        stage("capture")
+        captured = capture(
+            module,
+            call,
+            reason=reason,
+            is_guarded=self.target is None,
+            is_of_mode=self.fp8 is not None,
+        )
+        stage("lower")
+        opaque = OpaqueExecutor()
+        compile_data = CompileData(
+            fn=module,
+            executors_list=(opaque, *executors_of(self.config)),
+            disable_preprocessing=True,
+            using_jit=True,
+        )
+        with compile_data_and_stats(compile_data, CompileStats()):
+            lowered = lower(
+                captured,
+                compile_data=compile_data,
+                data_parallel=self.data_parallel,
+                opaque=opaque,
+                target=self.target,
+                fp8=self.fp8,
+            )
+        return _Traced(captured, lowered, compile_data)
+
+    def _interpreter(self, module: nn.Module, call: Call, reason: str) -> _Traced:
+        assert self.target is None, "only Dynamo captures for another device"
+        assert self.fp8 is None, "the strategy refuses it"
+        interpretation = interpret(
+            module,
+            call,
+            reason=reason,
+            executors=executors_of(self.config),
+            data_parallel=self.data_parallel,
+        )
+        return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
+
+    def _facts(self, module: nn.Module, traced: _Traced) -> Facts:
+        data_parallel = self.data_parallel
+        return Facts(
+            steps=steps_without(self.config.leave_out),
+            lowered=traced.lowered,
+            executors=traced.compile_data.executors_list,
+            regathers=data_parallel is not None and data_parallel.mode in ("zero3", "auto"),
+            planner=self.planner,
+            arguments=_arguments(module, traced),
+            schedule=schedule_of(module, data_parallel),
+            unreduced=self.unreduced or UnreducedGradients(data_parallel),
+            is_run=self.target is None,
+        )
+
+    def _files(self, title: str) -> TraceFiles | None:
+        if self.config.trace_dir is None:
+            return None
+        return TraceFiles(self.config.trace_dir, call=title, data_parallel=self.data_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,49 +176,6 @@ class _Traced:
     capture: Capture | Interpretation
     lowered: Lowered
     compile_data: CompileData
-
-
-def _dynamo(
-    module: nn.Module,
-    call: Call,
-    reason: str,
-    executors: Sequence[Executor],
-    data_parallel: DataParallel | None,
-    target: torch.device | None,
-    fp8: Fp8Linears | None,
-) -> _Traced:
-    stage("capture")
-    captured = capture(
-        module, call, reason=reason, is_guarded=target is None, is_of_mode=fp8 is not None
-    )
-    stage("lower")
-    opaque = OpaqueExecutor()
-    compile_data = CompileData(
-        fn=module, executors_list=(opaque, *executors), disable_preprocessing=True, using_jit=True
-    )
-    with compile_data_and_stats(compile_data, CompileStats()):
-        lowered = lower(
-            captured,
-            compile_data=compile_data,
-            data_parallel=data_parallel,
-            opaque=opaque,
-            target=target,
-            fp8=fp8,
-        )
-    return _Traced(captured, lowered, compile_data)
-
-
-def _interpreter(
-    module: nn.Module,
-    call: Call,
-    reason: str,
-    executors: Sequence[Executor],
-    data_parallel: DataParallel | None,
-) -> _Traced:
-    interpretation = interpret(
-        module, call, reason=reason, executors=executors, data_parallel=data_parallel
-    )
-    return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
 
 
 def _arguments(module: nn.Module, traced: _Traced) -> Arguments:

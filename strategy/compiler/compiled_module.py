@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.compiler.compile_call import Compiled, compile_call
+from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
@@ -89,17 +89,14 @@ class CompiledModule(nn.Module):
         known = self._compiled.setdefault(name, [])
         reason = known[0].capture.why_not(call) if known else "first call"
         start = time.perf_counter()
-        compiled = compile_call(
-            self.module,
-            call,
-            name=name,
-            reason=reason,
+        compiler = CallCompiler(
             config=self._config,
             data_parallel=self._data_parallel,
             unreduced=self.unreduced,
             planner=self.planner,
             fp8=self.fp8,
         )
+        compiled = compiler.compile(self.module, call, name=name, reason=reason)
         known.insert(0, compiled)
         _log.info(
             "capture %d of %s.%s: %s (%.1f s)",

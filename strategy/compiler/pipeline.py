@@ -13,7 +13,7 @@ from thunder.core.update_aliases import insert_alias_updates
 
 from thunder_memsave.compiler import joint_steps, run, split
 from thunder_memsave.compiler.state import State
-from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype
+from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.step import Pass, Step, on_joint
 

@@ -93,12 +93,7 @@ def together_telling(
     Raises:
         OtherRankError: `act` raised on another rank; the rank itself raises the original.
     """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = act()
-    except Exception as e:  # raised again below, once the others know
-        error = e
+    result, error = _attempt(act)
     own = _Outcome(
         told=tell(result) if error is None else None,  # type: ignore[arg-type]  # it has a result
         failed=None if error is None else f"{type(error).__name__}: {error}",
@@ -114,6 +109,13 @@ def together_telling(
         if outcome.failed is not None:
             raise error_elsewhere(f"rank {rank} failed, so this rank stops too: {outcome.failed}")
     return result, [outcome.told for outcome in outcomes]  # type: ignore[return-value]  # no rank failed
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:  # raised again once the other ranks know
+        return None, error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_memsave.config import ConfigError
@@ -31,6 +32,7 @@ def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
 
     Raises:
         ConfigError: it is one of those; the message says what to use.
+        ValueError: it has taken a step on the whole weights.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if not any(is_sharded(p) for p in parameters):
@@ -41,6 +43,21 @@ def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
             raise ConfigError(
                 f"{name} computes with whole weights, and every rank has only its rows of them; "
                 "use an elementwise optimizer such as AdamW or SGD, or sharding='none'."
+            )
+    for parameter, state in optimizer.state.items():
+        _refuse_whole_state(parameter, state)
+
+
+def _refuse_whole_state(parameter: Tensor, state: Mapping[str, Any]) -> None:
+    whole = getattr(parameter, "unsharded_shape", parameter.shape)
+    if whole == parameter.shape:
+        return
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == whole:
+            raise ValueError(
+                f"the optimizer's state {name!r} has the whole weight's shape {tuple(whole)}, but "
+                f"the weight is sharded now; set the optimizer up before its first step, and load "
+                "its state with fabric.load()."
             )
 
 

@@ -193,15 +193,12 @@ def capture(
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
         with returned_from_graph(originals):
             output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
-        if output.backend_input is None:
-            raise CaptureError(
-                f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
-            )
+        backend_input = _of_a_graph(output, call)
         guards = _build_guards(output, call, swapped=originals) if is_guarded else None
         make_callable = _callable_maker(output, call)
         flat = _flat_inputs(make_callable, call)
         _refuse_rows(flat, call)
-    graph = output.backend_input.graph_module
+    graph = backend_input.graph_module
     inputs = _name_inputs(module, graph, [originals.get(id(t), t) for t in flat])
     return Capture(
         graph=graph,
@@ -214,6 +211,14 @@ def capture(
         _mode_of=module if is_of_mode else None,
         in_training_mode=module.training,
     )
+
+
+def _of_a_graph(output: Any, call: Call) -> Any:
+    if output.backend_input is None:
+        raise CaptureError(
+            f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
+        )
+    return output.backend_input
 
 
 def _sharded_slots(module: nn.Module, *, used: Collection[int]) -> tuple[_ShardedSlot, ...]:

@@ -100,14 +100,7 @@ def interpret(
             module, call.args, dict(call.kwargs), data, stats, ad_hoc_executor
         )
 
-    with full_shapes(module):
-        try:
-            prologue, computation, epilogue = trace()
-        except Exception as error:
-            raise CaptureError(
-                f"{type(module).__name__}.forward cannot be interpreted: {error}. "
-                "strategy.frontend: dynamo captures more models, and faster."
-            ) from error
+    prologue, computation, epilogue = _traces(module, trace)
     parameters = _parameters(prologue)
     computation = _unshard_inputs(module, computation, parameters, data_parallel)
     _check_shards(module, prologue)
@@ -129,6 +122,18 @@ def interpret(
         _prologue=checked_inputs,
         _epilogue=transform_to_torch_types(epilogue, translate_all=True).python_callable(),
     )
+
+
+def _traces(module: nn.Module, trace: Callable[[], Sequence[TraceCtx]]) -> Sequence[TraceCtx]:
+    """Return the prologue, the computation and the epilogue that `trace` makes of the module's full shapes."""
+    with full_shapes(module):
+        try:
+            return trace()
+        except Exception as error:
+            raise CaptureError(
+                f"{type(module).__name__}.forward cannot be interpreted: {error}. "
+                "strategy.frontend: dynamo captures more models, and faster."
+            ) from error
 
 
 def _refuse(module: nn.Module, call: Call) -> None:

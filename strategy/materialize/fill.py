@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,16 +81,23 @@ def materialize(
         kept = [read for read in reads if frozen.has(read.target) and read.target.is_meta]
         fills = ((r.target, partial(_fill_from_file, r, device, data_parallel)) for r in kept)
         frozen.cast_each(fills, device)
+    on_all_ranks(lambda: _fill_rest(module, reads, device, data_parallel, seed=seed))
 
-    def fill() -> None:
-        for read in reads:
-            if unquantized_dtype(read.target) is None:
-                _fill_from_file(read, device, data_parallel)
-        for name, target, whole in initialize(module, seed=seed):
-            _fill(target, name, _rows_of(whole), device, data_parallel)
-        shard_rest(module, data_parallel)
 
-    on_all_ranks(fill)
+def _fill_rest(
+    module: nn.Module,
+    reads: Iterable[_Read],
+    device: torch.device,
+    data_parallel: DataParallel | None,
+    *,
+    seed: int,
+) -> None:
+    for read in reads:
+        if unquantized_dtype(read.target) is None:
+            _fill_from_file(read, device, data_parallel)
+    for name, target, whole in initialize(module, seed=seed):
+        _fill(target, name, _rows_of(whole), device, data_parallel)
+    shard_rest(module, data_parallel)
 
 
 def _fill_from_file(read: _Read, device: torch.device, data_parallel: DataParallel | None) -> None:

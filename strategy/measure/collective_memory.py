@@ -1,8 +1,8 @@
 """Computes the bytes that collectives of an executed trace allocate and send, without running them.
 
-Follows `ops/collectives.py` and `distributed/transport.py`, line by line. On the CPU a collective ends where it starts,
-and allocates inside, besides its results: copies to send, received bytes before they are summed or sorted, and gloo's
-own buffers. On CUDA it holds the bytes that it sends, copies or its arguments, until the wait.
+Follows `ops/families/collectives.py` and `distributed/transport.py`, line by line. On the CPU a collective ends where
+it starts, and allocates inside, besides its results: copies to send, received bytes before they are summed or sorted,
+and gloo's own buffers. On CUDA it holds the bytes that it sends, copies or its arguments, until the wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from thunder_memsave.aten_record import storage_id
 from thunder_memsave.measure.op_profile import Layout, OpProfile, Value, contiguous
 from thunder_memsave.ops.accumulation import with_unreduced
-from thunder_memsave.ops.collectives import (
+from thunder_memsave.ops.families.collectives import (
     all_gather_bucket,
     all_reduce_bucket,
     cast_and_all_gather,

@@ -8,20 +8,20 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
-from thunder_memsave.ops import (
+from thunder_memsave.ops.claim import kernels_executor
+from thunder_memsave.ops.families import (
     activations,
     attention,
     collectives,
     cross_entropy,
-    drawing,
     indexing,
+    no_arithmetic,
     norms,
+    random_numbers,
     softmax,
-    torch_rules,
 )
-from thunder_memsave.ops.attention_kernels import attention_executor
-from thunder_memsave.ops.collectives import collectives_executor
-from thunder_memsave.ops.kernels import kernels_executor
+from thunder_memsave.ops.families.attention_kernels import attention_executor
+from thunder_memsave.ops.families.collectives import collectives_executor
 from thunder_memsave.ops.operation import Foreign, Operand, Operation, Scratch
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -31,9 +31,9 @@ OPERATIONS: tuple[Operation, ...] = (
     *softmax.OPERATIONS,
     *norms.OPERATIONS,
     *indexing.OPERATIONS,
-    *torch_rules.OPERATIONS,
+    *no_arithmetic.OPERATIONS,
     *collectives.OPERATIONS,
-    *drawing.OPERATIONS,
+    *random_numbers.OPERATIONS,
 )
 
 

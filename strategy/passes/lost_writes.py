@@ -5,7 +5,7 @@ from __future__ import annotations
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.errors import CompileError
-from thunder_memsave.ops.collectives import is_all_gather
+from thunder_memsave.ops.families.collectives import is_all_gather
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import forward_symbols, written_in_place
 

@@ -46,7 +46,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_memsave.errors import PlanError
-from thunder_memsave.ops.collectives import is_all_gather, is_wait
+from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
 from thunder_memsave.ops.random_ops import draws_random_numbers, replay
 from thunder_memsave.passes.repeatable import roots, why_not_repeatable
 from thunder_memsave.passes.symbols import (

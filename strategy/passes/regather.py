@@ -43,7 +43,7 @@ from thunder.core.proxies import (
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
-from thunder_memsave.ops.collectives import is_all_gather
+from thunder_memsave.ops.families.collectives import is_all_gather
 from thunder_memsave.passes.symbols import (
     decisive_args,
     forward_symbols,

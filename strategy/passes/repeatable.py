@@ -8,7 +8,7 @@ from thunder.core import prims
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
 
-from thunder_memsave.ops.collectives import is_all_gather, is_wait
+from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
 from thunder_memsave.passes.symbols import is_tensor, written_in_place
 

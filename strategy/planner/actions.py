@@ -1,9 +1,15 @@
 """Actions say what happens between forward and backward to the storages that backward needs; a plan maps them.
 
-A new action, such as `offload` (copy to the host after forward, and back before backward reads it), changes four files:
-this one gets its kind and parameters (before which operation to copy back), `order.py` the lifetimes of its copies,
-`search/solve.py` which storages get it, and `budget/planned_call.py` its pass, a new file beside `passes/recompute.py`.
-Pins, the plan cache, the agreement of ranks, reports and manifests carry any action unchanged.
+A new action, such as `offload` (copy to the host after forward, and back before backward reads it), changes:
+
+- this file: its kind, and its parameters, such as the operation before which to copy back;
+- `order.py` and `fast_simulate.py`: the lifetimes of its copies;
+- `search/` and `linear/`, which choose between kept and not kept only, and `search/solve.py`, which names the action;
+- `budget/extract.py`, where bytes are not on the device;
+- a pass, a file of its own beside `passes/recompute.py` (which recomputes all that is not kept), as a step in
+  `compiler/pipeline.py`, with its reason in `settings/step_names.py`.
+
+The plan cache, the agreement of ranks, reports and manifests carry any action unchanged; pins keep or recompute.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.sharding.fp8_parameter import mark_whole
+from thunder_memsave.sharding.quantized_parameter import mark_whole
 from thunder_memsave.sharding.rows import gather_full, mark, own_rows, take_rows
 from thunder_memsave.sharding.sharded_parameter import (
     ShardedParameter,

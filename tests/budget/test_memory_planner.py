@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import thunder_memsave.compiler.compile_call as compile_call_module
 from harness import models
 from harness.fabric import make_fabric
 from harness.memory import measured_peak_bytes
@@ -23,13 +22,14 @@ from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.budget import plan_request
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import PlannedCall
+from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError
+from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.search.solve import solve
-from thunder_memsave.strategy import ForwardModule
 
 # Fractions of the peak of keep_all.
 PARTS = (0.9, 0.7, 0.5, 0.35, 0.25)
@@ -166,7 +166,7 @@ class Model:
 
     @contextmanager
     def _one_capture(self) -> Iterator[None]:
-        capture = compile_call_module._dynamo
+        capture = CallCompiler._dynamo
         state = (self.module.training, torch.is_grad_enabled())
 
         def once(*args: Any) -> Any:
@@ -178,7 +178,7 @@ class Model:
             traced.lowered.trace.names = set(names)
             return traced
 
-        with patch.object(compile_call_module, "_dynamo", once):
+        with patch.object(CallCompiler, "_dynamo", once):
             yield
 
 

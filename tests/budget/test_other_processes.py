@@ -23,7 +23,8 @@ from harness.distributed import SOAK_HANG_S, run_on_ranks
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.budget import plan_cache, plan_request
-from thunder_memsave.budget.memory_planner import MemoryPlanner, structure_of
+from thunder_memsave.budget.agreed import structure_of
+from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import OtherRankError

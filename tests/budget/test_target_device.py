@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.traces import num_calls
 from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
-from thunder_memsave.compiler.compile_call import Compiled, compile_call
+from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.frontend.capture import Call
@@ -45,15 +45,11 @@ def compiled() -> Compiled:
         config = StrategyConfig(sharding=ShardingConfig(mode="zero3"))
         data_parallel = make_data_parallel(config, ranks_per_node=8)
         stand_in(model, data_parallel)
-        return compile_call(
-            model,
-            Call.of(model, (), batch),
-            name="forward",
-            reason="first call",
-            config=CompileConfig(),
-            data_parallel=data_parallel,
-            target=torch.device("cuda:3"),
+        compiler = CallCompiler(
+            config=CompileConfig(), data_parallel=data_parallel, target=torch.device("cuda:3")
         )
+        call = Call.of(model, (), batch)
+        return compiler.compile(model, call, name="forward", reason="first call")
 
 
 def tensors(trace: TraceCtx) -> list[TensorProxy]:

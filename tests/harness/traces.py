@@ -18,7 +18,7 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.measure.devices import device_at
-from thunder_memsave.ops.collectives import gathers
+from thunder_memsave.ops.families.collectives import gathers
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from harness.rank_memory import letting_go
 from harness.traces import fake_ranks
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.running_program import program
-from thunder_memsave.ops.collectives import (
+from thunder_memsave.ops.families.collectives import (
     all_gather_bucket,
     all_reduce_bucket,
     cast_and_all_gather,

@@ -28,7 +28,7 @@ from thunder_memsave.measure.op_profile import (
     contiguous,
 )
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
-from thunder_memsave.ops.kernels import kernels_executor
+from thunder_memsave.ops.claim import kernels_executor
 from thunder_memsave.ops.operation import Kernel
 from thunder_memsave.ops.table import OPERATIONS, scratch_bytes
 

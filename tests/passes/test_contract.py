@@ -16,7 +16,7 @@ from harness.joint_passes import JOINT_PASSES
 from passes import contract
 from thunder_memsave.budget.extract import memory_of
 from thunder_memsave.compiler.pipeline import STEPS
-from thunder_memsave.passes.gather_dtype import gather_in_compute_dtype
+from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute

@@ -23,13 +23,13 @@ from harness.traces import (
     unlimited_planner,
 )
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.compiler.compile_call import Compiled, compile_call
+from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.frontend.capture import Call
 from thunder_memsave.measure.devices import device_at
-from thunder_memsave.ops.collectives import gathers
+from thunder_memsave.ops.families.collectives import gathers
 from thunder_memsave.passes.recompute import PREFIX
 from thunder_memsave.passes.regather import regather
 from thunder_memsave.sharding.rows import shard_module
@@ -216,15 +216,12 @@ def test_sixty_four_ranks_of_a_large_model_hold_one_operations_weights_at_a_time
     with fake_ranks(64) as data_parallel:
         shard_module(model, data_parallel)
         call = Call.of(model, (), {"input_ids": ids, "labels": ids})
-        result = compile_call(
-            model,
-            call,
-            name="forward",
-            reason="test",
+        compiler = CallCompiler(
             config=CompileConfig(),
             data_parallel=data_parallel,
             planner=unlimited_planner(MemoryConfig(), data_parallel),
         )
+        result = compiler.compile(model, call, name="forward", reason="test")
     forward, backward = result.forward_traces[-1], result.backward_traces[-1]
     assert any(o.name.startswith(PREFIX) for b in backward.bound_symbols for o in b.flat_proxy_outs)
     assert num_bytes_of(forward, "all_gather") == sum(sizes.values())

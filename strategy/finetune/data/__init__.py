@@ -1,6 +1,7 @@
 """The data of a run: the formats that a run file names, and the types of a user-defined format.
 
 In: JSONL and text. Out: documents, tokens, rows of one length and batches.
+`prepare.py` makes the rows; the loop and objectives need `row_set.py` alone.
 """
 
 from thunder_memsave.finetune.data.documents import Dataset, DataSplit, Document, Part

@@ -91,18 +91,24 @@ def tokenize(
         num_without_targets += not useful
         samples += useful
         counting.add(1)
-    if not samples:
-        raise ConfigError(
-            f"none of the {len(documents)} {name} documents has a token to train on within "
-            f"data.max_seq_length ({max_seq_length}); look at data.train_on and the data.",
-            key="data.max_seq_length",
-        )
+    _refuse_nothing_to_train(samples, len(documents), name, max_seq_length)
     return TokenizedData(
         samples=samples,
         num_documents=len(documents),
         num_truncated=num_truncated,
         num_without_targets=num_without_targets,
     )
+
+
+def _refuse_nothing_to_train(
+    samples: Sequence[Sample], num_documents: int, name: str, max_seq_length: int
+) -> None:
+    if not samples:
+        raise ConfigError(
+            f"none of the {num_documents} {name} documents has a token to train on within "
+            f"data.max_seq_length ({max_seq_length}); look at data.train_on and the data.",
+            key="data.max_seq_length",
+        )
 
 
 def _check_tokenizer(tokenizer: Any, documents: Sequence[Document]) -> None:

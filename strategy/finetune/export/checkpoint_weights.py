@@ -20,12 +20,8 @@ from thunder_memsave.checkpoints.manifest import (
     require_files,
     require_layout,
 )
-from thunder_memsave.checkpoints.safe_reader import (
-    SafePlanner,
-    SafeReader,
-    read_metadata,
-    require_stored,
-)
+from thunder_memsave.checkpoints.safe_metadata import read_metadata
+from thunder_memsave.checkpoints.safe_reader import SafePlanner, SafeReader, require_stored
 from thunder_memsave.checkpoints.sources import (
     StateDictSource,
     TensorSource,

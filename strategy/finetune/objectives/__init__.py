@@ -1,5 +1,10 @@
 """The objective of a run: how the model is called, its loss, and what is measured of it.
 
 In: batches that `data` laid out, and the model's output. Out: the model's arguments, a loss, its weight and metrics.
-A new objective is a class in a file of its own here, a subclass of `Objective`; `choose` maps a run file to it.
+The loss runs in eager PyTorch, outside of the compiled model: no plan and no row of `ops/` covers it.
+
+A new objective is a class in a file of its own here, a subclass of `Objective`. No key selects one yet: add it to
+`run_file/config.py`, read it in `choose.py`, and list it in `output/same_run.py`. Rows of another kind are a `RowSet`
+that `data/prepare.py` makes. The model is called once per micro-batch, so a reference model's outputs come with the
+rows.
 """

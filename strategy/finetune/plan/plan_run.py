@@ -19,7 +19,7 @@ from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
 from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
-from thunder_memsave.compiler.compile_call import compile_call
+from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.config import StrategyConfig, parse_strategy
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.process_group import make_data_parallel
@@ -110,29 +110,25 @@ def plan_run(
         stand_in(model, data_parallel)
         memory = _step_memory(config, objective, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
-        inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
+        compiler = CallCompiler(
+            config=strategy.compile,
+            data_parallel=data_parallel,
+            planner=planner,
+            target=_target(device),
+            fp8=planned_fp8(model, strategy),
+        )
+        call = Call.of(model, (), _inputs(objective, num_rows=sizes.micro_batch_size))
         with _precision(config):
-            compile_call(
-                model,
-                Call.of(model, (), inputs),
-                name="forward",
-                reason="plan",
-                config=strategy.compile,
-                data_parallel=data_parallel,
-                planner=planner,
-                target=_target(device),
-                fp8=planned_fp8(model, strategy),
-            )
-    (call,) = planner.calls
+            compiler.compile(model, call, name="forward", reason="plan")
     return RunPlan(
         device=device,
         num_ranks=num_ranks,
         num_rows=sizes.micro_batch_size,
         num_tokens=config.data.max_seq_length,
         budget_bytes=budget_bytes,
-        call=call,
+        call=planner.call,
         refusal=planner.refusal,
-        smallest_bytes=(smallest := planner.smallest_bytes(call)),
+        smallest_bytes=(smallest := planner.smallest_bytes()),
         loss_bytes=memory.between_bytes,
         curve=planner.curve(smallest) if has_curve else (),
     )
@@ -182,13 +178,19 @@ class _Planner(MemoryPlanner):
             smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
             return self._within(attempt, smallest, error.smallest_bytes).call
 
-    def smallest_bytes(self, call: PlannedCall) -> int:
+    @property
+    def call(self) -> PlannedCall:
+        """The only call that was planned."""
+        (call,) = self.calls
+        return call
+
+    def smallest_bytes(self) -> int:
         """Return the smallest budget for which a plan is found."""
         stage("smallest budget")
         if self.refusal is not None:
             return _smallest_bytes(self.refusal)
         asked = self._last
-        peak_bytes = call.profile.peak_bytes
+        peak_bytes = self.call.profile.peak_bytes
         try:
             found = replace(asked, policy="plan").solved(1, time_limit_s=_SMALLEST_S)
         except BudgetError as error:

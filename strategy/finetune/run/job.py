@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,8 @@ from thunder_memsave.finetune.run.callbacks import (
     check_keep_best,
     check_logger_package,
 )
+from thunder_memsave.finetune.run.check_references import check_references
 from thunder_memsave.finetune.run.fp8_shown import fp8_shown
-from thunder_memsave.finetune.run.references import check_references
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.classes.class_kinds import DATASET
 from thunder_memsave.finetune.run_file.classes.class_spec import build
@@ -108,11 +109,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     transformers_logging.disable_progress_bar()  # the run has its own
     problems = Problems() if problems is None else problems
     check_references(config, problems)
-    sizes = problems.check(
-        lambda: batch_sizes(config.train, world_size=world_size(config)),
-        reads=("devices", *_BATCH_SIZES),
-        about="train.global_batch_size",
-    )
+    sizes = _sizes(config, problems)
     resume_from = problems.check(
         lambda: checkpoint_to_resume(config),
         reads=("output_dir", "resume", "devices"),
@@ -124,12 +121,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     if sizes is not None and data is not None and not problems.is_broken("optimizer"):
         identity = _identity(config, sizes, data)
     if resume_from is not None and identity is not None:
-        checkpoint, values = resume_from, identity
-        problems.check(
-            lambda: check_same_run(checkpoint, values, config),
-            reads=("train.seed", "model", "lora", "adapter", "fp8"),
-            about="resume",
-        )
+        _check_resumed(resume_from, identity, config, problems)
     _check_callbacks(config, data, problems)
     model = _model(config, tokenizer, problems)
     fp8 = _fp8(config, model, problems)
@@ -148,6 +140,27 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         resume_from=resume_from,
         identity=identity,
         fp8=fp8,
+    )
+
+
+def _sizes(config: RunConfig, problems: Problems) -> BatchSizes | None:
+    return problems.check(
+        lambda: batch_sizes(config.train, world_size=world_size(config)),
+        reads=("devices", *_BATCH_SIZES),
+        about="train.global_batch_size",
+    )
+
+
+def _check_resumed(
+    checkpoint: CheckpointInfo,
+    identity: Mapping[str, int | str],
+    config: RunConfig,
+    problems: Problems,
+) -> None:
+    problems.check(
+        lambda: check_same_run(checkpoint, identity, config),
+        reads=("train.seed", "model", "lora", "adapter", "fp8"),
+        about="resume",
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
-from thunder_memsave.callbacks.checkpoint import CheckpointInfo
-from thunder_memsave.callbacks.verified import load_checkpoint, newest_valid
-from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
+from thunder_memsave.checkpoints import StateMismatchError
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune.export.export import export, is_adapted
@@ -27,27 +24,27 @@ from thunder_memsave.finetune.model.build import autocast_of
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.output.environment import add_start
-from thunder_memsave.finetune.output.same_run import check_same_run
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
-from thunder_memsave.finetune.process.stop import BadStepError
 from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
 from thunder_memsave.finetune.run.early_end import explained, interrupted, is_saved, stopped_error
 from thunder_memsave.finetune.run.fabric import build_fabric
 from thunder_memsave.finetune.run.job import Job, prepare
 from thunder_memsave.finetune.run.plan_shown import PlanShown
-from thunder_memsave.finetune.run_file.classes.class_spec import import_class
+from thunder_memsave.finetune.run.resume import (
+    BaseFiles,
+    base_files,
+    load,
+    roll_back,
+    with_newest_checkpoint,
+)
 from thunder_memsave.finetune.run_file.config import GuardsConfig, RunConfig
 from thunder_memsave.finetune.training.loop import LoopPlan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
 from thunder_memsave.finetune.training.loss_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import (
-    IMPLEMENTATION,
-    chooses_implementation,
     make_optimizer,
-    place_steps,
 )
-from thunder_memsave.materialize.pending_weights import fingerprint_of_files, names_in_files
 from thunder_memsave.measure.step_memory import StepMemoryError
 from thunder_memsave.settings.section import ConfigError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -82,7 +79,7 @@ def train(config: RunConfig) -> Path:
 
 def _train(config: RunConfig, processes: LocalProcesses) -> Path:
     job = prepare(config)
-    base = _base_files(job)
+    base = base_files(job)
     callbacks = [*build_callbacks(config, job.directory), PlanShown()]
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
@@ -106,13 +103,13 @@ def _first_step(job: Job) -> int:
 def _begin(
     fabric: Fabric,
     job: Job,
-    base: _BaseFiles,
+    base: BaseFiles,
     callbacks: Sequence[object],
     state: dict[str, Any],
 ) -> _Begun:
     """Join the processes, fill the model, and put what checkpoints hold into `state`."""
     fabric.launch()
-    job = _on_newest_valid(fabric, _as_rank_zero_sees_it(fabric, job), base)
+    job = with_newest_checkpoint(fabric, job, base)
     state["step"] = _first_step(job)
     if fabric.is_global_zero:  # which alone reports throughput
         _describe_model(callbacks, job, fabric)
@@ -130,7 +127,7 @@ def _begin(
     )
     if job.resume_from is not None:
         is_verified = job.config.resume == "auto"
-        _load(fabric, job.resume_from, job.config, state, is_verified=is_verified)
+        load(fabric, job.resume_from, job.config, state, is_verified=is_verified)
     # After the checkpoint was loaded: one that does not fit this run file must not replace its own.
     before = _create_directory(fabric, job, step=state["step"])
     return _Begun(
@@ -153,66 +150,6 @@ class _Begun:
     step: int
     run_file_before: str | None
     """The earlier run file of a resumed run; None for a new run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _BaseFiles:
-    """The weights that can be read again from the model's own files, and need not be in checkpoints."""
-
-    names: frozenset[str]
-    identity: dict[str, str]
-    """Fingerprint of these files, for checkpoints."""
-
-
-def _base_files(job: Job) -> _BaseFiles:
-    """Find the weights in the files of a partly frozen model.
-
-    Raises:
-        ConfigError: the checkpoint to resume from was made with other files.
-    """
-    if all(parameter.requires_grad for parameter in job.model.parameters()):
-        return _BaseFiles(names=frozenset(), identity={})
-    names = names_in_files(job.model)
-    identity = {"base_model": fingerprint_of_files(job.model)} if names else {}
-    _check_same_base(job, identity)
-    return _BaseFiles(names=names, identity=identity)
-
-
-def _check_same_base(job: Job, identity: Mapping[str, str]) -> None:
-    checkpoint = job.resume_from
-    if checkpoint is not None and checkpoint.values.get("base_model") != identity.get("base_model"):
-        raise ConfigError(
-            f"{checkpoint.path} was written with other frozen weights than those of "
-            f"model.name_or_path {job.config.model.name_or_path}, and does not hold them; restore "
-            "the model, or start a new run in another output_dir.",
-            key="model.name_or_path",
-        )
-
-
-def _as_rank_zero_sees_it(fabric: Fabric, job: Job) -> Job:
-    """Use rank 0's checkpoint on all ranks: on a shared file system some may not see it yet."""
-    if job.config.resume is False:
-        return job
-    return dataclasses.replace(job, resume_from=fabric.broadcast(job.resume_from))
-
-
-def _on_newest_valid(fabric: Fabric, job: Job, base: _BaseFiles) -> Job:
-    """Verify the newest checkpoint under `resume=auto`; if it is damaged, take the one before.
-
-    Raises:
-        ConfigError: none is valid, or the one before belongs to another run.
-    """
-    if job.config.resume != "auto" or job.resume_from is None:
-        return job
-    try:
-        valid = newest_valid(fabric, job.directory.checkpoints)
-    except (ValueError, OSError, CheckpointError) as error:
-        raise ConfigError(str(error), key="resume") from error
-    assert valid is not None  # one was there
-    check_same_run(valid, job.identity, job.config)
-    job = dataclasses.replace(job, resume_from=valid)
-    _check_same_base(job, base.identity)
-    return job
 
 
 def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> None:
@@ -249,47 +186,6 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     # Everything that must be equal on all ranks exists by now; dropout differs from rank to rank.
     torch.manual_seed(job.config.train.seed + fabric.global_rank)
     return module, cast(Optimizer, fabric.setup_optimizers(optimizer))
-
-
-def _load(
-    fabric: Fabric,
-    checkpoint: CheckpointInfo,
-    config: RunConfig,
-    state: dict[str, Any],
-    *,
-    is_verified: bool,
-) -> None:
-    """Load the checkpoint; the optimizer's arguments stay those of this run's file."""
-    cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
-    given = set(inspect.signature(cls).parameters)
-    if not chooses_implementation(config.optimizer):
-        given -= set(IMPLEMENTATION)  # as the run began, for the same bits
-    arguments = [_arguments(group, given) for group in state["optimizer"].param_groups]
-    try:
-        load_checkpoint(fabric, checkpoint, state, is_verified=is_verified)
-    except StateMismatchError as error:
-        raise ConfigError(_does_not_fit(checkpoint, error), key="resume") from error
-    except (ValueError, KeyError, OSError, CheckpointError) as error:
-        message = f"cannot resume from {checkpoint.path}: {error}"
-        raise ConfigError(message, key="resume") from error
-    for group, values in zip(state["optimizer"].param_groups, arguments, strict=True):
-        group.update(values)
-        group.pop("initial_lr", None)  # belongs to the schedule of the run that saved
-    place_steps(state["optimizer"])
-
-
-def _arguments(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return a parameter group's initial arguments; its learning rate may be a later step's."""
-    values = {key: group[key] for key in group if key in names}
-    return {**values, "lr": group.get("initial_lr", group["lr"])}
-
-
-def _does_not_fit(checkpoint: CheckpointInfo, error: StateMismatchError) -> str:
-    return (
-        f"{checkpoint.path} holds another model or optimizer than this run file describes "
-        f"({'; '.join(error.places)}); restore 'model', 'lora', 'adapter' and 'optimizer' as "
-        "in the config.yaml beside its checkpoints, or start a new run in another output_dir."
-    )
 
 
 def _create_directory(fabric: Fabric, job: Job, *, step: int) -> str | None:
@@ -335,7 +231,7 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
             plan=plan,
             state=state,
             loop_state=begun.loop_state,
-            roll_back=lambda: _roll_back(fabric, job, state),
+            roll_back=lambda: roll_back(fabric, job, state),
         )
         if is_saved(job, state):
             signals.all_is_saved()
@@ -349,28 +245,6 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
             _leave_nothing(fabric, job, begun)
         raise
     raise interrupted(fabric, job, state, ending.signal)
-
-
-def _roll_back(fabric: Fabric, job: Job, state: dict[str, Any]) -> None:
-    """Restore everything from the newest undamaged checkpoint, or from the one that the run began with.
-
-    Raises:
-        BadStepError: there is none yet, or none that can be loaded.
-    """
-    fabric.call("on_rollback_start", fabric=fabric)  # a save may be in progress
-    not_taken = f"step {state['step'] + 1} was not taken: its loss or gradients are bad"
-    try:
-        own = newest_valid(fabric, job.directory.checkpoints)
-        checkpoint = own or job.resume_from
-        if checkpoint is not None:
-            _load(fabric, checkpoint, job.config, state, is_verified=own is not None)
-    except (ValueError, OSError, CheckpointError) as error:
-        raise BadStepError(f"{not_taken}, and the run cannot go back: {error}") from error
-    if checkpoint is None:
-        raise BadStepError(
-            f"{not_taken}, and guards has 'rollback', but there is no checkpoint yet; lower checkpoint.every_n_steps "
-            "or the learning rate, or check the data."
-        )
 
 
 def _tell_callbacks_of_the_end(fabric: Fabric) -> None:

@@ -50,6 +50,11 @@ def evaluate(
             return None
         batch = fabric.to_device(make_batch(rows, chosen))
         total = total + objective.sums(objective.output(model, batch), batch)
-    total = cast(Tensor, fabric.all_reduce(total, reduce_op="sum"))
+    total = sum_over_ranks(fabric, total)
     model.train(was_training)
     return objective.evaluation(total)
+
+
+def sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """Return the sum of the ranks' tensors, on every rank. A collective."""
+    return cast(Tensor, fabric.all_reduce(tensor, reduce_op="sum"))

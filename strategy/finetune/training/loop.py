@@ -43,7 +43,7 @@ from thunder_memsave.finetune.run_file.config import (
     GuardsConfig,
     LRSchedulerConfig,
 )
-from thunder_memsave.finetune.training.evaluate import evaluate
+from thunder_memsave.finetune.training.evaluate import evaluate, sum_over_ranks
 from thunder_memsave.finetune.training.guards import (
     BadStep,
     count_rollbacks,
@@ -125,13 +125,7 @@ def fit(
         loop_state=LoopState() if loop_state is None else loop_state,
         roll_back=roll_back,
     )
-    try:
-        ending = loop.run()
-    finally:
-        signals.finish_steps(False)
-    if ending.signal is None and signals.received() is not None:
-        raise KeyboardInterrupt  # it came after the ranks had agreed on the end
-    return ending
+    return loop.run()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,6 +152,15 @@ class _Loop:
 
     def run(self) -> Ending:
         """Take all steps."""
+        try:
+            ending = self._run()
+        finally:
+            signals.finish_steps(False)
+        if ending.signal is None and signals.received() is not None:
+            raise KeyboardInterrupt  # it came after the ranks had agreed on the end
+        return ending
+
+    def _run(self) -> Ending:
         reason = None
         self._start()
         if self.step == 0 or self.loop_state.validation_is_due:
@@ -219,7 +222,7 @@ class _Loop:
         norm = _clip(fabric, self.model, optimizer, max_norm=plan.max_grad_norm)
         # In one collective: non-finite gradients may be on one rank only.
         marked = torch.stack([total, total.new_tensor(finite_mark(norm))])
-        total, num_not_finite = _sum_over_ranks(fabric, marked)
+        total, num_not_finite = sum_over_ranks(fabric, marked)
         loss = float(total / work.weight)
         bad = self._judged(loss, norm, is_finite=math.isfinite(loss) and not num_not_finite)
         if bad is None:
@@ -292,7 +295,7 @@ class _Loop:
         own = torch.stack([plan.objective.weight(batch) for batch in batches]).sum()
         flags = (self.control.is_asked, signals.received() is not None)
         counted = torch.stack([own, *(torch.full_like(own, int(flag)) for flag in flags)])
-        weight, asked, signalled = _sum_over_ranks(fabric, counted)
+        weight, asked, signalled = sum_over_ranks(fabric, counted)
         return _Work(
             position=position,
             batches=batches,
@@ -389,10 +392,6 @@ def _accumulate(fabric: Fabric, model: nn.Module, work: _Work, objective: Object
             fabric.backward(loss * scale)
         total += loss.detach()
     return total
-
-
-def _sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
-    return cast(Tensor, fabric.all_reduce(tensor, reduce_op="sum"))
 
 
 def _evaluates_after(step: int, plan: LoopPlan) -> bool:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thunder_memsave.aten_record import once_through_memory
 from thunder_memsave.compat.foreign_messages import first_line
 from thunder_memsave.config import ConfigError
-from thunder_memsave.fp8.kernels.torch_backend import whole_rows
+from thunder_memsave.fp8.kernels.cublas_gemm import whole_rows
 from thunder_memsave.fp8.kernels.torch_support import HOPPER, Chip, chip_of, dotted
 
 BLOCK = 128

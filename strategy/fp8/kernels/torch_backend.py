@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thunder_memsave.aten_record import once_through_memory
+from thunder_memsave.fp8.kernels.cublas_gemm import cuda_gemm
 
 BLOCK = 128
 """Side of a block, the only one that GEMMs on Hopper support."""
@@ -25,9 +26,6 @@ _CHUNK_ELEMENTS = 2**24
 _CAST_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
 """Number of elements cast at a time, so that intermediates of a cast stay in the cache: 1 MiB in float32 on the CPU,
 16 MiB on GPUs, whose L2 cache holds at least 24 MiB from Ada on."""
-
-_MULTIPLE = 16
-"""Multiple of bytes that rows must have for cuBLAS's fp8 GEMMs."""
 
 
 def quantize_delayed(
@@ -197,7 +195,7 @@ def gemm(
     """
     bias = None if bias is None else bias.to(out_dtype)
     if a.is_cuda:
-        return _cuda_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, use_fast_accum)
+        return cuda_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, use_fast_accum)
     if a_scale_inv.dim() == 2:
         return _dequantized_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
     # Without out_dtype the product would be in fp8.
@@ -219,20 +217,6 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
     # Blocks have 1 or BLOCK rows; with 1, there is a scale in each row.
     block_rows = 1 if scale_inv.shape[0] == rows else BLOCK
     return q.float() * _of_elements(scale_inv, rows, columns, block_rows, BLOCK)
-
-
-def whole_rows(matrix: Tensor) -> Tensor:
-    """Pad the rows of an fp8 matrix with zeros to the multiple that cuBLAS needs; products are the same.
-
-    Returns:
-        The matrix itself if its rows are a multiple of 16.
-    """
-    missing = -matrix.shape[1] % _MULTIPLE
-    if not missing:
-        return matrix
-    # `pad` does not support fp8 dtypes; zero is zero in bytes as well.
-    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
-    return padded.view(matrix.dtype)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -364,40 +348,3 @@ def _dequantized_rows(q: Tensor, scale_inv: Tensor, rows: slice) -> Tensor:
     """Dequantise rows of a matrix with scales of blocks; they begin at the start of a block."""
     height = 1 if scale_inv.shape[0] == q.shape[0] else BLOCK
     return dequantize(q[rows], scale_inv[rows.start // height : -(-rows.stop // height)])
-
-
-def _cuda_gemm(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
-    # cuBLAS adds no bias to a float32 result.
-    added_later = bias if out_dtype == torch.float32 else None
-    product = torch._scaled_mm(
-        whole_rows(a),
-        whole_rows(b).t(),
-        scale_a=_cuda_scales(a, a_scale_inv),
-        scale_b=_cuda_scales(b, b_scale_inv).t(),
-        bias=bias if added_later is None else None,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
-    return product if added_later is None else product.add_(added_later)
-
-
-def _cuda_scales(matrix: Tensor, scale_inv: Tensor) -> Tensor:
-    """Lay scales out as cuBLAS reads them; `torch._scaled_mm` recognises their kind by shapes and strides.
-
-    Those of 1x128 blocks are column-major. Those of 128x128 blocks are row-major, with rows padded to a multiple of 4
-    (aten/src/ATen/native/cuda/ScaledBlas.cpp).
-    """
-    if scale_inv.dim() < 2:
-        return scale_inv
-    if scale_inv.shape[0] == matrix.shape[0]:
-        return scale_inv.t().contiguous().t()
-    columns = scale_inv.shape[1]
-    return torch.nn.functional.pad(scale_inv, (0, -columns % 4))[:, :columns]

@@ -19,7 +19,7 @@ from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.fp8.weights.layers import Choice
 from thunder_memsave.fp8.weights.loaded import SCALE_NAME
 from thunder_memsave.fp8.weights.rows import Rows, shape_of_scales
-from thunder_memsave.sharding.fp8_parameter import hold_fp8
+from thunder_memsave.sharding.quantized_parameter import hold_fp8
 from thunder_memsave.sharding.rows import can_shard, whole_shape
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 

@@ -8,7 +8,7 @@ from typing import Any
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_memsave.ops.collectives import (
+from thunder_memsave.ops.families.collectives import (
     is_all_gather,
     is_all_reduce,
     is_reduce_scatter,

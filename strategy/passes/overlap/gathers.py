@@ -12,7 +12,7 @@ from thunder.core import prims
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.symbol import BoundSymbol
 
-from thunder_memsave.ops.collectives import (
+from thunder_memsave.ops.families.collectives import (
     all_gather_bucket,
     is_all_gather,
     is_wait,

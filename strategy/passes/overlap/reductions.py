@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from thunder.core import prims
 from thunder.core.symbol import BoundSymbol
 
-from thunder_memsave.ops.collectives import (
+from thunder_memsave.ops.families.collectives import (
     all_reduce_bucket,
     is_reduce_scatter,
     reduce_scatter_bucket,

@@ -42,7 +42,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from torch import nn
 
-from thunder_memsave.ops.collectives import (
+from thunder_memsave.ops.families.collectives import (
     is_all_gather,
     is_wait,
 )

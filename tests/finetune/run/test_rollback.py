@@ -18,7 +18,7 @@ from thunder_memsave.finetune.output.run_directory import RunDirectory
 from thunder_memsave.finetune.process.stop import BadStepError
 from thunder_memsave.finetune.run import train as train_module
 from thunder_memsave.finetune.run.job import Job
-from thunder_memsave.finetune.run.train import _roll_back
+from thunder_memsave.finetune.run.resume import roll_back
 from thunder_memsave.finetune.run_file.config import LRSchedulerConfig
 from thunder_memsave.finetune.training.schedule import lr_factor
 
@@ -85,7 +85,7 @@ def test_without_a_checkpoint_a_rollback_says_what_to_do(tmp_path: Path) -> None
     fabric = Fabric(accelerator="cpu", devices=1)
     message = "step 4 was not taken: its loss or gradients are bad, and guards has 'rollback', but there is no check"
     with pytest.raises(BadStepError, match=message):
-        _roll_back(fabric, job_in(tmp_path), {"step": 3})
+        roll_back(fabric, job_in(tmp_path), {"step": 3})
 
 
 def test_where_all_checkpoints_are_damaged_a_rollback_ends_the_run_in_one_message(
@@ -97,4 +97,4 @@ def test_where_all_checkpoints_are_damaged_a_rollback_ends_the_run_in_one_messag
     (path / "manifest.json").write_text("{")
     message = "step 4 was not taken: its loss or gradients are bad, and the run cannot go back: every checkpoint in "
     with pytest.raises(BadStepError, match=message):
-        _roll_back(fabric, job, {"step": 3})
+        roll_back(fabric, job, {"step": 3})

@@ -44,7 +44,7 @@ from thunder_memsave.finetune.data.batches import Sharding, step_rows
 from thunder_memsave.finetune.data.formats import PromptJSONL
 from thunder_memsave.finetune.model.build import build_model
 from thunder_memsave.finetune.run import train as train_module
-from thunder_memsave.finetune.run.train import _does_not_fit
+from thunder_memsave.finetune.run.resume import _does_not_fit
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.finetune.training.loop import Ending, fit
 from thunder_memsave.materialize.fill import materialize

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 
 from thunder_memsave import callbacks
 from thunder_memsave.callbacks.hooks import HOOKS
-from thunder_memsave.finetune.run.references import check_references
+from thunder_memsave.finetune.run.check_references import check_references
 from thunder_memsave.finetune.run_file.callback_hooks import check_hooks
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.reading.problems import Problems

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from harness.language_model import run_values
+from thunder_memsave.finetune.run.check_references import check_references
 from thunder_memsave.finetune.run.job import prepare
-from thunder_memsave.finetune.run.references import check_references
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import read_run_file
 from thunder_memsave.finetune.run_file.reading.problems import Problems

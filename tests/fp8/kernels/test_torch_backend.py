@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8.compute.backends import require
-from thunder_memsave.fp8.kernels import torch_backend
+from thunder_memsave.fp8.kernels import cublas_gemm, torch_backend
 from thunder_memsave.fp8.recipe import Recipe, RecipeName, Role, recipe_of
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT, ScalingState
 from thunder_memsave.settings.section import ConfigError
@@ -370,7 +370,7 @@ def test_what_cuda_wants_of_a_product_does_not_change_it(out_dtype: torch.dtype)
     given = linear(2, rows=24, wide=40)  # 40 is no multiple of 16
     x, weight = (torch_backend.quantize_current(t, E4M3) for t in (given.x, given.weight))
     plain = torch_backend.gemm(*x, *weight, given.bias, out_dtype)
-    padded = torch_backend._cuda_gemm(*x, *weight, given.bias.to(out_dtype), out_dtype, True)
+    padded = cublas_gemm.cuda_gemm(*x, *weight, given.bias.to(out_dtype), out_dtype, True)
     # Zeros may join the sums in another order.
     torch.testing.assert_close(plain, padded, rtol=2**-7, atol=1e-5)
 
@@ -383,19 +383,19 @@ def test_operands_on_cuda_are_laid_out_as_torch_checks_them(height: int, wide: i
     x, weight = (torch.empty(rows, wide, dtype=E4M3, device="meta") for rows in (24, 144))
     x_scale_inv = torch.empty(torch_backend.block_scales_shape(24, wide, 1), device="meta")
     weight_scale_inv = torch.empty(down, across, device="meta")
-    product = torch_backend._cuda_gemm(
+    product = cublas_gemm.cuda_gemm(
         x, x_scale_inv, weight, weight_scale_inv, None, torch.bfloat16, False
     )
     assert product.shape == (24, 144)
-    assert torch_backend._cuda_scales(x, x_scale_inv).stride() == (1, 24)
-    strides = torch_backend._cuda_scales(weight, weight_scale_inv).stride()
+    assert cublas_gemm._cuda_scales(x, x_scale_inv).stride() == (1, 24)
+    strides = cublas_gemm._cuda_scales(weight, weight_scale_inv).stride()
     assert strides == ((1, 144) if height == 1 else (4, 1))
 
 
 def test_rows_that_cuda_would_refuse_are_made_whole() -> None:
     x, weight = (torch.empty(rows, 40, dtype=E4M3, device="meta") for rows in (24, 144))
     scale_inv = torch.empty(1, device="meta")
-    product = torch_backend._cuda_gemm(
+    product = cublas_gemm.cuda_gemm(
         x, scale_inv, weight, scale_inv, None, torch.bfloat16, use_fast_accum=True
     )
     assert product.shape == (24, 144)

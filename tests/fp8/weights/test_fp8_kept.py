@@ -30,7 +30,7 @@ from thunder_memsave.fp8.weights.rows import Rows
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.measure.scratch import MeasuredScratch
 from thunder_memsave.planner.simulate import simulate
-from thunder_memsave.sharding.fp8_parameter import Fp8Parameter, Fp8ParameterError
+from thunder_memsave.sharding.quantized_parameter import Fp8Parameter, Fp8ParameterError
 from thunder_memsave.sharding.rows import own_rows, shard_module
 from thunder_memsave.sharding.sharded_parameter import ShardedParameter
 

@@ -22,8 +22,8 @@ from thunder_memsave import load_on_setup
 from thunder_memsave.distributed.agreement import OtherRankError, together
 from thunder_memsave.fp8.weights import frozen
 from thunder_memsave.materialize import fill
-from thunder_memsave.ops.collectives import gathers
-from thunder_memsave.sharding.fp8_parameter import Fp8ParameterError, hold_fp8
+from thunder_memsave.ops.families.collectives import gathers
+from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError, hold_fp8
 from thunder_memsave.sharding.rows import take_rows
 from thunder_memsave.sharding.sharded_parameter import ShardedParameterError
 

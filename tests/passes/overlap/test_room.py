@@ -26,7 +26,7 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.measure.devices import device_at
-from thunder_memsave.ops.collectives import collectives_executor, is_wait
+from thunder_memsave.ops.families.collectives import collectives_executor, is_wait
 from thunder_memsave.passes.overlap.room import NO_ROOM, BudgetLeft, Room
 from thunder_memsave.passes.overlap.schedule import schedule
 from thunder_memsave.sharding.rows import shard_module

@@ -13,7 +13,7 @@ from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
-from thunder_memsave.ops.kernels import claim, kernels_executor
+from thunder_memsave.ops.claim import claim, kernels_executor
 from thunder_memsave.ops.operation import Derivative, Kernel, Operand, Operation, is_float
 
 _backward = torch.ops.aten.native_layer_norm_backward

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_memsave.ops.attention_kernels import (
+from thunder_memsave.ops.families.attention_kernels import (
     cpu_flash,
     cuda_efficient,
     cuda_flash,

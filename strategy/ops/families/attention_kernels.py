@@ -22,7 +22,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
-from thunder_memsave.ops.kernels import claim
+from thunder_memsave.ops.claim import claim
 from thunder_memsave.ops.operation import (
     NO_SCRATCH,
     Derivative,

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from harness.parity import Twins
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.ops.kernels import kernels_executor
-from thunder_memsave.ops.norms import layer_norm
+from thunder_memsave.ops.claim import kernels_executor
+from thunder_memsave.ops.families.norms import layer_norm
 
 ROWS, COLUMNS = 5, 12
 

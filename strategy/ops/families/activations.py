@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from thunder.core.symbol import Symbol
 from torch import Tensor
 
-from thunder_memsave.ops.kernels import claim, kernels_executor
+from thunder_memsave.ops.claim import claim, kernels_executor
 from thunder_memsave.ops.operation import Derivative, Kernel, Operation, is_float
 
 _aten = torch.ops.aten

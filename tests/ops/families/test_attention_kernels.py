@@ -14,8 +14,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
 
-from thunder_memsave.ops.attention import scaled_dot_product_attention
-from thunder_memsave.ops.attention_kernels import (
+from thunder_memsave.ops.families.attention import scaled_dot_product_attention
+from thunder_memsave.ops.families.attention_kernels import (
     _bias,
     _efficient_backward,
     _efficient_forward,

@@ -28,7 +28,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
 
-from thunder_memsave.ops.collectives import cast_and_all_gather, is_all_gather, is_wait
+from thunder_memsave.ops.families.collectives import cast_and_all_gather, is_all_gather, is_wait
 
 
 def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:

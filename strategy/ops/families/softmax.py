@@ -12,7 +12,7 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
-from thunder_memsave.ops.kernels import claim, kernels_executor
+from thunder_memsave.ops.claim import claim, kernels_executor
 from thunder_memsave.ops.operation import Derivative, Kernel, Operation, is_float
 
 

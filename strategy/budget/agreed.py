@@ -1,0 +1,52 @@
+"""What ranks agree on before they run the same plan: its structure, the largest peak, the least room."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_memsave.distributed.agreement import broadcast
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.passes.overlap.room import Room
+from thunder_memsave.planner.graph import TrainingGraph
+
+
+def structure_of(graph: TrainingGraph) -> str:
+    """Hash the operations and the names they read, without shapes: a plan holds for all graphs with the same hash."""
+    digest = hashlib.sha256()
+    for op in graph.ops:
+        digest.update(repr((op.symbol, op.arguments, op.results)).encode())
+    return digest.hexdigest()
+
+
+def largest(nbytes: int, data_parallel: DataParallel | None) -> int:
+    """Return the maximum over the ranks. A collective."""
+    if data_parallel is None:
+        return nbytes
+    return int(_reduced(torch.tensor(nbytes), dist.ReduceOp.MAX, data_parallel))
+
+
+def least_room(own: Room, data_parallel: DataParallel | None) -> Room:
+    """Return the room that every rank has: batches may differ in length. A collective."""
+    room = broadcast(own, data_parallel)
+    if data_parallel is None:
+        return room
+    left = torch.tensor([own.left_bytes.get(name, 0) for name in room.left_bytes])
+    least = _reduced(left, dist.ReduceOp.MIN, data_parallel).tolist()
+    return replace(room, left_bytes=dict(zip(room.left_bytes, least, strict=True)))
+
+
+def _reduced(
+    nbytes: Tensor, operation: dist.ReduceOp.RedOpType, data_parallel: DataParallel
+) -> Tensor:
+    """Reduce a tensor over all ranks. A collective."""
+    device = "cuda" if dist.get_backend(data_parallel.everyone) == "nccl" else "cpu"
+    reduced = nbytes.to(device)
+    with collective("agreement on a plan", data_parallel.everyone):
+        dist.all_reduce(reduced, operation, group=data_parallel.everyone)
+    return reduced

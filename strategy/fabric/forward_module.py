@@ -1,0 +1,35 @@
+"""The module that Fabric calls in the model's place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from typing_extensions import override
+
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.fabric.forward_methods import take_redirection
+from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
+
+
+class ForwardModule(CompiledModule):
+    """The module that Fabric calls: runs the compiled `forward`, or the method that Fabric redirects through it."""
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
+        return self.call_method(take_redirection(self.module), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:
+        """Copy the model, to be compiled anew: compiled graphs refer to the model that they were captured from."""
+        module = copy.deepcopy(self.module, memo)
+        for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
+            vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
+        planner = None if self.planner is None else self.planner.for_copy()
+        fp8 = None if self.fp8 is None else self.fp8.for_copy(module)
+        copied = ForwardModule(
+            module, config=self._config, data_parallel=self._data_parallel, planner=planner, fp8=fp8
+        )
+        copied.training = self.training
+        memo[id(self)] = copied
+        return copied

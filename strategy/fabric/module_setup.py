@@ -1,0 +1,137 @@
+"""Sets a model up: checks, values for meta tensors, shards, fp8, and last the compiled forward around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.pins import check_pins
+from thunder_memsave.config import Fp8Config, StrategyConfig
+from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.fabric.forward_module import ForwardModule
+from thunder_memsave.fabric.refusals import refuse_unsuitable
+from thunder_memsave.fp8.compute.backends import choose_backend
+from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
+from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.weights.frozen import FrozenInFp8
+from thunder_memsave.materialize.fill import materialize
+from thunder_memsave.measure.devices import device_at, total_bytes
+from thunder_memsave.measure.op_times import MeasuredTimes
+from thunder_memsave.ops.accumulation import whole_gradient_bytes
+from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.sharding.local_state import hide_padding
+from thunder_memsave.sharding.rows import shard_module
+from thunder_memsave.sharding.same_on_all_ranks import check_choices_agree, check_ranks_agree
+
+T = TypeVar("T")
+
+_SMALL_PART = 0.1
+"""Largest share of the memory budget for whole gradients under `accumulate: auto`: a large model's adapters need
+less, full training more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSetup:
+    """Sets models up for one strategy; every method is a collective."""
+
+    config: StrategyConfig
+    data_parallel: DataParallel | None
+    device: torch.device
+    step_memory: Callable[[], StepMemory]
+    """Measures what a step holds beside the model's graph; called when a plan is made."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that a step may take on this rank's device; None without a limit."""
+        return self.config.memory.budget_bytes(total_bytes(self.device))
+
+    def set_up(self, module: nn.Module) -> ForwardModule:
+        """Shard the model in place and wrap it into its compiled forward.
+
+        Raises:
+            ValueError: the model is compiled, distributed or set up already.
+            RankMismatchError: the ranks' models differ, or their settings.
+            OtherRankError: another rank's model could not be set up.
+        """
+        self._on_all_ranks(lambda: refuse_unsuitable(module))
+        check_pins(self.config.memory, [name for name, _ in module.named_modules()])
+        check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
+        fp8 = self.config.fp8
+        backend = None if fp8 is None else self._backend(fp8)
+        self._place(module, self._frozen_in_fp8(module))
+        return ForwardModule(
+            module,
+            config=self.config.compile,
+            data_parallel=self._accumulating(module),
+            planner=self._planner(),
+            fp8=None if fp8 is None or backend is None else self._linears(module, fp8, backend),
+        )
+
+    def _place(self, module: nn.Module, frozen: FrozenInFp8 | None) -> None:
+        """Give every tensor its values, this rank's rows of them, on the device."""
+        shards = self.data_parallel is not None and self.data_parallel.shards
+        if has_meta(module):
+            materialize(module, device=self.device, data_parallel=self.data_parallel, frozen=frozen)
+        else:
+            self._on_all_ranks(lambda: shard_module(module, self.data_parallel))
+        if frozen is not None:
+            frozen.cast_rest(self.device)
+        if shards or frozen is not None:
+            module.to(self.device)
+        if shards:
+            hide_padding(module)
+
+    def _backend(self, fp8: Fp8Config) -> Backend:
+        """Choose the fp8 backend, the same on all ranks, before any weight is cast."""
+        backend = self._on_all_ranks(lambda: choose_backend(fp8, self.device))
+        check_choices_agree(
+            "fp8.backend",
+            backend,
+            advice="install the same TransformerEngine on every rank, or set fp8.backend to 'torch'",
+            data_parallel=self.data_parallel,
+        )
+        return backend
+
+    def _frozen_in_fp8(self, module: nn.Module) -> FrozenInFp8 | None:
+        choose = partial(frozen_in_fp8, module, self.config.fp8, data_parallel=self.data_parallel)
+        return self._on_all_ranks(lambda: choose(frontend=self.config.compile.frontend))
+
+    def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:
+        set_up = partial(set_up_fp8, module, fp8, backend=backend)
+        return self._on_all_ranks(lambda: set_up(frontend=self.config.compile.frontend))
+
+    def _planner(self) -> MemoryPlanner:
+        return MemoryPlanner(
+            self.config.memory,
+            device=device_at(self.device),
+            budget_bytes=self.budget_bytes,
+            data_parallel=self.data_parallel,
+            step_memory=self.step_memory,
+            times=MeasuredTimes(),
+        )
+
+    def _accumulating(self, module: nn.Module) -> DataParallel | None:
+        """Resolve `accumulate: auto`: keep whole gradients if they are a small part of the budget."""
+        data_parallel = self.data_parallel
+        if data_parallel is None or self.config.accumulate != "auto":
+            return data_parallel
+        budget_bytes = broadcast(self.budget_bytes, data_parallel)
+        if budget_bytes is None:
+            return data_parallel
+        keeps = whole_gradient_bytes(module.parameters()) <= _SMALL_PART * budget_bytes
+        return replace(data_parallel, accumulate="accumulate_unsharded") if keeps else data_parallel
+
+    def _on_all_ranks(self, act: Callable[[], T]) -> T:
+        return together(act, self.data_parallel, error_elsewhere=OtherRankError)
+
+
+def has_meta(module: nn.Module) -> bool:
+    """Tell whether a parameter or buffer is on the meta device."""
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,61 @@
+"""PyTorch's fp8 product on CUDA: operands and scales laid out as cuBLAS reads them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLE = 16
+"""Multiple of bytes that rows must have for cuBLAS's fp8 GEMMs."""
+
+
+def cuda_gemm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """Multiply as `torch_backend.gemm` does, on CUDA."""
+    # cuBLAS adds no bias to a float32 result.
+    added_later = bias if out_dtype == torch.float32 else None
+    product = torch._scaled_mm(
+        whole_rows(a),
+        whole_rows(b).t(),
+        scale_a=_cuda_scales(a, a_scale_inv),
+        scale_b=_cuda_scales(b, b_scale_inv).t(),
+        bias=bias if added_later is None else None,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+    return product if added_later is None else product.add_(added_later)
+
+
+def _cuda_scales(matrix: Tensor, scale_inv: Tensor) -> Tensor:
+    """Lay scales out as cuBLAS reads them; `torch._scaled_mm` recognises their kind by shapes and strides.
+
+    Those of 1x128 blocks are column-major. Those of 128x128 blocks are row-major, with rows padded to a multiple of 4
+    (aten/src/ATen/native/cuda/ScaledBlas.cpp).
+    """
+    if scale_inv.dim() < 2:
+        return scale_inv
+    if scale_inv.shape[0] == matrix.shape[0]:
+        return scale_inv.t().contiguous().t()
+    columns = scale_inv.shape[1]
+    return torch.nn.functional.pad(scale_inv, (0, -columns % 4))[:, :columns]
+
+
+def whole_rows(matrix: Tensor) -> Tensor:
+    """Pad the rows of an fp8 matrix with zeros to the multiple that cuBLAS needs; products are the same.
+
+    Returns:
+        The matrix itself if its rows are a multiple of 16.
+    """
+    missing = -matrix.shape[1] % _MULTIPLE
+    if not missing:
+        return matrix
+    # `pad` does not support fp8 dtypes; zero is zero in bytes as well.
+    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
+    return padded.view(matrix.dtype)
