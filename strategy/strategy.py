@@ -306,7 +306,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
     def _planned_call(self) -> PlannedCall | None:
         calls = [c for m in self._modules if m.planner for c in m.planner.calls if c.plan]
-        return calls[-1] if calls else None
+        return max(calls, key=lambda call: call.number, default=None)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

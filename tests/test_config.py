@@ -48,7 +48,7 @@ def write(folder: Path, text: str) -> Path:
             "leave_out",
             ["regather", "scedule"],
             r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
-            r"can be left out are out_of_place, gather_in_compute_dtype, regather, schedule\.$",
+            r"can be left out are out_of_place, fold_casts, gather_in_compute_dtype, regather, schedule\.$",
         ),
         (
             "leave_out",

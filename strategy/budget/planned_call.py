@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from thunder.core import dtypes
@@ -27,6 +29,8 @@ from thunder_memsave.planner.graph import (
     TrainingGraph,
 )
 from thunder_memsave.planner.simulate import Profile, simulate
+
+_numbers = count()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,8 @@ class PlannedCall:
     memory: StepMemory
     profile: Profile
     """Memory of the final traces."""
+    number: int = field(default_factory=partial(next, _numbers), compare=False)
+    """Rises from each call planned in this process to the next."""
 
     def room(self, budget_bytes: int) -> Room:
         """Return the bytes that a budget leaves beside this call, which must not overlap collectives itself."""

@@ -14,6 +14,7 @@ from thunder.core.update_aliases import insert_alias_updates
 from thunder_memsave.compiler import joint_steps, run, split
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
+from thunder_memsave.passes.fold_casts import fold_casts
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.step import Pass, Step, on_joint
 
@@ -50,6 +51,7 @@ STEPS: tuple[Step[State], ...] = (
         "write out of place what may then be recomputed",
         joint_steps.write_out_of_place,
     ),
+    _pass("fold_casts", "compute in two bytes what is cast up and down", fold_casts),
     _pass("keep_overwritten", "copy what is written over and read by backward", keep_overwritten),
     _pass(
         "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype

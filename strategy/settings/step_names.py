@@ -19,6 +19,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "differentiate": _BACKWARD,
         "claim": "what no executor has claimed cannot run",
         "out_of_place": "",
+        "fold_casts": "",
         "keep_overwritten": "without it, backward reads what forward has written over",
         "gather_in_compute_dtype": "",
         "regather": "",

@@ -48,11 +48,6 @@ def can_shard(unsharded_shape: torch.Size, data_parallel: DataParallel | None) -
     return len(unsharded_shape) > 0 and unsharded_shape.numel() > 0
 
 
-def is_module_sharded(module: nn.Module) -> bool:
-    """Return whether any parameter of `module` is a shard."""
-    return any(is_sharded(p) for p in module.parameters())
-
-
 def num_real_rows(p: Tensor) -> int:
     """Return the number of leading rows of `p` that are not padding."""
     if isinstance(p, ShardedParameter):

@@ -377,6 +377,21 @@ def test_fabric_says_its_plan(small: Model) -> None:
     assert Path(__file__).name in text
 
 
+def test_fabric_says_the_plan_of_the_model_that_was_compiled_last() -> None:
+    fabric = make_fabric()
+    strategy = fabric.strategy
+    assert isinstance(strategy, ThunderMemsaveStrategy)
+    models = [fabric.setup(nn.Sequential(nn.Linear(4, width), nn.GELU())) for width in (2, 3, 5, 7)]
+    for num_rows in (1, 2):  # the second is a capture of its own
+        for model in models:
+            fabric.backward(model(torch.ones(num_rows, 4)).sum())
+            assert isinstance(model._forward_module, ForwardModule)
+            planner = model._forward_module.planner
+            assert planner is not None
+            assert strategy.plan is not None
+            assert strategy.plan is planner.calls[-1].plan
+
+
 def test_gradients_of_earlier_micro_batches_are_planned_for() -> None:
     fabric = make_fabric(memory=MemoryConfig(policy="keep_all"))
     strategy = fabric.strategy

@@ -74,4 +74,4 @@ def test_without_the_free_wins_more_is_saved() -> None:
     module.to(torch.bfloat16)
     compiled = CompiledModule(module)
     compiled(input_ids=IDS, labels=IDS)
-    assert saved_bytes(module, compiled) > 1.2 * saved_bytes(module, module)
+    assert saved_bytes(module, compiled) > 1.1 * saved_bytes(module, module)

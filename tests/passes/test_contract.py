@@ -17,6 +17,7 @@ from passes import contract
 from thunder_memsave.budget.extract import memory_of
 from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
+from thunder_memsave.passes.fold_casts import fold_casts
 from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute
@@ -26,6 +27,7 @@ from thunder_memsave.planner.actions import NO_ACTIONS
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.
 IDLE: tuple[Pass, ...] = (
+    fold_casts,
     gather_in_compute_dtype,
     regather,
     regather_forward,
