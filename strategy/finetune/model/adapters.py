@@ -110,17 +110,6 @@ def has_adapter(config: RunConfig) -> bool:
     return config.lora is not None or config.adapter is not None
 
 
-def casts_its_inputs(config: RunConfig) -> bool:
-    """Tell whether trained weights in another dtype than the frozen ones need no autocast.
-
-    LoRA's layers cast their inputs and outputs. Other methods, and trained modules or biases of the
-    model itself, get activations in the frozen weights' dtype.
-    """
-    fields = config.lora or {}
-    is_lora_only = not fields.get("modules_to_save") and fields.get("bias", "none") == "none"
-    return config.lora is not None and is_lora_only
-
-
 def check_adapter(config: RunConfig) -> AdapterSection | None:
     """Find the adapter's section, and check it as far as possible without the model.
 

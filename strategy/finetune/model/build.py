@@ -16,7 +16,6 @@ from torch import nn
 from thunder_memsave.checkpoints.sources import open_source
 from thunder_memsave.finetune.model.adapters import (
     add_adapter,
-    casts_its_inputs,
     check_adapter,
     has_adapter,
     names_before,
@@ -97,13 +96,8 @@ def _with_adapter(model: Any, config: RunConfig) -> nn.Module:
 
 
 def precision_of(config: RunConfig) -> str:
-    """Return the Fabric precision for the dtypes of the weights.
-
-    LoRA casts its own inputs, so weights in two dtypes need no autocast; full fine-tuning
-    of float32 weights at bfloat16 speed does, and so do most other adapters.
-    """
-    is_mixed = config.model.dtype != config.model.trainable_dtype
-    return "bf16-mixed" if is_mixed and not casts_its_inputs(config) else "32-true"
+    """Return the Fabric precision for the dtypes of the weights: trained ones are cast to that of the others."""
+    return "bf16-mixed" if config.model.dtype != config.model.trainable_dtype else "32-true"
 
 
 def autocast_of(config: RunConfig) -> torch.dtype | None:

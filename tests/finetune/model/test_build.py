@@ -35,7 +35,7 @@ def run_config(directory: Path, *, lora: dict[str, Any] | None, **model: Any) ->
     ("dtype", "trainable", "lora", "precision"),
     [
         ("float32", "float32", True, "32-true"),
-        ("bfloat16", "float32", True, "32-true"),
+        ("bfloat16", "float32", True, "bf16-mixed"),
         ("bfloat16", "bfloat16", True, "32-true"),
         ("bfloat16", "float32", False, "bf16-mixed"),
         ("bfloat16", "bfloat16", False, "32-true"),
