@@ -7,24 +7,13 @@ import difflib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from thunder_memsave.settings.section import (
-    Bytes,
-    BytesOrFraction,
-    ConfigError,
-    Section,
-    Whole,
-    field_names,
-    parse_bytes,
-    parse_duration,
-    parse_section,
-    raise_all,
-    require_mapping,
-    suggestion,
-    unknown_keys,
-)
+from thunder_memsave.settings.quantities import parse_bytes, parse_duration
+from thunder_memsave.settings.schema import Section, field_names, parse_section
+from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
 from thunder_memsave.settings.step_names import refuse_needed
+from thunder_memsave.settings.value_kinds import Bytes, BytesOrFraction, Must, Positive, Whole
 from thunder_memsave.settings.yaml_file import load_yaml
 
 __all__ = [
@@ -34,21 +23,13 @@ __all__ = [
     "MemoryConfig",
     "ShardingConfig",
     "StrategyConfig",
+    "StrategySection",
     "load_strategy_config",
     "load_yaml",
     "parse_bytes",
     "parse_duration",
-    "parse_fp8",
-    "parse_memory",
     "parse_section",
-    "parse_strategy",
 ]
-
-# Sections of the run file for the strategy; the others belong to the fine-tuning command.
-_OUR_SECTIONS = ("strategy", "memory", "fp8")
-
-# Fields that are no keys of `strategy`: those of `compile` are flat among its keys, `memory` and `fp8` stand beside it.
-_NOT_FLAT = ("compile", "memory", "fp8")
 
 _RESERVE = BytesOrFraction(0.05)
 
@@ -57,6 +38,8 @@ _RESERVE = BytesOrFraction(0.05)
 class ShardingConfig(Section):
     """Sharding of parameters, gradients and optimizer state over the ranks."""
 
+    shorthand = "mode"
+
     mode: Literal["none", "zero2", "zero3", "hybrid", "auto"] = "zero2"
     """`none` keeps replicas and all-reduces gradients; `zero2` shards parameters, gradients and
     optimizer state, and keeps gathered weights from forward to backward where `memory.budget` has
@@ -64,7 +47,7 @@ class ShardingConfig(Section):
     `none` across the groups; `auto` keeps the gathered weights that save the most time per byte of
     the budget and gathers the others again, and is `zero3` without a budget."""
 
-    size: int | None = None
+    size: Positive | None = None
     """Ranks per group of `hybrid`; None takes those of one node."""
 
     def __post_init__(self) -> None:
@@ -87,7 +70,7 @@ class CompileConfig(Section):
     executors: tuple[str, ...] | None = None
     """Names of Thunder executors in order of preference; None takes the defaults."""
 
-    trace_dir: str | None = None
+    trace_dir: Annotated[str, Must("be a text", bool)] | None = None
     """A directory that gets the trace after each step of a compilation, for those who debug: a folder
     for each rank, and in that one for each capture."""
 
@@ -104,7 +87,7 @@ class CompileConfig(Section):
 class MemoryConfig(Section):
     """Budget of device memory for a training step, and the choice of activations to keep for backward."""
 
-    budget: BytesOrFraction | Literal["auto"] = "auto"
+    budget: Literal["auto"] | BytesOrFraction = "auto"
     """Memory for tensors on each device: bytes, or a part of the device's memory, `80%` or `0.8`;
     `auto` is all of it less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
 
@@ -186,26 +169,28 @@ class MemoryConfig(Section):
 
 def _refuse_without_effect(memory: MemoryConfig) -> None:
     """Refuse settings that have no effect beside the others."""
-    default = {field.name: field.default for field in dataclasses.fields(MemoryConfig)}
+    is_planned = memory.policy == "plan"
+    beside = f"policy is {memory.policy!r}" if not is_planned else "budget is given"
     unused = {
-        "budget": memory.policy != "plan",
-        "reserve": memory.policy != "plan" or memory.budget != "auto",
+        "budget": not is_planned,
+        "reserve": not is_planned or memory.budget != "auto",
         "keep": memory.policy == "keep_all",
         "recompute": memory.policy == "recompute_all",
     }
     for name, is_unused in unused.items():
-        value = getattr(memory, name)
-        if is_unused and value != default[name]:
-            reason = (
-                f"policy is {memory.policy!r}" if memory.policy != "plan" else "budget is given"
-            )
-            raise ConfigError(
-                f"memory.{name} is {value!r}, and has no effect where memory.{reason}; leave one of them out.",
-                key=f"memory.{name}",
-            )
+        if is_unused:
+            _refuse_unused(memory, name, "memory", f"where memory.{beside}; leave one of them out.")
 
 
-_NO_MARGIN = Whole(0)
+def _refuse_unused(section: Section, name: str, where: str, reason: str) -> None:
+    """Refuse a value other than the default in a field that has no effect."""
+    (default,) = (each.default for each in dataclasses.fields(section) if each.name == name)  # type: ignore[arg-type]
+    value = getattr(section, name)
+    if value != default:
+        raise ConfigError(
+            f"{where}.{name} is {value!r}, and has no effect {reason}", key=f"{where}.{name}"
+        )
+
 
 # Keys of fp8 that only the recipe `delayed` uses.
 _OF_DELAYED = ("amax_history_len", "amax_compute_algo", "margin", "reduce_amax")
@@ -228,13 +213,13 @@ class Fp8Config(Section):
     """`E4M3` for all tensors, or `HYBRID`: gradients are E5M2, with more range and less precision;
     null is `HYBRID` for the recipes `delayed` and `current`, `E4M3` for the others."""
 
-    amax_history_len: int = 1024
+    amax_history_len: Positive = 1024
     """Steps that the recipe `delayed` looks back."""
 
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Magnitude that `delayed` takes from those steps: the largest one, or that of the last step."""
 
-    margin: Whole = _NO_MARGIN
+    margin: Whole = 0
     """`delayed` scales 2**margin lower than would just fit, for tensors that grow quickly."""
 
     reduce_amax: bool = True
@@ -253,31 +238,23 @@ class Fp8Config(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         if self.recipe != "delayed":
-            _refuse_options_of_delayed(self)
-
-
-def _refuse_options_of_delayed(fp8: Fp8Config) -> None:
-    default = {field.name: field.default for field in dataclasses.fields(Fp8Config)}
-    for name in _OF_DELAYED:
-        value = getattr(fp8, name)
-        if value != default[name]:
-            raise ConfigError(
-                f"fp8.{name} is {value!r}, and has no effect with fp8.recipe {fp8.recipe!r}, which keeps no history of "
-                "magnitudes; leave it out, or set the recipe to 'delayed'.",
-                key=f"fp8.{name}",
-            )
+            for name in _OF_DELAYED:
+                _refuse_unused(
+                    self,
+                    name,
+                    "fp8",
+                    f"with fp8.recipe {self.recipe!r}, which keeps no history of magnitudes; leave it out, or set "
+                    "the recipe to 'delayed'.",
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyConfig(Section):
-    """The settings of `ThunderMemsaveStrategy`."""
+class StrategySection(CompileConfig):
+    """Sharding, capture and compilation, and what is the same for all modules."""
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    fp8: Fp8Config | None = None
 
-    prefetch: Bytes | Literal["auto"] = "auto"
+    prefetch: Literal["auto"] | Bytes = "auto"
     """Bytes of gathered weights in flight ahead of their use, and (half of it) of gradients whose
     reduction is in flight, as far as `memory.budget` has room; `auto` is twice the model's largest
     block, 0 overlaps nothing."""
@@ -288,7 +265,7 @@ class StrategyConfig(Section):
     reduction to the first backward outside; `auto` is `accumulate_unsharded` if unreduced
     gradients take at most a tenth of `memory.budget`, else, and without a budget, `reduce_every`."""
 
-    bucket: Bytes | Literal["auto"] = "auto"
+    bucket: Literal["auto"] | Bytes = "auto"
     """Largest size of a parameter that shares collectives with its neighbours; 0 gives each
     parameter collectives of its own."""
 
@@ -308,97 +285,40 @@ class StrategyConfig(Section):
     """Format that `fabric.save` writes: one directory of shards, or one file with full tensors."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyConfig(StrategySection):
+    """The settings of `ThunderMemsaveStrategy`."""
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    fp8: Fp8Config | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategySections(Section):
+    """The sections of a run file that are the strategy's; the others belong to the fine-tuning command."""
+
+    strategy: StrategySection = field(default_factory=StrategySection)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    fp8: Fp8Config | None = None
+    """`{}` takes the defaults; None runs nothing in fp8."""
+
+    @property
+    def together(self) -> StrategyConfig:
+        """All settings of the strategy."""
+        own = dataclasses.asdict(self.strategy)
+        return StrategyConfig(**own, memory=self.memory, fp8=self.fp8)
+
+
 def load_strategy_config(path: str | Path) -> StrategyConfig:
     """Read the sections `strategy`, `memory` and `fp8` of a run's YAML file.
 
     Raises:
         ConfigError: the file cannot be read, or one of the three sections is wrong.
     """
-    sections = load_yaml(path)
-    for name in sections:
-        _refuse_misspelled_section(name, path)
-    return parse_strategy(
-        sections.get("strategy"), memory=sections.get("memory"), fp8=sections.get("fp8")
-    )
-
-
-def parse_memory(values: object, *, where: str = "memory") -> MemoryConfig:
-    """Build the section `memory`; None, or a mapping without keys, means the defaults.
-
-    Raises:
-        ConfigError: a key is unknown, has a value of the wrong type, or no effect beside the others.
-    """
-    if isinstance(values, MemoryConfig):
-        return values
-    given = require_mapping({} if values is None else values, where=where)
-    return parse_section(MemoryConfig, given, where=where)
-
-
-def parse_fp8(values: object, *, where: str = "fp8") -> Fp8Config | None:
-    """Build the section `fp8`.
-
-    Args:
-        values: A mapping, or a ready section; an empty mapping asks for fp8 with its defaults.
-        where: The section's name in messages.
-
-    Returns:
-        None for None: nothing runs in fp8.
-
-    Raises:
-        ConfigError: a key is unknown, has a value of the wrong type, or no effect beside the others.
-    """
-    if values is None or isinstance(values, Fp8Config):
-        return values
-    return parse_section(Fp8Config, require_mapping(values, where=where), where=where)
-
-
-def parse_strategy(
-    values: object, *, where: str = "strategy", memory: object = None, fp8: object = None
-) -> StrategyConfig:
-    """Build the configuration from the flat keys that YAML uses.
-
-    Args:
-        values: The keys of the section `strategy`.
-        where: The section's name in messages.
-        memory: The section `memory` of the run file.
-        fp8: The section `fp8` of the run file; None runs nothing in fp8.
-
-    Raises:
-        ConfigError: a key is unknown or has a value of the wrong type.
-    """
-    given = require_mapping({} if values is None else values, where=where)
-    compile_keys = field_names(CompileConfig)
-    own_keys = [name for name in field_names(StrategyConfig) if name not in _NOT_FLAT]
-    problems = list(unknown_keys(given, known=[*own_keys, *compile_keys], where=where))
-    if "sharding" in given and given["sharding"] is None:
-        # The default would shard for somebody who wrote null for "none".
-        message = f"{where}.sharding is null; write 'none' or 'zero3', or leave it out."
-        problems.append(ConfigError(message, key=f"{where}.sharding"))
-    section: dict[str, Any] = {name: given[name] for name in own_keys if name in given}
-    compile_values = {name: given[name] for name in compile_keys if name in given}
-    try:
-        section["compile"] = parse_section(CompileConfig, compile_values, where=where)
-    except ConfigError as error:
-        problems.append(error)
-    try:
-        section["memory"] = parse_memory(memory)
-    except ConfigError as error:
-        problems.append(error)
-    try:
-        section["fp8"] = parse_fp8(fp8)
-    except ConfigError as error:
-        problems.append(error)
-    try:
-        config = parse_section(StrategyConfig, section, where=where)
-    except ConfigError as error:
-        problems.append(error)
-    raise_all(problems)
-    return config
-
-
-def _refuse_misspelled_section(name: str, path: str | Path) -> None:
-    if name in _OUR_SECTIONS:
-        return
-    # Other names are for the command to judge, but a misspelled section would silently train with the defaults.
-    if difflib.get_close_matches(name, _OUR_SECTIONS, n=1, cutoff=0.75):
-        raise ConfigError(f"{path} has no section {name!r}{suggestion(name, _OUR_SECTIONS)}")
+    given, ours = load_yaml(path), field_names(StrategySections)
+    for name in given:
+        # Other names are for the command to judge, but a misspelled section would silently train with the defaults.
+        if name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.75):
+            raise ConfigError(f"{path} has no section {name!r}{suggestion(name, ours)}")
+    sections = {name: given[name] for name in ours if given.get(name) is not None}
+    return parse_section(StrategySections, sections, where="").together

@@ -29,8 +29,9 @@ from thunder_memsave.config import (
     Fp8Config,
     MemoryConfig,
     ShardingConfig,
+    StrategyConfig,
     load_strategy_config,
-    parse_strategy,
+    parse_section,
 )
 from thunder_memsave.fabric.accumulation import Accumulation, refuse_unreduced
 from thunder_memsave.fabric.forward_module import ForwardModule
@@ -49,23 +50,8 @@ from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.report.explain import explain, kinds_table
+from thunder_memsave.settings.schema import field_names
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
-
-_KEYS = (
-    "sharding",
-    "prefetch",
-    "accumulate",
-    "bucket",
-    "reduce_dtype",
-    "frontend",
-    "executors",
-    "trace_dir",
-    "leave_out",
-    "nonfinite_gradients",
-    "timeout",
-    "state_dict_type",
-)
-"""Arguments of the strategy that are keys of a run file's section `strategy`."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,9 +117,9 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         given = locals()
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # raises
-        config = parse_strategy(
-            {key: given[key] for key in _KEYS}, where=type(self).__name__, memory=memory, fp8=fp8
-        )
+        values = {name: given[name] for name in field_names(StrategyConfig)}
+        values["memory"] = {} if memory is None else memory
+        config = parse_section(StrategyConfig, values, where=type(self).__name__)
         super().__init__(
             accelerator,
             parallel_devices,

@@ -68,7 +68,7 @@ class ModuleSetup:
         self._place(module, self._frozen_in_fp8(module))
         return ForwardModule(
             module,
-            config=self.config.compile,
+            config=self.config,
             data_parallel=self._accumulating(module),
             planner=self._planner(),
             fp8=None if fp8 is None or backend is None else self._linears(module, fp8, backend),
@@ -101,11 +101,11 @@ class ModuleSetup:
 
     def _frozen_in_fp8(self, module: nn.Module) -> FrozenInFp8 | None:
         choose = partial(frozen_in_fp8, module, self.config.fp8, data_parallel=self.data_parallel)
-        return self._on_all_ranks(lambda: choose(frontend=self.config.compile.frontend))
+        return self._on_all_ranks(lambda: choose(frontend=self.config.frontend))
 
     def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:
         set_up = partial(set_up_fp8, module, fp8, backend=backend)
-        return self._on_all_ranks(lambda: set_up(frontend=self.config.compile.frontend))
+        return self._on_all_ranks(lambda: set_up(frontend=self.config.frontend))
 
     def _planner(self) -> MemoryPlanner:
         return MemoryPlanner(

@@ -1,4 +1,4 @@
-"""Tells whether a value from YAML fits a type, and names in words the values that do."""
+"""Turns values that users write in YAML or Python into the type of a setting, and says in words which values fit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import (
     Annotated,
     Any,
     Literal,
+    NewType,
     NotRequired,
     Required,
     Union,
@@ -21,16 +24,43 @@ from typing import (
     is_typeddict,
 )
 
-from thunder_memsave.settings.section import suggestion
+from thunder_memsave.settings.quantities import (
+    parse_bytes,
+    parse_bytes_or_fraction,
+    parse_duration,
+)
+from thunder_memsave.settings.section import ConfigError, suggestion
+
+Bytes = NewType("Bytes", int)
+"""A number of bytes; users write `256MiB`, `8G`, `60GB` or an integer."""
+
+BytesOrFraction = NewType("BytesOrFraction", float)
+"""A number of bytes (an int, as for `Bytes`), or a fraction (a float above 0, at most 1): `0.8` or `80%`."""
+
+_PARSERS: dict[Any, Callable[[Any], Any]] = {
+    Bytes: parse_bytes,
+    BytesOrFraction: parse_bytes_or_fraction,
+    timedelta: parse_duration,
+}
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     str: "a text",
     bool: "true or false",
-    dict: "a mapping",
-    list: "a list",
+    None: "null",
     types.NoneType: "null",
+    Bytes: "bytes, such as 256MiB",
+    BytesOrFraction: "bytes, such as 60GiB, or a part, such as 80%",
+    timedelta: "a duration",
+    tuple[str, ...]: "a list of names",
+}
+
+_PLURALS = {
+    "a whole number": "whole numbers",
+    "a number": "numbers",
+    "a text": "texts",
+    "a mapping": "mappings",
 }
 
 # Other tools' names for our choices.
@@ -40,8 +70,13 @@ _OTHER_NAMES = {
     "flash_attention_2": "sdpa",
 }
 
-_LISTS = (list, tuple, set, frozenset)
-_ABSTRACT_LISTS = (
+_UNIONS = (Union, types.UnionType)
+QUALIFIERS = (Annotated, Required, NotRequired)
+_LISTS = (
+    list,
+    tuple,
+    set,
+    frozenset,
     collections.abc.Sequence,
     collections.abc.Iterable,
     collections.abc.Collection,
@@ -51,19 +86,101 @@ _ABSTRACT_LISTS = (
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
-def misfit(hint: Any, value: object) -> str | None:
-    """Return what the value must be instead, such as `a whole number or null`; None if it fits.
+class SectionBase:
+    """Marks the classes that `schema` reads, whose objects are mappings in YAML."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """A condition on the values of a type, for `Annotated`; a text there describes the type."""
+
+    text: str
+    """The condition, after "must"."""
+
+    holds: Callable[[Any], bool]
+
+
+def at_least(least: int, advice: str = "") -> Must:
+    """Make the condition of whole numbers that are not less.
+
+    Args:
+        least: The smallest number.
+        advice: The end of the sentence that refuses others.
+    """
+    return Must(f"be a whole number of at least {least}{advice}", lambda value: value >= least)
+
+
+Whole = Annotated[int, at_least(0)]
+Positive = Annotated[int, at_least(1)]
+
+
+class MisfitError(Exception):
+    """A value does not fit a type.
+
+    Args:
+        clause: The sentence after the name of the value; empty if the value is of another kind altogether.
+    """
+
+    def __init__(self, clause: str = "") -> None:
+        super().__init__(clause)
+        self.clause = clause
+
+
+def convert(hint: Any, value: Any) -> Any:
+    """Convert a value to a type.
 
     Args:
         hint: A type annotation. A type without YAML values (a tensor, a user's class) fits any
             value if it stands alone: the constructor may convert.
-        value: The value from YAML.
+        value: The value from YAML, or one of the type.
+
+    Raises:
+        MisfitError: the value does not fit.
     """
-    return None if fits(hint, value) else wanted(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in _UNIONS:
+        return _one_of(arguments, value)
+    if origin in QUALIFIERS:
+        converted = convert(arguments[0], value)
+        for condition in arguments[1:]:
+            if isinstance(condition, Must) and not condition.holds(converted):
+                raise MisfitError(f" is {as_yaml(value)}, but must {condition.text}.")
+        return converted
+    if origin is Literal:
+        return _checked(
+            any(value == each and type(value) is type(each) for each in arguments), value
+        )
+    if hint in _PARSERS:
+        return _parsed(_PARSERS[hint], value)
+    if not _is_known(hint):
+        return value
+    if _is_list(hint):
+        return _items(hint, value)
+    if _is_mapping(hint):
+        items = arguments[1] if len(arguments) == 2 else Any
+        _checked(isinstance(value, hint if is_section(hint) else Mapping), value)
+        return {key: convert(items, each) for key, each in value.items()} if arguments else value
+    return _plain(hint, value)
+
+
+def is_section(hint: Any) -> bool:
+    """Tell whether a type is a section of settings."""
+    return isinstance(hint, type) and issubclass(hint, SectionBase)
+
+
+def fits(hint: Any, value: object) -> bool:
+    """Tell whether a value fits a type, as for `convert`."""
+    try:
+        convert(hint, value)
+    except MisfitError:
+        return False
+    return True
 
 
 def wanted(hint: Any) -> str:
-    """Describe in words the values that fit a type."""
+    """Describe in words the values that fit a type, such as `a whole number or null`."""
     return " or ".join(dict.fromkeys(_words(hint)))
 
 
@@ -74,37 +191,16 @@ def as_yaml(value: object) -> str:
     return repr(value)
 
 
-def meant_choice(hint: Any, value: object) -> str:
-    """Return the end of a sentence, with the choice that was probably meant, if the type has choices."""
+def meant(hint: Any, value: object) -> str:
+    """Return the end of a sentence, with what was probably meant by a value that does not fit."""
     alternatives = (hint, *get_args(hint))
+    if any(_is_list(each) and fits(each, [value]) for each in alternatives):
+        return f", such as [{value!r}]."
     choices = [c for each in alternatives if get_origin(each) is Literal for c in get_args(each)]
     other_name = _OTHER_NAMES.get(str(value).lower())
     return (
         f"; did you mean {other_name!r}?" if other_name in choices else suggestion(value, choices)
     )
-
-
-def fits(hint: Any, value: object) -> bool:
-    """Tell whether a value from YAML fits a type."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        known = [argument for argument in arguments if _is_known(argument)]
-        return not known or any(fits(argument, value) for argument in known)
-    if origin in (Annotated, Required, NotRequired):
-        return fits(arguments[0], value)
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if not _is_known(hint):
-        return True
-    if origin is tuple or hint is tuple:
-        return _fits_tuple(arguments, value)
-    if _is_list(hint, origin):
-        items = arguments[0] if arguments else Any
-        return isinstance(value, list | tuple) and all(fits(items, item) for item in value)
-    if _is_mapping(hint, origin):
-        items = arguments[1] if len(arguments) == 2 else Any
-        return isinstance(value, dict) and all(fits(items, item) for item in value.values())
-    return _fits_plain(hint, value)
 
 
 def hint_of(parameter: inspect.Parameter, hints: dict[str, Any]) -> Any:
@@ -116,78 +212,96 @@ def hint_of(parameter: inspect.Parameter, hints: dict[str, Any]) -> Any:
     return {bool: bool, int: float, float: float}.get(kind, Any)
 
 
-def _fits_plain(hint: Any, value: object) -> bool:
-    if hint is None or hint is types.NoneType:
-        return value is None
+def _one_of(alternatives: Sequence[Any], value: Any) -> Any:
+    known = [each for each in alternatives if _is_known(each)]
+    clause = ""
+    for each in known:
+        try:
+            return convert(each, value)
+        except MisfitError as error:
+            clause = clause or error.clause
+    if not known:
+        return value
+    words = [repr(word) for each in known if get_origin(each) is Literal for word in get_args(each)]
+    words = [word for word in words if word not in clause]
+    raise MisfitError(f"{clause} Or write {' or '.join(words)}." if clause and words else clause)
+
+
+def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
+    if value is None:
+        raise MisfitError
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise MisfitError(f": {error}") from None
+
+
+def _items(hint: Any, value: Any) -> Any:
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    _checked(isinstance(value, list | tuple), value)
+    if kind is not tuple or not arguments or arguments[-1] is Ellipsis:
+        arguments = (arguments[0] if arguments else Any,) * len(value)
+    _checked(len(value) == len(arguments), value)
+    converted = map(convert, arguments, value)
+    return tuple(converted) if kind is tuple else list(converted)
+
+
+def _plain(hint: Any, value: Any) -> Any:
     if hint is float:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return abs(value) <= sys.float_info.max  # it is made a float
-        return isinstance(value, float)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        _checked(isinstance(value, float) or is_whole, value)
+        return float(_checked(not is_whole or abs(value) <= sys.float_info.max, value))
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum | os.PathLike):
-        return isinstance(value, str)
-    return isinstance(value, hint)
+        return _checked(isinstance(value, int) and not isinstance(value, bool), value)
+    if issubclass(hint or types.NoneType, enum.Enum | os.PathLike):
+        return _checked(isinstance(value, str), value)
+    return _checked(isinstance(value, hint or types.NoneType), value)
 
 
-def _fits_tuple(arguments: tuple[Any, ...], value: object) -> bool:
-    if not isinstance(value, list | tuple):
-        return False
-    if not arguments or arguments[-1] is Ellipsis:
-        return all(fits(arguments[0] if arguments else Any, item) for item in value)
-    return len(value) == len(arguments) and all(map(fits, arguments, value))
+def _checked(is_fit: bool, value: Any) -> Any:
+    if not is_fit:
+        raise MisfitError
+    return value
 
 
 def _is_known(hint: Any) -> bool:
     """Tell whether YAML has values of this type."""
-    if hint is None or hint in _WORDS:
+    if hint in _WORDS or get_origin(hint) in (*_UNIONS, *QUALIFIERS, Literal):
         return True
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType, Literal, Annotated, Required, NotRequired):
-        return True
-    if origin is tuple or hint is tuple or _is_list(hint, origin) or _is_mapping(hint, origin):
+    if _is_list(hint) or _is_mapping(hint):
         return True
     return isinstance(hint, type) and issubclass(hint, enum.Enum | os.PathLike)
 
 
-def _is_list(hint: Any, origin: Any) -> bool:
-    kinds = (*_LISTS, *_ABSTRACT_LISTS)
-    return hint in kinds or origin in kinds
+def _is_list(hint: Any) -> bool:
+    return (get_origin(hint) or hint) in _LISTS
 
 
-def _is_mapping(hint: Any, origin: Any) -> bool:
-    return hint in _MAPPINGS or origin in _MAPPINGS or is_typeddict(hint)
+def _is_mapping(hint: Any) -> bool:
+    return (get_origin(hint) or hint) in _MAPPINGS or is_typeddict(hint) or is_section(hint)
 
 
 def _words(hint: Any) -> Iterator[str]:
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
+    if hint in _WORDS:
+        yield _WORDS[hint]
+    elif origin in _UNIONS:
         # null comes last, and a whole number is a number.
         for argument in sorted(arguments, key=lambda each: each is types.NoneType):
             if not (argument is int and float in arguments) and _is_known(argument):
                 yield from _words(argument)
-    elif origin in (Annotated, Required, NotRequired):
-        yield from _words(arguments[0])
+    elif origin in QUALIFIERS:
+        names = [each for each in arguments[1:] if isinstance(each, str)]
+        yield from names or _words(arguments[0])
     elif origin is Literal:
-        yield from map(repr, arguments)
-    elif hint in _WORDS:
-        yield _WORDS[hint]
-    elif hint is None:
-        yield "null"
-    elif (origin or hint) is tuple and arguments and arguments[-1] is not Ellipsis:
-        yield f"a list of {len(arguments)}: {', '.join(' or '.join(_words(a)) for a in arguments)}"
-    elif (origin or hint) is tuple or _is_list(hint, origin):
-        items = " or ".join(_words(arguments[0])) if arguments else ""
+        choices = [repr(each) for each in arguments]
+        yield f"one of {', '.join(choices)}" if len(choices) > 2 else " or ".join(choices)
+    elif origin is tuple and arguments[-1] is not Ellipsis:
+        yield f"a list of {len(arguments)}: {', '.join(map(wanted, arguments))}"
+    elif _is_list(hint):
+        items = wanted(arguments[0]) if arguments else ""
         yield f"a list of {_PLURALS.get(items, items)}" if items else "a list"
-    elif _is_mapping(hint, origin):
+    elif _is_mapping(hint):
         yield "a mapping"
     else:
         yield "a text"
-
-
-_PLURALS = {
-    "a whole number": "whole numbers",
-    "a number": "numbers",
-    "a text": "texts",
-    "a mapping": "mappings",
-}

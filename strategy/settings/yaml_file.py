@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from thunder_memsave.settings.quantities import format_duration
 from thunder_memsave.settings.section import ConfigError, ConfigErrors
 
 # A few lines of aliases of aliases can stand for billions of values.
@@ -45,6 +47,11 @@ class PlainLoader(yaml.SafeLoader):
 
 class PlainDumper(yaml.SafeDumper):
     """Writes values that `PlainLoader` reads back: a text that looks like `1e-4` gets quotes."""
+
+
+PlainDumper.add_representer(
+    timedelta, lambda dumper, value: dumper.represent_str(format_duration(value))
+)
 
 
 for _resolver in (PlainLoader, PlainDumper):

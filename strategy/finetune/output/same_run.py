@@ -10,7 +10,7 @@ from typing import Any
 from peft import LoraConfig
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
-from thunder_memsave.config import parse_fp8
+from thunder_memsave.config import Fp8Config, parse_section
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.settings.section import ConfigError
 
@@ -71,14 +71,14 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[_Diff
 def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that change what the model computes, with their defaults, as plain values."""
     model = config.get("model") or {}
-    fp8 = parse_fp8(config.get("fp8"))
+    fp8 = config.get("fp8")
     sections = {
         "model.config": model.get("config"),
         "model.dtype": model.get("dtype"),
         "model.trainable_dtype": model.get("trainable_dtype"),
         "lora": _with_defaults(config.get("lora")),
         "adapter": config.get("adapter"),
-        "fp8": None if fp8 is None else dataclasses.asdict(fp8),
+        "fp8": None if fp8 is None else parse_section(Fp8Config, fp8, where="fp8"),
     }
     plain = json.loads(json.dumps(sections, default=_plain))
     return {key: value for name, part in plain.items() for key, value in _flat(name, part)}

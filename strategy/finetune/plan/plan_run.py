@@ -20,7 +20,7 @@ from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
 from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
 from thunder_memsave.compiler.compile_call import CallCompiler
-from thunder_memsave.config import StrategyConfig, parse_strategy
+from thunder_memsave.config import StrategyConfig, StrategySections
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.errors import BudgetError
@@ -96,7 +96,9 @@ def plan_run(
         CompileError: it cannot be compiled.
         BudgetError: no plan was found at all.
     """
-    strategy = parse_strategy(config.strategy, memory=config.memory, fp8=config.fp8)
+    strategy = StrategySections(
+        strategy=config.strategy, memory=config.memory, fp8=config.fp8
+    ).together
     refuse_without_fp8(strategy.fp8, device)
     refuse_own_scales(strategy.fp8, num_ranks=num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
@@ -111,7 +113,7 @@ def plan_run(
         memory = _step_memory(config, objective, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
         compiler = CallCompiler(
-            config=strategy.compile,
+            config=strategy,
             data_parallel=data_parallel,
             planner=planner,
             target=_target(device),

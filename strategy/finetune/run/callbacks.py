@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from thunder_memsave.callbacks import (
     ThroughputMonitor,
 )
 from thunder_memsave.callbacks.loss_curve import LossCurve
-from thunder_memsave.config import parse_fp8
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.output.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.classes.class_kinds import CALLBACK, LOGGER
 from thunder_memsave.finetune.run_file.classes.class_spec import build, import_class
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.reading.parse import plain_values
 from thunder_memsave.settings.section import ConfigError
 
 _OWN_PACKAGE = "thunder_memsave."
@@ -134,7 +133,7 @@ def check_fp8_monitor(config: RunConfig) -> None:
     Raises:
         ConfigError: `Fp8Monitor` would have no effect.
     """
-    fp8 = parse_fp8(config.fp8)
+    fp8 = config.fp8
     if fp8 is not None and fp8.recipe == "delayed":
         return
     for index, spec in enumerate(config.callbacks):
@@ -211,7 +210,7 @@ def _replaced(defaults: list[object], own: list[object]) -> list[object]:
 
 
 def _writers(config: RunConfig, directory: RunDirectory) -> list[object]:
-    logger = [MetricsLogger(asdict(config))] if config.loggers else []
+    logger = [MetricsLogger(plain_values(config))] if config.loggers else []
     return [
         MetricsCSV(directory.metrics),
         LossCurve(directory.loss_curve, metrics=directory.metrics),
@@ -229,7 +228,7 @@ def _checkpoint(config: RunConfig, directory: RunDirectory) -> ModelCheckpoint:
         keep_best=section.keep_best,
         best_of=section.best_of,
         asynchronous=section.asynchronous,
-        config=asdict(config),
+        config=plain_values(config),
     )
 
 

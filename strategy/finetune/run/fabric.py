@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def build_fabric(
         devices=num_local,
         num_nodes=world_size(config) // num_local,
         strategy=ThunderMemsaveStrategy(
-            **config.strategy, memory=config.memory or None, fp8=config.fp8
+            **asdict(config.strategy), memory=config.memory, fp8=config.fp8
         ),
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from thunder_memsave.config import parse_fp8, parse_strategy
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.launch import world_size
 from thunder_memsave.fp8.compute.backends import choose_backend
@@ -29,11 +28,10 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
         ConfigError: no linear would compute in fp8, this machine cannot, its ranks would scale differently, or
             there are no frozen weights to keep in fp8.
     """
-    fp8 = parse_fp8(config.fp8)
+    fp8, frontend = config.fp8, config.strategy.frontend
     if fp8 is None:
         return None
     refuse_own_scales(fp8, num_ranks=world_size(config))
-    frontend = parse_strategy(config.strategy).compile.frontend
     choices = choose_linears(model, fp8, frontend=frontend)
     backend = choose_backend(fp8, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     lines = describe_choices(choices, recipe=fp8.recipe, backend=backend)

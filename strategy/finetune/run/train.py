@@ -295,4 +295,4 @@ def _guards(config: RunConfig) -> GuardsConfig:
 
 def _strategy_skips(config: RunConfig) -> bool:
     """Tell whether the strategy's own setting, which scripts use, skips steps without a limit."""
-    return config.strategy.get("nonfinite_gradients") == "skip"
+    return config.strategy.nonfinite_gradients == "skip"

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from thunder_memsave.config import Fp8Config, MemoryConfig, StrategySection
+from thunder_memsave.settings.schema import Section
+from thunder_memsave.settings.value_kinds import Must, Positive, Whole, at_least
+
+# Lists of more rows would exhaust memory.
+_AT_MOST = Must(f"be at most {2**31 - 1}", lambda value: value < 2**31)
+_Count = Annotated[Positive, _AT_MOST]
+
+_NO_LIMIT = "; leave it out, or write null, for no limit"
 
 
 class ClassSpec(TypedDict):
     """A class named in YAML, with the arguments for its constructor."""
 
-    class_path: str
+    class_path: Annotated[str, "the name of a class"]
     init_args: NotRequired[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The model to train, and its number formats."""
 
     name_or_path: str = ""
@@ -42,14 +52,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """The training data, and how documents become rows of a fixed length."""
 
     dataset: ClassSpec = field(default_factory=lambda: ClassSpec(class_path=""))
     """`TextJSONL`, `PromptJSONL`, `ChatJSONL` or `PlainText` (or the import path of a class with
     their interface) and its arguments."""
 
-    max_seq_length: int = 2048
+    max_seq_length: Annotated[int, at_least(2, ": a token and the one that it predicts")] = 2048
     """Tokens per row; every row has this length, so that one captured graph serves all."""
 
     packing: bool = True
@@ -62,51 +72,63 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Batch sizes, length and seed of the run."""
 
-    global_batch_size: int | None = None
+    global_batch_size: _Count | None = None
     """Rows per optimizer step, over all ranks and micro-batches: `micro_batch_size` times
     `gradient_accumulation_steps` times the number of processes. Give any two of the three; 16 when
     neither this nor `gradient_accumulation_steps` is given."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: _Count | None = None
     """Rows per forward pass on one rank; 1 unless the other two are given."""
 
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: _Count | None = None
     """Forward and backward passes per optimizer step on each rank."""
 
-    epochs: int | None = None
+    epochs: Annotated[int, at_least(1, _NO_LIMIT), _AT_MOST] | None = None
     """Passes over the data; one when neither this nor `max_steps` is given. With both, the run
     ends at whichever comes first."""
 
-    max_steps: int | None = None
+    max_steps: Annotated[int, at_least(1, _NO_LIMIT), _AT_MOST] | None = None
     """Optimizer steps."""
 
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: (
+        Annotated[float, Must("be above 0; write null for no clipping", lambda value: value > 0)]
+        | None
+    ) = 1.0
     """Norm to which the gradients of a step are clipped; null for no clipping. Either way,
     `guards.nonfinite` handles a norm that is not finite."""
 
-    seed: int = 42
+    seed: Annotated[int, Must("be from 0 to 4294967295", lambda value: 0 <= value < 2**32)] = 42
     """Seed of initial values, of the order of the data and of dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LRSchedulerConfig:
+class LRSchedulerConfig(Section):
     """The learning rate from step to step."""
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warmup."""
 
-    warmup_steps: int | float = 0.03
+    warmup_steps: Annotated[
+        int | float,
+        Must("not be negative", lambda value: 0 <= value < float("inf")),
+        Must(
+            "be a whole number of steps or a fraction of the run below 1",
+            lambda value: value <= 1 or value == int(value),
+        ),
+    ] = 0.03
     """Steps of linear warmup; below 1 it is a fraction of the run."""
 
-    min_lr_ratio: float | None = None
+    min_lr_ratio: Annotated[float, Must("be from 0 to 1", lambda value: 0 <= value <= 1)] | None = (
+        None
+    )
     """Final learning rate as a fraction of the optimizer's; null is 0.1. Not for `constant`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardsConfig:
+class GuardsConfig(Section):
     """The handling of a step with a bad loss or bad gradients. No weight is updated; all ranks decide alike."""
 
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -118,38 +140,50 @@ class GuardsConfig:
     m + `spike_threshold` * d: m is the median of the last `spike_window` losses, d the median of their distances
     from m, and at least 1 % of m."""
 
-    spike_window: int = 50
+    spike_window: _Count = 50
     """Steps whose losses are compared; until there are as many, no loss is a spike."""
 
-    spike_threshold: float = 10.0
+    spike_threshold: Annotated[
+        float,
+        Must(
+            "be above 0 and finite; for no limit, guards.loss_spike: null",
+            lambda value: 0 < value < float("inf"),
+        ),
+    ] = 10.0
     """Factor of d above m from which a loss is a spike."""
 
-    max_skips: int = 5
+    max_skips: Annotated[int, at_least(0, "; 0 ends the run at the first bad step")] = 5
     """Consecutive steps left out, or rollbacks to the same checkpoint; the next bad step ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Section):
     """When the validation loss is computed, besides at the start and at the end."""
 
-    every_n_steps: int | None = 200
+    every_n_steps: (
+        Annotated[int, at_least(1, "; write null for the start and the end only"), _AT_MOST] | None
+    ) = 200
     """Optimizer steps between evaluations; null for the start and the end only."""
 
-    max_batches: int | None = 50
+    max_batches: (
+        Annotated[int, at_least(1, "; write null for the whole validation set"), _AT_MOST] | None
+    ) = 50
     """Micro-batches per rank and evaluation; null for the whole validation set."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When the state of the run is saved, besides at the end."""
 
-    every_n_steps: int | None = 500
+    every_n_steps: Annotated[int, at_least(1, "; write null for the end only"), _AT_MOST] | None = (
+        500
+    )
     """Optimizer steps between checkpoints; null for the end only."""
 
-    keep_last: int = 2
+    keep_last: _Count = 2
     """Newest checkpoints to keep; older ones are deleted."""
 
-    keep_best: int = 0
+    keep_best: Whole = 0
     """Checkpoints to keep besides, those with the smallest `best_of`. A checkpoint has the value of the
     evaluation at its own step, so `every_n_steps` must be a multiple of `eval.every_n_steps`."""
 
@@ -163,7 +197,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """A whole run of `thunder-memsave train`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -184,16 +218,9 @@ class RunConfig:
     """A torch optimizer and its arguments."""
 
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    """Sharding and compilation, as `ThunderMemsaveStrategy.from_config` reads them."""
-
-    memory: dict[str, Any] = field(default_factory=dict)
-    """The device memory budget and the planner's settings, as `ThunderMemsaveStrategy` reads them."""
-
-    fp8: dict[str, Any] | None = None
-    """Linear layers that compute in 8-bit floating point, as `ThunderMemsaveStrategy` reads it; `{}`
-    means the defaults, null turns it off."""
-
+    strategy: StrategySection = field(default_factory=StrategySection)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    fp8: Fp8Config | None = None
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -203,7 +230,9 @@ class RunConfig:
     callbacks: list[ClassSpec] = field(default_factory=list)
     """Callbacks besides the ones that every run has; one of these classes replaces that one."""
 
-    devices: int | Literal["auto"] = "auto"
+    devices: (
+        Annotated[int, at_least(1, "; write 'auto' for all GPUs"), _AT_MOST] | Literal["auto"]
+    ) = "auto"
     """Processes on this machine, one per device: `auto` is what torchrun started, else all GPUs, else
     one process. Another number than torchrun's is refused."""
 

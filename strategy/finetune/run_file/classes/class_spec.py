@@ -12,7 +12,7 @@ from typing import Any
 from thunder_memsave.finetune.run_file.config import ClassSpec
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError, unknown_key
 from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
-from thunder_memsave.settings.value_kinds import as_yaml, hint_of, misfit
+from thunder_memsave.settings.value_kinds import as_yaml, fits, hint_of, wanted
 
 
 def import_class(spec: ClassSpec, *, where: str, default_module: str) -> Any:
@@ -86,9 +86,10 @@ def argument_problems(
     for name, value in arguments.items():
         key = f"{where}.{name}"
         if name in known:
-            kind = misfit(hint_of(parameters[name], hints), value)
-            if kind is not None:
-                yield ConfigError(f"{key} is {as_yaml(value)}, but must be {kind}.", key=key)
+            hint = hint_of(parameters[name], hints)
+            if not fits(hint, value):
+                message = f"{key} is {as_yaml(value)}, but must be {wanted(hint)}."
+                yield ConfigError(message, key=key)
         elif not takes_any:
             yield unknown_key(name, where=where, known=known, of=f"an argument of {cls.__name__}")
 

@@ -6,17 +6,15 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, get_type_hints
+from typing import Any
 
 import yaml
 from docstring_parser import parse_from_object
 
-from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
-from thunder_memsave.finetune.run_file.own_sections import OWN_SECTIONS
-from thunder_memsave.settings.section import Bytes, BytesOrFraction, Whole
-from thunder_memsave.settings.value_kinds import wanted
+from thunder_memsave.settings.schema import bare, hints_of
+from thunder_memsave.settings.value_kinds import is_section, wanted
+from thunder_memsave.settings.yaml_file import PlainDumper
 
 _WIDTH = 100
 
@@ -25,11 +23,6 @@ _OWN_WORDS: dict[Any, str] = {
     ClassSpec: "a class",
     ClassSpec | None: "a class or null",
     list[ClassSpec]: "a list of classes",
-    timedelta: "a duration",
-    Bytes | Literal["auto"]: "auto or bytes, such as 256MiB",
-    BytesOrFraction: "bytes or a part, such as 80%",
-    Whole: "a whole number, 0 too",
-    BytesOrFraction | Literal["auto"]: "auto, bytes such as 60GiB, or a part such as 80%",
 }
 
 
@@ -51,48 +44,32 @@ class KeyHelp:
 
 def key_helps(cls: Any = RunConfig, *, where: str = "") -> Iterator[KeyHelp]:
     """Yield the help of every key, in the order of the run file."""
-    meanings = _meanings(cls)
-    hints, defaults = get_type_hints(cls), cls()
-    for field in dataclasses.fields(cls):
-        key, hint = f"{where}{field.name}", hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from key_helps(hint, where=f"{key}.")
-            continue
-        if key == "strategy":
-            yield from _strategy_helps()
-            continue
-        if (own := OWN_SECTIONS.get(key)) is not None:
-            yield from key_helps(own.config, where=f"{key}.")
-            continue
-        yield KeyHelp(
-            key=key,
-            wanted=_wanted(hint),
-            default=_default(getattr(defaults, field.name), hint),
-            meaning=meanings[field.name],
-        )
+    meanings, defaults = _meanings(cls), cls()
+    for name, hint in hints_of(cls).items():
+        key, inner = f"{where}{name}", bare(hint)
+        if not is_section(inner):
+            yield KeyHelp(
+                key=key,
+                wanted=_OWN_WORDS.get(hint) or wanted(hint),
+                default=_default(getattr(defaults, name), hint),
+                meaning=meanings[name],
+            )
+        elif inner.shorthand:
+            yield _with_shorthand(inner, key=key)
+        else:
+            yield from key_helps(inner, where=f"{key}.")
 
 
-def _strategy_helps() -> Iterator[KeyHelp]:
-    """Yield the keys of the strategy, which YAML has without the classes that group them."""
-    sharding, size = key_helps(ShardingConfig)
-    yield dataclasses.replace(
-        sharding,
-        key="strategy.sharding",
-        wanted=f"{sharding.wanted}, or {{mode: hybrid, size: 8}}",
-        meaning=f"{sharding.meaning} size: {size.meaning}",
+def _with_shorthand(cls: Any, *, key: str) -> KeyHelp:
+    """Describe a section that is mostly written as the value of its first key."""
+    first, *others = key_helps(cls)
+    names = "".join(f", {each.key}: ..." for each in others)
+    return dataclasses.replace(
+        first,
+        key=key,
+        wanted=f"{first.wanted}, or {{{first.key}: ...{names}}}",
+        meaning=" ".join([first.meaning, *(f"{each.key}: {each.meaning}" for each in others)]),
     )
-    yield from key_helps(CompileConfig, where="strategy.")
-    hints, meanings = get_type_hints(StrategyConfig), _meanings(StrategyConfig)
-    for field in dataclasses.fields(StrategyConfig):
-        name, default = field.name, getattr(StrategyConfig(), field.name)
-        if dataclasses.is_dataclass(hints[name]) or name in OWN_SECTIONS:  # listed by themselves
-            continue
-        yield KeyHelp(
-            key=f"strategy.{name}",
-            wanted=_wanted(hints[name]),
-            default=_default("30min" if isinstance(default, timedelta) else default, hints[name]),
-            meaning=meanings[name],
-        )
 
 
 def sections() -> dict[str, list[KeyHelp]]:
@@ -133,12 +110,10 @@ def _meanings(cls: Any) -> dict[str, str]:
     return {each.arg_name: " ".join((each.description or "").split()) for each in found}
 
 
-def _wanted(hint: Any) -> str:
-    return _OWN_WORDS.get(hint) or wanted(hint)
-
-
 def _default(value: Any, hint: Any) -> str:
     if value == "" or (hint is ClassSpec and not value["class_path"]):
         return ""
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False)
+    text = yaml.dump(
+        value, Dumper=PlainDumper, default_flow_style=True, width=1000, sort_keys=False
+    )
     return text.removesuffix("...\n").strip()

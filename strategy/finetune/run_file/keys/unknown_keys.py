@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.foreign_names import foreign_name
-from thunder_memsave.finetune.run_file.own_sections import OWN_SECTIONS
+from thunder_memsave.settings.schema import bare, hints_of
 from thunder_memsave.settings.section import ConfigError, suggestion_or_all
+from thunder_memsave.settings.value_kinds import is_section
 
 _NEAR = 0.75
 
@@ -68,13 +68,10 @@ def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> 
 
 def schema_keys(cls: Any = RunConfig, *, where: str = "") -> Iterator[str]:
     """Yield the dotted name of every key and section that the run file can have."""
-    for name, hint in get_type_hints(cls).items():
-        key = f"{where}{name}"
-        yield key
-        if (own := OWN_SECTIONS.get(key)) is not None:
-            yield from schema_keys(own.config, where=f"{key}.")
-        elif dataclasses.is_dataclass(hint):
-            yield from schema_keys(hint, where=f"{key}.")
+    for name, hint in hints_of(cls).items():
+        yield f"{where}{name}"
+        if is_section(bare(hint)):
+            yield from schema_keys(bare(hint), where=f"{where}{name}.")
 
 
 def _elsewhere(key: str) -> list[str]:

@@ -16,106 +16,38 @@ from thunder_memsave.settings.section import ConfigError
 _FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
 
 
-_MOST = 2**31 - 1
-"""Largest count: more is a mistake, and lists of so many rows would exhaust memory."""
-
-# Advice for -1, which means no limit in other tools.
-_NO_LIMIT = "; leave it out, or write null, for no limit"
-_UNLIMITED = {
-    "train.epochs": _NO_LIMIT,
-    "train.max_steps": _NO_LIMIT,
-    "eval.max_batches": "; write null for the whole validation set",
-    "eval.every_n_steps": "; write null for the start and the end only",
-    "checkpoint.every_n_steps": "; write null for the end only",
-    "devices": "; write 'auto' for all GPUs",
+_ADVICE = {
+    "model.name_or_path": "; name a directory, or a model of the Hugging Face hub such as Qwen/Qwen3-1.7B",
+    "data.dataset.class_path": "; name a dataset class, such as ChatJSONL",
+    "output_dir": "; name a directory for this run, such as runs/first",
+    "optimizer.class_path": "; write torch.optim.AdamW, or leave the section out",
 }
 
 
 def check_config(config: RunConfig, problems: Problems) -> None:
     """Report every setting that cannot work, unless a key that it depends on is wrong already."""
     problems.add(*_missing(config), *_environment_problems())
-    problems.add(
-        *(each for each in _out_of_range(config) if not problems.is_broken(each.key or ""))
-    )
     for reads, check in _COMBINATIONS.items():
         if not any(problems.is_broken(key) for key in reads):
             problems.add(*check(config))
 
 
 def _missing(config: RunConfig) -> Iterator[ConfigError]:
+    classes = {
+        "optimizer": config.optimizer,
+        "data.dataset": config.data.dataset,
+        **{f"loggers[{index}]": spec for index, spec in enumerate(config.loggers)},
+        **{f"callbacks[{index}]": spec for index, spec in enumerate(config.callbacks)},
+        **({} if config.adapter is None else {"adapter": config.adapter}),
+    }
     wanted = {
-        "model.name_or_path": (
-            config.model.name_or_path,
-            "name a directory, or a model of the Hugging Face hub such as Qwen/Qwen3-1.7B.",
-        ),
-        "data.dataset.class_path": (
-            config.data.dataset.get("class_path"),
-            "name a dataset class, such as ChatJSONL.",
-        ),
-        "output_dir": (config.output_dir, "name a directory for this run, such as runs/first."),
-        "optimizer.class_path": (
-            config.optimizer.get("class_path"),
-            "write torch.optim.AdamW, or leave the section out.",
-        ),
+        "model.name_or_path": config.model.name_or_path,
+        "output_dir": config.output_dir,
+        **{f"{where}.class_path": spec.get("class_path") for where, spec in classes.items()},
     }
-    for key, (value, advice) in wanted.items():
+    for key, value in wanted.items():
         if not value:
-            yield ConfigError(f"{key} is missing; {advice}", key=key)
-
-
-def _out_of_range(config: RunConfig) -> Iterator[ConfigError]:
-    train, scheduler, checkpoint = config.train, config.lr_scheduler, config.checkpoint
-    at_least_one = {
-        "train.global_batch_size": train.global_batch_size,
-        "train.micro_batch_size": train.micro_batch_size,
-        "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "train.epochs": train.epochs,
-        "train.max_steps": train.max_steps,
-        "eval.every_n_steps": config.eval.every_n_steps,
-        "eval.max_batches": config.eval.max_batches,
-        "checkpoint.every_n_steps": checkpoint.every_n_steps,
-        "checkpoint.keep_last": checkpoint.keep_last,
-        "guards.spike_window": config.guards.spike_window,
-        "devices": None if config.devices == "auto" else config.devices,
-    }
-    for key, value in at_least_one.items():
-        if value is not None and value < 1:
-            unlimited = _UNLIMITED.get(key, "") if value == -1 else ""
-            yield _wrong(key, value, f"must be at least 1{unlimited}")
-        elif value is not None and value > _MOST:
-            yield _wrong(key, value, f"must be at most {_MOST}")
-    if config.data.max_seq_length < 2:
-        what = "must be at least 2: a token and the one that it predicts"
-        yield _wrong("data.max_seq_length", config.data.max_seq_length, what)
-    if train.max_grad_norm is not None and not train.max_grad_norm > 0:
-        what = "must be above 0; write null for no clipping"
-        yield _wrong("train.max_grad_norm", train.max_grad_norm, what)
-    if not 0 <= train.seed < 2**32:
-        yield _wrong("train.seed", train.seed, "must be from 0 to 4294967295")
-    if config.guards.max_skips < 0:
-        what = "must not be negative; 0 ends the run at the first bad step"
-        yield _wrong("guards.max_skips", config.guards.max_skips, what)
-    if not 0 < config.guards.spike_threshold < float("inf"):
-        what = "must be above 0 and finite; for no limit, guards.loss_spike: null"
-        yield _wrong("guards.spike_threshold", config.guards.spike_threshold, what)
-    yield from _warmup(scheduler.warmup_steps)
-    ratio = scheduler.min_lr_ratio
-    if ratio is not None and not 0 <= ratio <= 1:
-        yield _wrong("lr_scheduler.min_lr_ratio", ratio, "must be from 0 to 1")
-
-
-def _warmup(steps: float) -> Iterator[ConfigError]:
-    key = "lr_scheduler.warmup_steps"
-    if not 0 <= steps < float("inf"):
-        yield _wrong(key, steps, "must not be negative")
-    elif steps > 1 and steps != int(steps):
-        what = "must be a whole number of steps or a fraction of the run below 1"
-        yield _wrong(key, steps, what)
-
-
-def _wrong(key: str, value: object, what: str) -> ConfigError:
-    value = int(value) if isinstance(value, float) and value.is_integer() else value
-    return ConfigError(f"{key} is {value}, but {what}.", key=key)
+            yield ConfigError(f"{key} is missing{_ADVICE.get(key, '')}.", key=key)
 
 
 def _lora_and_adapter(config: RunConfig) -> Iterator[ConfigError]:
@@ -127,7 +59,7 @@ def _lora_and_adapter(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _guards(config: RunConfig) -> Iterator[ConfigError]:
-    strategy, guards = config.strategy.get("nonfinite_gradients", "ignore"), config.guards.nonfinite
+    strategy, guards = config.strategy.nonfinite_gradients, config.guards.nonfinite
     if strategy != "ignore" and guards not in ("stop", strategy):
         yield ConfigError(
             f"guards.nonfinite is {guards!r} and strategy.nonfinite_gradients {strategy!r}; leave the second out, "
@@ -209,8 +141,6 @@ def _scheduler(config: RunConfig) -> Iterator[ConfigError]:
 
 def _keep_best(config: RunConfig) -> Iterator[ConfigError]:
     checkpoint, evaluated = config.checkpoint, config.eval.every_n_steps
-    if checkpoint.keep_best < 0:
-        yield _wrong("checkpoint.keep_best", checkpoint.keep_best, "must not be negative")
     if not checkpoint.keep_best:
         if checkpoint.best_of != CheckpointConfig().best_of:
             yield ConfigError(
@@ -241,7 +171,7 @@ def _asynchronous(config: RunConfig) -> Iterator[ConfigError]:
             "its checkpoint; set checkpoint.every_n_steps, or leave checkpoint.asynchronous out.",
             key="checkpoint.asynchronous",
         )
-    if config.checkpoint.asynchronous and config.strategy.get("state_dict_type") == "full":
+    if config.checkpoint.asynchronous and config.strategy.state_dict_type == "full":
         yield ConfigError(
             "checkpoint.asynchronous is true, but strategy.state_dict_type is 'full', which gathers whole tensors "
             "while it writes; leave one of the two out.",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, is_typeddict
 
-from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.unknown_keys import unknown_key
 from thunder_memsave.finetune.run_file.reading.arguments import split_arguments
-from thunder_memsave.settings.section import ConfigError, ConfigErrors, field_names
-from thunder_memsave.settings.value_kinds import fits
+from thunder_memsave.settings.schema import bare, below, hints_of
+from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.value_kinds import fits, is_section
 from thunder_memsave.settings.yaml_file import parse_yaml
 
 
@@ -86,15 +86,14 @@ def _hint(key: str) -> Any:
         ConfigError: there is no such key.
     """
     hint: Any = RunConfig
-    done: list[str] = []
+    done = ""
     for name in key.split("."):
-        known = _keys_of(hint)
-        if known is None:
+        if get_origin(hint) is dict or hint is Any:
             return Any
-        if not known:
-            whole = ".".join(done)
-            message = f"{key} is not a key: {whole} has none below it; write --{whole}=VALUE."
+        if not (is_section(hint) or is_typeddict(hint)):
+            message = f"{key} is not a key: {done} has none below it; write --{done}=VALUE."
             raise ConfigError(message, key=key)
+        known = hints_of(hint)
         section = name.partition("[")[0]
         if section != name and section in known:
             message = (
@@ -102,35 +101,6 @@ def _hint(key: str) -> Any:
             )
             raise ConfigError(message, key=key)
         if name not in known:
-            raise unknown_key(name, where=".".join(done), known=known)
-        hint = get_type_hints(_class_of(hint))[name]
-        done.append(name)
-    return hint
-
-
-def _keys_of(hint: Any) -> list[str] | None:
-    """List the keys below this type; None if any name is accepted."""
-    cls = _class_of(hint)
-    if cls is ClassSpec:
-        return list(get_type_hints(ClassSpec))
-    if dataclasses.is_dataclass(cls):
-        return field_names(cls)
-    return None if hint is Any or any(_is_free(each) for each in _alternatives(hint)) else []
-
-
-def _class_of(hint: Any) -> Any:
-    """Return the section's class, also if the section may be null."""
-    for each in _alternatives(hint):
-        if each is ClassSpec or dataclasses.is_dataclass(each):
-            return each
-    return None
-
-
-def _alternatives(hint: Any) -> Iterator[Any]:
-    yield hint
-    if get_origin(hint) is not list:  # its items have no names
-        yield from get_args(hint)
-
-
-def _is_free(hint: Any) -> bool:
-    return get_origin(hint) is dict
+            raise unknown_key(name, where=done, known=list(known))
+        hint, done = bare(known[name]), below(done, name)
+    return known[name]
