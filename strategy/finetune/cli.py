@@ -98,7 +98,8 @@ _WHAT = {
     ),
 }
 
-_EXPORT_HELP = """\
+_HELP = {
+    "export": """\
 usage: thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16] [--max-file-size 5GB]
 
 Writes what a run trained, from its newest checkpoint: the adapter in PEFT's format, or, of a run without
@@ -112,15 +113,15 @@ logits are compared with those of the run's own model before DIR has its name.
   --max-file-size   of each of its files
   --model.name_or_path=PATH, --model.revision=NAME
                     where the base model is now
-"""
-
-_CONFIGS_HELP = """\
+""",
+    "configs": """\
 usage: thunder-memsave configs list                      names, and what each is for
        thunder-memsave configs show NAME                 the text of one
        thunder-memsave configs copy NAME [DESTINATION]   a copy to change; overwrites nothing
 
 The run files that come with the package; `thunder-memsave train NAME` runs one as it is.
-"""
+""",
+}
 
 # torchrun ends all ranks as soon as one has ended with an error.
 _SECONDS_TO_REPORT = 15.0
@@ -169,30 +170,27 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0 if arguments else _USER_ERROR
-    if arguments[0] == "--version":
+    command, *rest = arguments
+    if command == "--version":
         print(f"thunder-memsave {__version__}")
         return 0
-    command, *rest = arguments
     if command not in _COMMANDS:
         raise ConfigError(f"there is no command {command!r}{suggestion(command, _COMMANDS)}")
+    if "-h" in rest or "--help" in rest:
+        print(_help(command), end="")
+        return 0
     return _COMMANDS[command](rest)
 
 
-def _train(arguments: list[str]) -> int:
-    if _wants_help(arguments):
-        return _print_key_help("train")
-    return _with_run_file("train", arguments, _run)
+def _help(command: str) -> str:
+    if command in _HELP:
+        return _HELP[command]
+    from thunder_memsave.finetune.run_file.keys.key_help import help_text
 
-
-def _validate(arguments: list[str]) -> int:
-    if _wants_help(arguments):
-        return _print_key_help("validate")
-    return _with_run_file("validate", arguments, _describe)
+    return _TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text())
 
 
 def _plan(arguments: list[str]) -> int:
-    if _wants_help(arguments):
-        return _print_key_help("plan")
     options, rest = parse_options(arguments)
 
     def action(run_file: RunFile) -> int:
@@ -203,39 +201,29 @@ def _plan(arguments: list[str]) -> int:
     return _with_run_file("plan", rest, action)
 
 
-def _export(arguments: list[str]) -> int:
-    if _wants_help(arguments):
-        print(_EXPORT_HELP, end="")
-        return 0
-    return run_export(parse_export_options(arguments))
-
-
 def _configs(arguments: list[str]) -> int:
-    if _wants_help(arguments) or not arguments:
-        print(_CONFIGS_HELP, end="")
-        return 0 if arguments else _USER_ERROR
-    action, *rest = arguments
-    match action, rest:
-        case "list", []:
+    if not arguments:
+        print(_HELP["configs"], end="")
+        return _USER_ERROR
+    match arguments:
+        case ["list"]:
             _list_configs()
-        case "show", [name]:
+        case ["show", name]:
             print(find_shipped(name).read_text(encoding="utf-8"), end="")
-        case "copy", [name]:
-            print(copy_shipped(name, None))
-        case "copy", [name, destination]:
-            print(copy_shipped(name, destination))
+        case ["copy", name, *destination] if len(destination) < 2:
+            print(copy_shipped(name, *destination))
         case _:
             raise ConfigError(
-                f"'configs {' '.join(arguments)}' is not a command.\n{_CONFIGS_HELP.rstrip()}"
+                f"'configs {' '.join(arguments)}' is not a command.\n{_HELP['configs'].rstrip()}"
             )
     return 0
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train,
-    "validate": _validate,
+    "train": lambda arguments: _with_run_file("train", arguments, _run),
+    "validate": lambda arguments: _with_run_file("validate", arguments, _describe),
     "plan": _plan,
-    "export": _export,
+    "export": lambda arguments: run_export(parse_export_options(arguments)),
     "configs": _configs,
 }
 
@@ -288,17 +276,6 @@ def _describe(run_file: RunFile) -> None:
     job = prepare(run_file.config, Problems(run_file.problems))
     if is_first_local():
         print(f"{shown_name(run_file.path)} is usable.\n\n{describe_job(job)}")
-
-
-def _print_key_help(command: str) -> int:
-    from thunder_memsave.finetune.run_file.keys.key_help import help_text
-
-    print(_TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text()), end="")
-    return 0
-
-
-def _wants_help(arguments: list[str]) -> bool:
-    return "-h" in arguments or "--help" in arguments
 
 
 def _refused(message: str) -> int:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import collections.abc
 import enum
 import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import (
@@ -72,18 +81,18 @@ _OTHER_NAMES = {
 
 _UNIONS = (Union, types.UnionType)
 QUALIFIERS = (Annotated, Required, NotRequired)
-_LISTS = (
-    list,
-    tuple,
-    set,
-    frozenset,
-    collections.abc.Sequence,
-    collections.abc.Iterable,
-    collections.abc.Collection,
-    collections.abc.MutableSequence,
-    collections.abc.Set,
-)
-_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+
+# What PyYAML makes of the values of a type, or Python users write.
+_KINDS: dict[Any, tuple[type, ...]] = {
+    **{kind: (kind,) for kind in (str, int, bool, types.NoneType)},
+    None: (types.NoneType,),
+    float: (float, int),
+    Literal: (object,),
+    **dict.fromkeys(_PARSERS, (object,)),
+    **dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable, Collection), (list, tuple)),
+    **dict.fromkeys((MutableSequence, Set), (list, tuple)),
+    **dict.fromkeys((dict, Mapping, MutableMapping), (Mapping,)),
+}
 
 
 class SectionBase:
@@ -139,30 +148,28 @@ def convert(hint: Any, value: Any) -> Any:
     Raises:
         MisfitError: the value does not fit.
     """
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in _UNIONS:
         return _one_of(arguments, value)
     if origin in QUALIFIERS:
-        converted = convert(arguments[0], value)
-        for condition in arguments[1:]:
-            if isinstance(condition, Must) and not condition.holds(converted):
-                raise MisfitError(f" is {as_yaml(value)}, but must {condition.text}.")
-        return converted
-    if origin is Literal:
-        return _checked(
-            any(value == each and type(value) is type(each) for each in arguments), value
-        )
-    if hint in _PARSERS:
+        return _conditioned(convert(arguments[0], value), arguments[1:], as_yaml(value))
+    if origin in _PARSERS:
         return _parsed(_PARSERS[hint], value)
-    if not _is_known(hint):
+    kinds = _kinds(origin)
+    if kinds is None:
         return value
-    if _is_list(hint):
-        return _items(hint, value)
-    if _is_mapping(hint):
-        items = arguments[1] if len(arguments) == 2 else Any
-        _checked(isinstance(value, hint if is_section(hint) else Mapping), value)
-        return {key: convert(items, each) for key, each in value.items()} if arguments else value
-    return _plain(hint, value)
+    is_flag = isinstance(value, bool) and bool not in kinds
+    if origin is Literal:
+        is_flag = not any(value == each and type(value) is type(each) for each in arguments)
+    if not isinstance(value, kinds) or is_flag:
+        raise MisfitError
+    if list in kinds:
+        return _items(origin, arguments, value)
+    if Mapping in kinds and arguments:
+        return {key: convert(arguments[1], each) for key, each in value.items()}
+    if origin is float and abs(value) > sys.float_info.max and isinstance(value, int):
+        raise MisfitError
+    return float(value) if origin is float else value
 
 
 def is_section(hint: Any) -> bool:
@@ -194,7 +201,7 @@ def as_yaml(value: object) -> str:
 def meant(hint: Any, value: object) -> str:
     """Return the end of a sentence, with what was probably meant by a value that does not fit."""
     alternatives = (hint, *get_args(hint))
-    if any(_is_list(each) and fits(each, [value]) for each in alternatives):
+    if any(get_origin(each) in (list, tuple) and fits(each, [value]) for each in alternatives):
         return f", such as [{value!r}]."
     choices = [c for each in alternatives if get_origin(each) is Literal for c in get_args(each)]
     other_name = _OTHER_NAMES.get(str(value).lower())
@@ -215,16 +222,21 @@ def hint_of(parameter: inspect.Parameter, hints: dict[str, Any]) -> Any:
 def _one_of(alternatives: Sequence[Any], value: Any) -> Any:
     known = [each for each in alternatives if _is_known(each)]
     clause = ""
-    for each in known:
+    for each in known or [Any]:
         try:
             return convert(each, value)
         except MisfitError as error:
             clause = clause or error.clause
-    if not known:
-        return value
     words = [repr(word) for each in known if get_origin(each) is Literal for word in get_args(each)]
     words = [word for word in words if word not in clause]
     raise MisfitError(f"{clause} Or write {' or '.join(words)}." if clause and words else clause)
+
+
+def _conditioned(value: Any, conditions: Sequence[Any], shown: str) -> Any:
+    for condition in conditions:
+        if isinstance(condition, Must) and not condition.holds(value):
+            raise MisfitError(f" is {shown}, but must {condition.text}.")
+    return value
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
@@ -236,49 +248,30 @@ def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
         raise MisfitError(f": {error}") from None
 
 
-def _items(hint: Any, value: Any) -> Any:
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
-    _checked(isinstance(value, list | tuple), value)
-    if kind is not tuple or not arguments or arguments[-1] is Ellipsis:
+def _items(origin: Any, arguments: tuple[Any, ...], value: Sequence[Any]) -> Any:
+    if origin is not tuple or not arguments or arguments[-1] is Ellipsis:
         arguments = (arguments[0] if arguments else Any,) * len(value)
-    _checked(len(value) == len(arguments), value)
-    converted = map(convert, arguments, value)
-    return tuple(converted) if kind is tuple else list(converted)
-
-
-def _plain(hint: Any, value: Any) -> Any:
-    if hint is float:
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        _checked(isinstance(value, float) or is_whole, value)
-        return float(_checked(not is_whole or abs(value) <= sys.float_info.max, value))
-    if hint is int:
-        return _checked(isinstance(value, int) and not isinstance(value, bool), value)
-    if issubclass(hint or types.NoneType, enum.Enum | os.PathLike):
-        return _checked(isinstance(value, str), value)
-    return _checked(isinstance(value, hint or types.NoneType), value)
-
-
-def _checked(is_fit: bool, value: Any) -> Any:
-    if not is_fit:
+    if len(value) != len(arguments):
         raise MisfitError
-    return value
+    items = map(convert, arguments, value)
+    return tuple(items) if origin is tuple else list(items)
 
 
 def _is_known(hint: Any) -> bool:
     """Tell whether YAML has values of this type."""
-    if hint in _WORDS or get_origin(hint) in (*_UNIONS, *QUALIFIERS, Literal):
-        return True
-    if _is_list(hint) or _is_mapping(hint):
-        return True
-    return isinstance(hint, type) and issubclass(hint, enum.Enum | os.PathLike)
+    origin = get_origin(hint) or hint
+    return origin in (*_UNIONS, *QUALIFIERS, *_PARSERS) or _kinds(origin) is not None
 
 
-def _is_list(hint: Any) -> bool:
-    return (get_origin(hint) or hint) in _LISTS
-
-
-def _is_mapping(hint: Any) -> bool:
-    return (get_origin(hint) or hint) in _MAPPINGS or is_typeddict(hint) or is_section(hint)
+def _kinds(origin: Any) -> tuple[type, ...] | None:
+    """Return the types of the values in YAML; None if there are none."""
+    if origin in _KINDS:
+        return _KINDS[origin]
+    if is_typeddict(origin):
+        return (Mapping,)
+    if isinstance(origin, type) and issubclass(origin, enum.Enum | os.PathLike):
+        return (str,)
+    return (origin,) if is_section(origin) else None
 
 
 def _words(hint: Any) -> Iterator[str]:
@@ -298,10 +291,8 @@ def _words(hint: Any) -> Iterator[str]:
         yield f"one of {', '.join(choices)}" if len(choices) > 2 else " or ".join(choices)
     elif origin is tuple and arguments[-1] is not Ellipsis:
         yield f"a list of {len(arguments)}: {', '.join(map(wanted, arguments))}"
-    elif _is_list(hint):
+    elif list in (kinds := _kinds(origin or hint) or ()):
         items = wanted(arguments[0]) if arguments else ""
         yield f"a list of {_PLURALS.get(items, items)}" if items else "a list"
-    elif _is_mapping(hint):
-        yield "a mapping"
     else:
-        yield "a text"
+        yield "a text" if str in kinds else "a mapping"

@@ -149,31 +149,26 @@ class _Reading:
                 loader.dispose()
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
-            raise ConfigError(
-                f"this is not YAML: it has the character {error.character:#06x}.",
-                place=self._place(line),
-            ) from error
+            message = f"this is not YAML: it has the character {error.character:#06x}."
+            raise self._error(message, line) from error
         except yaml.YAMLError as error:
             raise self._syntax_error(error) from error
         except RecursionError as error:
-            raise ConfigError("the YAML is nested too deeply.", place=self._place(None)) from error
+            raise self._error("the YAML is nested too deeply.", None) from error
         except (KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             # A value that is a number by its tag or by YAML 1.1, but cannot be read as one.
-            raise ConfigError(f"this is not YAML: {error}.", place=self._place(None)) from error
+            raise self._error(f"this is not YAML: {error}.", None) from error
 
     def _value(self, loader: yaml.SafeLoader, node: yaml.Node, *, where: str) -> Any:
         self._num_values += 1
         line = node.start_mark.line + 1
         if self._num_values > _MAX_VALUES:
-            raise ConfigError(
-                f"the YAML stands for more than {_MAX_VALUES} values, because aliases repeat "
-                "others; write the values out.",
-                place=self._place(line),
-            )
+            message = f"the YAML stands for more than {_MAX_VALUES} values, because aliases repeat others; write the "
+            raise self._error(f"{message}values out.", line)
         if any(node is other for other in self._open):
-            raise ConfigError("a YAML alias contains itself.", place=self._place(line))
+            raise self._error("a YAML alias contains itself.", line)
         self._refuse_tag(node, line)
         self._open.append(node)
         try:
@@ -191,10 +186,8 @@ class _Reading:
     def _scalar(self, loader: yaml.SafeLoader, node: yaml.Node) -> Any:
         value = loader.construct_object(node)
         if isinstance(value, str) and "\0" in value:
-            raise ConfigError(
-                f"the text {value!r} has a null character, which no name can hold; remove it.",
-                place=self._place(node.start_mark.line + 1),
-            )
+            message = f"the text {value!r} has a null character, which no name can hold; remove it."
+            raise self._error(message, node.start_mark.line + 1)
         return value
 
     def _item(self, loader: yaml.SafeLoader, node: yaml.Node, *, where: str) -> Any:
@@ -219,7 +212,10 @@ class _Reading:
                 continue
             name, line = f"{where}.{key}" if where else str(key), key_node.start_mark.line + 1
             if key in first_lines:
-                self._add_duplicate(name, first_lines[key], line)
+                message = (
+                    f"{name} is given twice, on lines {first_lines[key]} and {line}; remove one."
+                )
+                self.problems.append(self._error(message, line, key=name))
                 continue
             first_lines[key] = self.lines[name] = line
             own[key] = self._value(loader, value_node, where=name)
@@ -232,52 +228,36 @@ class _Reading:
         for each in nodes:
             value = self._value(loader, each, where=where)
             if not isinstance(value, dict):
-                raise ConfigError(
-                    f"'<<' merges mappings only, not {value!r}.",
-                    place=self._place(each.start_mark.line + 1),
-                )
+                message = f"'<<' merges mappings only, not {value!r}."
+                raise self._error(message, each.start_mark.line + 1)
             yield value
 
     def _key(self, loader: yaml.SafeLoader, node: yaml.Node, *, where: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
-            self.problems.append(
-                ConfigError(
-                    f"a key{f' of {where}' if where else ''} is a list or a mapping, but must be "
-                    "a name; put a text with braces into quotes.",
-                    place=self._place(node.start_mark.line + 1),
-                )
-            )
+            whose = f" of {where}" if where else ""
+            message = f"a key{whose} is a list or a mapping, but must be a name; put a text with braces into quotes."
+            self.problems.append(self._error(message, node.start_mark.line + 1))
             return None
         self._refuse_tag(node, node.start_mark.line + 1)
         key = loader.construct_object(node)
         # YAML 1.1 reads the names on, off, yes and no as true and false.
         return node.value if key is None or isinstance(key, bool) else key
 
-    def _add_duplicate(self, name: str, first: int, second: int) -> None:
-        self.problems.append(
-            ConfigError(
-                f"{name} is given twice, on lines {first} and {second}; remove one.",
-                key=name,
-                place=self._place(second),
-            )
-        )
-
     def _refuse_tag(self, node: yaml.Node, line: int) -> None:
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN_TAGS[type(node)]:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            raise ConfigError(
-                f"the YAML tag {tag} is refused; a run file holds plain values only.",
-                place=self._place(line),
-            )
+            message = f"the YAML tag {tag} is refused; a run file holds plain values only."
+            raise self._error(message, line)
 
     def _syntax_error(self, error: yaml.YAMLError) -> ConfigError:
         mark = getattr(error, "problem_mark", None)
         text = getattr(error, "problem", None) or str(error)
         hint = "; indent with spaces" if r"'\t'" in text else ""
         line = None if mark is None else mark.line + 1
-        return ConfigError(f"this is not YAML: {text}{hint}.", place=self._place(line))
+        return self._error(f"this is not YAML: {text}{hint}.", line)
 
-    def _place(self, line: int | None) -> str | None:
-        if self.path is None:
-            return None
-        return str(self.path) if line is None else f"{self.path}:{line}"
+    def _error(self, message: str, line: int | None, *, key: str | None = None) -> ConfigError:
+        place = None if self.path is None else str(self.path)
+        if place is not None and line is not None:
+            place = f"{place}:{line}"
+        return ConfigError(message, key=key, place=place)

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from thunder_memsave.finetune.export.export_directory import check_out, directory_for
-from thunder_memsave.finetune.run_file.reading.arguments import split_arguments
+from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.settings.section import ConfigError, parse_bytes, suggestion
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.export.trained_model import TrainedModel
     from thunder_memsave.finetune.export.verified_export import Verified
 
-_OPTIONS = ("--out", "--merge", "--dtype", "--max-file-size")
+_OPTIONS = {"--out": "exported", "--dtype": "bfloat16", "--max-file-size": "5GB"}
 _FLAGS = ("--merge",)
 _DTYPES = ("float32", "bfloat16")
-_OVERRIDES = ("--model.name_or_path=", "--model.revision=")
+_OVERRIDES = ("--model.name_or_path", "--model.revision")
 _USAGE = "thunder-memsave export RUN --out DIR [--merge]"
 
 
@@ -44,23 +44,13 @@ def parse_export_options(arguments: Sequence[str]) -> ExportOptions:
     Raises:
         ConfigError: one is missing, unknown or has an invalid value.
     """
-    given: dict[str, str] = {}
-    runs: list[str] = []
-    overrides: list[str] = []
-    for each in split_arguments(arguments, flags=_FLAGS):
-        name, word = each.name, each.typed[0]
-        if word.startswith(_OVERRIDES):
-            overrides.append(word)
-        elif not word.startswith("--"):
-            runs.append(word)
-        elif name not in _OPTIONS:
-            raise ConfigError(
-                f"export has no option {name!r}{suggestion(name, _OPTIONS)} Write {_USAGE}."
-            )
-        elif each.value is None and name not in _FLAGS:
-            raise ConfigError(f"{name} needs a value; write {_USAGE}.")
-        else:
-            given[name] = each.value or ""
+    given, rest = take_options(arguments, _OPTIONS, flags=_FLAGS)
+    overrides = [each for each in rest if each.name in _OVERRIDES and each.value is not None]
+    runs = [each.shown for each in rest if not each.name.startswith("--")]
+    for each in rest:
+        if each.name.startswith("--") and each not in overrides:
+            nearest = suggestion(each.name, (*_OPTIONS, *_FLAGS))
+            raise ConfigError(f"export has no option {each.name!r}{nearest} Write {_USAGE}.")
     if len(runs) != 1 or "--out" not in given:
         raise ConfigError(f"export needs one run and where to write: {_USAGE}.")
     return ExportOptions(
@@ -69,7 +59,7 @@ def parse_export_options(arguments: Sequence[str]) -> ExportOptions:
         merge="--merge" in given,
         dtype=_dtype(given.get("--dtype")),
         max_file_bytes=_max_file_bytes(given.get("--max-file-size", "5GB")),
-        overrides=tuple(overrides),
+        overrides=tuple(word for each in overrides for word in each.typed),
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_memsave.errors import DOES_NOT_FIT, BudgetError
 from thunder_memsave.finetune.plan.plan_progress import Progress
-from thunder_memsave.finetune.run_file.reading.arguments import split_arguments
+from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
 from thunder_memsave.progress import stage
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.plan_run import RunPlan
     from thunder_memsave.finetune.run_file.config import RunConfig
 
-_OPTIONS = ("--world-size", "--device", "--budget", "--json", "--html")
+_OPTIONS = {
+    "--world-size": "64",
+    "--device": "h200",
+    "--budget": "60GiB",
+    "--json": "plan.json",
+    "--html": "plan.html",
+}
 _DEFAULT_DEVICE = "h200"
 
 
@@ -49,25 +55,11 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     Raises:
         ConfigError: an option has no value, or an invalid one.
     """
-    given: dict[str, str] = {}
-    rest: list[str] = []
-    for each in split_arguments(arguments):
-        if each.name not in _OPTIONS:
-            rest += each.typed
-        elif each.value is None:
-            raise ConfigError(
-                f"{each.name} needs a value, such as {each.name}={_example(each.name)}."
-            )
-        else:
-            given[each.name] = each.value
+    given, others = take_options(arguments, _OPTIONS)
+    rest = [word for each in others for word in each.typed]
     if "--budget" in given:
         rest.append(f"--memory.budget={given['--budget']}")
     return _options(given), rest
-
-
-def _example(name: str) -> str:
-    examples = {"--world-size": "64", "--device": "h200", "--budget": "60GiB"}
-    return examples.get(name, f"plan.{name.removeprefix('--')}")
 
 
 def _options(given: dict[str, str]) -> PlanOptions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -37,8 +36,7 @@ def find_config(name: str) -> Path:
     stem = name.removesuffix(path.suffix) if path.suffix in _ENDINGS else name
     if stem in shipped:
         return shipped[stem]
-    nearest = difflib.get_close_matches(stem, shipped, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    hint = suggestion(stem, shipped)
     if "/" in name or path.suffix in _ENDINGS:
         raise ConfigError(f"there is no run file {name}{hint}")
     raise ConfigError(
@@ -68,14 +66,14 @@ def find_shipped(name: str) -> Path:
     return shipped[stem]
 
 
-def copy_shipped(name: str, destination: str | None) -> Path:
+def copy_shipped(name: str, destination: str = ".") -> Path:
     """Copy a shipped run file to a path or into a directory, and return where it is.
 
     Raises:
         ConfigError: there is none with that name, or the destination exists.
     """
     source = find_shipped(name)
-    target = Path(source.name if destination is None else destination)
+    target = Path(destination)
     if target.is_dir():
         target /= source.name
     if target.exists():

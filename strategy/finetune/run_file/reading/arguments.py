@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from thunder_memsave.settings.section import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +20,45 @@ class Argument:
 
     typed: tuple[str, ...]
     """The words of the command line: one, or two for `--name value`."""
+
+    @property
+    def key(self) -> str:
+        """The key that it overrides; other tools write a dash for an underscore in one."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def shown(self) -> str:
+        """The argument for messages, as it was typed."""
+        return " ".join(self.typed)
+
+
+def take_options(
+    arguments: Sequence[str], examples: Mapping[str, str], *, flags: Collection[str] = ()
+) -> tuple[dict[str, str], list[Argument]]:
+    """Split a command's own options from its other arguments.
+
+    Args:
+        arguments: The words of the command line.
+        examples: Each option with a value for messages.
+        flags: Options without a value.
+
+    Returns:
+        The values of the options, and the other arguments.
+
+    Raises:
+        ConfigError: an option has no value.
+    """
+    given: dict[str, str] = {}
+    rest: list[Argument] = []
+    for each in split_arguments(arguments, flags=flags):
+        if each.name not in (*examples, *flags):
+            rest.append(each)
+        elif each.value is None and each.name not in flags:
+            example = f"{each.name}={examples[each.name]}"
+            raise ConfigError(f"{each.name} needs a value, such as {example}.")
+        else:
+            given[each.name] = each.value or ""
+    return given, rest
 
 
 def split_arguments(arguments: Sequence[str], *, flags: Collection[str] = ()) -> Iterator[Argument]:

@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, get_origin, is_typeddict
 
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.unknown_keys import unknown_key
-from thunder_memsave.finetune.run_file.reading.arguments import split_arguments
+from thunder_memsave.finetune.run_file.reading.arguments import Argument, split_arguments
 from thunder_memsave.settings.schema import bare, below, hints_of
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.section import ConfigError, raise_all
 from thunder_memsave.settings.value_kinds import fits, is_section
 from thunder_memsave.settings.yaml_file import parse_yaml
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Override:
-    """One key from the command line."""
-
-    key: str
-    text: str
-    argument: str
-    """The argument as it was typed, for messages."""
-
-
-def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+def parse_overrides(arguments: Sequence[str]) -> list[Argument]:
     """Read `--key=value`, `key=value` and `--key value`.
 
     Raises:
         ConfigErrors: an argument is not an override.
     """
-    overrides, problems = [], []
-    for each in split_arguments(arguments):
-        key, typed = each.name.removeprefix("--"), " ".join(each.typed)
-        if key and each.value is not None:
-            # On the command line, other tools write a dash for an underscore in a key.
-            overrides.append(Override(key=key.replace("-", "_"), text=each.value, argument=typed))
-        else:
-            message = (
-                f"{typed!r} is not an override; write --key=value, such as --train.max_steps=10."
+    overrides = list(split_arguments(arguments))
+    raise_all(
+        [
+            ConfigError(
+                f"{each.shown!r} is not an override; write --key=value, such as --train.max_steps=10."
             )
-            problems.append(ConfigError(message))
-    if problems:
-        raise ConfigErrors(problems)
+            for each in overrides
+            if each.value is None or not each.key
+        ]
+    )
     return overrides
 
 
-def apply_override(values: dict[str, Any], override: Override) -> None:
+def apply_override(values: dict[str, Any], override: Argument) -> None:
     """Set a key in the nested values of a run file.
 
     Raises:
@@ -56,27 +42,33 @@ def apply_override(values: dict[str, Any], override: Override) -> None:
     hint = _hint(override.key)
     value = _value(override, hint)
     *sections, last = override.key.split(".")
+    done = ""
     for section in sections:
-        if values.get(section) is None:
+        done = below(done, section)
+        inner, shorthand = values.get(section), getattr(bare(_hint(done)), "shorthand", "")
+        if inner is None:
             values[section] = {}
+        elif shorthand and isinstance(inner, str):
+            values[section] = {shorthand: inner}
         values = values[section]
         if not isinstance(values, dict):
             return  # the file is wrong there, which is reported with its line
     values[last] = value
 
 
-def _value(override: Override, hint: Any) -> Any:
+def _value(override: Argument, hint: Any) -> Any:
+    text = override.value or ""
     try:
-        value = parse_yaml(override.text)
+        value = parse_yaml(text)
     except ConfigError as error:
-        if fits(hint, override.text) and hint is not Any:
-            return override.text
+        if fits(hint, text) and hint is not Any:
+            return text
         raise ConfigError(
             f"the value of --{override.key} is not YAML: {error}", key=override.key
         ) from error
     # Nobody quotes a directory's name on the command line because it is a number.
-    takes_text = not fits(hint, value) and fits(hint, override.text)
-    return override.text if takes_text else value
+    takes_text = not fits(hint, value) and fits(hint, text)
+    return text if takes_text else value
 
 
 def _hint(key: str) -> Any:

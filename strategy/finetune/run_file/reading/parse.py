@@ -13,12 +13,9 @@ from typing_extensions import override
 
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.unknown_keys import unknown_key
+from thunder_memsave.finetune.run_file.reading.arguments import Argument
 from thunder_memsave.finetune.run_file.reading.checks import check_config
-from thunder_memsave.finetune.run_file.reading.overrides import (
-    Override,
-    apply_override,
-    parse_overrides,
-)
+from thunder_memsave.finetune.run_file.reading.overrides import apply_override, parse_overrides
 from thunder_memsave.finetune.run_file.reading.problems import Problems
 from thunder_memsave.settings.schema import Reader
 from thunder_memsave.settings.section import ConfigError, ConfigErrors
@@ -107,10 +104,10 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _apply(given: Sequence[Override], file: YamlFile, problems: Problems) -> dict[str, str]:
+def _apply(given: Sequence[Argument], file: YamlFile, problems: Problems) -> dict[str, str]:
     typed: dict[str, str] = {}
     for each in given:
-        typed[each.key] = each.argument
+        typed[each.key] = each.shown
         try:
             apply_override(file.values, each)
         except ConfigError as error:

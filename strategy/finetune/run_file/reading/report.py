@@ -63,11 +63,9 @@ def _entry(problem: ConfigError, source: Source) -> _Entry:
     file, line = _file_and_line(problem.place)
     is_run_file = source.path is not None and file in (str(source.path), source.shown)
     file = source.shown if is_run_file else file
+    place = file if line is None else f"{file}:{line}"
     if line is None:
         line = 0 if is_run_file else sys.maxsize  # the rest of a data file's problems
-        place = file
-    else:
-        place = f"{file}:{line}"
     group = 0 if is_run_file else 2
     return _Entry(group=group, file=file, line=line, place=place, message=message)
 
@@ -81,17 +79,14 @@ def _entry_of_key(key: str | None, message: str, source: Source) -> _Entry:
     if key is None:
         return _Entry(group=3, file="", line=0, place="", message=message)
     typed, path = list(source.overrides), source.shown
-    for name in _from_inside(key):
+    # After the key and what contains it: the parts of a section that the file does not have.
+    for name in (*_from_inside(key), *(each for each in typed if each.startswith(f"{key}."))):
         if name in source.overrides:
             place = _short(source.overrides[name])
             return _Entry(group=1, file="", line=typed.index(name), place=place, message=message)
         if name in source.lines:
             line = source.lines[name]
             return _Entry(group=0, file=path, line=line, place=f"{path}:{line}", message=message)
-    for name in typed:
-        if name.startswith(f"{key}."):  # a section that the file does not have
-            place = _short(source.overrides[name])
-            return _Entry(group=1, file="", line=typed.index(name), place=place, message=message)
     return _Entry(group=0, file=path, line=0, place=path, message=message)
 
 
