@@ -5,18 +5,17 @@ python docs/generate.py      # a test fails if this was forgotten
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
 
 from thunder_memsave.finetune import data
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.foreign_names import FOREIGN_NAMES, ForeignName
 from thunder_memsave.finetune.run_file.keys.key_help import KeyHelp, sections
+from thunder_memsave.settings.schema import bare, hints_of
 
 DOCS = Path(__file__).parent
 
@@ -89,9 +88,9 @@ def _ours(name: ForeignName) -> str:
 def _heading(section: str) -> str:
     if not section:
         return "## At the top level\n"
-    cls = get_type_hints(RunConfig)[section]
-    free = {"strategy": _STRATEGY, "memory": _MEMORY, "fp8": _FP8}
-    about = cls.__doc__ if dataclasses.is_dataclass(cls) else free[section]
+    cls = bare(hints_of(RunConfig)[section])
+    also = {"strategy": _STRATEGY, "memory": _MEMORY, "fp8": _FP8}
+    about = also.get(section, cls.__doc__)
     return f"## `{section}`\n\n{inspect.cleandoc(about or '').splitlines()[0]}\n"
 
 

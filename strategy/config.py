@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
-from thunder_memsave.settings.quantities import parse_bytes, parse_duration
 from thunder_memsave.settings.schema import Section, field_names, parse_section
 from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
 from thunder_memsave.settings.step_names import refuse_needed
@@ -25,10 +24,6 @@ __all__ = [
     "StrategyConfig",
     "StrategySection",
     "load_strategy_config",
-    "load_yaml",
-    "parse_bytes",
-    "parse_duration",
-    "parse_section",
 ]
 
 _RESERVE = BytesOrFraction(0.05)

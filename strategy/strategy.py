@@ -31,7 +31,6 @@ from thunder_memsave.config import (
     ShardingConfig,
     StrategyConfig,
     load_strategy_config,
-    parse_section,
 )
 from thunder_memsave.fabric.accumulation import Accumulation, refuse_unreduced
 from thunder_memsave.fabric.forward_module import ForwardModule
@@ -50,7 +49,7 @@ from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.report.explain import explain, kinds_table
-from thunder_memsave.settings.schema import field_names
+from thunder_memsave.settings.schema import field_names, parse_section
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
 
 _log = logging.getLogger(__name__)

@@ -17,12 +17,25 @@ from thunder_memsave.config import (
     MemoryConfig,
     ShardingConfig,
     StrategyConfig,
+    StrategySection,
+    StrategySections,
     load_strategy_config,
-    parse_fp8,
-    parse_memory,
-    parse_strategy,
 )
-from thunder_memsave.settings.section import Bytes, BytesOrFraction, ConfigErrors
+from thunder_memsave.settings.schema import parse_section
+from thunder_memsave.settings.section import ConfigErrors
+from thunder_memsave.settings.value_kinds import Bytes, BytesOrFraction
+
+
+def parse_strategy(values: object) -> StrategySection:
+    return parse_section(StrategySection, values, where="strategy")
+
+
+def parse_memory(values: object) -> MemoryConfig:
+    return parse_section(MemoryConfig, values, where="memory")
+
+
+def parse_fp8(values: object) -> Fp8Config:
+    return parse_section(Fp8Config, values, where="fp8")
 
 
 def write(folder: Path, text: str) -> Path:
@@ -35,8 +48,12 @@ def write(folder: Path, text: str) -> Path:
     ("key", "value", "message"),
     [
         ("sharding", "zero1", r"strategy\.sharding is 'zero1', but must be one of 'none', "),
-        ("sharding", None, r"strategy\.sharding is null; write 'none' or 'zero3'"),
-        ("sharding", 2, r"strategy\.sharding is 2, but must be a mapping"),
+        (
+            "sharding",
+            None,
+            r"strategy\.sharding is null, but must be one of 'none', .*; leave it out",
+        ),
+        ("sharding", 2, r"strategy\.sharding is 2, but must be one of 'none', .* or a mapping"),
         ("sharding", {"mode": "zero"}, r"must be one of .*; did you mean 'zero3'\?"),
         ("frontend", "dynamos", r"strategy\.frontend is 'dynamos'.*; did you mean 'dynamo'\?"),
         ("executors", "torch", r"strategy\.executors is 'torch', but must be a list of names"),
@@ -62,8 +79,8 @@ def write(folder: Path, text: str) -> Path:
             r"`memory\.budget`; `memory\.policy` has other plans\. The steps that can be left out are out_of_place, ",
         ),
         ("timeout", 30, r"strategy\.timeout: 30 is not a duration; write a number and one"),
-        ("timeout", None, r"strategy\.timeout: None is not a duration"),
-        ("state_dict_type", True, r"strategy\.state_dict_type is True, but must be one of"),
+        ("timeout", None, r"strategy\.timeout is null, but must be a duration; leave it out"),
+        ("state_dict_type", True, r"state_dict_type is true, but must be 'sharded' or 'full'"),
         (
             "executor",
             ["torch"],
@@ -78,12 +95,12 @@ def write(folder: Path, text: str) -> Path:
         (
             "sharding",
             {"mode": "hybrid", "size": 0},
-            r"sharding\.size is 0, but must be a whole num",
+            r"strategy\.sharding\.size is 0, but must be a whole number of at least 1",
         ),
         (
             "sharding",
             {"mode": "hybrid", "size": "8"},
-            r"sharding\.size is '8', but must be a whole",
+            r"strategy\.sharding\.size is '8', but must be a whole number or null",
         ),
         (
             "sharding",
@@ -92,7 +109,7 @@ def write(folder: Path, text: str) -> Path:
         ),
         ("prefetch", "256", r"strategy\.prefetch: '256' is not a number of bytes; write a number"),
         ("prefetch", "256MiBs", r"or '60GB', or a whole number\. Or write 'auto'\."),
-        ("prefetch", None, r"strategy\.prefetch: None is not a number of bytes"),
+        ("prefetch", None, r"prefetch is null, but must be 'auto' or bytes, such as 256MiB; leave"),
         ("bucket", -1, r"strategy\.bucket: -1 is not a number of bytes"),
         (
             "accumulate",
@@ -102,7 +119,7 @@ def write(folder: Path, text: str) -> Path:
         (
             "reduce_dtype",
             "bfloat16",
-            r"reduce_dtype is 'bfloat16', but must be one of 'float32'; d",
+            r"reduce_dtype is 'bfloat16', but must be 'float32' or null; did you mean 'float32'",
         ),
     ],
 )
@@ -118,7 +135,7 @@ def test_the_dataclasses_refuse_wrong_values_too() -> None:
         StrategyConfig(timeout=timedelta(0))
 
 
-def test_flat_keys_reach_their_sections() -> None:
+def test_users_write_words_and_units() -> None:
     config = parse_strategy(
         {
             "sharding": {"mode": "hybrid", "size": 8},
@@ -134,18 +151,16 @@ def test_flat_keys_reach_their_sections() -> None:
             "state_dict_type": "full",
         }
     )
-    assert config == StrategyConfig(
+    assert config == StrategySection(
         sharding=ShardingConfig(mode="hybrid", size=8),
         prefetch=Bytes(256 * 1024**2),
         accumulate="accumulate_unsharded",
         bucket=Bytes(0),
         reduce_dtype=None,
-        compile=CompileConfig(
-            frontend="interpreter",
-            executors=("sdpa", "torch"),
-            trace_dir="traces",
-            leave_out=("schedule",),
-        ),
+        frontend="interpreter",
+        executors=("sdpa", "torch"),
+        trace_dir="traces",
+        leave_out=("schedule",),
         timeout=timedelta(seconds=90),
         state_dict_type="full",
     )
@@ -165,8 +180,17 @@ def test_all_problems_of_the_strategy_are_found_together() -> None:
     }
 
 
-def test_no_strategy_section_means_the_defaults() -> None:
-    assert parse_strategy(None) == StrategyConfig()
+def test_the_strategy_is_a_configuration_of_its_compiler_and_has_all_settings_together() -> None:
+    strategy = StrategySection(sharding=ShardingConfig(mode="zero3"), frontend="interpreter")
+    memory, fp8 = MemoryConfig(policy="keep_all"), Fp8Config(recipe="block")
+    config = StrategySections(strategy=strategy, memory=memory, fp8=fp8).together
+    assert isinstance(config, CompileConfig)
+    assert (config.sharding.mode, config.frontend) == ("zero3", "interpreter")
+    assert (config.memory, config.fp8) == (memory, fp8)
+
+
+def test_no_strategy_section_means_the_defaults(tmp_path: Path) -> None:
+    assert load_strategy_config(write(tmp_path, "strategy:\nmemory:\n")) == StrategyConfig()
     assert StrategyConfig().timeout == timedelta(minutes=30)
 
 
@@ -271,13 +295,11 @@ def test_a_budget_that_the_device_cannot_have_is_refused() -> None:
         parse_memory({"reserve": 1000}).budget_bytes(1000)
 
 
-def test_the_strategys_and_the_memory_sections_problems_come_together() -> None:
+def test_the_strategys_and_the_memory_sections_problems_come_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as error:
-        parse_strategy({"sharding": "zero9"}, memory={"budget": "much"})
-    assert [problem.key for problem in error.value.problems] == [
-        "memory.budget",
-        "strategy.sharding",
-    ]
+        load_strategy_config(write(tmp_path, "strategy: {sharding: zero9}\nmemory: {budget: much}"))
+    keys = [problem.key for problem in error.value.problems]
+    assert keys == ["strategy.sharding", "memory.budget"]
 
 
 def test_a_misspelled_section_is_refused(tmp_path: Path) -> None:
@@ -297,9 +319,9 @@ def test_the_configuration_imports_no_torch() -> None:
     [
         ({"recipe": "fast"}, r"fp8\.recipe is 'fast', but must be one of 'delayed', "),
         ({"backend": "te"}, r"fp8\.backend is 'te', but must be one of 'auto', "),
-        ({"fp8_format": "E5M2"}, r"fp8\.fp8_format is 'E5M2', but must be one of 'HYBRID', 'E4M3'"),
+        ({"fp8_format": "E5M2"}, r"fp8_format is 'E5M2', but must be 'HYBRID' or 'E4M3' or null"),
         ({"margin": -1}, r"fp8\.margin is -1, but must be a whole number of at least 0\."),
-        ({"margin": True}, r"fp8\.margin is True, but must be a whole number of at least 0\."),
+        ({"margin": True}, r"fp8\.margin is true, but must be a whole number\."),
         (
             {"amax_history_len": 0},
             r"fp8\.amax_history_len is 0, but must be a whole number of at le",
@@ -343,7 +365,7 @@ def test_fp8_options_that_a_recipe_does_not_have_are_refused(
 
 
 def test_no_fp8_section_and_an_empty_one_are_not_the_same() -> None:
-    assert parse_fp8(None) is None
+    assert StrategySections().fp8 is None
     assert parse_fp8({}) == Fp8Config()
     config = Fp8Config(recipe="current")
     assert parse_fp8(config) is config

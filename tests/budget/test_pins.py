@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thunder_memsave.budget.pins import check_pins, pin_of
-from thunder_memsave.config import MemoryConfig, parse_memory
+from thunder_memsave.config import MemoryConfig
 from thunder_memsave.planner.actions import KEEP, RECOMPUTE
 from thunder_memsave.settings.section import ConfigError
 
@@ -28,7 +28,7 @@ def test_a_pattern_that_names_nothing_is_refused_with_near_names(key: str) -> No
         rf"memory\.{key} has 'layers\.0\.mlp', which names no module .* 'model\.layers\.0\.mlp'"
     )
     with pytest.raises(ConfigError, match=message):
-        check_pins(parse_memory({key: ["layers.0.mlp"]}), MODULES)
+        check_pins(MemoryConfig(**{key: ("layers.0.mlp",)}), MODULES)
 
 
 def test_a_module_in_both_lists_is_refused() -> None:

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from harness.distributed import run_on_ranks
-from thunder_memsave.config import ConfigError, StrategyConfig, parse_strategy
+from thunder_memsave.config import ConfigError, StrategyConfig
 from thunder_memsave.distributed.process_group import (
     destroy_groups,
     init_default_group,
     make_data_parallel,
     needs_process_group,
 )
+from thunder_memsave.settings.schema import parse_section
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
@@ -33,7 +34,7 @@ def free_port() -> int:
 
 
 def config(**settings: Any) -> StrategyConfig:
-    return parse_strategy({"timeout": "60s", **settings})
+    return parse_section(StrategyConfig, {"timeout": "60s", **settings}, where="strategy")
 
 
 def check_groups(rank: int, port: int) -> None:

@@ -25,7 +25,7 @@ from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.measure.scratch import MeasuredScratch
 from thunder_memsave.passes.recompute import PREFIX
 from thunder_memsave.planner.simulate import simulate
-from thunder_memsave.settings.section import BytesOrFraction
+from thunder_memsave.settings.value_kinds import BytesOrFraction
 
 
 @pytest.fixture(scope="module")

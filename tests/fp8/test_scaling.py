@@ -18,7 +18,6 @@ from thunder_memsave.fp8.scaling import (
     reduce_amax,
     update_scales,
 )
-from thunder_memsave.settings.section import Whole
 
 RECIPE = recipe_of(Fp8Config(amax_history_len=3))
 INF = float("inf")
@@ -72,7 +71,7 @@ def test_scales_map_the_largest_amax_of_the_window_to_the_largest_number() -> No
 
 
 def test_most_recent_looks_at_the_last_step_only_and_a_margin_leaves_room() -> None:
-    recipe = recipe_of(Fp8Config(amax_compute_algo="most_recent", margin=Whole(1)))
+    recipe = recipe_of(Fp8Config(amax_compute_algo="most_recent", margin=1))
     state = with_amax(7.0, 7.0, 7.0, recipe)
     state.update()
     record(state, 1.0, 2.0, 4.0)

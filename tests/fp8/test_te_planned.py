@@ -15,7 +15,7 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.measure.devices import device_at
-from thunder_memsave.settings.section import BytesOrFraction
+from thunder_memsave.settings.value_kinds import BytesOrFraction
 
 
 def deep_model() -> nn.Module:

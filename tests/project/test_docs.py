@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import peft
 import pytest
@@ -20,19 +20,13 @@ import yaml
 
 from thunder_memsave import callbacks
 from thunder_memsave.callbacks.hooks import HOOKS
-from thunder_memsave.config import (
-    CompileConfig,
-    Fp8Config,
-    MemoryConfig,
-    ShardingConfig,
-    StrategyConfig,
-)
 from thunder_memsave.finetune.export.export_command import parse_export_options
 from thunder_memsave.finetune.model.adapters import _METHODS
 from thunder_memsave.finetune.plan.plan_command import parse_options
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.foreign_names import FOREIGN_NAMES
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
+from thunder_memsave.settings.schema import bare, hints_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -176,19 +170,13 @@ def exists(key: str) -> bool:
     section, *rest = key.split(".")
     if section == "lora":
         return rest[0] in {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    if section == "strategy":
-        known = (ShardingConfig, CompileConfig, StrategyConfig)
-        return rest[0] in {field.name for cls in known for field in dataclasses.fields(cls)}
-    if section in ("memory", "fp8"):
-        cls = MemoryConfig if section == "memory" else Fp8Config
-        return rest in [[field.name] for field in dataclasses.fields(cls)]
-    hint = get_type_hints(RunConfig)[section]
+    hint = bare(hints_of(RunConfig)[section])
     for position, part in enumerate(rest):
         if not dataclasses.is_dataclass(hint):
             return rest[position] in ("class_path", "init_args")
-        if part not in get_type_hints(hint):
+        if part not in hints_of(hint):
             return False
-        hint = get_type_hints(hint)[part]
+        hint = bare(hints_of(hint)[part])
     return True
 
 

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import pytest
 import torch
 
+from thunder_memsave.config import Fp8Config
 from thunder_memsave.finetune.run_file.config import ClassSpec
-from thunder_memsave.settings.value_kinds import misfit
+from thunder_memsave.settings.value_kinds import Bytes, at_least, fits, wanted
 
 
 class Color(Enum):
@@ -50,11 +52,11 @@ class Color(Enum):
     ],
 )
 def test_these_values_fit(hint: Any, value: object) -> None:
-    assert misfit(hint, value) is None
+    assert fits(hint, value)
 
 
 @pytest.mark.parametrize(
-    ("hint", "value", "wanted"),
+    ("hint", "value", "words"),
     [
         (int, True, "a whole number"),
         (int, 1.0, "a whole number"),
@@ -70,6 +72,13 @@ def test_these_values_fit(hint: Any, value: object) -> None:
         (tuple[float | torch.Tensor, float], 0.9, "a list of 2: a number, a number"),
         (tuple[float, float], [0.9], "a list of 2: a number, a number"),
         (Literal["a", "b"], "c", "'a' or 'b'"),
+        (Literal["a", "b", "c"] | None, "d", "one of 'a', 'b', 'c' or null"),
+        (Literal["auto"] | Bytes, "1 parsec", "'auto' or bytes, such as 256MiB"),
+        (tuple[str, ...] | None, ["a", 1], "a list of names or null"),
+        (Annotated[int, at_least(2)] | None, 1, "a whole number or null"),
+        (Annotated[str, "the name of a class"], 1, "the name of a class"),
+        (Fp8Config | None, 3, "a mapping or null"),
+        (timedelta, None, "a duration"),
         (Literal["a", 1], True, "'a' or 1"),
         (int | Literal["auto"], "many", "a whole number or 'auto'"),
         (list[str] | str | None, 3, "a list of texts or a text or null"),
@@ -82,6 +91,7 @@ def test_these_values_fit(hint: Any, value: object) -> None:
     ],
 )
 def test_other_values_do_not_and_it_is_said_what_would(
-    hint: Any, value: object, wanted: str
+    hint: Any, value: object, words: str
 ) -> None:
-    assert misfit(hint, value) == wanted
+    assert not fits(hint, value)
+    assert wanted(hint) == words

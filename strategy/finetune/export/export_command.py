@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from thunder_memsave.finetune.export.export_directory import check_out, directory_for
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
-from thunder_memsave.settings.section import ConfigError, parse_bytes, suggestion
+from thunder_memsave.settings.quantities import parse_bytes
+from thunder_memsave.settings.section import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.export.trained_model import TrainedModel

@@ -10,8 +10,9 @@ from typing import Any
 from peft import LoraConfig
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
-from thunder_memsave.config import Fp8Config, parse_section
+from thunder_memsave.config import Fp8Config
 from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.settings.schema import parse_section
 from thunder_memsave.settings.section import ConfigError
 
 _DATA = (

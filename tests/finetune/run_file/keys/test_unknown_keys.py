@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from thunder_memsave.config import CompileConfig, StrategyConfig
 from thunder_memsave.finetune.run_file.config import TrainConfig
 from thunder_memsave.finetune.run_file.keys.foreign_names import FOREIGN_NAMES, foreign_name
 from thunder_memsave.finetune.run_file.keys.unknown_keys import schema_keys, unknown_key
-from thunder_memsave.settings.section import field_names
+from thunder_memsave.settings.schema import field_names
 
 TRAIN = field_names(TrainConfig)
 
@@ -37,9 +36,7 @@ FREE = {
 
 
 def test_the_table_of_other_tools_names_keys_that_exist_or_says_why_there_is_none() -> None:
-    strategy = {f"strategy.{name}" for name in field_names(CompileConfig)}
-    strategy |= {f"strategy.{name}" for name in field_names(StrategyConfig)}
-    known = {*schema_keys(), *strategy, *FREE}
+    known = {*schema_keys(), *FREE}
     for name, foreign in FOREIGN_NAMES.items():
         assert set(foreign.here) <= known, name
         assert foreign.here or foreign.note, name

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from thunder_memsave.config import Fp8Config, ShardingConfig
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import (
     dump_run_config,
@@ -92,7 +93,9 @@ def test_another_optimizer_gets_no_arguments_of_the_default_one(tmp_path: Path) 
 
 def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
     names = ["--output_dir=1e-4", "--model.name_or_path=2026-11-21"]
-    config = load(tmp_path, GOOD, "--lora.r=8", "--lr_scheduler.warmup_steps=5", *names)
+    strategy = ["--strategy.timeout=90s", "--strategy.executors=[torch]", "--memory.budget=80%"]
+    overrides = ["--lora.r=8", "--lr_scheduler.warmup_steps=5", "--fp8={}", *strategy, *names]
+    config = load(tmp_path, GOOD, *overrides)
     assert load(tmp_path, dump_run_config(config)) == config
     assert config.output_dir == "1e-4"
 
@@ -183,24 +186,30 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
         ("--train.max_steps=ten", "train.max_steps is 'ten', but must be a whole number or null."),
         ("--train", "'--train' is not an override; write --key=value"),
         ("--=3", "'--=3' is not an override"),
-        ("train.micro_batch_size=0", "train.micro_batch_size is 0, but must be at least 1."),
+        (
+            "train.micro_batch_size=0",
+            "micro_batch_size is 0, but must be a whole number of at least 1.",
+        ),
         (
             "train.max_steps=-1",
-            "is -1, but must be at least 1; leave it out, or write null, for no",
+            "is -1, but must be a whole number of at least 1; leave it out, or write null, for no limit.",
         ),
-        ("devices=0", "devices is 0, but must be at least 1."),
+        ("devices=0", "is 0, but must be a whole number of at least 1; write 'auto' for all GPUs."),
         ("devices=two", "devices is 'two', but must be a whole number or 'auto'."),
         ("train.max_grad_norm=0", "but must be above 0; write null for no clipping"),
         ("train.max_grad_norm=.nan", "train.max_grad_norm is nan, but must be above 0"),
         ("train.seed=-1", "train.seed is -1, but must be from 0 to 4294967295"),
-        ("data.max_seq_length=1", "max_seq_length is 1, but must be at least 2"),
+        (
+            "data.max_seq_length=1",
+            "is 1, but must be a whole number of at least 2: a token and the one",
+        ),
         ("model.dtype=float64", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
         ("model.dtype=bf16-true", "must be 'float32' or 'bfloat16'; did you mean 'bfloat16'?"),
         ("model.dtype=fp32", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
         ("model.attn_implementation=x", "must be 'sdpa' or 'eager'."),
-        ("devices=-1", "devices is -1, but must be at least 1; write 'auto' for all GPUs."),
-        ("checkpoint.keep_last=-1", "checkpoint.keep_last is -1, but must be at least 1."),
-        ("checkpoint.keep_best=-1", "checkpoint.keep_best is -1, but must not be negative."),
+        ("checkpoint.keep_last=-1", "is -1, but must be a whole number of at least 1."),
+        ("checkpoint.keep_best=-1", "is -1, but must be a whole number of at least 0."),
+        (f"train.epochs={2**31}", "train.epochs is 2147483648, but must be at most 2147483647."),
         (
             "checkpoint={keep_best: 1, every_n_steps: 500}",
             "those come every 500 steps and eval.every_n_steps is 200; set eval.every_n_steps to 500, or",
@@ -225,7 +234,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "guards={loss_spike: null, spike_threshold: 2.5}",
             "spike_threshold is 2.5, but guards.loss_spike is null, so spikes are not detected",
         ),
-        ("eval.max_batches=-1", "must be at least 1; write null for the whole validation set."),
+        ("eval.max_batches=-1", "of at least 1; write null for the whole validation set."),
         ("lr_scheduler.warmup_steps=-1", "must not be negative"),
         ("lr_scheduler.warmup_steps=2.5", "a whole number of steps or a fraction"),
         ("lr_scheduler.min_lr_ratio=2", "must be from 0 to 1"),
@@ -242,7 +251,10 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
         ),
         ("memory.budget=4GiBs", "memory.budget: '4GiBs' is not a number of bytes"),
         ("memory.budgt=4GiB", "memory.budgt is not a key of 'memory'; did you mean 'budget'?"),
-        ("memory=60GiB", "memory is '60GiB', but must be a mapping, such as {budget: 60GiB}."),
+        (
+            "memory=60GiB",
+            "'60GiB', but must be a mapping of names to values, such as {budget: 60GiB}.",
+        ),
         (
             "train.gradient_checkpointing=true",
             "here it is memory.budget and memory.policy (what does not fit is recomputed; with",
@@ -370,8 +382,13 @@ def test_srun_with_several_tasks_is_refused_unless_they_are_torchrun(
 
 def test_fp8_is_asked_for_by_its_section_alone(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD).fp8 is None
-    assert load(tmp_path, GOOD, "--fp8={}").fp8 == {}
-    assert load(tmp_path, GOOD, "--fp8.recipe=block", "--fp8.skip_modules=[lm_head, gate]").fp8 == {
-        "recipe": "block",
-        "skip_modules": ["lm_head", "gate"],
-    }
+    assert load(tmp_path, GOOD, "--fp8={}").fp8 == Fp8Config()
+    overrides = ("--fp8.recipe=block", "--fp8.skip_modules=[lm_head, gate]")
+    expected = Fp8Config(recipe="block", skip_modules=("lm_head", "gate"))
+    assert load(tmp_path, GOOD, *overrides).fp8 == expected
+
+
+def test_a_part_of_the_sharding_is_added_to_its_mode(tmp_path: Path) -> None:
+    text = GOOD + "strategy: {sharding: hybrid}\n"
+    sharding = load(tmp_path, text, "--strategy.sharding.size=4").strategy.sharding
+    assert sharding == ShardingConfig(mode="hybrid", size=4)

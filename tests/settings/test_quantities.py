@@ -1,4 +1,4 @@
-"""How single values and whole files are read, and the words with which they are refused."""
+"""How durations and bytes are read, and the words with which they are refused."""
 
 from __future__ import annotations
 
@@ -6,32 +6,13 @@ from datetime import timedelta
 
 import pytest
 
-from thunder_memsave.config import CompileConfig, ShardingConfig
-from thunder_memsave.settings.section import (
-    ConfigError,
-    ConfigErrors,
+from thunder_memsave.settings.quantities import (
+    format_duration,
     parse_bytes,
     parse_bytes_or_fraction,
     parse_duration,
-    parse_section,
 )
-
-
-def test_a_string_sets_the_first_field() -> None:
-    assert parse_section(ShardingConfig, "none", where="sharding") == ShardingConfig(mode="none")
-
-
-def test_a_mapping_none_and_a_section_are_accepted() -> None:
-    section = ShardingConfig(mode="none")
-    assert parse_section(ShardingConfig, {"mode": "none"}, where="sharding") == section
-    assert parse_section(ShardingConfig, section, where="sharding") is section
-    assert parse_section(ShardingConfig, None, where="sharding") == ShardingConfig(mode="zero2")
-
-
-def test_an_unknown_key_is_refused_with_the_nearest_name() -> None:
-    message = r"^sharding\.mod is not a key of 'sharding'; did you mean 'mode'\?$"
-    with pytest.raises(ConfigError, match=message):
-        parse_section(ShardingConfig, {"mod": "none"}, where="sharding")
+from thunder_memsave.settings.section import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -50,13 +31,6 @@ def test_other_durations_are_refused(text: str) -> None:
 def test_a_zero_duration_is_refused() -> None:
     with pytest.raises(ConfigError, match="the duration '0s' is not positive"):
         parse_duration("0s")
-
-
-def test_an_unknown_key_without_a_near_name_is_refused_with_all_names() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'compile'; its keys are executors, frontend, leave_out, trace_dir\.$"
-    ):
-        parse_section(CompileConfig, {"xyz": 1}, where="compile")
 
 
 @pytest.mark.parametrize(
@@ -139,9 +113,6 @@ def test_what_is_neither_bytes_nor_a_part_is_refused_with_examples_of_both(text:
         parse_bytes_or_fraction(text)
 
 
-def test_all_problems_of_a_section_are_found_together_each_with_its_key() -> None:
-    values = {"frontend": "dynamos", "executors": 3, "executor": 4}
-    with pytest.raises(ConfigErrors) as error:
-        parse_section(CompileConfig, values, where="compile")
-    keys = {problem.key for problem in error.value.problems}
-    assert keys == {"compile.frontend", "compile.executors", "compile.executor"}
+@pytest.mark.parametrize("text", ["90s", "30min", "36h", "2d", "0.500000s"])
+def test_a_duration_is_written_as_it_is_read(text: str) -> None:
+    assert format_duration(parse_duration(text)) == text
