@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from thunder_memsave.finetune.export.export_directory import check_out, directory_for
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
-from thunder_memsave.settings.quantities import parse_bytes
+from thunder_memsave.settings.schema import Reader
 from thunder_memsave.settings.section import ConfigError, suggestion
+from thunder_memsave.settings.value_kinds import Bytes
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.export.trained_model import TrainedModel
@@ -59,7 +60,9 @@ def parse_export_options(arguments: Sequence[str]) -> ExportOptions:
         out=Path(given["--out"]),
         merge="--merge" in given,
         dtype=_dtype(given.get("--dtype")),
-        max_file_bytes=_max_file_bytes(given.get("--max-file-size", "5GB")),
+        max_file_bytes=Reader().value(
+            Bytes, given.get("--max-file-size", "5GB"), where="--max-file-size"
+        ),
         overrides=tuple(word for each in overrides for word in each.typed),
     )
 
@@ -142,13 +145,6 @@ def _dtype(text: str | None) -> Literal["float32", "bfloat16"] | None:
     if text is not None and text not in _DTYPES:
         raise ConfigError(f"--dtype is {text!r}, but must be {' or '.join(_DTYPES)}.")
     return text  # type: ignore[return-value]
-
-
-def _max_file_bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--max-file-size is {text!r}: {error}") from error
 
 
 def _check_space(out: Path, num_bytes: int) -> None:
