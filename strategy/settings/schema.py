@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import NoneType
 from typing import Any, NotRequired, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -113,8 +112,8 @@ class Reader:
         if value is None and (is_section(hint) or is_typeddict(hint)):
             return " is empty; give it a key, or leave the section out."
         words = wanted(hint)
-        if is_typeddict(hint):
-            words = f"a mapping with {' and '.join(hints_of(hint))}"
+        if is_typeddict(bare(hint)):
+            words = f"a mapping with {' and '.join(hints_of(bare(hint)))}"
         elif words == "a mapping":
             words = "a mapping of names to values"
         if value is None:
@@ -140,7 +139,6 @@ def parse_section(cls: type[SectionT], given: Any, *, where: str) -> SectionT:
     return made
 
 
-@cache
 def hints_of(cls: Any) -> dict[str, Any]:
     """Return the types of a section's fields by their names, with their conditions."""
     return get_type_hints(cls, include_extras=True)

@@ -158,10 +158,7 @@ def convert(hint: Any, value: Any) -> Any:
     kinds = _kinds(origin)
     if kinds is None:
         return value
-    is_flag = isinstance(value, bool) and bool not in kinds
-    if origin is Literal:
-        is_flag = not any(value == each and type(value) is type(each) for each in arguments)
-    if not isinstance(value, kinds) or is_flag:
+    if not _is_of(kinds, value) or (origin is Literal and not _is_choice(arguments, value)):
         raise MisfitError
     if list in kinds:
         return _items(origin, arguments, value)
@@ -237,6 +234,16 @@ def _conditioned(value: Any, conditions: Sequence[Any], shown: str) -> Any:
         if isinstance(condition, Must) and not condition.holds(value):
             raise MisfitError(f" is {shown}, but must {condition.text}.")
     return value
+
+
+def _is_of(kinds: tuple[type, ...], value: object) -> bool:
+    # True and False are whole numbers only for Python.
+    is_flag = type(value) is bool and bool not in kinds and object not in kinds
+    return isinstance(value, kinds) and not is_flag
+
+
+def _is_choice(choices: Sequence[object], value: object) -> bool:
+    return any(value == each and type(value) is type(each) for each in choices)
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:

@@ -248,7 +248,10 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
         ((run, tmp_path / "out", "--dtype=float32"), "--dtype is of whole models; leave it out"),
         ((run, tmp_path / "out", "--dtype=int8"), "must be float32 or bfloat16."),
         ((run, tmp_path / "out", "--marge"), "export has no option '--marge'; did you mean"),
-        ((run, tmp_path / "out", "--max-file-size=big"), "--max-file-size: 'big' is not a number of bytes"),
+        (
+            (run, tmp_path / "out", "--max-file-size=big"),
+            "--max-file-size: 'big' is not a number of bytes",
+        ),
         ((runs / "full" / "run", tmp_path / "out", "--merge"), "trained no adapter; leave it out"),
         ((run, tmp_path / "out", "--model.name_or_path=/nowhere/x/y"), "model.name_or_path is"),
         ((run, Path("/proc/out")), "cannot export to"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import pytest
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.finetune.output.same_run import check_same_run
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
+from thunder_memsave.finetune.run_file.reading.parse import plain_values
 from thunder_memsave.settings.section import ConfigError
 
 VALUES: dict[str, int | str] = {"seed": 42, "global_batch_size": 8}
 
 
 def written_by(config: RunConfig, **values: Any) -> CheckpointInfo:
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    plain = json.loads(json.dumps(plain_values(config)))
     return CheckpointInfo(path=Path("c"), world_size=1, values=VALUES | values, config=plain)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,8 +106,12 @@ def _key_text(each: KeyHelp) -> str:
 
 
 def _meanings(cls: Any) -> dict[str, str]:
-    """Collect the texts under the fields of a dataclass."""
-    found = parse_from_object(cls).params
+    """Collect the texts under the fields of a dataclass and of those that it derives from."""
+    found = [
+        each
+        for base in filter(is_section, inspect.getmro(cls))
+        for each in parse_from_object(base).params
+    ]
     return {each.arg_name: " ".join((each.description or "").split()) for each in found}
 
 
