@@ -33,6 +33,7 @@ from typing import (
     is_typeddict,
 )
 
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.settings.quantities import (
     parse_bytes,
     parse_bytes_or_fraction,
@@ -125,7 +126,7 @@ Whole = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
 
 
-class MisfitError(Exception):
+class MisfitError(ThunderMemsaveError, ValueError):
     """A value does not fit a type.
 
     Args:

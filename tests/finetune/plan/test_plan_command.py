@@ -148,7 +148,7 @@ def test_every_weight_in_bfloat16_under_autocast_is_planned(run_file: str, tmp_p
             "a plan of org/not-here needs its config, and downloads noth",
         ),
         (["--memory.keep=[nothing]"], "memory.keep has 'nothing', which names no module"),
-        (["--train.epochs=0"], "train.epochs is 0, but must be at least 1"),
+        (["--train.epochs=0"], "train.epochs is 0, but must be a whole number of at least 1"),
     ],
 )
 def test_what_is_wrong_ends_with_2(
