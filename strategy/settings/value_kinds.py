@@ -284,9 +284,7 @@ def _kinds(origin: Any) -> tuple[type, ...] | None:
 
 def _words(hint: Any) -> Iterator[str]:
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint in _WORDS:
-        yield _WORDS[hint]
-    elif origin in _UNIONS:
+    if origin in _UNIONS:
         # null comes last, and a whole number is a number.
         for argument in sorted(arguments, key=lambda each: each is types.NoneType):
             if not (argument is int and float in arguments) and _is_known(argument):
@@ -294,6 +292,8 @@ def _words(hint: Any) -> Iterator[str]:
     elif origin in QUALIFIERS:
         names = [each for each in arguments[1:] if isinstance(each, str)]
         yield from names or _words(arguments[0])
+    elif hint in _WORDS:
+        yield _WORDS[hint]
     elif origin is Literal:
         choices = [repr(each) for each in arguments]
         yield f"one of {', '.join(choices)}" if len(choices) > 2 else " or ".join(choices)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -32,6 +32,8 @@ def kinds(hint: Any) -> set[Any]:
         return set()  # none of `VALUES` is a choice
     if get_origin(hint) in (Union, types.UnionType):
         return set().union(*(kinds(each) for each in get_args(hint)))
+    if isinstance(hint, NewType):
+        return kinds(hint.__supertype__)
     if hint is float:
         return {float, int}
     if hint is ClassSpec or dataclasses.is_dataclass(hint):
