@@ -7,6 +7,7 @@ import pytest
 from thunder_memsave.budget.pins import check_pins, pin_of
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.planner.actions import KEEP, RECOMPUTE
+from thunder_memsave.settings.schema import parse_section
 from thunder_memsave.settings.section import ConfigError
 
 MODULES = ["", "model", "model.layers.0", "model.layers.0.mlp", "model.layers.0.mlp.up_proj"]
@@ -28,7 +29,7 @@ def test_a_pattern_that_names_nothing_is_refused_with_near_names(key: str) -> No
         rf"memory\.{key} has 'layers\.0\.mlp', which names no module .* 'model\.layers\.0\.mlp'"
     )
     with pytest.raises(ConfigError, match=message):
-        check_pins(MemoryConfig(**{key: ("layers.0.mlp",)}), MODULES)
+        check_pins(parse_section(MemoryConfig, {key: ["layers.0.mlp"]}, where="memory"), MODULES)
 
 
 def test_a_module_in_both_lists_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
+from thunder_memsave.config import Fp8Config
 from thunder_memsave.finetune.output.same_run import check_same_run
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.finetune.run_file.reading.parse import plain_values
@@ -31,7 +32,7 @@ def message_of(info: CheckpointInfo, config: RunConfig) -> str:
 
 def test_all_differences_are_listed_old_to_new() -> None:
     before = RunConfig(lora={"r": 4, "lora_alpha": 8}, model=ModelConfig(dtype="float32"))
-    now = RunConfig(lora={"r": 8, "lora_alpha": 16}, fp8={"recipe": "current"})
+    now = RunConfig(lora={"r": 8, "lora_alpha": 16}, fp8=Fp8Config(recipe="current"))
     message = message_of(written_by(before, seed=7), now)
     assert message.startswith("c was written with other settings than this run has, so it cannot")
     for told in (

@@ -13,6 +13,7 @@ from harness.language_model import run_values, write_run_file
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.run.out_of_memory import changes, write_snapshot
+from thunder_memsave.settings.schema import parse_section
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 MESSAGE = (
@@ -27,7 +28,7 @@ def planned(*, peak_bytes: int, **memory: Any) -> ThunderMemsaveStrategy:
         ThunderMemsaveStrategy,
         SimpleNamespace(
             plan=SimpleNamespace(predicted_peak_bytes=peak_bytes),
-            config=SimpleNamespace(memory=MemoryConfig(**memory)),
+            config=SimpleNamespace(memory=parse_section(MemoryConfig, memory, where="memory")),
             root_device=torch.device("cpu"),
         ),
     )
@@ -57,7 +58,7 @@ def test_a_reserve_that_is_given_grows_instead_of_the_budget(
     (change,) = changes(ERROR, strategy, micro_batch_size=1)
     name, _, value = change.partition("=")
     assert name == "--memory.reserve"
-    changed = MemoryConfig(reserve=value).budget_bytes(total)
+    changed = parse_section(MemoryConfig, {"reserve": value}, where="memory").budget_bytes(total)
     assert changed is not None
     # The missing bytes, and less than a MiB from rounding.
     assert 0 <= total - 4 * 2**30 - 3 * 2**29 - changed < 2 * 2**20
@@ -65,7 +66,10 @@ def test_a_reserve_that_is_given_grows_instead_of_the_budget(
     (change,) = changes(ERROR, default, micro_batch_size=1)
     name, _, value = change.partition("=")
     assert name == "--memory.budget"
-    assert MemoryConfig(budget=value).budget_bytes(total) is not None
+    assert (
+        parse_section(MemoryConfig, {"budget": value}, where="memory").budget_bytes(total)
+        is not None
+    )
 
 
 def test_there_is_no_snapshot_where_torch_has_no_allocator_of_its_own(tmp_path: Path) -> None:
