@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.fp8.compute.symbols import BLOCK
-from thunder_memsave.sharding.rows import RowRange, fill_meta, own_rows, shard_module
+from thunder_memsave.sharding.rows import fill_meta, shard_module
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 
 
@@ -37,9 +37,9 @@ def stand_in(module: nn.Module, data_parallel: DataParallel | None = None) -> No
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in tensors:
         if tensor.is_meta:
-            rows = _rows(tensor, data_parallel)
             values = without_memory(tensor.shape, tensor.dtype)
-            fill_meta(tensor, values, name=name, rows=rows)
+            sharded_over = data_parallel if is_sharded(tensor) else None
+            fill_meta(tensor, values, name=name, sharded_over=sharded_over)
 
 
 def stand_in_fp8(linears: Fp8Linears) -> None:
@@ -55,12 +55,6 @@ def stand_in_fp8(linears: Fp8Linears) -> None:
                 without_memory(torch.Size(blocks), torch.float32),
                 without_memory(shape[::-1], recipe.dtype("weight")),
             )
-
-
-def _rows(tensor: Tensor, data_parallel: DataParallel | None) -> RowRange | None:
-    if data_parallel is None or not is_sharded(tensor):
-        return None
-    return own_rows(tensor.unsharded_shape, data_parallel)  # type: ignore[attr-defined]
 
 
 @contextmanager

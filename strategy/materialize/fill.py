@@ -133,8 +133,9 @@ def _fill(
     data_parallel: DataParallel | None,
 ) -> None:
     shape = whole_shape(target)
-    rows: RowRange | None = None
+    sharded_over: DataParallel | None = None
     if isinstance(target, nn.Parameter) and data_parallel and can_shard(shape, data_parallel):
+        sharded_over = data_parallel
         rows = own_rows(shape, data_parallel)
         real = read(slice(rows.start, rows.stop)).to(device, target.dtype)
         own = RowRange(start=0, stop=rows.num_real_rows, num_rows=rows.num_rows)
@@ -142,7 +143,7 @@ def _fill(
     else:
         # A copy: what is read may be a view of a mapped file, or of values tied by accident.
         values = read(None).to(device, target.dtype, copy=True)
-    fill_meta(target, values, name=name, rows=rows)
+    fill_meta(target, values, name=name, sharded_over=sharded_over)
 
 
 def _plan_reads(module: nn.Module) -> Iterator[_Read]:

@@ -37,7 +37,7 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.distributed.transport import start_reduce_scatter
 from thunder_memsave.sharding.rows import whole_shape
-from thunder_memsave.sharding.sharded_parameter import is_sharded
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 _executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
 register_executor(_executor)
@@ -59,7 +59,7 @@ class _Kept:
         """Whether `zero_grad` was called since, with `set_to_none` or without."""
         if self.parameter.grad is not self.grad:
             return True
-        return self.grad._version != self.version and not bool(self.grad.any())
+        return self.grad._version != self.version and not bool(as_rows(self.grad).any())
 
     def follow(self) -> None:
         """Count autograd's additions to `grad`, to tell them from `zero_grad` even if they add zeros.

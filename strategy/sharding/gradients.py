@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.sharding.rows import all_gather
-from thunder_memsave.sharding.sharded_parameter import is_sharded
+from thunder_memsave.sharding.sharded_parameter import is_sharded, local_gradients
 
 
 def clip_norm(
@@ -62,9 +62,8 @@ def clip_value(parameters: Iterable[nn.Parameter], *, clip_value: float) -> None
 def are_finite(parameters: Iterable[nn.Parameter], *, data_parallel: DataParallel | None) -> bool:
     """Return whether every gradient is finite on every rank; the same answer on all. A collective of one number."""
     parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
     # The largest element: NaN goes through it, and unlike a sum it does not overflow.
-    largest = nn.utils.get_total_norm(grads, math.inf)
+    largest = nn.utils.get_total_norm(local_gradients(parameters), math.inf)
     finite = torch.isfinite(largest).to(parameters[0].device, torch.float32)
     if data_parallel is not None:
         with collective("agreement on finite gradients", data_parallel.everyone):
@@ -79,10 +78,10 @@ def global_norm(
     data_parallel: DataParallel | None,
 ) -> Tensor:
     """Return the norm of all gradients over all ranks. A collective if parameters are sharded."""
-    whole = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+    whole = local_gradients(p for p in parameters if not is_sharded(p))
     if data_parallel is None or not any(is_sharded(p) for p in parameters):
         return nn.utils.get_total_norm(whole, norm_type)
-    shards = [p.grad for p in parameters if p.grad is not None and is_sharded(p)]
+    shards = local_gradients(p for p in parameters if is_sharded(p))
     like = torch.zeros((), dtype=_norm_dtype(parameters), device=parameters[0].device)
     sharded_norms = like.new_empty(data_parallel.world_size)
     all_gather(sharded_norms, _norm(shards, norm_type, like).reshape(1), data_parallel)

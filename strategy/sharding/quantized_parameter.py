@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.sharding.operands import first_of, tensors_in
 from thunder_memsave.sharding.row_operations import name_of
 from thunder_memsave.sharding.sharded_parameter import (
-    first_of,
     is_sharded,
     mark_quantized,
-    tensors_in,
     unquantized_dtype,
 )
 

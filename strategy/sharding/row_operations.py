@@ -71,8 +71,8 @@ _OPERATORS = (
 _IN_PLACE_OPERATORS = "add and div floordiv idiv mod mul or pow sub truediv xor"
 _ADDS = "__add__ __radd__ __sub__ add sub subtract _foreach_add _foreach_sub"
 _COMPARES = (
-    "__eq__ __ge__ __gt__ __le__ __lt__ __ne__ eq ge greater greater_equal gt isfinite isinf isnan isneginf isposinf "
-    "isreal le less less_equal logical_and logical_not logical_or logical_xor lt ne not_equal signbit"
+    "__eq__ __ge__ __gt__ __le__ __lt__ __ne__ eq ge greater greater_equal gt isclose isfinite isinf isnan isneginf "
+    "isposinf isreal le less less_equal logical_and logical_not logical_or logical_xor lt ne not_equal signbit"
 )
 _CHANGES = "copy_ eq_ fill_ ge_ gt_ le_ logical_and_ logical_not_ logical_or_ logical_xor_ lt_ ne_ relu_ zero_"
 _OWNERS = (Tensor, torch, nn.init)
@@ -106,16 +106,17 @@ def _kinds() -> dict[Any, Kind]:
             *(f"_foreach_{n}" for n in changes),
             *(f"__i{n}__" for n in _IN_PLACE_OPERATORS.split()),
             *(f"_fused_{n}_" for n in ("adagrad", "adam", "adamw", "sgd")),
+            "_amp_foreach_non_finite_check_and_unscale_",
         ],
     }
     kinds: dict[Any, Kind] = {torch.autograd.grad: Kind.DIFFERENTIATES}
-    kinds.update((found, kind) for kind, names in named.items() for found in _functions(names))
+    kinds.update((found, kind) for kind, names in named.items() for found in functions_of(names))
     kinds.update((accessor, Kind.INSPECTS) for accessor in _accessors(_ATTRIBUTES.split()))
     kinds.update((accessor, Kind.COPIES) for accessor in _accessors(["real", "imag"]))
     return kinds
 
 
-def _functions(names: list[str]) -> Iterator[Any]:
+def functions_of(names: list[str]) -> Iterator[Any]:
     """Yield the functions of these names that this version of torch has."""
     for name in names:
         for owner in _OWNERS:

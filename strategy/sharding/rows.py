@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -88,9 +89,8 @@ def shard_rest(module: nn.Module, data_parallel: DataParallel | None) -> None:
         shape = p.shape
         p.unsharded_shape = shape  # type: ignore[attr-defined]
         if data_parallel is not None and can_shard(shape, data_parallel):
-            rows = own_rows(shape, data_parallel)
-            p.data = take_rows(p.detach(), rows)
-            mark(p, name, shape, rows)
+            p.data = take_rows(p.detach(), own_rows(shape, data_parallel))
+            mark(p, name, shape, data_parallel)
 
 
 def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
@@ -100,16 +100,16 @@ def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
     return shard
 
 
-def fill_meta(p: Tensor, values: Tensor, *, name: str, rows: RowRange | None) -> None:
-    """Give a meta parameter or buffer its `values`: all of it, or `rows` of it with padding.
+def fill_meta(p: Tensor, values: Tensor, *, name: str, sharded_over: DataParallel | None) -> None:
+    """Give a meta parameter or buffer its `values`: all of it, or this rank's rows with padding.
 
     The object stays, with its attributes and `requires_grad`; only its contents change.
     """
     real = nn.Parameter(values, p.requires_grad) if isinstance(p, nn.Parameter) else values
     vars(real).update(vars(p))
-    if rows is not None:
+    if sharded_over is not None:
         assert isinstance(real, nn.Parameter)
-        mark(real, name, whole_shape(p), rows)
+        mark(real, name, whole_shape(p), sharded_over)
     # `p.data = values` is refused by torch where p is on meta.
     torch.utils.swap_tensors(p, real)
 
@@ -131,7 +131,7 @@ def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
 
 def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataParallel) -> Tensor:
     """Gather all ranks' rows of a tensor sharded like a parameter, without padding. A collective."""
-    shard = shard.contiguous()
+    shard = as_rows(shard).contiguous()
     whole = shard.new_empty((shard.shape[0] * data_parallel.world_size, *shard.shape[1:]))
     all_gather(whole, shard, data_parallel)
     return whole[: unsharded_shape[0]]
@@ -196,12 +196,20 @@ def _bytes_of(p: Tensor) -> range:
     return range(start, start + (last + 1) * p.element_size())
 
 
-def mark(p: nn.Parameter, name: str, shape: torch.Size, rows: RowRange) -> None:
-    """Mark a parameter as the given rows of a whole of this name and shape."""
+def mark(p: nn.Parameter, name: str, shape: torch.Size, data_parallel: DataParallel) -> None:
+    """Mark a parameter as this rank's rows of a whole of this name and shape."""
+    rows = own_rows(shape, data_parallel)
     mark_sharded(
         p,
         unsharded_shape=shape,
         first_row=rows.start,
         num_real_rows=rows.num_real_rows,
         parameter_name=name,
+        gather=partial(_gather_numbers, data_parallel=data_parallel),
     )
+
+
+def _gather_numbers(numbers: Tensor, data_parallel: DataParallel) -> Tensor:
+    of_ranks = numbers.new_empty(data_parallel.world_size * len(numbers))
+    all_gather(of_ranks, numbers, data_parallel)
+    return of_ranks.view(data_parallel.world_size, -1)

@@ -106,5 +106,5 @@ class _Summoned:
             self.shard.copy_(take_rows(p.detach(), rows))
         p.grad = None
         p.data = self.shard
-        mark(p, self.name, self.unsharded_shape, rows)
+        mark(p, self.name, self.unsharded_shape, data_parallel)
         p.grad = self.grad

@@ -16,6 +16,7 @@ from torch import nn
 from harness.distributed import run_on_ranks
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.sharding import summon
+from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.rows import (
     can_shard,
     gather_full,
@@ -28,7 +29,6 @@ from thunder_memsave.sharding.rows import (
 )
 from thunder_memsave.sharding.sharded_parameter import (
     ShardedParameter,
-    ShardedParameterError,
     is_sharded,
     mark_sharded,
 )

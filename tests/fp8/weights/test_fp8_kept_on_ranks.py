@@ -24,8 +24,8 @@ from thunder_memsave.fp8.weights import frozen
 from thunder_memsave.materialize import fill
 from thunder_memsave.ops.families.collectives import gathers
 from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError, hold_fp8
+from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.rows import take_rows
-from thunder_memsave.sharding.sharded_parameter import ShardedParameterError
 
 RECIPES = ("delayed", "current", "block")
 FP8 = torch.float8_e4m3fn
