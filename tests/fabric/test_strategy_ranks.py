@@ -22,8 +22,8 @@ from harness.fabric import (
 from thunder_memsave.config import ConfigError
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.sharding.row_errors import ShardedParameterError
-from thunder_memsave.sharding.sharded_parameter import as_rows
 from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
+from thunder_memsave.sharding.sharded_parameter import as_rows
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 NUM_RANKS = 2
