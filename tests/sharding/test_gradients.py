@@ -171,7 +171,7 @@ def _check_reductions(dp: DataParallel) -> None:
                 assert type(number) is Tensor, name
                 expected = torch.as_tensor(reduce(q.grad))
                 torch.testing.assert_close(number, expected, rtol=1e-6, atol=1e-6, msg=name)
-        if p.grad is not None:
+        if p.grad is not None and is_sharded(p):
             assert torch.equal(p.grad, p.grad.clone())
             changed = p.grad + (dist.get_rank() == 0)
             assert not torch.equal(p.grad, changed)
