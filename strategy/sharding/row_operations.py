@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 
 class Kind(Enum):
@@ -80,6 +81,10 @@ _OWNERS = (Tensor, torch, nn.init)
 
 def kind_of(operation: Callable[..., Any]) -> Kind | None:
     """Return the kind of a function that `__torch_function__` got; None: it is not known to be correct on rows."""
+    if isinstance(operation, OpOverload):
+        # From a dispatch mode, which is asked about what autograd adds to a gradient too.
+        name = operation.overloadpacket.__name__
+        operation = getattr(Tensor, name, None) or getattr(torch, name, None)
     return _KINDS.get(operation)
 
 

@@ -17,7 +17,7 @@ from thunder_memsave.config import ConfigError
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.sharding.rows import own_rows, take_rows
 from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
-from thunder_memsave.sharding.sharded_parameter import is_sharded
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 NUM_RANKS = 4
@@ -128,7 +128,7 @@ def check_gradients_and_norms() -> None:
                 continue
             grad = take_rows(q.grad, own_rows(q.shape, dp)) if is_sharded(p) else q.grad
             torch.testing.assert_close(p.grad, grad)
-            assert replicas_are_equal(fabric, p.grad)
+            assert replicas_are_equal(fabric, as_rows(p.grad))
 
 
 def replicas_are_equal(fabric: Fabric, own: Tensor) -> bool:

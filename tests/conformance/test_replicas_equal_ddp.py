@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.fabric import all_gathered, make_fabric, on_fabric_rank, run_on_fabric_ranks
+from thunder_memsave.sharding.sharded_parameter import as_rows
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 NUM_RANKS = 2
@@ -91,7 +92,7 @@ def whole_gradient(fabric: Fabric, model: nn.Module) -> Tensor:
     assert strategy.data_parallel is not None
     if not strategy.data_parallel.shards:
         return weight.grad.clone()
-    return all_gathered(fabric, weight.grad).flatten(0, 1)[:3]
+    return all_gathered(fabric, as_rows(weight.grad)).flatten(0, 1)[:3]
 
 
 def check_clipping_by_norm(fabric: Fabric) -> None:

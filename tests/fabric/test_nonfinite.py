@@ -17,6 +17,7 @@ from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fabric.nonfinite import NonfiniteGradientsError
+from thunder_memsave.sharding.sharded_parameter import as_rows
 
 ADAM: tuple[dict[str, Any], ...] = ({}, {"foreach": True}, {"fused": True})
 STOPPED = r"the step was not taken on any rank: .* set strategy.nonfinite_gradients to 'skip'"
@@ -39,7 +40,7 @@ class Trained:
         if poison is not None and self.fabric.global_rank == rank:
             grad = self.net[0].weight.grad
             assert isinstance(grad, Tensor)
-            grad.view(-1)[0] = poison
+            as_rows(grad).view(-1)[0] = poison
         if clip:
             self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1e3)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.sharded_parameter import (
@@ -93,9 +94,12 @@ def test_the_gradient_is_one_object_that_autograd_adds_to() -> None:
     p = sharded()
     p.grad = given = ROWS.clone()
     assert p.grad is given
-    for of_loss in (1.0, 2.0):
-        with torch._C.DisableTorchFunctionSubclass():  # as in a compiled backward
-            torch.autograd.backward([p], [torch.full((2, 2), of_loss)])
+    with torch._C.DisableTorchFunctionSubclass():  # as in a compiled backward
+        torch.autograd.backward([p], [torch.full((2, 2), 1.0)])
+    with torch._C.DisableTorchFunctionSubclass():
+        loss = (p * 2).sum()
+    with FlopCounterMode(display=False):  # a dispatch mode
+        loss.backward()
     assert p.grad is given
     assert torch.equal(grad_of(p).to_local(), ROWS + 3)
     del p.grad

@@ -37,6 +37,7 @@ from thunder_memsave.finetune.training.guards import (
 )
 from thunder_memsave.finetune.training.loop import Ending, LoopPlan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
+from thunder_memsave.sharding.sharded_parameter import as_rows
 
 NUM_TOKENS, NUM_ROWS, BATCH = 11, 40, 4
 
@@ -145,7 +146,7 @@ class Poisoner:
             self.before = [p.data.clone() for p in model.parameters()]
             if fabric.global_rank == self.rank:
                 grad = next(p for p in model.parameters() if p.grad is not None).grad
-                grad.view(-1)[0] = self.number
+                as_rows(grad).view(-1)[0] = self.number
 
 
 class Run:
