@@ -127,7 +127,7 @@ def _norm(t: Tensor, p: Any = 2.0, *, dtype: torch.dtype | None = None) -> _Part
     def combine(numbers: Tensor, _: int) -> Tensor:
         # A norm of norms is the norm of everything, but order 0 counts.
         norm = torch.linalg.vector_norm(numbers, order) if order else numbers.sum()
-        return norm.to(result)  # type: ignore[no-any-return]
+        return norm.to(result)
 
     return _Part(number, combine)
 

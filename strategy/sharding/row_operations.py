@@ -84,7 +84,7 @@ def kind_of(operation: Callable[..., Any]) -> Kind | None:
     if isinstance(operation, OpOverload):
         # From a dispatch mode, which is asked about what autograd adds to a gradient too.
         name = operation.overloadpacket.__name__
-        operation = getattr(Tensor, name, None) or getattr(torch, name, None)
+        return _KINDS.get(getattr(Tensor, name, None) or getattr(torch, name, None))
     return _KINDS.get(operation)
 
 
