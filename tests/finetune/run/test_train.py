@@ -282,6 +282,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.soak
 def test_a_run_killed_at_any_time_resumes_to_bit_identical_weights(
     tmp_path: Path, model_directory: Path
 ) -> None:
