@@ -6,6 +6,7 @@ inside, which `measure/scratch.py` measures.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
+
+from thunder_memsave.attention_flops import ATTENTION, attention_flops
+
+_log = logging.getLogger(__name__)
 
 CUDA_BLOCK_BYTES = 512
 """The caching allocator's `kMinBlockSize`: it rounds every request up to a multiple of it
@@ -25,8 +30,6 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _FROM_A_TABLE = {"embedding", "gather", "index", "index_select", "take", "take_along_dim"}
 """Operators that read only as much of their first argument as they return."""
-
-_aten = torch.ops.aten
 
 _open: list[AtenRecord] = []
 
@@ -71,7 +74,7 @@ class AtenRecord(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.flops = 0
-        """Multiplications and additions, as torch's FlopCounterMode counts."""
+        """Multiplications and additions, as torch's FlopCounterMode counts, but for attention."""
         self.moved_bytes = 0
         self.is_random = False
         self.written: set[int] = set()
@@ -150,12 +153,14 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[i
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     packet = func._overloadpacket
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*(t.shape for t in args[:3])))
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(t.shape for t in args[:4])))
+    if packet in ATTENTION:
+        return attention_flops(packet, _named(func, args, kwargs))
     formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    try:
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    except Exception as error:  # a formula may know fewer shapes than its operator
+        _log.warning("the FLOPs of %s are not counted: %s", packet, error)
+        return 0
 
 
 def _moved_bytes(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

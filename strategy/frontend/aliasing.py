@@ -41,9 +41,12 @@ def changed_operand(node: fx.Node) -> fx.Node | None:
     if node.op not in ("call_method", "call_function") or not node.args:
         return None
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    is_operator = (
+        getattr(node.target, "__module__", None) == "_operator"
+    )  # as `and_`, which changes nothing
     in_place = (
         node.target in _IN_PLACE_OPERATORS
-        or (name.endswith("_") and not name.endswith("__"))
+        or (name.endswith("_") and not name.endswith("__") and not is_operator)
         or inplace_position(node) is not None
     )
     operand = node.args[0]

@@ -19,6 +19,8 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from thunder_memsave.ops.families.packed_attention import packed_attention
+
 _LOWER_PRECISION: frozenset[Callable[..., Any]] = frozenset(
     {
         *(getattr(F, f"conv{n}d") for n in (1, 2, 3)),
@@ -26,6 +28,7 @@ _LOWER_PRECISION: frozenset[Callable[..., Any]] = frozenset(
         F.linear,
         F.scaled_dot_product_attention,
         operator.matmul,
+        packed_attention,
         torch.addbmm,
         torch.addmm,
         torch.addmv,

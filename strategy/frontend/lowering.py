@@ -27,6 +27,7 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.frontend.aliasing import refuse_lost_changes
+from thunder_memsave.frontend.attention_masks import simplify_attention
 from thunder_memsave.frontend.autocast import Autocast
 from thunder_memsave.frontend.calls import Calls, where
 from thunder_memsave.frontend.capture import Capture
@@ -93,6 +94,7 @@ def lower(
     inline_checkpoints(capture.graph)
     refuse_lost_changes(capture.graph)
     _refuse_gradients_under_no_grad(capture)
+    simplify_attention(capture.graph)
     lowering = _Lowering(capture, compile_data, data_parallel, opaque, target, fp8)
     return lowering.run()
 

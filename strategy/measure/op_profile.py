@@ -109,6 +109,8 @@ class Operation(NamedTuple):
     """None for a number."""
     can_run_alone: bool
     """False for an opaque function of the model, which may have side effects."""
+    name: str = ""
+    """In the trace; one of an opaque function says nothing."""
 
 
 class Scratch(Protocol):
@@ -174,7 +176,7 @@ class OpProfiles:
             if (ruled := rule(bsym, tensors)) is not None:
                 return replace(ruled, key=key)
         is_opaque = isinstance(bsym.sym.executor, TemporaryExecutor)
-        operation = Operation(_callable(bsym), arguments, not is_opaque)
+        operation = Operation(_callable(bsym), arguments, not is_opaque, bsym.sym.name)
         profile = replace(self._run(bsym, operation), key=key)
         scratch_bytes = self._scratch(operation, profile)
         return replace(

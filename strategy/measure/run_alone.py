@@ -1,4 +1,4 @@
-"""Runs one operation of a trace alone, on zeros, and leaves the user's generators as they were."""
+"""Runs one operation of a trace alone, on zeros or what its row writes, and leaves the generators as they were."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from thunder_memsave.measure.op_profile import Operation, make_arguments
+from thunder_memsave.ops.table import write_numbers
 
 
 def device_type_of(operation: Operation) -> str:
@@ -27,6 +28,7 @@ def ready_to_run(operation: Operation) -> Iterator[Callable[[], None]]:
     """
     with _generators_kept(device_type_of(operation)), torch.no_grad():
         arguments = make_arguments(operation.arguments, zeros=True)
+        write_numbers(operation.name, arguments)
 
         def run() -> None:
             operation.run(*arguments)

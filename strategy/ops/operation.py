@@ -45,6 +45,9 @@ class Operand(Protocol):
 Scratch = Callable[[Sequence[Operand]], int]
 """`(tensors that a kernel reads) -> bytes` that it takes at most inside of itself, beside its results."""
 
+Numbers = Callable[[Sequence[torch.Tensor]], None]
+"""`(tensors that a kernel reads)`, all zero; writes those numbers on which its work depends, for the most work."""
+
 NO_SCRATCH: Mapping[str, Scratch] = MappingProxyType({})
 
 
@@ -109,6 +112,8 @@ class Kernel:
     """`(arguments of the symbol)`: where not, another executor gets it."""
     scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
     """Formulas of scratch bytes by device type; 0 bytes on other devices."""
+    numbers: Numbers | None = None
+    """For the kernel and its derivatives, which are measured on zeros; None if zeros are as good as any."""
 
     @property
     def saves(self) -> frozenset[str]:

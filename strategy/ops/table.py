@@ -7,6 +7,7 @@ from typing import Any
 
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
+from torch import Tensor
 
 from thunder_memsave.ops.claim import kernels_executor
 from thunder_memsave.ops.families import (
@@ -17,6 +18,7 @@ from thunder_memsave.ops.families import (
     indexing,
     no_arithmetic,
     norms,
+    packed_kernels,
     random_numbers,
     softmax,
 )
@@ -26,6 +28,7 @@ from thunder_memsave.ops.operation import Foreign, Operand, Operation, Scratch
 
 OPERATIONS: tuple[Operation, ...] = (
     *attention.OPERATIONS,
+    *packed_kernels.OPERATIONS,
     *cross_entropy.OPERATIONS,
     *activations.OPERATIONS,
     *softmax.OPERATIONS,
@@ -70,6 +73,12 @@ def scratch_bytes(operator: str, operands: Sequence[Operand]) -> int:
     return 0 if foreign is None else foreign.scratch(operator, operands)
 
 
+def write_numbers(operator: str, arguments: Sequence[Tensor]) -> None:
+    """Write into the zeros that an operator is to be measured on what makes it do the most work."""
+    if (numbers := _NUMBERS.get(operator)) is not None:
+        numbers(arguments)
+
+
 def draws_untagged(bsym: BoundSymbol) -> bool:
     """Say whether running a symbol moves a generator on, though no tag of Thunder's says so."""
     name = str(bsym.sym.name)
@@ -99,3 +108,10 @@ _SCRATCH: Mapping[str, Mapping[str, Scratch]] = {
     for operator, scratch in kernel.scratch_by_operator.items()
 }
 """Formulas by the name of our operator, then by device type."""
+_NUMBERS = {
+    operator: kernel.numbers
+    for operation in OPERATIONS
+    for kernel in operation.kernels
+    if kernel.numbers is not None
+    for operator in kernel.scratch_by_operator
+}

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_attention
+
 ROWS, COLUMNS = 4, 8
 
 
@@ -40,6 +42,11 @@ def _attention(**options: object) -> Callable[..., Tensor]:
 def _masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     allowed = torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).tril()
     return F.scaled_dot_product_attention(q, k, v, allowed)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ends = torch.tensor([[1, 3, 3], [4, 4, 4]], dtype=torch.int32, device=q.device)
+    return packed_attention(q, k, v, boundaries_of(ends, ROWS), enable_gqa=True)
 
 
 def _classes(x: Tensor) -> Tensor:
@@ -75,6 +82,21 @@ SAMPLES: Mapping[str, Sample] = {
         run=_attention(scale=0.3),
         shapes=_heads(1, 1, 600, COLUMNS),
         kernel="cpu_flash_attention",
+    ),
+    "attention_of_grouped_queries": Sample(
+        of="attention",
+        run=_attention(is_causal=True, enable_gqa=True),
+        shapes=((2, 4, ROWS, COLUMNS), *_heads(2, 2, ROWS, COLUMNS, num=2)),
+        kernel="cpu_flash_attention",
+    ),
+    "packed_attention": Sample(
+        of="packed_attention", run=_packed, shapes=_heads(), kernel="cpu_packed_attention"
+    ),
+    "packed_attention_of_grouped_queries": Sample(
+        of="packed_attention",
+        run=_packed,
+        shapes=((2, 4, ROWS, COLUMNS), *_heads(2, 2, ROWS, COLUMNS, num=2)),
+        kernel="cpu_packed_attention",
     ),
     "attention_without_heads": Sample(
         of="attention", run=_attention(is_causal=True), shapes=_heads(2, ROWS, COLUMNS)

@@ -45,36 +45,44 @@ def scaled_dot_product_attention(
     `mask_needs_grad`: whether the mask is trained, as a position bias is. The kernels compute no gradient for it.
     """
     if query.device.devicetype is devices.DeviceType.CUDA and not mask_needs_grad:
-        if attn_mask is None and _cuda_flash_applies(query, key, value, dropout_p, is_causal):
+        if attn_mask is None and cuda_flash_applies(query, key, value, dropout_p, is_causal):
             return cuda_flash.symbol(query, key, value, None, is_causal, scale)
-        key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
+        key, value = (repeat_heads(t, query) if enable_gqa else t for t in (key, value))
         if _cuda_efficient_applies(query, key, value, attn_mask, dropout_p):
             return cuda_efficient.symbol(query, key, value, attn_mask, is_causal, scale)
         return ltorch.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
-    key, value = (_repeat_heads(t, query) if enable_gqa else t for t in (key, value))
     mask = _additive(attn_mask, query)
-    if not mask_needs_grad and _cpu_flash_applies(query, key, value, mask, dropout_p):
+    if not mask_needs_grad and cpu_flash_applies(query, key, value, mask, dropout_p):
         return cpu_flash.symbol(query, key, value, mask, is_causal, scale)
+    key, value = (repeat_heads(t, query) if enable_gqa else t for t in (key, value))
     return _decomposed(query, key, value, mask, dropout_p, is_causal, scale)
 
 
-def _cuda_flash_applies(
+def cuda_flash_applies(
     query: TensorProxy, key: TensorProxy, value: TensorProxy, dropout_p: float, is_causal: bool
 ) -> bool:
-    width, num_heads = query.shape[-1], key.shape[-3] if key.ndim == 4 else 0
+    """Return whether the flash kernel for CUDA takes the operands."""
     return (
         dropout_p == 0.0
         and query.dtype in _FLASH_DTYPES
-        and all(t.ndim == 4 and t.shape[-1] == width for t in (query, key, value))
-        and width % 8 == 0
-        and width <= _FLASH_LARGEST_HEAD
-        and query.shape[0] == key.shape[0] == value.shape[0]
-        and num_heads == value.shape[1]
-        and query.shape[1] % num_heads == 0
+        and _share_heads(query, key, value)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= _FLASH_LARGEST_HEAD
         and not (is_causal and query.shape[-2] != key.shape[-2])
         and _capability(query.device) >= _FLASH_CAPABILITY
+    )
+
+
+def _share_heads(query: TensorProxy, key: TensorProxy, value: TensorProxy) -> bool:
+    """Return whether all heads have one width, and as many of the queries each share one of keys and values."""
+    operands = (query, key, value)
+    return (
+        all(t.ndim == 4 and t.shape[-1] == query.shape[-1] for t in operands)
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and key.shape[1] == value.shape[1]
+        and query.shape[1] % key.shape[1] == 0
     )
 
 
@@ -105,18 +113,17 @@ def _capability(device: devices.Device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device.index)
 
 
-def _cpu_flash_applies(
+def cpu_flash_applies(
     query: TensorProxy,
     key: TensorProxy,
     value: TensorProxy,
     mask: TensorProxy | None,
     dropout_p: float,
 ) -> bool:
-    operands = (query, key, value)
+    """Return whether the kernel for the CPU takes the operands."""
     return (
         dropout_p == 0.0
-        and all(t.ndim == 4 and t.shape[-1] == query.shape[-1] for t in operands)
-        and all(t.shape[:2] == query.shape[:2] for t in operands)
+        and _share_heads(query, key, value)
         and (mask is None or mask.ndim in (2, 4))
     )
 
@@ -152,7 +159,7 @@ def _additive(mask: TensorProxy | None, query: TensorProxy) -> TensorProxy | Non
     return ltorch.where(mask, zeros, -math.inf)
 
 
-def _repeat_heads(heads: TensorProxy, query: TensorProxy) -> TensorProxy:
+def repeat_heads(heads: TensorProxy, query: TensorProxy) -> TensorProxy:
     """Repeat each key/value head for its `query heads / heads` consecutive query heads (grouped-query attention)."""
     return ltorch.repeat_interleave(heads, query.shape[-3] // heads.shape[-3], -3)
 

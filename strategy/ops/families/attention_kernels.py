@@ -28,6 +28,7 @@ from thunder_memsave.ops.operation import (
     Derivative,
     Foreign,
     Kernel,
+    Numbers,
     Operand,
     Scratch,
     like_first,
@@ -42,18 +43,21 @@ _MASK_COLUMNS = 16
 _ROWS, _COLUMNS = 128, 32
 """Flash attention's backward rounds sequences and head dimensions up to these (flash_attn/flash_api.cpp)."""
 
+Shape = tuple[int, ...]
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _kernel(
+def attention_kernel(
     name: str,
     *,
     forward: Forward,
     backward: Backward,
-    num_logsumexp: Callable[[int], int],
-    scratch: Mapping[str, Scratch] = NO_SCRATCH,
-    backward_scratch: Mapping[str, Scratch] = NO_SCRATCH,
+    settings: tuple[str, ...] = ("mask", "is_causal", "scale"),
+    logsumexp: Callable[[Shape], Shape] = lambda query: query[:-1],
+    scratch: Scratch | None = None,
+    backward_scratch: Scratch | None = None,
+    numbers: Numbers | None = None,
 ) -> Kernel:
     """Make the row of a kernel, and a symbol of its own: the lowering chooses between the kernels.
 
@@ -61,11 +65,13 @@ def _kernel(
         name: The operator's name in the executed trace.
         forward: `(query, key, value, *settings) -> (output, logsumexp)`.
         backward: `(grad, query, key, value, output, logsumexp, *settings) -> three gradients`.
-        num_logsumexp: Numbers per head that the kernel writes for so many queries.
-        scratch: Of `forward`, by type of device.
+        settings: Names of the other arguments.
+        logsumexp: `(shape of the queries) -> shape` of the numbers that forward writes for backward.
+        scratch: Of `forward`. A kernel is for one type of device, which a plan may not have.
         backward_scratch: Of `backward`.
+        numbers: See `Kernel`.
     """
-    operands, settings = ("query", "key", "value"), ("mask", "is_causal", "scale")
+    operands = ("query", "key", "value")
 
     gradients = Derivative(
         name=f"{name}_backward",
@@ -73,7 +79,7 @@ def _kernel(
         meta=_like_operands,
         of=operands,
         reads=(*operands, "output", "logsumexp", *settings),
-        scratch=backward_scratch,
+        scratch=_anywhere(backward_scratch),
     )
     symbol = Symbol(f"{name}_prim", meta=like_first, id=f"thunder_memsave.{name}", is_prim=True)
     return claim(
@@ -83,18 +89,23 @@ def _kernel(
             symbol=symbol,
             takes=(*operands, *settings),
             run=forward,
-            meta=_meta(num_logsumexp),
+            meta=_meta(logsumexp),
             results=("output", "logsumexp"),
             derivatives=(gradients,),
-            scratch=scratch,
+            scratch=_anywhere(scratch),
+            numbers=numbers,
         )
     )
 
 
-def _meta(num_logsumexp: Callable[[int], int]) -> Callable[..., tuple[TensorProxy, TensorProxy]]:
+def _anywhere(scratch: Scratch | None) -> Mapping[str, Scratch]:
+    return NO_SCRATCH if scratch is None else {"cpu": scratch, "cuda": scratch}
+
+
+def _meta(shape: Callable[[Shape], Shape]) -> Callable[..., tuple[TensorProxy, TensorProxy]]:
     def meta(query: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy]:
         logsumexp = TensorProxy(
-            shape=(*query.shape[:-2], num_logsumexp(query.shape[-2])),
+            shape=shape(tuple(query.shape)),
             device=query.device,
             dtype=_accumulate_dtype(query.dtype),
         )
@@ -162,9 +173,6 @@ def _flash_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The state of a generator, which is read for dropout only.
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-    offset = torch.empty((), dtype=torch.uint64, device=query.device)
     lengths = (None, None, query.shape[-2], key.shape[-2])
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         grad,
@@ -176,10 +184,15 @@ def _flash_backward(
         *lengths,
         0.0,
         is_causal,
-        seed,
-        offset,
+        *no_dropout(query),
         scale=scale,
     )
+
+
+def no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state of a generator for flash attention's backward, which reads it for dropout only."""
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+    return seed, torch.empty((), dtype=torch.uint64, device=query.device)
 
 
 def _efficient_forward(
@@ -242,7 +255,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
 
 
-def _cpu_blocks_bytes(operands: Sequence[Operand]) -> int:
+def cpu_blocks_bytes(operands: Sequence[Operand]) -> int:
     """Per thread, one block of scores and of the output in float32 (FlashAttentionKernel.cpp)."""
     head_dim = operands[0].shape[-1]
     rows, columns = 256, 512  # the largest blocks that the kernel chooses
@@ -261,9 +274,14 @@ def _cuda_backward_bytes(operands: Sequence[Operand]) -> int:
     if len(of_four) < 4:
         return 0
     _, query, key, _ = of_four[:4]
-    batch, heads, rows, head_dim = query.shape
-    rows, head_dim = _rounded(rows, _ROWS), _rounded(head_dim, _COLUMNS)
-    accumulated = 4 * batch * heads * rows * (head_dim + 1)
+    batch, _, rows, _ = query.shape
+    return flash_backward_bytes(query, key, num_rows=batch * _rounded(rows, _ROWS))
+
+
+def flash_backward_bytes(query: Operand, key: Operand, *, num_rows: int) -> int:
+    """Return the bytes of flash attention's backward for so many rows of queries per head."""
+    _, heads, _, head_dim = query.shape
+    accumulated = 4 * num_rows * heads * (_rounded(head_dim, _COLUMNS) + 1)
     shares_keys = math.prod(key.shape) < math.prod(query.shape)
     expanded = 2 * query.dtype.itemsize * math.prod(query.shape) if shares_keys else 0
     return accumulated + expanded
@@ -276,7 +294,7 @@ def _rounded(number: int, multiple: int) -> int:
 def _of_other_executors(operator: str, operands: Sequence[Operand]) -> int:
     """They run PyTorch's kernels, too."""
     if operands[0].device.startswith("cpu"):
-        return _cpu_blocks_bytes(operands)
+        return cpu_blocks_bytes(operands)
     is_backward = "backward" in operator or "bwd" in operator
     return _cuda_backward_bytes(operands) if is_backward else 0
 
@@ -290,31 +308,29 @@ def _drops_out(bsym: BoundSymbol) -> bool:
     return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
-cpu_flash = _kernel(
+cpu_flash = attention_kernel(
     "cpu_flash_attention",
     forward=_cpu_forward,
     backward=_cpu_backward,
-    num_logsumexp=lambda num_queries: num_queries,
-    scratch={"cpu": _cpu_blocks_bytes},
-    backward_scratch={"cpu": _cpu_blocks_bytes},
+    scratch=cpu_blocks_bytes,
+    backward_scratch=cpu_blocks_bytes,
 )
 """CPU kernel: takes additive masks of 2 or 4 dims."""
 
-cuda_flash = _kernel(
+cuda_flash = attention_kernel(
     "cuda_flash_attention",
     forward=_flash_forward,
     backward=_flash_backward,
-    num_logsumexp=lambda num_queries: num_queries,
-    backward_scratch={"cuda": _cuda_backward_bytes},
+    backward_scratch=_cuda_backward_bytes,
 )
 """CUDA flash kernel: takes no mask; keys and values may have fewer heads than queries (grouped queries)."""
 
-cuda_efficient = _kernel(
+cuda_efficient = attention_kernel(
     "cuda_efficient_attention",
     forward=_efficient_forward,
     backward=_efficient_backward,
-    num_logsumexp=lambda num_queries: -(-num_queries // 32) * 32,
-    backward_scratch={"cuda": _cuda_backward_bytes},
+    logsumexp=lambda query: (*query[:-2], _rounded(query[-2], 32)),
+    backward_scratch=_cuda_backward_bytes,
 )
 """For CUDA: any mask, boolean or added."""
 

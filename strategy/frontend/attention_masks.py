@@ -1,0 +1,187 @@
+"""Rewrites the attention calls of a captured graph so that kernels see what a mask means, and no mask is made.
+
+Flash kernels take no mask, and one of (length, length) costs as many bytes. Yet transformers makes one under Dynamo for
+every model, because it may not look at values there, and then repeats the heads of keys and values. In a graph, what
+the mask is made of can be looked at:
+
+    mask = arange(8)[None, :] <= arange(8)[:, None]
+    keys = k[:, :, None].expand(1, 2, 4, 8, 16).reshape(1, 8, 8, 16)            # values alike
+    scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+becomes `scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)`, and a mask made by `packed_mask` gives
+way to its boundaries. All other masks, such as those of padding or of sliding windows, stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from thunder_memsave.frontend.aliasing import changed_operand, storage
+from thunder_memsave.frontend.fx_nodes import node_callable
+from thunder_memsave.frontend.opaque import is_random
+from thunder_memsave.ops.families.packed_attention import PACKED_MASK, packed_attention
+
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_LARGEST = 2**30
+"""Elements of a mask that is looked at, which needs some bytes of the host's memory for each."""
+
+
+def simplify_attention(graph: fx.GraphModule) -> None:
+    """Replace causal masks, those of packed rows, and repeated heads by what they mean, and erase what made them."""
+    constants = _Constants(graph)
+    for node in graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        before = node.all_input_nodes
+        _simplify(node, constants)
+        _erase_unused(before)
+
+
+def _simplify(node: fx.Node, constants: _Constants) -> None:
+    call = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    mask = call.pop("attn_mask", None)
+    if isinstance(mask, fx.Node):
+        if mask.target is PACKED_MASK and not call.get("is_causal"):
+            node.target = packed_attention
+            call = {k: v for k, v in call.items() if k != "is_causal"}
+            call["boundaries"] = mask.args[0]
+        elif not call.get("is_causal") and constants.is_causal(mask, _length(call)):
+            call["is_causal"] = True
+        else:
+            return
+    call = _without_repeats(call)
+    node.args = tuple(call.pop(name) for name in ("query", "key", "value"))
+    node.kwargs = call
+
+
+def _length(call: dict[str, Any]) -> int:
+    """Return the number of queries; -1 if there are not as many keys."""
+    query, key = (call[name].meta["example_value"].shape[-2] for name in ("query", "key"))
+    return query if query == key else -1
+
+
+def _without_repeats(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the keys' and values' own heads, if each was repeated for several queries."""
+    own = [_repeated(call[name]) for name in ("key", "value")]
+    if None in own or call.get("enable_gqa"):
+        return call
+    return {**call, "key": own[0], "value": own[1], "enable_gqa": True}
+
+
+def _repeated(heads: fx.Node) -> fx.Node | None:
+    """Return x of `x[:, :, None].expand(...).reshape(...)` that repeats each of its heads; None if it is another."""
+    if not (expanded := _operand(heads, "reshape")) or not (spread := _operand(expanded, "expand")):
+        return None
+    own = _with_new_dimension(spread)
+    if own is None or (shape := _shape(own)) is None or len(shape) != 4:
+        return None
+    (rows, num_heads, length, width), num_repeats = shape, _shape(expanded)[2]
+    is_repeat = (
+        _shape(spread) == (rows, num_heads, 1, length, width)
+        and _shape(expanded) == (rows, num_heads, num_repeats, length, width)
+        and _shape(heads) == (rows, num_heads * num_repeats, length, width)
+    )
+    return own if is_repeat else None
+
+
+def _operand(node: fx.Node | None, method: str) -> fx.Node | None:
+    """Return the tensor whose method a node calls; None if it calls another."""
+    if not isinstance(node, fx.Node) or node.op != "call_method" or node.target != method:
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+
+
+def _with_new_dimension(node: fx.Node) -> fx.Node | None:
+    """Return x of `x[:, :, None]` or `x.unsqueeze(2)`."""
+    if node.target is operator.getitem and isinstance(own := node.args[0], fx.Node):
+        index = node.args[1]
+        whole = isinstance(index, tuple) and [i for i in index if i != slice(None)] == [None]
+        return own if whole and index[2:3] == (None,) else None
+    own = _operand(node, "unsqueeze")
+    return own if own is not None and node.args[1:] == (2,) else None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta.get("example_value")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+class _Constants:
+    """Computes those tensors of a graph that depend on none of its inputs."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        changed = (changed_operand(node) for node in graph.graph.nodes)
+        self._changed = {storage(node) for node in changed if node is not None}
+        self._known: dict[fx.Node, Tensor | None] = {}
+        self._causal: dict[fx.Node, bool] = {}
+
+    def is_causal(self, mask: fx.Node, length: int) -> bool:
+        """Return whether a mask allows each of `length` positions exactly itself and the ones before."""
+        if mask not in self._causal:
+            self._causal[mask] = self._allows_the_past(mask, length)
+        return self._causal[mask]
+
+    def _allows_the_past(self, mask: fx.Node, length: int) -> bool:
+        example = mask.meta["example_value"]
+        if (
+            example.dtype is not torch.bool
+            or tuple(example.shape[-2:]) != (length, length)
+            or example.numel() > _LARGEST
+            or (value := self._value(mask)) is None
+        ):
+            return False
+        past = torch.ones(length, length, dtype=torch.bool).tril()
+        return all(torch.equal(each, past) for each in value.reshape(-1, length, length))
+
+    def _value(self, node: fx.Node) -> Tensor | None:
+        if node not in self._known:
+            self._known[node] = self._computed(node)
+        return self._known[node]
+
+    def _computed(self, node: fx.Node) -> Tensor | None:
+        """Run the node on the CPU; None if it is no function of constants alone."""
+        if storage(node) is None or storage(node) in self._changed or not _is_pure(node):
+            return None
+        operands = {n: self._value(n) for n in node.all_input_nodes}
+        if any(v is None for v in operands.values()) or is_random(node):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+        args, kwargs = tree_map(_on_cpu, (tuple(args), dict(kwargs)))
+        with torch.no_grad():
+            return node_callable(node)(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether it is one of torch's own functions or methods, which does nothing but return a value."""
+    if node.target is PACKED_MASK:
+        return True
+    if node.op not in ("call_function", "call_method") or changed_operand(node) is not None:
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    is_known = node.op == "call_method" or any(
+        getattr(module, name, None) is node.target for module in (torch, operator)
+    )
+    return is_known and "empty" not in name and isinstance(node.meta.get("example_value"), Tensor)
+
+
+def _erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erase those that nobody reads, and then what only they read."""
+    for node in _unread(nodes):
+        operands = node.all_input_nodes
+        node.graph.erase_node(node)
+        _erase_unused(operands)
+
+
+def _unread(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    for node in nodes:
+        if not node._erased and not node.users and _is_pure(node) and not is_random(node):
+            yield node

@@ -1,0 +1,215 @@
+"""Kernels of attention within the documents of packed rows: one call of PyTorch's on CUDA, one per document on a CPU.
+
+Both take `(query, key, value, boundaries, scale)`. On CUDA no number leaves the device: the longest document is taken
+to be as long as a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.proxies import TensorProxy
+from torch import Tensor
+
+from thunder_memsave.ops.families.attention import (
+    cpu_flash_applies,
+    cuda_flash_applies,
+    scaled_dot_product_attention,
+)
+from thunder_memsave.ops.families.attention_kernels import (
+    attention_kernel,
+    cpu_blocks_bytes,
+    flash_backward_bytes,
+    no_dropout,
+)
+from thunder_memsave.ops.families.packed_attention import (
+    documents,
+    packed_attention,
+    padding_starts,
+    whole_rows,
+)
+from thunder_memsave.ops.operation import Call, Operand, Operation
+
+_ROWS = 128
+"""Rows by which flash attention's backward may exceed each document (flash_attn/flash_api.cpp)."""
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    num_rows, _, length, _ = query.shape
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    # In PyTorch's order of memory for the kernel's own results.
+    output = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    results = output.transpose(1, 2), query.new_zeros(query.shape[:-1], dtype=dtype)
+    for document in documents(boundaries, num_rows, length):
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(document.of(t) for t in (query, key, value)), 0.0, True, scale=scale
+        )
+        for result, part in zip(results, parts, strict=True):
+            document.of(result).copy_(part)
+        del parts, part  # before the next document's
+    return results
+
+
+def _cpu_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    boundaries: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, _, length, _ = query.shape
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for document in documents(boundaries, num_rows, length):
+        operands = (document.of(t) for t in (grad, query, key, value, output, logsumexp))
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *operands, 0.0, True, scale=scale
+        )
+        for whole, part in zip(grads, parts, strict=True):
+            document.of(whole).copy_(part)
+        del parts, part
+    return grads
+
+
+def _cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    length = query.shape[-2]
+    results = torch.ops.aten._flash_attention_forward(
+        *(_one_after_the_other(t) for t in (query, key, value)),
+        *(boundaries, boundaries, length, length),
+        0.0,
+        True,
+        False,
+        scale=scale,
+    )
+    output = _by_rows(results[0], query)
+    return _without_padding(output, boundaries), results[1]
+
+
+def _cuda_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    boundaries: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
+    length = query.shape[-2]
+    grads = torch.ops.aten._flash_attention_backward(
+        *(_one_after_the_other(t) for t in (grad, query, key, value, output)),
+        logsumexp,
+        *(boundaries, boundaries, length, length),
+        0.0,
+        True,
+        *no_dropout(query),
+        scale=scale,
+    )
+    wholes = zip(grads, (query, key, value), strict=True)
+    return tuple(_without_padding(_by_rows(g, like), boundaries) for g, like in wholes)
+
+
+def _one_after_the_other(heads: Tensor) -> Tensor:
+    """Return (rows, heads, length, width) as (rows * length, heads, width)."""
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+def _by_rows(heads: Tensor, like: Tensor) -> Tensor:
+    return heads.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+
+
+def _without_padding(heads: Tensor, boundaries: Tensor) -> Tensor:
+    """Write zeros where a row has no document; the kernel takes the padding for one."""
+    num_rows, _, length, _ = heads.shape
+    positions = torch.arange(num_rows * length, dtype=torch.int32, device=heads.device)
+    is_padding = positions.view(num_rows, length) >= padding_starts(boundaries, num_rows)[:, None]
+    return heads.masked_fill_(is_padding[:, None, :, None], 0.0)
+
+
+def _whole_rows(arguments: Sequence[Tensor]) -> None:
+    heads, boundaries = arguments[0], arguments[-1]
+    whole_rows(boundaries, heads.shape[0], heads.shape[2])
+
+
+def _cuda_backward_bytes(operands: Sequence[Operand]) -> int:
+    _, query, key, *_, boundaries = operands
+    num_rows, _, length, _ = query.shape
+    num_documents = boundaries.shape[0] - 1
+    return flash_backward_bytes(query, key, num_rows=num_rows * length + _ROWS * num_documents)
+
+
+cpu_packed = attention_kernel(
+    "cpu_packed_attention",
+    forward=_cpu_forward,
+    backward=_cpu_backward,
+    settings=("boundaries", "scale"),
+    scratch=cpu_blocks_bytes,
+    backward_scratch=cpu_blocks_bytes,
+    numbers=_whole_rows,
+)
+
+cuda_packed = attention_kernel(
+    "cuda_packed_attention",
+    forward=_cuda_forward,
+    backward=_cuda_backward,
+    settings=("boundaries", "scale"),
+    logsumexp=lambda query: (query[1], query[0] * query[2]),
+    backward_scratch=_cuda_backward_bytes,
+    numbers=_whole_rows,
+)
+
+
+def _lower(call: Call) -> TensorProxy:
+    return _packed_attention(*call.args, **call.kwargs)
+
+
+def _packed_attention(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    boundaries: TensorProxy,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> TensorProxy:
+    """Record `packed_attention` on proxies; where no kernel takes the operands, attention under a mask."""
+    operands = (query, key, value)
+    if query.device.devicetype is devices.DeviceType.CUDA:
+        if cuda_flash_applies(*operands, dropout_p, is_causal=True):
+            return cuda_packed.symbol(*operands, boundaries, scale)
+    elif cpu_flash_applies(*operands, None, dropout_p):
+        return cpu_packed.symbol(*operands, boundaries, scale)
+    mask = _mask(boundaries, query.shape[0], query.shape[2])
+    return scaled_dot_product_attention(
+        *operands, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _mask(boundaries: TensorProxy, num_rows: int, length: int) -> TensorProxy:
+    """Record `packed_mask`: the document of a position is how many end before it."""
+    positions = ltorch.arange(num_rows * length, device=boundaries.device, dtype=dtypes.int32)
+    ended = positions[:, None] >= boundaries[1:][None, :]
+    document = ended.to(dtypes.int32).sum(-1).reshape(num_rows, length)
+    same = document[:, :, None] == document[:, None, :]
+    past = ltorch.ones(length, length, device=boundaries.device, dtype=dtypes.bool8).tril()
+    return (same & past)[:, None]
+
+
+OPERATIONS = (
+    Operation(
+        name="packed_attention",
+        functions=(packed_attention,),
+        lower=_lower,
+        kernels=(cpu_packed, cuda_packed),
+    ),
+)
