@@ -27,6 +27,8 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.fabric.forward_module import ForwardModule
+from thunder_memsave.finetune.model.documents_apart import take_boundaries
+from thunder_memsave.ops.families.packed_attention import boundaries_of
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.search.solve import solve
@@ -76,6 +78,14 @@ def language_model(
     return model, {"input_ids": ids, "labels": ids}
 
 
+def packed(num_layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Rows of one to three documents: the longest has the length for which a step is planned."""
+    model, batch = language_model(models.llama, num_layers)
+    take_boundaries(model)
+    ends = torch.tensor([[32, 32, 32], [5, 7, 31], [16, 32, 32], [0, 0, 0]], dtype=torch.int32)
+    return model, {**batch, "attention_mask": boundaries_of(ends.repeat(2, 1), 32)}
+
+
 def lora(num_layers: int) -> tuple[nn.Module, dict[str, Any]]:
     """Adapters on frozen weights, as peft adds them."""
     import peft
@@ -96,6 +106,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "llama": partial(language_model, models.llama, 3),
     "qwen2": partial(language_model, models.qwen2, 3, tie_word_embeddings=True),
     "bert": partial(language_model, models.bert, 3, **BERT_DROPOUT),
+    "packed": partial(packed, 3),
     "lora": partial(lora, 2),
     "deep llama": partial(language_model, models.llama, 20),
 }
@@ -254,7 +265,9 @@ def check_budgets(name: str, parts: tuple[float, ...]) -> list[int]:
     return budgets
 
 
-@pytest.mark.parametrize(("name", "parts"), [("stack", PARTS[:2]), ("gpt2", ()), ("llama", (0.7,))])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("stack", PARTS[:2]), ("gpt2", ()), ("llama", (0.7,)), ("packed", (0.7,))]
+)
 def test_a_step_stays_within_its_budget_to_the_byte_with_the_bits_of_keeping_all(
     name: str, parts: tuple[float, ...]
 ) -> None:

@@ -18,6 +18,7 @@ from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_m
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.distributed.process_group import make_data_parallel
+from thunder_memsave.finetune.model.documents_apart import take_boundaries
 from thunder_memsave.frontend.capture import Call
 
 LENGTH = 8192
@@ -32,15 +33,19 @@ SHAPE_OF_8B: dict[str, Any] = {
 NUM_LAYERS = 2
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Compiled:
+@pytest.fixture(scope="module", params=["boundaries", "nothing"])
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    """An 8B shape for packed rows, or for rows of one document each, which are given no mask."""
     with torch.device("meta"):
         shape = LlamaConfig(**SHAPE_OF_8B, num_hidden_layers=NUM_LAYERS)
         model: Any = LlamaForCausalLM(shape)
         model = model.to(torch.bfloat16)
+    take_boundaries(model)
     ids = without_memory(torch.Size((1, LENGTH)), torch.int64)
-    mask = without_memory(torch.Size((1, 1, LENGTH, LENGTH)), torch.bool)
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
+    batch = {"input_ids": ids, "use_cache": False}
+    if request.param == "boundaries":
+        boundaries = without_memory(torch.Size((34,)), torch.int32)
+        batch.update(attention_mask=boundaries, position_ids=ids)
     with fake_ranks(64):
         config = StrategyConfig(sharding=ShardingConfig(mode="zero3"))
         data_parallel = make_data_parallel(config, ranks_per_node=8)
@@ -57,17 +62,24 @@ def tensors(trace: TraceCtx) -> list[TensorProxy]:
     return [p for p in proxies if isinstance(p, TensorProxy)]
 
 
-def test_attention_of_an_8b_shape_is_the_gpus_kernel_and_no_scores_are_planned(
+def test_attention_of_an_8b_shape_is_a_flash_kernel_and_neither_scores_nor_a_mask_are_planned(
     compiled: Compiled,
 ) -> None:
     traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
     symbols = [b.sym.name for trace in traces for b in trace.bound_symbols]
-    assert symbols.count("cuda_efficient_attention") == NUM_LAYERS
-    assert symbols.count("cuda_efficient_attention_backward") == NUM_LAYERS
+    packed = any("attention_mask" in a.name for a in traces[0].args)
+    kernel = "cuda_packed_attention" if packed else "cuda_flash_attention"
+    operators = [s for s in symbols if "attention" in s]
+    assert operators == [kernel] * NUM_LAYERS + [f"{kernel}_backward"] * NUM_LAYERS
     found = [p for trace in traces for p in tensors(trace)]
-    square = {p.name for p in found if p.shape[-2:] == (LENGTH, LENGTH)}
-    assert [name for name in square if "attention_mask" not in name] == []
-    assert len(square) == 1
+    assert [p.name for p in found if p.shape.count(LENGTH) > 1] == []
+
+
+def test_grouped_queries_share_their_keys_without_a_copy(compiled: Compiled) -> None:
+    kernels = ("cuda_packed_attention", "cuda_flash_attention")
+    forward = compiled.forward_traces[-1]
+    keys = [b.args[1].shape for b in forward.bound_symbols if b.sym.name in kernels]
+    assert keys == [(1, SHAPE_OF_8B["num_key_value_heads"], LENGTH, 128)] * NUM_LAYERS
 
 
 def test_every_tensor_is_on_the_target(compiled: Compiled) -> None:

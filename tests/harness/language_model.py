@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from thunder_memsave.finetune.data.packing import Batch
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
-from thunder_memsave.finetune.objectives.causal_lm import MaskKind
+from thunder_memsave.finetune.model.documents_apart import MaskKind
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 
 VOCAB_SIZE = 320
@@ -128,6 +129,13 @@ def write_run_file(directory: Path, values: Mapping[str, Any]) -> Path:
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
     return path
+
+
+def document_ids(batch: Batch) -> Tensor:
+    """Number the documents at each position of each row: 1, 2, ..., and 0 for padding."""
+    positions, ends = torch.arange(batch.input_ids.shape[1]), batch.document_ends
+    ended = (positions[None, :, None] >= ends[:, None, :]).sum(-1)
+    return torch.where(positions[None] < ends[:, -1:], ended + 1, 0)
 
 
 def loss_sum(model: nn.Module, batch: Batch, *, mask: MaskKind) -> Tensor:

@@ -17,15 +17,16 @@ from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Some rows; int64 tensors of shape (rows, length)."""
+    """Some rows; int64 tensors of shape (rows, length), unless said otherwise."""
 
     input_ids: Tensor
     targets: Tensor
     position_ids: Tensor
     """Positions, counted from 0 in each document."""
 
-    document_ids: Tensor
-    """1, 2, ... for the documents of a row, 0 for padding."""
+    document_ends: Tensor
+    """Where each document ends in its row, int32 of (rows, documents): cumulative lengths. Rows have room for as many
+    documents; those that a row lacks repeat its last end."""
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device."""
@@ -33,7 +34,7 @@ class Batch:
             input_ids=self.input_ids.to(device),
             targets=self.targets.to(device),
             position_ids=self.position_ids.to(device),
-            document_ids=self.document_ids.to(device),
+            document_ends=self.document_ends.to(device),
         )
 
 
@@ -47,6 +48,9 @@ class Rows:
 
     length: int
     """Tokens per row."""
+
+    num_documents: int
+    """Documents for which each row has room."""
 
     pad_id: int
     """Token of padding positions."""
@@ -65,15 +69,30 @@ class Rows:
 
     def lay_out(self, chosen: Sequence[int | None]) -> Batch:
         """Make the tensors of some rows; None gives a padding row."""
-        batch = _padding(len(chosen), self.length, self.pad_id)
+        batch = _padding(len(chosen), self.length, self.num_documents, self.pad_id)
         for number, row in enumerate(chosen):
             if row is not None:
                 _lay_out_row(batch, number, [self.samples[index] for index in self.places[row]])
         return batch
 
 
-def pack(samples: Sequence[Sample], *, length: int, pad_id: int, seed: int) -> Rows:
-    """Put several samples into each row: the longest first, each where it leaves the least room."""
+def pack(
+    samples: Sequence[Sample],
+    *,
+    length: int,
+    pad_id: int,
+    seed: int,
+    max_documents: int | None = None,
+) -> Rows:
+    """Put several samples into each row: the longest first, each where it leaves the least room.
+
+    Args:
+        samples: Of at most `length` tokens.
+        length: Tokens per row.
+        pad_id: Token of padding positions.
+        seed: Of the order of the rows.
+        max_documents: Samples per row; None: as many as there is room for.
+    """
     order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
     places: list[list[int]] = []
     rows_by_room: dict[int, list[int]] = {}
@@ -90,52 +109,46 @@ def pack(samples: Sequence[Sample], *, length: int, pad_id: int, seed: int) -> R
             room, row = length, len(places)
             places.append([])
         places[row].append(index)
+        if len(places[row]) == max_documents:
+            continue
         left = room - num_tokens
         if left not in rows_by_room:
             insort(rooms, left)
         rows_by_room.setdefault(left, []).append(row)
     # Packing sorts the rows by document length; without a shuffle the run would see them in that order.
     random.Random(seed).shuffle(places)
-    return Rows(samples=samples, places=places, length=length, pad_id=pad_id)
+    return Rows(
+        samples=samples,
+        places=places,
+        length=length,
+        num_documents=max_documents or max(map(len, places), default=1),
+        pad_id=pad_id,
+    )
 
 
 def pad(samples: Sequence[Sample], *, length: int, pad_id: int) -> Rows:
     """Put each sample into a row of its own."""
     places = [(index,) for index in range(len(samples))]
-    return Rows(samples=samples, places=places, length=length, pad_id=pad_id)
+    return Rows(samples=samples, places=places, length=length, num_documents=1, pad_id=pad_id)
 
 
-def block_diagonal_mask(document_ids: Tensor) -> Tensor:
-    """Return a mask in which each position attends to its own document's earlier positions.
-
-    Args:
-        document_ids: (rows, length).
-
-    Returns:
-        Booleans (rows, 1, length, length), true where attention is allowed. Padding attends to padding,
-        so every position has something to attend to.
-    """
-    same_document = document_ids[:, :, None] == document_ids[:, None, :]
-    return same_document.tril()[:, None]
-
-
-def _padding(num_rows: int, length: int, pad_id: int) -> Batch:
+def _padding(num_rows: int, length: int, num_documents: int, pad_id: int) -> Batch:
     return Batch(
         input_ids=torch.full((num_rows, length), pad_id),
         targets=torch.full((num_rows, length), IGNORED),
         # Positions of padding count up, as in a document of its own: some models detect resets of positions.
         position_ids=torch.arange(length).repeat(num_rows, 1),
-        document_ids=torch.zeros((num_rows, length), dtype=torch.long),
+        document_ends=torch.zeros((num_rows, num_documents), dtype=torch.int32),
     )
 
 
 def _lay_out_row(batch: Batch, row: int, samples: Sequence[Sample]) -> None:
     start = 0
-    for number, sample in enumerate(samples, start=1):
+    for number, sample in enumerate(samples):
         end = start + len(sample)
         batch.input_ids[row, start:end] = torch.from_numpy(sample.input_ids.astype(np.int64))
         batch.targets[row, start:end] = torch.from_numpy(sample.targets.astype(np.int64))
         batch.position_ids[row, start:end] = torch.arange(end - start)
-        batch.document_ids[row, start:end] = number
+        batch.document_ends[row, number:] = end
         start = end
     batch.position_ids[row, start:] = torch.arange(batch.position_ids.shape[1] - start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_memsave.finetune.data.documents import Dataset, Document
@@ -44,6 +44,10 @@ def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
     if split.validation:
         validation, more = _rows(split.validation, dataset, config, tokenizer, name="validation")
         summary = f"{summary}\n{more}"
+        # One shape of batch for both.
+        num_documents = max(train.num_documents, validation.num_documents)
+        train = replace(train, num_documents=num_documents)
+        validation = replace(validation, num_documents=num_documents)
     return PreparedData(
         train=train, validation=validation, summary=summary, example=train.samples[0]
     )
@@ -75,7 +79,13 @@ def _rows(
     if config.data.packing:
         # Runs that differ only in their seed are compared on the same validation rows, even if their number is limited.
         seed = config.train.seed if name == "train" else 0
-        rows = pack(data.samples, length=length, pad_id=pad_id, seed=seed)
+        rows = pack(
+            data.samples,
+            length=length,
+            pad_id=pad_id,
+            seed=seed,
+            max_documents=config.data.max_documents_per_row,
+        )
     else:
         rows = pad(data.samples, length=length, pad_id=pad_id)
     return rows, _summary(name, data, rows)

@@ -20,6 +20,7 @@ from thunder_memsave.finetune.model.adapters import (
     has_adapter,
     names_before,
 )
+from thunder_memsave.finetune.model.documents_apart import mask_kind, take_boundaries
 from thunder_memsave.finetune.model.hub import model_directory
 from thunder_memsave.finetune.model.packable import check_packable
 from thunder_memsave.finetune.model.task import CAUSAL_LM
@@ -89,6 +90,8 @@ def _with_adapter(model: Any, config: RunConfig) -> nn.Module:
     check_packable(model, config)
     if section is not None:
         model = add_adapter(model, section, config)
+    if mask_kind(config) == "boundaries":
+        take_boundaries(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(_DTYPES[config.model.trainable_dtype])

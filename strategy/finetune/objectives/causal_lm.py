@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from thunder_memsave.finetune.data.packing import Batch, block_diagonal_mask
+from thunder_memsave.finetune.data.packing import Batch
 from thunder_memsave.finetune.data.tokenize import IGNORED
-from thunder_memsave.finetune.run_file.config import RunConfig
-
-MaskKind = Literal["none", "boolean", "additive"]
-"""Mask that keeps the documents of a row apart: none, a boolean one for SDPA, or an additive one for eager
-attention (given a boolean one, transformers' eager attention adds it to the scores)."""
+from thunder_memsave.finetune.model.documents_apart import MaskKind
+from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
 
 def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -34,20 +31,21 @@ def model_inputs(batch: Batch, *, mask: MaskKind) -> dict[str, Any]:
     """
     if mask == "none":
         return {"input_ids": batch.input_ids, "use_cache": False}
-    allowed = block_diagonal_mask(batch.document_ids)
     return {
         "input_ids": batch.input_ids,
-        "attention_mask": allowed if mask == "boolean" else _additive(allowed),
+        "attention_mask": _mask(batch, mask),
         "position_ids": batch.position_ids,
         "use_cache": False,
     }
 
 
-def mask_kind(config: RunConfig) -> MaskKind:
-    """Return the kind of mask that the rows of a run need."""
-    if not config.data.packing:
-        return "none"
-    return "boolean" if config.model.attn_implementation == "sdpa" else "additive"
+def _mask(batch: Batch, kind: MaskKind) -> Tensor:
+    num_rows, length = batch.input_ids.shape
+    boundaries = boundaries_of(batch.document_ends, length)
+    if kind == "boundaries":
+        return boundaries
+    allowed = packed_mask(boundaries, num_rows, length)
+    return allowed if kind == "boolean" else _additive(allowed)
 
 
 def _additive(allowed: Tensor) -> Tensor:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder_memsave.finetune.objectives.causal_lm import mask_kind
+from thunder_memsave.finetune.model.documents_apart import mask_kind
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import RunConfig
 
+_TOKENS = 64
+"""Of a document, where the data is not read."""
 
-def objective_of(config: RunConfig) -> Objective[Any]:
-    """Make the objective that the run trains for, and that planning and evaluations use."""
-    return SupervisedFineTuning(mask=mask_kind(config), length=config.data.max_seq_length)
+
+def objective_of(config: RunConfig, *, num_documents: int | None = None) -> Objective[Any]:
+    """Make the objective that the run trains for, and that planning and evaluations use.
+
+    Args:
+        config: The run.
+        num_documents: Documents for which each row of the data has room; None if the data is not known.
+    """
+    length = config.data.max_seq_length
+    expected = config.data.max_documents_per_row or max(1, length // _TOKENS)
+    return SupervisedFineTuning(
+        mask=mask_kind(config), length=length, num_documents=num_documents or expected
+    )

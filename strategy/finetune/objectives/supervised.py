@@ -16,7 +16,8 @@ from typing_extensions import override
 from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.tokenize import IGNORED
-from thunder_memsave.finetune.objectives.causal_lm import MaskKind, loss_of_logits, model_inputs
+from thunder_memsave.finetune.model.documents_apart import MaskKind
+from thunder_memsave.finetune.objectives.causal_lm import loss_of_logits, model_inputs
 from thunder_memsave.finetune.objectives.objective import Objective
 
 
@@ -29,6 +30,8 @@ class SupervisedFineTuning(Objective[Batch]):
     mask: MaskKind
     length: int
     """Tokens per row."""
+    num_documents: int = 1
+    """Documents for which a row has room."""
 
     @override
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
@@ -44,7 +47,9 @@ class SupervisedFineTuning(Objective[Batch]):
 
     @override
     def blank(self, num_rows: int) -> Batch:
-        rows = Rows(samples=(), places=(), length=self.length, pad_id=0)
+        rows = Rows(
+            samples=(), places=(), length=self.length, num_documents=self.num_documents, pad_id=0
+        )
         return rows.lay_out([None] * num_rows)
 
     @override

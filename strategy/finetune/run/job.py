@@ -18,6 +18,8 @@ from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.model.build import build_model, load_tokenizer
 from thunder_memsave.finetune.model.hub import is_hub_name
+from thunder_memsave.finetune.objectives.choose import objective_of
+from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.output.run_directory import RunDirectory, checkpoint_to_resume
 from thunder_memsave.finetune.output.same_run import check_same_run
 from thunder_memsave.finetune.run.callbacks import (
@@ -57,6 +59,11 @@ class Job:
     """Values that give a step and its state their meaning, and must not change within a run."""
     fp8: str | None
     """Description of the linears in fp8, in a few lines; None if fp8 is off."""
+
+    @property
+    def objective(self) -> Objective[Any]:
+        """What the run trains for."""
+        return objective_of(self.config, num_documents=self.data.train.num_documents)
 
     @property
     def num_parameters(self) -> int:
@@ -268,6 +275,8 @@ def _without_broken(config: RunConfig, problems: Problems) -> RunConfig:
     if problems.is_broken("lora") or problems.is_broken("adapter"):
         config = dataclasses.replace(config, lora=None, adapter=None)
     if problems.is_broken("data.max_seq_length") or problems.is_broken("data.packing"):
-        data = dataclasses.replace(config.data, max_seq_length=2, packing=False)
+        data = dataclasses.replace(
+            config.data, max_seq_length=2, packing=False, max_documents_per_row=None
+        )
         config = dataclasses.replace(config, data=data)
     return config

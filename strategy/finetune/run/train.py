@@ -22,7 +22,6 @@ from thunder_memsave.errors import BudgetError, CaptureError, CompileError, Plan
 from thunder_memsave.finetune.export.export import export, is_adapted
 from thunder_memsave.finetune.model.build import autocast_of
 from thunder_memsave.finetune.model.trained_part import trained_part
-from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.output.environment import add_start
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
@@ -158,7 +157,7 @@ def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> No
         if isinstance(monitor, ThroughputMonitor):
             monitor.matmul_format = job.config.model.dtype
             if monitor.flops_per_token is None and monitor.peak_of(fabric.device) is not None:
-                monitor.flops_per_token = objective_of(job.config).flops_per_token(job.model)
+                monitor.flops_per_token = job.objective.flops_per_token(job.model)
 
 
 def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
@@ -174,7 +173,7 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(job.config, trained, device_type=fabric.device.type)
     own = caller_memory(
-        objective_of(job.config),
+        job.objective,
         job.model,
         job.batch_sizes,
         autocast=autocast_of(job.config),
@@ -278,7 +277,7 @@ def _plan(job: Job, fabric: Fabric) -> LoopPlan:
         num_steps=job.num_steps,
         sharding=job.sharding(rank=fabric.global_rank),
         seed=config.train.seed,
-        objective=objective_of(config),
+        objective=job.objective,
         max_grad_norm=config.train.max_grad_norm,
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,

@@ -63,8 +63,12 @@ class DataConfig(Section):
     """Tokens per row; every row has this length, so that one captured graph serves all."""
 
     packing: bool = True
-    """Put several documents into one row, kept apart by attention mask and positions; without it each
+    """Put several documents into one row, kept apart by their boundaries and positions; without it each
     document has its own padded row."""
+
+    max_documents_per_row: _Count | None = None
+    """Documents in one packed row at most; null: as many as the fullest row of the data has. Attention on CUDA takes a
+    little longer for each document for which rows have room."""
 
     train_on: Literal["auto", "assistant", "all"] = "auto"
     """Tokens with a loss: `assistant` for completions and assistant messages, or `all`; `auto` means

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
-from harness.language_model import loss_sum, prompt_rows, write_jsonl
+from harness.language_model import document_ids, loss_sum, prompt_rows, write_jsonl
 from thunder_memsave.finetune.data.batches import (
     Sharding,
     make_batch,
@@ -26,7 +26,8 @@ from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
 from thunder_memsave.finetune.model.build import load_tokenizer
-from thunder_memsave.finetune.objectives.causal_lm import MaskKind, model_inputs
+from thunder_memsave.finetune.model.documents_apart import MaskKind, take_boundaries
+from thunder_memsave.finetune.objectives.causal_lm import model_inputs
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import (
     ClassSpec,
@@ -86,8 +87,8 @@ def key_of_sample(sample: Sample) -> SampleKey:
 def samples_in(batch: Batch) -> Iterator[SampleKey]:
     """Read the samples back from the model's inputs."""
     for row in range(len(batch.input_ids)):
-        for number in range(1, int(batch.document_ids[row].max()) + 1):
-            mine = batch.document_ids[row] == number
+        for number in range(1, int(document_ids(batch)[row].max()) + 1):
+            mine = document_ids(batch)[row] == number
             ids, targets = batch.input_ids[row][mine], batch.targets[row][mine]
             yield tuple(ids.tolist()), tuple(targets.tolist())
 
@@ -182,15 +183,17 @@ def test_packed_documents_have_their_own_losses_through_the_strategy(
 ) -> None:
     rows = prepared(model_directory, tmp_path, "ChatJSONL", "pack").train
     model = AutoModelForCausalLM.from_pretrained(model_directory, attn_implementation=attention)
+    take_boundaries(model)
     module = make_fabric().setup(model)
     batch = make_batch(rows, range(len(rows)))
-    logits = module(**model_inputs(batch, mask=MASKS[attention])).logits.detach()
+    mask: MaskKind = "boundaries" if attention == "sdpa" else "additive"
+    logits = module(**model_inputs(batch, mask=mask)).logits.detach()
     losses = cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
     with torch.no_grad():
         for row in range(len(rows)):
             for number, index in enumerate(rows.places[row], start=1):
                 sample = rows.samples[index]
-                mine = batch.document_ids[row] == number
+                mine = document_ids(batch)[row] == number
                 expected = document_loss(model, *key_of_sample(sample)) * sample.num_targets
                 assert float(losses[row][mine].sum()) == pytest.approx(expected, rel=1e-5)
 

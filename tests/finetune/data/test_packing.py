@@ -6,11 +6,11 @@ import random
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-from harness.language_model import llama_config, loss_sum, sample_of
+from harness.language_model import document_ids, llama_config, loss_sum, sample_of
 from thunder_memsave.finetune.data.batches import make_batch
-from thunder_memsave.finetune.data.packing import Batch, Rows, block_diagonal_mask, pack, pad
+from thunder_memsave.finetune.data.packing import Batch, Rows, pack, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
-from thunder_memsave.finetune.objectives.causal_lm import MaskKind
+from thunder_memsave.finetune.model.documents_apart import MaskKind
 
 
 def samples_of(lengths: list[int], *, seed: int = 0) -> list[Sample]:
@@ -26,9 +26,9 @@ def documents_of(rows: Rows) -> list[list[int]]:
     """Read the documents back from the rows."""
     batch = rows.lay_out(range(len(rows)))
     return [
-        batch.input_ids[row][batch.document_ids[row] == number].tolist()
+        batch.input_ids[row][document_ids(batch)[row] == number].tolist()
         for row in range(len(rows))
-        for number in range(1, int(batch.document_ids[row].max()) + 1)
+        for number in range(1, int(document_ids(batch)[row].max()) + 1)
     ]
 
 
@@ -56,14 +56,14 @@ def test_packed_rows_hold_every_document_once() -> None:
 def test_documents_that_fit_together_exactly_leave_no_padding() -> None:
     rows = pack(samples_of([20, 12, 16, 16, 30, 2]), length=32, pad_id=0, seed=0)
     assert len(rows) == 3
-    assert bool((rows.lay_out(range(3)).document_ids > 0).all())
+    assert bool((document_ids(rows.lay_out(range(3))) > 0).all())
 
 
 def test_positions_count_from_zero_in_each_document() -> None:
     rows = pack(samples_of([3, 2]), length=8, pad_id=0, seed=0)
     batch = rows.lay_out([0])
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
-    assert batch.document_ids.tolist() == [[1, 1, 1, 2, 2, 0, 0, 0]]
+    assert document_ids(batch).tolist() == [[1, 1, 1, 2, 2, 0, 0, 0]]
 
 
 def test_padded_rows_hold_one_document_each() -> None:
@@ -75,9 +75,22 @@ def test_padded_rows_hold_one_document_each() -> None:
     assert batch.targets[0, 2:].tolist() == [IGNORED] * 6
 
 
-def test_the_mask_lets_a_position_see_its_own_document_up_to_itself() -> None:
-    mask = block_diagonal_mask(torch.tensor([[1, 1, 2, 0]]))
-    assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]]
+def test_all_rows_have_room_for_as_many_documents() -> None:
+    rows = pack(samples_of([6, 2, 2, 2, 2]), length=8, pad_id=0, seed=0)
+    assert rows.num_documents == 3
+    ends = sorted(rows.lay_out([0, 1]).document_ends.tolist())
+    assert ends == [[2, 4, 6], [6, 8, 8]]
+    assert rows.lay_out([None]).document_ends.tolist() == [[0, 0, 0]]
+    assert rows.lay_out([0]).document_ends.dtype is torch.int32
+
+
+def test_a_row_takes_no_more_documents_than_it_may() -> None:
+    samples = samples_of([2] * 9)
+    rows = pack(samples, length=8, pad_id=0, seed=0, max_documents=2)
+    assert sorted(len(places) for places in rows.places) == [1, 2, 2, 2, 2]
+    assert sorted(documents_of(rows)) == sorted(sample.input_ids.tolist() for sample in samples)
+    more = pack(samples, length=8, pad_id=0, seed=0, max_documents=7)
+    assert more.lay_out([0]).document_ends.shape == (1, 7)
 
 
 @torch.no_grad()
@@ -106,5 +119,5 @@ def test_packed_documents_have_the_losses_that_they_have_alone() -> None:
 def one_document(rows: Rows, row: int, number: int) -> Batch:
     """A row whose targets are those of one document only."""
     batch = rows.lay_out([row])
-    only = batch.targets.masked_fill(batch.document_ids != number, IGNORED)
+    only = batch.targets.masked_fill(document_ids(batch) != number, IGNORED)
     return dataclasses.replace(batch, targets=only)

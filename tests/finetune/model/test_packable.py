@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from harness.language_model import loss_sum, sample_of
 from thunder_memsave.finetune.data.packing import pack, pad
+from thunder_memsave.finetune.model.documents_apart import MaskKind
 from thunder_memsave.finetune.model.packable import check_packable
-from thunder_memsave.finetune.objectives.causal_lm import MaskKind
 from thunder_memsave.finetune.run_file.config import DataConfig, RunConfig
 from thunder_memsave.settings.section import ConfigError
 

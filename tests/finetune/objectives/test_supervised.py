@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import sample_of
 from thunder_memsave.finetune.data.packing import pack
-from thunder_memsave.finetune.objectives.causal_lm import MaskKind
+from thunder_memsave.finetune.model.documents_apart import MaskKind
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning, perplexity
 from thunder_memsave.finetune.plan.plan_run import _inputs
 
@@ -21,9 +21,9 @@ def test_a_perplexity_that_is_too_large_is_infinite(loss: float, expected: float
     assert perplexity(loss) == expected
 
 
-@pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
+@pytest.mark.parametrize("mask", ["none", "boundaries", "boolean", "additive"])
 def test_planning_calls_the_model_with_what_the_loop_does(mask: MaskKind) -> None:
-    objective = SupervisedFineTuning(mask=mask, length=8)
+    objective = SupervisedFineTuning(mask=mask, length=8, num_documents=2)
     rows = pack([sample_of([4, 5, 6]), sample_of([7, 8])], length=8, pad_id=0, seed=0)
     given = objective.model_inputs(rows.lay_out([0, None]))
     planned = _inputs(objective, num_rows=2)

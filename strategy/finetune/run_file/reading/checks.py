@@ -58,6 +58,15 @@ def _lora_and_adapter(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+def _packing(config: RunConfig) -> Iterator[ConfigError]:
+    if config.data.max_documents_per_row is not None and not config.data.packing:
+        yield ConfigError(
+            f"data.max_documents_per_row is {config.data.max_documents_per_row}, but without data.packing each row "
+            "has one document; set data.packing: true, or leave data.max_documents_per_row out.",
+            key="data.max_documents_per_row",
+        )
+
+
 def _guards(config: RunConfig) -> Iterator[ConfigError]:
     strategy, guards = config.strategy.nonfinite_gradients, config.guards.nonfinite
     if strategy != "ignore" and guards not in ("stop", strategy):
@@ -203,6 +212,7 @@ _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("guards.loss_spike", "guards.spike_window", "guards.spike_threshold"): _spikes,
     ("guards.nonfinite", "guards.loss_spike", "checkpoint.every_n_steps"): _rollback,
     ("lora", "adapter"): _lora_and_adapter,
+    ("data.packing", "data.max_documents_per_row"): _packing,
     ("model.name_or_path", "model.revision"): _revision,
     ("model.dtype", "model.trainable_dtype"): _dtypes,
     ("model.config", "model.architecture"): _architecture,

@@ -1,0 +1,45 @@
+"""Lets a model that takes a mask take the boundaries of a row's documents in its place.
+
+A mask of (length, length) is then made only where the model reads it in another way than to attend: elsewhere the
+compiled graph hands the boundaries to attention (`frontend/attention_masks.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.ops.families.packed_attention import packed_mask
+
+MaskKind = Literal["none", "boundaries", "boolean", "additive"]
+"""How the documents of a row are kept apart: not at all, by their boundaries, which `take_boundaries` makes a model
+take, by a boolean mask, or by an additive one for eager attention (given a boolean one, transformers' eager attention
+adds it to the scores)."""
+
+
+def mask_kind(config: RunConfig) -> MaskKind:
+    """Return the kind of mask that the rows of a run need."""
+    if not config.data.packing:
+        return "none"
+    if config.model.attn_implementation != "sdpa":
+        return "additive"
+    # Thunder's interpreter runs no hooks.
+    is_captured = config.strategy.frontend == "dynamo"
+    return "boundaries" if is_captured else "boolean"
+
+
+def take_boundaries(model: nn.Module) -> None:
+    """Let the model's `attention_mask` be boundaries, too: int32 numbers of one dimension, see `boundaries_of`."""
+    model.register_forward_pre_hook(_mask_of_boundaries, with_kwargs=True)
+
+
+def _mask_of_boundaries(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    boundaries = kwargs.get("attention_mask")
+    if not isinstance(boundaries, Tensor) or boundaries.ndim != 1:
+        return None
+    num_rows, length = kwargs["input_ids"].shape
+    return args, {**kwargs, "attention_mask": packed_mask(boundaries, num_rows, length)}

@@ -1,0 +1,150 @@
+"""Documents of a packed row never see each other, by their boundaries as by a mask, in every kind of model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from thunder.core.proxies import TensorProxy
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from harness.language_model import loss_sum, sample_of
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.finetune.data.packing import Rows, pack, pad
+from thunder_memsave.finetune.data.tokenize import IGNORED
+from thunder_memsave.finetune.model.documents_apart import (
+    MaskKind,
+    mask_kind,
+    take_boundaries,
+)
+from thunder_memsave.finetune.run_file.config import DataConfig, ModelConfig, RunConfig
+
+LENGTH = 26  # like no other dimension
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
+    "gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gpt_neox": {},
+    "llama": {},
+    "mistral": {"sliding_window": LENGTH},
+    "phi": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+}
+LENGTHS = (5, 9, 3, 12, 2, 8)
+
+
+def model_of(model_type: str) -> Any:
+    architecture = AutoConfig.for_model(model_type, **{**TINY, **MODELS[model_type]})
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(architecture, attn_implementation="sdpa").double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that attention matters
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def rows_of(*, packed: bool) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    samples = [sample_of(torch.randint(4, 60, (n,), generator=generator).tolist()) for n in LENGTHS]
+    if packed:
+        return pack(samples, length=LENGTH, pad_id=0, seed=0)
+    return pad(samples, length=LENGTH, pad_id=0)
+
+
+def names_and_squares(compiled: CompiledModule) -> tuple[list[str], set[str]]:
+    """The attention operators of a step, and the tensors of two sequence dimensions."""
+    captured = compiled.captures[-1]
+    symbols = [
+        b
+        for t in (captured.forward_traces[-1], captured.backward_traces[-1])
+        for b in t.bound_symbols
+    ]
+    proxies = [p for b in symbols for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
+    return (
+        [b.sym.name for b in symbols if "attention" in b.sym.name],
+        {p.name for p in proxies if p.shape[-2:] == (LENGTH, LENGTH)},
+    )
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_packed_rows_have_the_loss_and_gradients_of_their_documents_alone(model_type: str) -> None:
+    model = model_of(model_type)
+    alone, packed = copy.deepcopy(model), rows_of(packed=True)
+    take_boundaries(model)
+    compiled = CompiledModule(model)
+    loss = sum(
+        loss_sum(compiled, packed.lay_out([k]), mask="boundaries") for k in range(len(packed))
+    )
+    cast(Tensor, loss).backward()
+    apart = rows_of(packed=False)
+    expected = sum(loss_sum(alone, apart.lay_out([k]), mask="none") for k in range(len(apart)))
+    cast(Tensor, expected).backward()
+    # transformers computes norms and the loss in float32, whatever the model's numbers are.
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+    assert len(compiled.captures) == 1  # rows have 2 to 3 documents
+    operators, squares = names_and_squares(compiled)
+    assert operators == ["cpu_packed_attention"] * 2 + ["cpu_packed_attention_backward"] * 2
+    assert not squares
+
+
+@pytest.mark.parametrize("mask", ["boundaries", "boolean"])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_no_gradient_reaches_another_document(mask: MaskKind, is_compiled: bool) -> None:
+    model = model_of("llama")
+    take_boundaries(model)
+    batch = rows_of(packed=True).lay_out([0])
+    end = int(batch.document_ends[0, 0])
+    batch.input_ids[0] = torch.arange(
+        1, LENGTH + 1
+    )  # so that each position has a weight of its own
+    batch.targets[0, end:] = IGNORED
+    loss_sum(CompiledModule(model) if is_compiled else model, batch, mask=mask).backward()
+    gradients = model.model.embed_tokens.weight.grad[1 : LENGTH + 1]
+    assert bool((gradients[: end - 1].abs().sum(-1) > 0).all())
+    assert torch.equal(gradients[end:], torch.zeros_like(gradients[end:]))
+
+
+def test_a_mask_or_none_is_taken_as_before() -> None:
+    model = model_of("llama").eval()
+    ids = torch.randint(4, 60, (2, LENGTH))
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
+    padding[1, -3:] = 0
+    expected = [model(input_ids=ids, attention_mask=m).logits for m in (None, padding)]
+    take_boundaries(model)
+    for mask, logits in zip((None, padding), expected, strict=True):
+        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (RunConfig(), "boundaries"),
+        (RunConfig(data=DataConfig(packing=False)), "none"),
+        (RunConfig(model=ModelConfig(attn_implementation="eager")), "additive"),
+        (RunConfig(strategy={"frontend": "interpreter"}), "boolean"),
+    ],
+)
+def test_the_run_file_decides_how_documents_are_kept_apart(
+    config: RunConfig, kind: MaskKind
+) -> None:
+    assert mask_kind(config) == kind

@@ -1,0 +1,73 @@
+"""Each shipped run file, cut to two layers, attends by a flash kernel on a GPU: causal, and without scores or masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from thunder.core.proxies import TensorProxy
+
+from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
+from thunder_memsave.config import load_yaml
+from thunder_memsave.finetune.plan import plan_run
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.reading.parse import load_run_config
+from thunder_memsave.planner.devices import device
+
+DIRECTORY = Path(str(files("thunder_memsave.configs")))
+CONFIGS = sorted(DIRECTORY.glob("*.yaml"))
+SHAPE_OF_TINY = load_yaml(DIRECTORY / "tiny_pretrain.yaml")["model"]["config"]
+LENGTH = 1344  # like no other dimension
+NUM_LAYERS = 2
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    """All that is compiled during the test."""
+    seen: list[Compiled] = []
+    compile_call = CallCompiler.compile
+
+    def compile_and_see(self: CallCompiler, *args: Any, **kwargs: Any) -> Compiled:
+        seen.append(compile_call(self, *args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(CallCompiler, "compile", compile_and_see)
+    monkeypatch.setattr(plan_run, "_SMALLEST_S", 0.01)
+    return seen
+
+
+def short(config: RunConfig) -> RunConfig:
+    model = config.model
+    shape = model.architecture or model.config or SHAPE_OF_TINY
+    shape = {**shape, "num_hidden_layers": NUM_LAYERS, "max_position_embeddings": LENGTH}
+    if shape["hidden_size"] < 1024:  # heads of as many numbers as the kernel needs
+        shape["hidden_size"] = 64 * shape["num_attention_heads"]
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            model, architecture=shape, config=None, dtype="bfloat16", trainable_dtype="bfloat16"
+        ),
+        data=dataclasses.replace(config.data, max_seq_length=LENGTH),
+        memory={"policy": "keep_all"},
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_attention_of_a_shipped_file_is_causal_flash(path: Path, compiled: list[Compiled]) -> None:
+    config = short(load_run_config(path, ["--devices=1"]))
+    plan = plan_run.plan_run(config, device=device("h200"), num_ranks=1, has_curve=False)
+    forward, backward = compiled[0].forward_traces[-1], compiled[0].backward_traces[-1]
+    symbols = [*forward.bound_symbols, *backward.bound_symbols]
+    kernel = "cuda_packed_attention" if config.data.packing else "cuda_flash_attention"
+    names = [b.sym.name for b in symbols if "attention" in b.sym.name]
+    assert names == [kernel] * NUM_LAYERS + [f"{kernel}_backward"] * NUM_LAYERS
+    proxies = [p for b in symbols for p in (*b.flat_proxy_args, *b.flat_proxy_outs)]
+    squares = [p for p in proxies if isinstance(p, TensorProxy) and p.shape.count(LENGTH) > 1]
+    assert squares == []
+    (query,) = {b.args[0].shape for b in symbols if b.sym.name == kernel}
+    flops = sum(s.op.flops for s in plan.call.program.steps if "attention" in s.op.symbol)
+    num_rows, num_heads, _, width = query
+    assert flops == NUM_LAYERS * num_rows * num_heads * 7 * LENGTH * LENGTH * width
