@@ -29,8 +29,11 @@ from thunder_memsave.frontend.opaque import is_random
 from thunder_memsave.ops.families.packed_attention import PACKED_MASK, packed_attention
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_OF_THE_MASK = ("boundaries", "num_rows", "length")
 _LARGEST = 2**30
-"""Elements of a mask that is looked at, which needs some bytes of the host's memory for each."""
+"""Elements of a mask that is looked at, which needs a few bytes of the host's memory for each."""
+_KEPT = 2**16
+"""Elements up to which a value is not computed again for each that reads it."""
 
 
 def simplify_attention(graph: fx.GraphModule) -> None:
@@ -46,10 +49,10 @@ def _simplify(node: fx.Node, constants: _Constants) -> None:
     call = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
     mask = call.pop("attn_mask", None)
     if isinstance(mask, fx.Node):
-        if mask.target is PACKED_MASK and not call.get("is_causal"):
+        if (boundaries := _boundaries(mask, call)) is not None:
             node.target = packed_attention
             call = {k: v for k, v in call.items() if k != "is_causal"}
-            call["boundaries"] = mask.args[0]
+            call["boundaries"] = boundaries
         elif not call.get("is_causal") and constants.is_causal(mask, _length(call)):
             call["is_causal"] = True
         else:
@@ -57,6 +60,16 @@ def _simplify(node: fx.Node, constants: _Constants) -> None:
     call = _without_repeats(call)
     node.args = tuple(call.pop(name) for name in ("query", "key", "value"))
     node.kwargs = call
+
+
+def _boundaries(mask: fx.Node, call: dict[str, Any]) -> fx.Node | None:
+    """Return the boundaries of a mask of packed rows, if they are the rows of queries and of keys."""
+    if mask.target is not PACKED_MASK or call.get("is_causal"):
+        return None
+    given = {**dict(zip(_OF_THE_MASK, mask.args, strict=False)), **mask.kwargs}
+    boundaries, *rows = (given[name] for name in _OF_THE_MASK)
+    shapes = [_shape(call[name]) for name in ("query", "key")]
+    return boundaries if all([s[0], s[-2]] == rows and len(s) == 4 for s in shapes) else None
 
 
 def _length(call: dict[str, Any]) -> int:
@@ -139,9 +152,12 @@ class _Constants:
         return all(torch.equal(each, past) for each in value.reshape(-1, length, length))
 
     def _value(self, node: fx.Node) -> Tensor | None:
-        if node not in self._known:
-            self._known[node] = self._computed(node)
-        return self._known[node]
+        if node in self._known:
+            return self._known[node]
+        value = self._computed(node)
+        if value is None or value.numel() <= _KEPT:
+            self._known[node] = value
+        return value
 
     def _computed(self, node: fx.Node) -> Tensor | None:
         """Run the node on the CPU; None if it is no function of constants alone."""

@@ -47,9 +47,7 @@ def short(config: RunConfig) -> RunConfig:
         shape["hidden_size"] = 64 * shape["num_attention_heads"]
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(
-            model, architecture=shape, config=None, dtype="bfloat16", trainable_dtype="bfloat16"
-        ),
+        model=dataclasses.replace(model, architecture=shape, config=None, dtype="bfloat16"),
         data=dataclasses.replace(config.data, max_seq_length=LENGTH),
         memory={"policy": "keep_all"},
     )

@@ -1,0 +1,220 @@
+"""Each document of packed rows is attended to as it would be alone: on the CPU, and by what CUDA is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from thunder.core.devices import Device
+from thunder.core.dtypes import to_dtype
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
+from torch import Tensor
+
+from thunder_memsave.measure.op_profile import Layout, Operation, Value
+from thunder_memsave.measure.run_alone import ready_to_run
+from thunder_memsave.ops.families.attention_kernels import attention_executor
+from thunder_memsave.ops.families.packed_attention import (
+    boundaries_of,
+    documents,
+    packed_attention,
+    packed_mask,
+)
+from thunder_memsave.ops.families.packed_kernels import _packed_attention, cpu_packed, cuda_packed
+from thunder_memsave.ops.table import scratch_bytes
+
+ROWS, HEADS, KEYS, LENGTH, WIDTH = 2, 4, 2, 12, 8
+ENDS = torch.tensor([[3, 8, 8], [1, 9, 12]], dtype=torch.int32)
+BOUNDARIES = boundaries_of(ENDS, LENGTH)
+PARTS = [(0, 0, 3), (0, 3, 8), (1, 0, 1), (1, 1, 9), (1, 9, 12)]
+
+
+def operands(num_keys: int = KEYS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(ROWS, n, LENGTH, WIDTH, dtype=dtype) for n in (HEADS, num_keys, num_keys)]
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax of the scores of each document, by its definition."""
+    result = torch.zeros_like(query)
+    for row, start, end in PARTS:
+        q, k, v = (t[row, :, start:end] for t in (query, key, value))
+        k, v = (t.repeat_interleave(HEADS // t.shape[0], 0) for t in (k, v))
+        future = torch.ones(end - start, end - start).triu(1).bool()
+        scores = (q @ k.mT / WIDTH**0.5).masked_fill(future, -torch.inf)
+        result[row, :, start:end] = scores.softmax(-1) @ v
+    return result
+
+
+def differentiated(run: Any, heads: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.clone().requires_grad_() for t in heads]
+    output = run(*leaves)
+    return (output.detach(), *torch.autograd.grad(output, leaves, grad))
+
+
+def kernel_results(kernel: Any, heads: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    output, logsumexp = kernel.run(*heads, BOUNDARIES, None)
+    grads = kernel.derivatives[0].run(grad, *heads, output, logsumexp, BOUNDARIES, None)
+    return (output, *grads)
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **_: Any) -> Any:
+    """What CUDA's operator does, on the CPU; backward is given what autograd needs by way of the logsumexp."""
+    starts, same, *longest, dropout_p, is_causal, debug = settings
+    assert (longest, dropout_p, is_causal, debug) == ([LENGTH, LENGTH], 0.0, True, False)
+    assert torch.equal(starts, same)
+    assert starts.dtype is torch.int32
+    output = torch.full_like(query, torch.nan)  # which nobody wrote
+    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if start < end:
+            parts = (t[start:end].transpose(0, 1)[None] for t in (query, key, value))
+            attended = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+            output[start:end] = attended[0].transpose(0, 1)
+    return output, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+def flash_backward(grad: Tensor, *arguments: Any, **_: Any) -> Any:
+    *heads, _output, logsumexp, starts, same, long, longest, dropout_p, is_causal, _, _ = arguments
+    assert logsumexp.shape == (HEADS, ROWS * LENGTH)
+    leaves = [t.detach().clone().requires_grad_() for t in heads]
+    with torch.enable_grad():
+        again = flash_forward(*leaves, starts, same, long, longest, dropout_p, is_causal, False)[0]
+    return torch.autograd.grad(again, leaves, grad)
+
+
+@pytest.fixture
+def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    return
+
+
+@pytest.mark.usefixtures("_flash_on_cpu")
+@pytest.mark.parametrize("num_keys", [HEADS, KEYS], ids=["heads", "grouped queries"])
+@pytest.mark.parametrize("how", ["cpu kernel", "cuda kernel", "eager", "mask"])
+def test_values_and_gradients_are_those_of_each_document_alone(how: str, num_keys: int) -> None:
+    heads, grad = operands(num_keys), torch.randn(ROWS, HEADS, LENGTH, WIDTH, dtype=torch.float64)
+    expected = differentiated(alone, heads, grad)
+    if how == "eager":
+        found = differentiated(
+            lambda *t: packed_attention(*t, BOUNDARIES, enable_gqa=True), heads, grad
+        )
+    elif how == "mask":
+        mask = packed_mask(BOUNDARIES, ROWS, LENGTH)
+        grad[0, :, 8:] = 0  # under a mask, padding attends to padding
+        expected = differentiated(alone, heads, grad)
+        found = differentiated(
+            lambda *t: F.scaled_dot_product_attention(*t, attn_mask=mask, enable_gqa=True),
+            heads,
+            grad,
+        )
+        found = (found[0].index_fill(2, torch.arange(8, 12), 0), *found[1:])
+        found[0][1] = expected[0][1]
+    else:
+        found = kernel_results(cpu_packed if how == "cpu kernel" else cuda_packed, heads, grad)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_flash_on_cpu")
+@pytest.mark.parametrize("kernel", [cpu_packed, cuda_packed], ids=lambda k: k.name)
+def test_padding_and_other_documents_get_exactly_nothing(kernel: Any) -> None:
+    heads, grad = operands(), torch.zeros(ROWS, HEADS, LENGTH, WIDTH, dtype=torch.float64)
+    grad[0, :, 3:8] = 1  # of the second document of the first row
+    grad[0, :, 8:] = torch.inf  # of its padding
+    output, *grads = kernel_results(kernel, heads, grad)
+    assert bool((output[0, :, 8:] == 0).all())
+    for found in grads:
+        assert bool((found[0, :, 3:8] != 0).any())
+        found[0, :, 3:8] = 0
+        assert bool((found == 0).all())
+
+
+def test_boundaries_are_cumulative_lengths_over_all_rows() -> None:
+    assert BOUNDARIES.tolist() == [0, 3, 8, 8, 12, 13, 21, 24, 24]
+    assert BOUNDARIES.dtype is torch.int32
+    assert list(documents(BOUNDARIES, ROWS, LENGTH)) == PARTS
+    empty = boundaries_of(torch.zeros(1, 3, dtype=torch.int32), LENGTH)
+    assert list(documents(empty, 1, LENGTH)) == []
+
+
+def test_the_mask_lets_a_position_see_its_own_document_up_to_itself() -> None:
+    mask = packed_mask(boundaries_of(torch.tensor([[2, 3]], dtype=torch.int32), 4), 1, 4)
+    assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_packed_rows_are_measured_as_whole_documents(direction: str) -> None:
+    seen: list[Tensor] = []
+    names = {"forward": cpu_packed.name, "backward": cpu_packed.derivatives[0].name}
+    heads = Layout((ROWS, 1, LENGTH, 1), (LENGTH, LENGTH, 1, 1), 0, torch.float32, "cpu", 96)
+    numbers = Layout((9,), (1,), 0, torch.int32, "cpu", 36)
+    operation = Operation(
+        lambda *tensors: seen.extend(tensors),
+        [Value(heads, 0), Value(numbers, 1)],
+        True,
+        names[direction],
+    )
+    with ready_to_run(operation) as run:
+        run()
+    assert list(documents(seen[-1], ROWS, LENGTH)) == [(0, 0, LENGTH), (1, 0, LENGTH)]
+
+
+@pytest.mark.parametrize("num_keys", [HEADS, KEYS], ids=["heads", "grouped queries"])
+def test_what_the_trace_says_of_cudas_kernel_is_what_pytorch_says(num_keys: int) -> None:
+    shapes = [(ROWS, n, LENGTH, WIDTH) for n in (HEADS, num_keys, num_keys)]
+    heads = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in shapes]
+    boundaries = BOUNDARIES.to("meta")
+    results = cuda_packed.run(*heads, boundaries, None)
+    grads = cuda_packed.derivatives[0].run(heads[0], *heads, *results, boundaries, None)
+    forward = attention_executor.opmap[cuda_packed.name]
+    backward = attention_executor.opmap[f"{cuda_packed.name}_backward"]
+    with tracectx(TraceCtx(None)):
+        proxies = [on_cuda(h) for h in heads]
+        said = forward.meta(*proxies, on_cuda(boundaries), None)
+        said_grads = backward.meta(proxies[0], *proxies, *said, on_cuda(boundaries), None)
+    assert facts(said) == facts(results)
+    assert facts(said_grads) == facts(grads)
+
+
+def on_cuda(tensor: Tensor) -> TensorProxy:
+    return TensorProxy(
+        shape=tuple(tensor.shape), device=Device("cuda:0"), dtype=to_dtype(tensor.dtype)
+    )
+
+
+def facts(results: Any) -> list[tuple[tuple[int, ...], object]]:
+    return [(tuple(r.shape), to_dtype(r.dtype)) for r in results]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "symbol"),
+    [
+        (torch.bfloat16, "cuda_packed_attention_prim"),
+        (torch.float32, "cuda_efficient_attention_prim"),
+    ],
+)
+def test_without_a_kernel_that_takes_the_operands_there_is_a_mask(
+    dtype: torch.dtype, symbol: str
+) -> None:
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        heads = [on_cuda(t) for t in operands(dtype=dtype)]
+        output = _packed_attention(*heads, on_cuda(BOUNDARIES), enable_gqa=True)
+    assert output.shape == (ROWS, HEADS, LENGTH, WIDTH)
+    assert trace.bound_symbols[-1].sym.name == symbol
+
+
+def test_backward_on_cuda_has_room_for_the_end_of_each_document() -> None:
+    heads = Layout((1, 4, 256, 64), (0,) * 4, 0, torch.bfloat16, "cpu", 0)
+    keys = Layout((1, 2, 256, 64), (0,) * 4, 0, torch.bfloat16, "cpu", 0)
+    logsumexp = Layout((4, 256), (0,) * 2, 0, torch.float32, "cpu", 0)
+    boundaries = Layout((9,), (1,), 0, torch.int32, "cpu", 0)
+    operator = cuda_packed.derivatives[0].name
+    found = scratch_bytes(operator, [heads, heads, keys, keys, heads, logsumexp, boundaries])
+    accumulated = 4 * (256 + 128 * 8) * 4 * (64 + 1)
+    expanded = 2 * 2 * 4 * 256 * 64
+    assert found == accumulated + expanded
