@@ -20,10 +20,12 @@ from thunder_memsave.ops.families import (
     norms,
     packed_kernels,
     random_numbers,
+    rms_norm,
     softmax,
 )
 from thunder_memsave.ops.families.attention_kernels import attention_executor
 from thunder_memsave.ops.families.collectives import collectives_executor
+from thunder_memsave.ops.families.rms_norm import rms_norm_executor
 from thunder_memsave.ops.operation import Foreign, Operand, Operation, Scratch
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -33,6 +35,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *activations.OPERATIONS,
     *softmax.OPERATIONS,
     *norms.OPERATIONS,
+    *rms_norm.OPERATIONS,
     *indexing.OPERATIONS,
     *no_arithmetic.OPERATIONS,
     *collectives.OPERATIONS,
@@ -52,7 +55,7 @@ def executors(*, fuses: bool) -> tuple[OperatorExecutor, ...]:
         fuses: Whether another executor fuses the parts of operations, which a kernel would take as a whole.
     """
     of_parts = () if fuses else (kernels_executor,)
-    return (attention_executor, *of_parts, collectives_executor)
+    return (attention_executor, rms_norm_executor, *of_parts, collectives_executor)
 
 
 def scratch_bytes(operator: str, operands: Sequence[Operand]) -> int:

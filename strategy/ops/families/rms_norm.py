@@ -1,0 +1,167 @@
+"""RMS norm as one operator, with the bits of eager PyTorch: `torch.nn.RMSNorm`, Zhang and Sennrich 2019.
+
+PyTorch has a kernel for it and its gradient on CUDA, for a weight of the value's dtype. Elsewhere it computes with
+operators; backward then runs these again, so that forward saves the value alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor
+
+from thunder_memsave.ops.claim import claim
+from thunder_memsave.ops.operation import Call, Derivative, Kernel, Operand, Operation, like_first
+
+rms_norm_executor = OperatorExecutor("thunder_memsave_rms_norm", version="0")
+register_executor(rms_norm_executor)
+
+
+def rms_norm(
+    value: Tensor, num_dims: int, weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the normalized value, in its own dtype, and the reciprocal root mean square of each row."""
+    shape = value.shape[-num_dims:]
+    if value.is_cpu or _has_kernel(value, weight):
+        return torch.ops.aten._fused_rms_norm(value, shape, weight, eps)  # type: ignore[no-any-return]
+    _, rstd = torch.ops.aten._fused_rms_norm(value, shape, None, eps)
+    return torch.rms_norm(value, shape, weight, eps), rstd
+
+
+def _has_kernel(value: Tensor, weight: Tensor | None) -> bool:
+    return value.is_cuda and (weight is None or weight.dtype is value.dtype)
+
+
+def _meta(value: TensorProxy, num_dims: int, *_: Any) -> tuple[TensorProxy, TensorProxy]:
+    rstd = TensorProxy(
+        shape=(*value.shape[: value.ndim - num_dims], *(1,) * num_dims),
+        device=value.device,
+        dtype=value.dtype if value.dtype is dtypes.float64 else dtypes.float32,
+    )
+    return TensorProxy(like=value), rstd
+
+
+def _of_value(
+    grad: Tensor,
+    value: Tensor,
+    num_dims: int,
+    rstd: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+) -> Tensor:
+    if _has_kernel(value, weight):
+        return _by_kernel(grad, value, num_dims, rstd, weight, [True, False])[0]
+    leaf = value.detach().requires_grad_()
+    with torch.enable_grad():
+        result = torch.rms_norm(leaf, value.shape[-num_dims:], weight, eps)
+    return torch.autograd.grad(result, leaf, grad)[0]
+
+
+def _of_weight(
+    grad: Tensor,
+    value: Tensor,
+    num_dims: int,
+    rstd: Tensor,
+    weight: Tensor,
+    eps: float | None,
+) -> Tensor:
+    if _has_kernel(value, weight):
+        return _by_kernel(grad, value, num_dims, rstd, weight, [False, True])[1]
+    leaf = weight.detach().requires_grad_()
+    with torch.enable_grad():
+        result = torch.rms_norm(value, value.shape[-num_dims:], leaf, eps)
+    return torch.autograd.grad(result, leaf, grad)[0]
+
+
+def _by_kernel(
+    grad: Tensor,
+    value: Tensor,
+    num_dims: int,
+    rstd: Tensor,
+    weight: Tensor | None,
+    wanted: Sequence[bool],
+) -> Sequence[Tensor]:
+    shape = value.shape[-num_dims:]
+    run = torch.ops.aten._fused_rms_norm_backward
+    return run(grad, value, shape, rstd, weight, wanted)  # type: ignore[no-any-return]
+
+
+def _like_weight(
+    grad: TensorProxy,
+    value: TensorProxy,
+    num_dims: int,
+    rstd: TensorProxy,
+    weight: TensorProxy,
+    *_: Any,
+) -> TensorProxy:
+    return TensorProxy(like=weight)
+
+
+def _bytes_of_rows(operands: Sequence[Operand]) -> int:
+    """Bound the sums and their copies that the mean over several dims makes: two numbers of each row."""
+    value, *_ = operands
+    return 2 * 8 * math.prod(value.shape[:-1])
+
+
+_READS = ("value", "num_dims", "rstd", "weight", "eps")
+
+_kernel = claim(
+    Kernel(
+        name="rms_norm_kernel",
+        executor=rms_norm_executor,
+        symbol=Symbol(
+            "rms_norm_prim", meta=like_first, id="thunder_memsave.rms_norm", is_prim=True
+        ),
+        takes=("value", "num_dims", "weight", "eps"),
+        run=rms_norm,
+        meta=_meta,
+        results=("result", "rstd"),
+        scratch={"cpu": _bytes_of_rows},
+        derivatives=(
+            Derivative(
+                name="rms_norm_kernel_backward",
+                run=_of_value,
+                meta=lambda grad, value, *_: TensorProxy(like=value),
+                of=("value",),
+                reads=_READS,
+            ),
+            Derivative(
+                name="rms_norm_kernel_weight_backward",
+                run=_of_weight,
+                meta=_like_weight,
+                of=("weight",),
+                reads=_READS,
+            ),
+        ),
+    )
+)
+
+
+def _lower(call: Call) -> TensorProxy:
+    def arguments(
+        input: TensorProxy,
+        normalized_shape: Sequence[int],
+        weight: TensorProxy | None = None,
+        eps: float | None = None,
+    ) -> Sequence[Any]:
+        return input, len(normalized_shape), weight, eps
+
+    return _kernel.symbol(*arguments(*call.args, **call.kwargs))
+
+
+OPERATIONS = (
+    Operation(
+        name="rms_norm",
+        functions=(torch.rms_norm, F.rms_norm),
+        lower=_lower,
+        kernels=(_kernel,),
+    ),
+)

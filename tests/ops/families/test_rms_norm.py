@@ -1,0 +1,55 @@
+"""RMS norm beyond what every row of the table is tested for: weights of another dtype, autocast, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.planner.devices import device
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(WIDTH).to(weight_dtype)
+        self.linear = nn.Linear(WIDTH, WIDTH).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+def results(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    output = call(x)
+    return [output, *torch.autograd.grad(output.float().square().sum(), [x, *module.parameters()])]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # eager says it too
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_over_bfloat16_values_it_has_the_bits_of_eager(weight_dtype: torch.dtype) -> None:
+    block = Block(torch.bfloat16, weight_dtype)
+    x = torch.randn(8, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    expected = results(block, block, x)
+    assert all(map(torch.equal, results(block, CompiledModule(block), x), expected))
+    memory = MemoryConfig(policy="recompute_all")
+    planner = MemoryPlanner(memory, device=device("cpu"), budget_bytes=None)
+    planned = CompiledModule(block, planner=planner)
+    assert all(map(torch.equal, results(block, planned, x), expected))
+
+
+def test_under_autocast_it_has_eagers_dtypes_and_bits() -> None:
+    block = Block(torch.float32, torch.float32)
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(block, block, x)
+        found = results(block, CompiledModule(block), x)
+    assert [t.dtype for t in found] == [t.dtype for t in expected]
+    assert all(map(torch.equal, found, expected))
