@@ -111,8 +111,9 @@ class MemoryPlanner:
         """Return the scratch of a kind of operation, when it is first seen: only then can it be run."""
         if self._times is not None:
             self._times.remember(operation, found)
-        measure = bounded_scratch if self._device_type else _measured_scratch()
-        return measure(operation, found)
+        if self._device_type:
+            return bounded_scratch(operation, found, device_type=self._device_type)
+        return _measured_scratch()(operation, found)
 
     def for_copy(self) -> MemoryPlanner:
         """Return a planner like this one without any planned calls, for a copy of the module."""

@@ -24,9 +24,17 @@ from thunder_memsave.ops.table import scratch_bytes
 _log = logging.getLogger(__name__)
 
 
-def bounded_scratch(operation: Operation, found: OpProfile) -> int:
-    """Return the most that the kernels of an operation take by their row, without running it."""
+def bounded_scratch(operation: Operation, found: OpProfile, *, device_type: str = "") -> int:
+    """Return the most that the kernels of an operation take by their row, without running it.
+
+    Args:
+        operation: The operation, with its arguments.
+        found: Its profile.
+        device_type: The planned device's, if the arguments stand in for tensors there; empty: that of the arguments.
+    """
     layouts = [a.layout for a in operation.arguments if a is not None]
+    if device_type:
+        layouts = [layout._replace(device=device_type) for layout in layouts]
     return scratch_bytes(found.key.partition("[")[0], layouts)
 
 

@@ -72,6 +72,17 @@ def test_flash_attention_on_cuda_is_bounded_by_what_its_source_allocates() -> No
     assert bounded_scratch(attention, profile_of("sdpaex_attention_forward[]")) == 0
 
 
+def test_a_plan_for_another_device_has_the_scratch_of_that_device() -> None:
+    heads = torch.empty(1, 2, 64, 32, device="meta", dtype=torch.bfloat16)
+    here, there = (
+        [Value(layout_of(heads)._replace(device=device), n) for n in range(4)]
+        for device in ("cpu", "cuda:0")
+    )
+    backward = profile_of("cuda_flash_attention_backward[]")
+    planned = bounded_scratch(Operation(_flash, here, True), backward, device_type="cuda")
+    assert planned == bounded_scratch(Operation(_flash, there, True), backward) > 0
+
+
 def test_an_operation_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
     x = torch.randn(8, 8)
     runs: list[int] = []

@@ -198,6 +198,15 @@ def test_clipping_on_two_ranks_equals_one_process(tmp_path: Path) -> None:
     run_on_ranks(check_clipping, 2, tmp_path / "rendezvous")
 
 
+def test_the_norm_of_bfloat16_gradients_is_summed_in_float32() -> None:
+    net = set_gradients(make_net().bfloat16())
+    exact = nn.utils.get_total_norm(
+        [p.grad.double() for p in net.parameters() if p.grad is not None]
+    )
+    norm = global_norm(list(net.parameters()), data_parallel=None)
+    assert float(norm) == pytest.approx(float(exact), rel=1e-6)
+
+
 def test_small_gradients_are_left_bit_identical() -> None:
     net, reference = set_gradients(make_net()), set_gradients(make_net())
     norm = clip_norm(net.parameters(), max_norm=1e6, data_parallel=None)
