@@ -15,7 +15,7 @@ from thunder_memsave.measure.disk_table import DiskTable, cache_directory, repla
 from thunder_memsave.planner.actions import Action, Actions
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the file format, part of the key: files of another version are never read."""
 
 

@@ -14,6 +14,7 @@ from thunder_memsave.budget.plan_cache import (
 )
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.actions import Actions
+from thunder_memsave.planner.effort import TIME_LIMIT_S
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.search.solve import Policy, solve
 
@@ -116,7 +117,7 @@ class Question:
         if not offer.is_smallest and offer.plan.recompute_us <= plan.recompute_us:
             return offer
         # Its bounds were proven for a smaller budget, and need not hold for this one.
-        return Offer(plan=replace(plan, lower_bound_us=0.0, layered_bound_us=0.0))
+        return Offer(plan=replace(plan, lower_bound_us=0.0))
 
     def _plans_within(self, target_bytes: int) -> list[Plan]:
         """Return plans of earlier runs for budgets up to this one, so that time does not rise with the budget."""
@@ -159,9 +160,13 @@ class Question:
         )
 
     def solved(
-        self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: float
+        self,
+        target_bytes: int | None,
+        *,
+        known: Sequence[Plan] = (),
+        time_limit_s: float = TIME_LIMIT_S,
     ) -> Plan:
-        """Call `solve`, without looking for plans of earlier runs; `limits` are passed on."""
+        """Call `solve`, without looking for plans of earlier runs."""
         return solve(
             self.graph,
             policy=self.policy,
@@ -171,5 +176,5 @@ class Question:
             pinned=self.pinned,
             known=known,
             generator_state_bytes=self.generator_state_bytes,
-            **limits,
+            time_limit_s=time_limit_s,
         )

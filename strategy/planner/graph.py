@@ -200,18 +200,10 @@ class Plan:
     """Lower bound on `recompute_us` of all plans within the budget that keep this order of operations and recompute
     each at most once, with the room that later passes were seen to need; 0 if not known."""
     decisions: Sequence[Decision] = field(default=())
-    layered_bound_us: float = 0.0
-    """Lower bound on `recompute_us` of plans in which no layer recomputes what the layer after it reads; 0 if not
-    known. Not a bound on all plans, but near the fastest of all unless the budget is very small."""
     costs: str = ""
     """Source of the operations' times, in words."""
-
-    @property
-    def layered_gap(self) -> float:
-        """`gap` to `layered_bound_us`; infinite if no bound is known."""
-        if self.gap == 0.0 or self.recompute_us <= self.layered_bound_us:
-            return 0.0
-        return self.recompute_us / self.layered_bound_us - 1.0 if self.layered_bound_us else inf
+    found_by: str = ""
+    """Name of the search that found it."""
 
     @property
     def gap(self) -> float:

@@ -240,7 +240,6 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "recompute_us": plan.recompute_us,
         "lower_bound_us": plan.lower_bound_us,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
-        "layered_gap": plan.layered_gap if math.isfinite(plan.layered_gap) else None,
         "cpu_seconds": dict(progress.cpu_seconds),
         "smallest_budget_bytes": made.smallest_bytes,
         "doubled_batch_bytes": made.doubled_bytes,

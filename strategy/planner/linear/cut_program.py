@@ -13,15 +13,15 @@ from math import inf
 from types import MappingProxyType
 
 from thunder_memsave.planner.choices import NEVER
+from thunder_memsave.planner.effort import NEAR_RELAXED
 from thunder_memsave.planner.linear.coverage import add_coverage
-from thunder_memsave.planner.linear.peak_program import Moment, PeakModel
+from thunder_memsave.planner.linear.model import Model, Moment
 from thunder_memsave.planner.linear.program import LinearProgram, Solution
+from thunder_memsave.planner.work import Work
 
 MayPrecede = Callable[[int, int], bool]
 """Tells whether an operation of forward may be recomputed before backward is past a position."""
 
-_NEAR = 1e-3
-"""Fraction of the relaxed cost: a variable whose other value costs more than this is fixed in the integer program."""
 _Terms = list[tuple[int, float]]
 
 
@@ -35,7 +35,7 @@ class MomentProgram:
 
     def __init__(
         self,
-        model: PeakModel,
+        model: Model,
         budget_bytes: float | None,
         *,
         may_precede: MayPrecede | None = None,
@@ -75,14 +75,14 @@ class MomentProgram:
             constant = float(constants.forward[position])
             self._limit(self._kept_before(position), constant + correction_bytes)
         else:
-            constant = float(constants.during[position])
+            constant = float(constants.backward[position])
             self._limit(self._live_at(position), constant + correction_bytes)
 
-    def solve(self, *, time_limit_s: float, gap: float = 1e-9) -> Solution:
+    def solve(self, work: Work, *, gap: float = 1e-9) -> Solution:
         """Minimise the recompute time, or the peak, in the model's units."""
         if self._integer:
-            return self._program.solve_near(_NEAR, time_limit_s=time_limit_s, gap=gap)
-        return self._program.solve(relaxed=True, time_limit_s=time_limit_s, gap=gap)
+            return self._program.solve_near(work, part=NEAR_RELAXED, gap=gap)
+        return self._program.relaxed(work)
 
     def keep(self, solution: Solution) -> frozenset[int]:
         """Return the storages that a solution keeps."""

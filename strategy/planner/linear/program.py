@@ -1,9 +1,12 @@
-"""A mixed-integer linear program, built row by row and solved by HiGHS."""
+"""A mixed-integer linear program, built row by row and solved by HiGHS.
+
+HiGHS is limited by iterations and nodes, so that it finds the same on a fast, a slow and a busy machine. Its limit in
+seconds is many times as long, and only ends what is stuck.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -20,10 +23,19 @@ from scipy.optimize import (  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from thunder_memsave.planner.linear.highs_stdout import without_noise_of_highs
+from thunder_memsave.planner.work import Work
 
 _OPTIMAL = 0
 _INFEASIBLE = 2
 _TOLERANCE = 1e-6
+_SHORTEST = 0.05
+"""Work that each program may take, also when nothing is left."""
+_STUCK_S = 30.0
+"""Seconds after which HiGHS is taken to be stuck, beside ten times those of the work that is left."""
+_UNITS, _PER_NONZERO, _PER_ITERATION, _PER_ROW = 2e-3, 2e-6, 7e-6, 3e-9
+"""Work of a relaxed program: for any, for each factor, for each iteration, and that for each row in addition."""
+_PER_INTEGER_NONZERO, _PER_SQUARE, _NODES = 1e-4, 1e-8, 10
+"""Work of an integer program: the most for each factor, for each pair of them, and the nodes that double it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +50,8 @@ class Solution:
     """Lower bound on the cost of all solutions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """A relaxed solution, and the dual price of each row."""
-
-    values: np.ndarray
-    cost: float
-    prices: np.ndarray
-    """Fall of the cost per unit that a row's `most` rises, or its rise per unit of `least`; at least 0."""
+_NOTHING = Solution(values=np.zeros(0), is_infeasible=False, bound=0.0)
+"""Solution of a program without variables, which HiGHS refuses."""
 
 
 @dataclass(kw_only=True)
@@ -87,59 +93,61 @@ class LinearProgram:
         self._least.append(least)
         self._most.append(most)
 
-    def solve(
-        self,
-        *,
-        relaxed: bool = False,
-        time_limit_s: float | None = None,
-        gap: float = 1e-9,
-        most_nodes: int | None = None,
-    ) -> Solution:
+    def relaxed(self, work: Work) -> Solution:
+        """Minimise the cost as if no variable were integer: a lower bound, quickly."""
+        if not self.cost:
+            return _NOTHING
+        result = self._relaxed(work)
+        is_solved = result.status == _OPTIMAL
+        return Solution(
+            values=result.x if is_solved else None,
+            is_infeasible=result.status == _INFEASIBLE,
+            bound=float(result.fun) if is_solved else -inf,
+        )
+
+    def solve(self, work: Work | None = None, *, gap: float = 1e-9) -> Solution:
         """Minimise the cost.
 
         Args:
-            relaxed: Ignore that variables are integer: a lower bound, quickly.
-            time_limit_s: Seconds after which HiGHS stops with the best solution that it has found.
+            work: Gets what the solver does, which ends with it. None: no limit.
             gap: Relative gap to the bound at which HiGHS stops.
-            most_nodes: Nodes of the search tree after which HiGHS stops: the same result on any machine.
         """
-        if not self.cost:  # HiGHS refuses a program without variables
-            return Solution(values=np.zeros(0), is_infeasible=False, bound=0.0)
-        options: dict[str, float] = {"mip_rel_gap": gap}
-        if time_limit_s is not None:
-            options["time_limit"] = max(time_limit_s, 0.05)
-        if most_nodes is not None and not relaxed:
-            options["node_limit"] = most_nodes
-        with nullcontext() if relaxed else without_noise_of_highs():
+        if not self.cost:
+            return _NOTHING
+        work = work or Work()
+        root = self._root_units
+        options: dict[str, float] = {"mip_rel_gap": gap, "time_limit": _stuck_s(work)}
+        if work.left < inf:
+            options["node_limit"] = max(1, int(_NODES * (work.left / root - 1.0)))
+        with without_noise_of_highs():
             result = milp(
                 np.array(self.cost),
-                integrality=None if relaxed else np.array(self.integer, dtype=int),
+                integrality=np.array(self.integer, dtype=int),
                 bounds=Bounds(np.array(self.low), np.array(self.high)),
                 constraints=LinearConstraint(self._matrix(), self._least, self._most),
                 options=options,
             )
+        work.add(root * (1.0 + (result.get("mip_node_count") or 0) / _NODES))
         bound = getattr(result, "mip_dual_bound", None)
-        if result.status == _OPTIMAL and (relaxed or bound is None):
-            bound = result.fun
         return Solution(
             values=result.x,
             is_infeasible=result.status == _INFEASIBLE,
             bound=-inf if bound is None or not np.isfinite(bound) else float(bound),
         )
 
-    def solve_near(self, part: float, *, time_limit_s: float, gap: float) -> Solution:
+    def solve_near(self, work: Work, *, part: float, gap: float) -> Solution:
         """Minimise over the integer solutions near the relaxed one: in far less time than over all.
 
         Args:
             part: Fraction of the cost: an integer variable is fixed to its relaxed value if another value alone costs
                 more than this (reduced cost fixing).
-            time_limit_s: Seconds after which HiGHS stops, for each of the two programs.
+            work: As for `solve`.
             gap: As for `solve`.
 
         Returns:
             The best of these solutions; its bound holds for all solutions.
         """
-        relaxed = self._relaxed(max(time_limit_s, 0.05))
+        relaxed = self._relaxed(work)
         if relaxed.status != _OPTIMAL:
             is_infeasible = relaxed.status == _INFEASIBLE
             return Solution(values=None, is_infeasible=is_infeasible, bound=-inf)
@@ -152,37 +160,43 @@ class LinearProgram:
             low=np.where(fixed_high, high, low).tolist(),
             high=np.where(fixed_low, low, high).tolist(),
         )
-        found = near.solve(time_limit_s=time_limit_s, gap=gap)
+        found = near.solve(work, gap=gap)
         bound = relaxed.fun + most if found.is_infeasible else min(found.bound, relaxed.fun + most)
         return Solution(
             values=found.values, is_infeasible=False, bound=max(bound, float(relaxed.fun))
         )
 
-    def prices(self) -> Prices | None:
-        """Solve the relaxation; None if no solution was found. Each row must have one bound."""
-        result = self._relaxed()
-        if result.status != _OPTIMAL:
-            return None
-        return Prices(
-            values=result.x,
-            cost=float(result.fun),
-            prices=np.maximum(0.0, -result.ineqlin.marginals),
-        )
+    @property
+    def _root_units(self) -> float:
+        num = len(self._columns)
+        return _UNITS + min(_PER_INTEGER_NONZERO * num, _PER_SQUARE * num * num)
 
-    def _relaxed(self, time_limit_s: float = inf) -> OptimizeResult:
+    def _relaxed(self, work: Work) -> OptimizeResult:
+        """Return scipy's result. Each row must have one bound."""
         least, most = np.array(self._least), np.array(self._most)
         signs = np.where(np.isfinite(most), 1.0, -1.0)
-        return linprog(
+        start = _UNITS + _PER_NONZERO * len(self._columns)
+        each = _PER_ITERATION + _PER_ROW * len(least)
+        options: dict[str, float] = {"time_limit": _stuck_s(work)}
+        if work.left < inf:
+            options["maxiter"] = int(max(work.left - start, _SHORTEST) / each)
+        result = linprog(
             np.array(self.cost),
             A_ub=self._matrix() * signs[:, None],
             b_ub=np.where(np.isfinite(most), most, -least),
             bounds=np.stack([self.low, self.high], axis=1),
             method="highs",
-            options={"time_limit": time_limit_s},
+            options=options,
         )
+        work.add(start + each * max(0, result.nit))
+        return result
 
     def _matrix(self) -> csr_array:
         shape = (len(self._starts) - 1, len(self.cost))
         matrix = csr_array((self._factors, self._columns, self._starts), shape=shape)
         matrix.sum_duplicates()
         return matrix
+
+
+def _stuck_s(work: Work) -> float:
+    return _STUCK_S + 10.0 * max(0.0, work.left)

@@ -9,59 +9,33 @@ are seldom much better, and most variables with them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from thunder_memsave.planner.choices import NEVER, Needs
+from thunder_memsave.planner import effort
+from thunder_memsave.planner.choices import NEVER
+from thunder_memsave.planner.effort import INTEGER_GAP, MOST_NEW_MOMENTS, ROUNDS
 from thunder_memsave.planner.linear.cut_program import (
     MayPrecede,
     MomentProgram,
     backward_moment,
 )
-from thunder_memsave.planner.linear.pace import Pace
-from thunder_memsave.planner.linear.peak_program import Moment, PeakModel
-from thunder_memsave.planner.search.by_price import anchors, mix
+from thunder_memsave.planner.linear.model import Model, Moment
+from thunder_memsave.planner.search.anchors import mix
 from thunder_memsave.planner.search.early_layers import EarlyBytes
-from thunder_memsave.planner.search.evaluate import Evaluated, Evaluator
+from thunder_memsave.planner.search.evaluate import Evaluated
 from thunder_memsave.planner.search.find_layers import Block, find_blocks
-
-_MOST_ROUNDS = 10
-_MOST_NEW = 12
-_GAP = 2e-3
+from thunder_memsave.planner.search.task import Task
+from thunder_memsave.planner.work import Work
 
 
-def search_moments(
-    model: PeakModel,
-    evaluate: Evaluator,
-    *,
-    free: Evaluated,
-    budget_bytes: float,
-    deadline_s: float,
-    pace: Pace,
-) -> None:
-    """Evaluate fast plans that fit; the evaluator remembers them.
-
-    Args:
-        model: Provides needs, costs and pins.
-        evaluate: Evaluator of the same graph.
-        free: The plan of the free wins, which does not fit.
-        budget_bytes: Bytes that plans should fit in.
-        deadline_s: End of the search by `time.thread_time`: a busy machine does not change the plan.
-        pace: Converts the time left into HiGHS's limits, which are wall-clock seconds.
-    """
-    search = _Rounds(
-        model=model,
-        evaluate=evaluate,
-        budget_bytes=budget_bytes,
-        deadline_s=deadline_s,
-        pace=pace,
-    )
-    search.run(free)
+def search_moments(task: Task, work: Work) -> None:
+    """Evaluate fast plans that fit."""
+    _Rounds(task=task, work=work).run()
 
 
-def expensive_in_own_layer(model: PeakModel) -> MayPrecede:
+def expensive_in_own_layer(model: Model) -> MayPrecede:
     """Exclude that an expensive operation is recomputed before backward reaches its layer."""
     needs, begins = model.needs, _begins(model)
     runs: dict[int, int] = {}
@@ -74,21 +48,22 @@ def expensive_in_own_layer(model: PeakModel) -> MayPrecede:
     return lambda op, position: runs[op] <= position
 
 
-def _begins(model: PeakModel) -> dict[int, int]:
+def _begins(model: Model) -> dict[int, int]:
     """Return, for each operation of forward, the position at which backward of its layer begins."""
-    blocks = find_blocks(model.needs, model.costs_us)
+    blocks = _find_blocks(model)
     return {op: block.backward.start for block in blocks for op in block.forward}
+
+
+def _find_blocks(model: Model) -> Sequence[Block]:
+    return find_blocks(model.needs, model.costs_us) if "layers" in effort.PARTS else []
 
 
 @dataclass(kw_only=True)
 class _Rounds:
     """Solves one program after the other, each with the rows and corrections that the last plan called for."""
 
-    model: PeakModel
-    evaluate: Evaluator
-    budget_bytes: float
-    deadline_s: float
-    pace: Pace
+    task: Task
+    work: Work
     _correction_bytes: dict[Moment, float] = field(default_factory=dict)
     """Bytes to add to each row, summed over all rounds; the keys are the moments that have a row."""
     _is_integer: bool = False
@@ -97,20 +72,23 @@ class _Rounds:
     """Storages between layers that are kept (1), so that no layer recomputes through them."""
     _over: Evaluated | None = None
 
-    def run(self, free: Evaluated) -> None:
-        """Solve programs until a plan fits that is near the bound, or the time is over."""
-        last = Moment("forward", self.model.needs.graph.num_forward)
-        self._correction_bytes[last] = 0.0
-        self._add(free, 1)
-        for _ in range(_MOST_ROUNDS):
-            if time.thread_time() > self.deadline_s:
+    def __post_init__(self) -> None:
+        self.model, self.budget_bytes = self.task.model, self.task.budget_bytes
+
+    def run(self) -> None:
+        """Solve programs until a plan fits that is near the bound, or the work is over."""
+        self._correction_bytes[self.model.between] = 0.0
+        self._add(self.task.free, 1)
+        for _ in range(ROUNDS):
+            if self.work.is_over:
                 break
             found = self._next()
-            is_last = self._is_integer
+            is_last = self._is_integer or "integers" not in effort.PARTS
             if found is None or (found.peak_bytes <= self.budget_bytes and is_last):
                 break
             self._learn(found)
-        self._mix()
+        if "mix" in effort.PARTS:
+            self._mix()
 
     def _learn(self, found: Evaluated) -> None:
         """Add rows or corrections for a plan that needs too much; if it fits, make the next program integer."""
@@ -118,9 +96,9 @@ class _Rounds:
             self._is_integer = True
             return
         self._over = found
-        if self._close(found):
+        if "runs" in effort.PARTS and self._close(found):
             return
-        new = self._add(found, _MOST_NEW)
+        new = self._add(found, MOST_NEW_MOMENTS)
         if new or self._is_integer:
             self._correct(found, new)
         self._is_integer |= not new
@@ -131,14 +109,13 @@ class _Rounds:
             self.model,
             self.budget_bytes,
             may_precede=self._may_precede,
-            integer=self._is_integer,
+            integer=self._is_integer and "integers" in effort.PARTS,
             decided=self._closed,
         )
         for moment, nbytes in self._correction_bytes.items():
             program.count(moment, correction_bytes=nbytes)
-        left_s = max(0.5, self.deadline_s - time.thread_time())
-        solution = program.solve(time_limit_s=self.pace.wall_s(left_s), gap=_GAP)
-        return None if solution.values is None else self.evaluate(program.keep(solution))
+        solution = program.solve(self.work, gap=INTEGER_GAP)
+        return None if solution.values is None else self.task.evaluate(program.keep(solution))
 
     def _add(self, found: Evaluated, most: int) -> set[Moment]:
         """Give rows to the moments at which a plan needs the most, one per layer; return the new ones."""
@@ -183,7 +160,7 @@ class _Rounds:
 
     @cached_property
     def _blocks(self) -> Sequence[Block]:
-        return find_blocks(self.model.needs, self.model.costs_us)
+        return _find_blocks(self.model)
 
     @cached_property
     def _may_precede(self) -> MayPrecede:
@@ -191,21 +168,14 @@ class _Rounds:
 
     @cached_property
     def _layers(self) -> Callable[[Moment], int]:
-        blocks = find_blocks(self.model.needs, self.model.costs_us)
+        blocks = _find_blocks(self.model)
         layer = {p: n for n, block in enumerate(blocks) for p in block.backward}
         return lambda moment: layer.get(moment.position, -1) if moment.phase == "backward" else -1
 
     def _mix(self) -> None:
         """Mix the last plan that does not fit with the best that does."""
-        fits = self.evaluate.fastest_within(self.budget_bytes)
+        fits = self.task.best
         if self._over is None or fits is None:
             return
         if fits.recompute_us > self._over.recompute_us:
-            cuts = _cuts(self.model.needs)
-            over, budget_bytes = self._over, self.budget_bytes
-            mix(self.evaluate, self.model.needs, cuts, over, fits, budget_bytes, self.deadline_s)
-
-
-def _cuts(needs: Needs) -> list[int]:
-    points: Iterable[tuple[int, ...]] = anchors(needs)
-    return [max(needs.producer[s] for s in live) for live in points]
+            mix(self.task, self._over, fits, self.work)

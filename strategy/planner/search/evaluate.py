@@ -10,9 +10,13 @@ from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.choices import Needs
 from thunder_memsave.planner.fast_simulate import FastSimulation, SimulatedBackward
 from thunder_memsave.planner.graph import Program, StepMemory
-from thunder_memsave.planner.linear.peak_program import Moment
+from thunder_memsave.planner.linear.model import Moment
 from thunder_memsave.planner.order import order
 from thunder_memsave.planner.simulate import Profile, simulate
+from thunder_memsave.planner.work import Work
+
+_PER_STEP = 7e-7
+"""Work of one simulated step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,8 @@ class Evaluated:
     peak_bytes: int
     """Peak of the whole training step."""
     recompute_us: float
+    found_by: str = field(compare=False)
+    """Name of the search that evaluated it first."""
     evaluator: Evaluator = field(repr=False, compare=False)
 
     @cached_property
@@ -73,6 +79,10 @@ class Evaluator:
     """Microseconds by operation; 0 for the free wins, which are not counted."""
     memory: StepMemory
     generator_state_bytes: int
+    work: Work = field(default_factory=Work)
+    """Counts what is simulated."""
+    finder: str = ""
+    """Name of the search that is at work."""
     _known: dict[frozenset[int], Evaluated] = field(default_factory=dict)
 
     def __call__(self, keep: Set[int]) -> Evaluated:
@@ -84,6 +94,7 @@ class Evaluator:
 
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
         """Return the bytes above `over_bytes`, summed over all moments."""
+        self._count(0)
         return self._simulation.excess_bytes(keep, over_bytes=over_bytes)
 
     def again(self, keep: Set[int]) -> frozenset[int]:
@@ -92,6 +103,7 @@ class Evaluator:
 
     def backward(self, keep: Set[int]) -> SimulatedBackward:
         """Return the steps of backward under a plan."""
+        self._count(0)
         return self._simulation.backward(keep)
 
     def forget(self) -> None:
@@ -116,13 +128,18 @@ class Evaluator:
 
     def _evaluated(self, keep: frozenset[int]) -> Evaluated:
         result = self._simulation(keep)
+        self._count(len(result.again))
         return Evaluated(
             keep=result.kept,
             decided=result.read,
             peak_bytes=result.peak_bytes,
             recompute_us=sum(self.costs_us[number] for number in result.again),
+            found_by=self.finder,
             evaluator=self,
         )
+
+    def _count(self, num_again: int) -> None:
+        self.work.add(_PER_STEP * (len(self.needs.graph.ops) + num_again))
 
     @cached_property
     def _simulation(self) -> FastSimulation:

@@ -1,55 +1,95 @@
-"""Improves a plan step by step: toggles whether a result of equal layers is kept, in all of them or in one half.
+"""Searches plans step by step: whether results of equal layers are kept changes in all, in one half, or in one of them.
 
-A step is taken if, by the exact simulation, the plan fits and is faster; or, while no plan fits, needs less memory.
+`drop` begins with the plan that keeps all, `improve` with the fastest that fits, and `shrink` with the smallest. Steps
+are judged by the exact simulation.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Iterator, Sequence
+from heapq import heappop, heappush
 
+from thunder_memsave.planner import effort
 from thunder_memsave.planner.choices import Needs
-from thunder_memsave.planner.linear.peak_program import PeakModel
-from thunder_memsave.planner.search.evaluate import Evaluated, Evaluator
-
-_MOST_SHRINKS = 12
-_TARGET = 0.97
-
-
-def improve(
-    model: PeakModel, evaluate: Evaluator, *, budget_bytes: float, deadline_s: float
-) -> None:
-    """Improve the best known plan until no step makes it better, or until the deadline."""
-    best = _filled(model, evaluate, budget_bytes, deadline_s)
-    groups = [g for group in alike(model) for g in _with_halves(group)]
-    improved = True
-    while improved:
-        improved = False
-        for group in groups:
-            if time.thread_time() > deadline_s:
-                return
-            found = evaluate(_toggled(best.keep, group))
-            if _rank(found, budget_bytes) < _rank(best, budget_bytes):
-                best, improved = found, True
+from thunder_memsave.planner.effort import SHRINK_TARGET, SHRINKS
+from thunder_memsave.planner.linear.model import Model
+from thunder_memsave.planner.search.evaluate import Evaluated
+from thunder_memsave.planner.search.task import Task
+from thunder_memsave.planner.work import Work
 
 
-def shrink(
-    model: PeakModel, evaluate: Evaluator, *, enough_bytes: float, deadline_s: float
-) -> None:
-    """Shrink the smallest known plan: lower its bytes above a target a little below its peak, summed over all moments.
+def drop(task: Task, work: Work) -> None:
+    """Give up storages of the plan that keeps all, until it fits."""
+    moves = _moves(task.model)
+    _given_up(task, task.free, moves, dict.fromkeys(range(len(moves)), 0.0), work)
+
+
+def improve(task: Task, work: Work) -> None:
+    """Improve the best plan until no step makes it faster; while none fits, make the smallest one smaller.
+
+    When no step helps any more, steps that need too much are taken too, and others undone until the plan fits.
+    """
+    best, moves = _filled(task, work), _moves(task.model)
+    prices = dict.fromkeys(range(len(moves)), 0.0)
+    for exchanges in (False, True) if "exchange" in effort.PARTS else (False,):
+        improved = True
+        while improved:
+            improved = False
+            for number, move in enumerate(moves):
+                if work.is_over:
+                    return
+                found = task.evaluate(_toggled(best.keep, move))
+                if exchanges and found.peak_bytes > task.budget_bytes:
+                    others = {n: price for n, price in prices.items() if n != number}
+                    found = _given_up(task, found, moves, others, work)
+                    prices |= others
+                if _rank(found, task.budget_bytes) < _rank(best, task.budget_bytes):
+                    best, improved = found, True
+
+
+def _given_up(
+    task: Task,
+    best: Evaluated,
+    moves: Sequence[Sequence[int]],
+    prices: dict[int, float],
+    work: Work,
+) -> Evaluated:
+    """Give up storages until the plan fits, those first whose bytes above the budget cost the least time.
+
+    As a rule, a step is worth less the more were taken before; so only the best one is looked at again before it is.
+    """
+    evaluate, over_bytes = task.evaluate, task.budget_bytes
+    excess = evaluate.excess_bytes(best.keep, over_bytes=over_bytes)
+    queue = sorted((price, number) for number, price in prices.items())
+    while queue and excess > 0 and not work.is_over:
+        _, number = heappop(queue)
+        keep = best.keep - set(moves[number])
+        if keep == best.keep:
+            continue
+        less = excess - evaluate.excess_bytes(keep, over_bytes=over_bytes)
+        if less <= 0:
+            continue
+        found = evaluate(keep)
+        prices[number] = price = (found.recompute_us - best.recompute_us) / less
+        if queue and (price, number) > queue[0]:
+            heappush(queue, (price, number))
+        else:
+            best, excess = found, excess - less
+    return best
+
+
+def shrink(task: Task, work: Work) -> None:
+    """Lower the smallest plan's bytes above a target a little below its peak, summed over all moments.
 
     Many moments are as high as the peak, and a step seldom lowers all of them: the peak alone would show no progress.
     """
-    groups = [g for group in alike(model) for g in _with_halves(group)]
-    moves = [*groups, *([s] for group in alike(model) if len(group) > 1 for s in group)]
-    best = evaluate.smallest
-    for _ in range(_MOST_SHRINKS):
-        before = best
-        target_bytes = _TARGET * best.peak_bytes
+    evaluate, best, moves = task.evaluate, task.smallest, _moves(task.model)
+    for _ in range(SHRINKS):
+        before, target_bytes = best, SHRINK_TARGET * best.peak_bytes
         excess = evaluate.excess_bytes(best.keep, over_bytes=target_bytes)
         for move in moves:
             for keep in (best.keep - set(move), best.keep | set(move)):
-                if time.thread_time() > deadline_s or evaluate.smallest.peak_bytes <= enough_bytes:
+                if work.is_over or task.smallest.peak_bytes <= task.budget_bytes:
                     return
                 if keep == best.keep:
                     continue
@@ -60,25 +100,23 @@ def shrink(
             return
 
 
-def _filled(
-    model: PeakModel, evaluate: Evaluator, budget_bytes: float, deadline_s: float
-) -> Evaluated:
+def _filled(task: Task, work: Work) -> Evaluated:
     """Keep more storages, the costliest to recompute per byte first, in as many of the last layers as fit."""
-    best = evaluate.fastest_within(budget_bytes)
+    best, model = task.best, task.model
     if best is None:
-        return evaluate.smallest
+        return task.smallest
     for group in sorted(alike(model), key=lambda g: _us_per_byte(model, g[0]), reverse=True):
         missing = [s for s in group if s not in best.keep]
         low, high = 0, len(missing)
-        while low < high and time.thread_time() < deadline_s:
+        while low < high and not work.is_over:
             count = (low + high + 1) // 2
-            found = evaluate(best.keep | set(missing[-count:]))
-            low, high = (count, high) if found.peak_bytes <= budget_bytes else (low, count - 1)
-        best = evaluate.fastest_within(budget_bytes) or best
+            found = task.evaluate(best.keep | set(missing[-count:]))
+            low, high = (count, high) if found.peak_bytes <= task.budget_bytes else (low, count - 1)
+        best = task.best or best
     return best
 
 
-def _us_per_byte(model: PeakModel, storage: int) -> float:
+def _us_per_byte(model: Model, storage: int) -> float:
     op = model.needs.producer[storage]
     return model.costs_us[op] / max(1, model.needs.graph.storages[storage].nbytes)
 
@@ -95,7 +133,7 @@ def _toggled(keep: frozenset[int], group: Sequence[int]) -> frozenset[int]:
     return keep - set(group) if is_kept else keep | set(group)
 
 
-def alike(model: PeakModel) -> list[list[int]]:
+def alike(model: Model) -> list[list[int]]:
     """Group storages that equal operations make from equal inputs, those with the most bytes first."""
     needs = model.needs
     groups: dict[Hashable, list[int]] = {}
@@ -117,6 +155,13 @@ def _producer_signature(needs: Needs, storage: int) -> Hashable:
     op = needs.graph.ops[needs.producer[storage]]
     position = op.makes.index(storage)
     return op.symbol, op.key, position, needs.graph.storages[storage].nbytes
+
+
+def _moves(model: Model) -> list[Sequence[int]]:
+    """Return groups of storages to keep or to recompute together, the largest first, and then each storage alone."""
+    groups = alike(model)
+    alone = ([s] for group in groups if len(group) > 1 for s in group)
+    return [*(part for group in groups for part in _with_halves(group)), *alone]
 
 
 def _with_halves(group: Sequence[int]) -> Iterator[Sequence[int]]:

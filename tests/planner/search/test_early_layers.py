@@ -1,21 +1,20 @@
 from __future__ import annotations
 
-import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from harness.all_plans import model_of, task_of
 from harness.training_graphs import GraphBuilder
-from thunder_memsave.planner.choices import needs
+from thunder_memsave.planner import effort
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
-from thunder_memsave.planner.linear.pace import Pace
-from thunder_memsave.planner.linear.peak_program import PeakModel
-from thunder_memsave.planner.search.by_layers import search_layers
+from thunder_memsave.planner.linear.model import Model
 from thunder_memsave.planner.search.by_moments import search_moments
 from thunder_memsave.planner.search.early_layers import EarlyBytes
-from thunder_memsave.planner.search.evaluate import Evaluator
 from thunder_memsave.planner.search.find_layers import find_blocks
 from thunder_memsave.planner.search.solve import solve
+from thunder_memsave.planner.work import Work
 
 NUM_LAYERS = 24
 STREAM, BRANCH, BETWEEN = 256, 128, 2000
@@ -48,24 +47,19 @@ def costs(graph: TrainingGraph) -> list[float]:
 MEMORY = StepMemory(between_bytes=BETWEEN)
 
 
-def model_of(graph: TrainingGraph) -> PeakModel:
-    return PeakModel(
-        needs=needs(graph), costs_us=costs(graph), memory=MEMORY, generator_state_bytes=16
-    )
+def model() -> Model:
+    graph = residual_stream()
+    return model_of(graph, costs(graph), MEMORY)
 
 
-def evaluator(model: PeakModel) -> Evaluator:
-    return Evaluator(
-        needs=model.needs, costs_us=model.costs_us, memory=MEMORY, generator_state_bytes=16
-    )
+def kept(letters: str) -> frozenset[int]:
+    storages = model().needs.graph.storages
+    return frozenset(s for s in model().needs.storages if storages[s].name[0] in letters)
 
 
 def early_of(keep: str) -> tuple[EarlyBytes, int]:
-    graph = residual_stream()
-    model = model_of(graph)
-    early = EarlyBytes(blocks=find_blocks(model.needs, model.costs_us))
-    names = {s for s in model.needs.storages if graph.storages[s].name[0] in keep}
-    found = evaluator(model)(names)
+    found = task_of(model(), kept(keep)).free
+    early = EarlyBytes(blocks=find_blocks(model().needs, model().costs_us))
     early.observe(found)
     return early, found.peak_bytes
 
@@ -87,20 +81,16 @@ def test_runs_of_layers_are_as_long_as_there_is_room() -> None:
 
 @pytest.mark.parametrize("part", [0.75, 0.6])
 def test_layers_that_are_recomputed_together_save_more_than_layers_alone(part: float) -> None:
-    graph = residual_stream()
-    model = model_of(graph)
-    evaluate, deadline_s = evaluator(model), time.thread_time() + 20
-    free = evaluate({s for s in model.needs.first if graph.storages[s].name[0] != "s"})
-    budget = int(part * free.peak_bytes)
-    alone_us = search_layers(model, evaluator(model), budget_bytes=budget, deadline_s=deadline_s)
-    search_moments(
-        model, evaluate, free=free, budget_bytes=budget, deadline_s=deadline_s, pace=Pace()
-    )
-    best = evaluate.fastest_within(budget)
-    assert best is not None
-    assert best.recompute_us < 0.95 * alone_us
-    passed = {s for block in find_blocks(model.needs, model.costs_us) for s in block.inputs}
-    assert 0 < len(best.keep & passed) < NUM_LAYERS / 2
+    free = kept("abwvx")
+    apart, together = task_of(model(), free, part=part), task_of(model(), free, part=part)
+    with mock.patch.object(effort, "PARTS", effort.PARTS - {"runs"}):
+        search_moments(apart, Work().part(20.0))
+    search_moments(together, Work().part(20.0))
+    assert apart.best is not None
+    assert together.best is not None
+    assert together.best.recompute_us < 0.95 * apart.best.recompute_us
+    passed = {s for block in find_blocks(model().needs, model().costs_us) for s in block.inputs}
+    assert 0 < len(together.best.keep & passed) < NUM_LAYERS / 2
 
 
 def test_the_solver_finds_them_too() -> None:

@@ -1,66 +1,53 @@
 from __future__ import annotations
 
-import time
 from functools import cache
 
+from harness.all_plans import model_of, task_of
 from harness.training_graphs import llama_like, random_graph
-from thunder_memsave.planner.choices import needs
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
-from thunder_memsave.planner.graph import StepMemory, TrainingGraph
-from thunder_memsave.planner.linear.peak_program import PeakModel
-from thunder_memsave.planner.search.evaluate import Evaluator
-from thunder_memsave.planner.search.local_moves import shrink
-
-STATE_BYTES = 16
-
-
-def evaluator(graph: TrainingGraph) -> Evaluator:
-    return Evaluator(
-        needs=needs(graph),
-        costs_us=costs_us(graph, device("cpu")),
-        memory=StepMemory(),
-        generator_state_bytes=STATE_BYTES,
-    )
+from thunder_memsave.planner.linear.model import Model
+from thunder_memsave.planner.search.local_moves import drop, improve, shrink
+from thunder_memsave.planner.search.task import Task
+from thunder_memsave.planner.work import Work
 
 
 @cache
-def layers() -> TrainingGraph:
-    return llama_like(6, tokens=64, width=64, hidden=160, kv=16)
+def layers() -> Model:
+    graph = llama_like(6, tokens=64, width=64, hidden=160, kv=16)
+    return model_of(graph, costs_us(graph, device("cpu")))
 
 
-def shrunk(enough_bytes: float, seconds: float = 60.0) -> Evaluator:
-    evaluate = evaluator(layers())
-    model = PeakModel(
-        needs=evaluate.needs,
-        costs_us=evaluate.costs_us,
-        memory=StepMemory(),
-        generator_state_bytes=STATE_BYTES,
-    )
-    evaluate(frozenset(evaluate.needs.storages))
-    shrink(
-        model,
-        evaluate,
-        enough_bytes=enough_bytes,
-        deadline_s=time.thread_time() + seconds,
-    )
-    return evaluate
+def shrunk(part: float, work: Work) -> Task:
+    task = task_of(layers(), part=part)
+    shrink(task, work)
+    return task
 
 
 def test_shrinking_finds_a_smaller_plan() -> None:
-    all_kept = evaluator(layers())(frozenset(needs(layers()).storages)).peak_bytes
-    assert shrunk(0).smallest.peak_bytes < 0.99 * all_kept
+    task = shrunk(0.0, Work())
+    assert task.smallest.peak_bytes < 0.99 * task.free.peak_bytes
 
 
-def test_shrinking_stops_at_once_where_enough_is_known_or_the_time_is_over() -> None:
-    all_kept = evaluator(layers())(frozenset(needs(layers()).storages)).peak_bytes
-    assert shrunk(all_kept).smallest.peak_bytes == all_kept
-    assert shrunk(0, seconds=-1.0).smallest.peak_bytes == all_kept
+def test_shrinking_stops_at_once_where_enough_is_known_or_the_work_is_over() -> None:
+    for task in (shrunk(1.0, Work()), shrunk(0.0, Work(until=0.0))):
+        assert task.smallest.peak_bytes == task.free.peak_bytes
+
+
+def test_a_plan_that_fits_is_found_by_giving_up_storages_and_gets_faster_by_other_steps() -> None:
+    task = task_of(layers(), part=0.95)
+    drop(task, Work())
+    dropped = task.best
+    assert dropped is not None
+    improve(task, Work())
+    assert task.best is not None
+    assert task.best.recompute_us < dropped.recompute_us
 
 
 def test_the_excess_is_what_the_moments_of_a_plan_sum_to_above_a_target() -> None:
     for seed in range(12):
-        evaluate = evaluator(random_graph(seed))
+        graph = random_graph(seed)
+        evaluate = task_of(model_of(graph, [1.0] * len(graph.ops))).evaluate
         found = evaluate(frozenset(evaluate.needs.storages))
         profile = found.profile
         over = profile.peak_bytes // 2

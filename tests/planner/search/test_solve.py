@@ -18,7 +18,6 @@ from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.order import OrderError, order
-from thunder_memsave.planner.search.exact import Search
 from thunder_memsave.planner.search.free_wins import choose_free
 from thunder_memsave.planner.search.solve import pareto, solve
 from thunder_memsave.planner.simulate import simulate
@@ -181,7 +180,10 @@ def test_a_known_plan_that_fits_is_not_given_up_for_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = plans_of_blocks()[1]
-    monkeypatch.setattr(Search, "least_possible", lambda self, **_: known.predicted_peak_bytes + 1)
+    monkeypatch.setattr(
+        "thunder_memsave.planner.search.solve.least_bytes",
+        lambda *_: known.predicted_peak_bytes + 1.0,
+    )
     plan = solve(
         blocks(),
         budget_bytes=known.predicted_peak_bytes,

@@ -1,0 +1,127 @@
+"""Prepares a graph for searches: its choices, the free wins, pins, and costs without those of the free wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from thunder_memsave.planner.actions import Actions
+from thunder_memsave.planner.choices import Needs, needs
+from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
+from thunder_memsave.planner.linear.model import Model
+from thunder_memsave.planner.search.anchors import anchors
+from thunder_memsave.planner.search.describe import Description
+from thunder_memsave.planner.search.evaluate import Evaluated, Evaluator
+from thunder_memsave.planner.search.free_wins import choose_free
+from thunder_memsave.planner.search.task import Task
+
+_ANCHORS = (1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A graph with its costs and pins."""
+
+    needs: Needs
+    free: frozenset[int]
+    """Storages that the plan of the free wins keeps."""
+    least: frozenset[int]
+    evaluate: Evaluator
+    pinned: Mapping[int, bool]
+    costs_us: Sequence[float]
+
+    def task(self, budget_bytes: float, *, bound_bytes: float = 0.0) -> Task:
+        """Return the task of searching plans within a budget."""
+        model = Model(
+            needs=self.needs,
+            costs_us=self.evaluate.costs_us,
+            memory=self.evaluate.memory,
+            generator_state_bytes=self.evaluate.generator_state_bytes,
+            pinned=self.pinned,
+        )
+        return Task(
+            model=model,
+            evaluate=self.evaluate,
+            free=self.evaluate(self.free),
+            budget_bytes=budget_bytes,
+            bound_bytes=bound_bytes,
+        )
+
+    def numbers(self, names: Set[str]) -> frozenset[int]:
+        """Return the storages of these names."""
+        storages = self.needs.graph.storages
+        return frozenset(s for s in self.needs.storages if storages[s].name in names)
+
+    def anchored(self) -> Iterator[Evaluated]:
+        """Yield plans that keep what must be kept, and none, all, every second, ... of the anchors."""
+        points = anchors(self.needs)
+        yield self.evaluate(self.least)
+        for every in _ANCHORS:
+            pinned = {s for s, is_kept in self.pinned.items() if not is_kept}
+            kept = {s for live in points[::-every] for s in live} - pinned
+            yield self.evaluate(self.least | kept)
+
+    def plan(self, found: Evaluated, budget_bytes: int | None, *, bound_us: float) -> Plan:
+        """Return the plan with the reasons for its decisions."""
+        storages = self.needs.graph.storages
+        described = Description(
+            needs=self.needs,
+            kept=found.keep,
+            free=self.free,
+            pinned=self.pinned,
+            costs_us=self.costs_us,
+        )
+        return Plan(
+            actions=described.actions(found.decided),
+            budget_bytes=budget_bytes,
+            predicted_peak_bytes=found.peak_bytes,
+            keep_all_peak_bytes=self.evaluate(self.free).peak_bytes,
+            saved_bytes=sum(storages[s].nbytes for s in found.keep),
+            recompute_us=found.recompute_us,
+            lower_bound_us=min(bound_us, found.recompute_us),
+            decisions=tuple(described.decisions()),
+            found_by=found.found_by,
+        )
+
+
+def problem_of(
+    graph: TrainingGraph,
+    costs_us: Sequence[float],
+    memory: StepMemory,
+    pinned: Actions,
+    generator_state_bytes: int,
+) -> Problem:
+    """Prepare a graph; the arguments are those of `solve`."""
+    found = needs(graph)
+    free = choose_free(found, pinned=pinned)
+    kept = frozenset(s for s in found.storages if graph.storages[s].name in free)
+    evaluate = Evaluator(
+        needs=found, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
+    )
+    # Operations that the free wins recompute are not counted.
+    free_again = evaluate.again(kept)
+    evaluate.costs_us = tuple(0.0 if o in free_again else us for o, us in enumerate(costs_us))
+    return Problem(
+        needs=found,
+        free=kept,
+        least=frozenset(found.must_keep) | _read_of(found, pinned.kept),
+        evaluate=evaluate,
+        pinned=_pinned(found, pinned),
+        costs_us=costs_us,
+    )
+
+
+def _read_of(needs: Needs, names: Set[str]) -> frozenset[int]:
+    """Return the storages of these names that backward reads."""
+    return frozenset(s for s in needs.first if needs.graph.storages[s].name in names)
+
+
+def _pinned(needs: Needs, pinned: Actions) -> dict[int, bool]:
+    """Return the pinned storages: True for kept, False for recomputed."""
+    recompute = pinned.keys() - pinned.kept
+    again = {
+        s
+        for s in needs.storages
+        if needs.graph.storages[s].name in recompute and s not in needs.must_keep
+    }
+    return dict.fromkeys(again, False) | dict.fromkeys(_read_of(needs, pinned.kept), True)
