@@ -49,13 +49,14 @@ def attention_flops(operator: Any, given: Mapping[str, Any]) -> int:
     # Backward computes the scores again, and the gradients of values, of scores, of queries and of keys.
     is_backward = "logsumexp" in given
     per_pair = 3 * query_width + 2 * value_width if is_backward else query_width + value_width
+    pairs: int
     if operator in _LENGTH_FIRST and query.ndim == 3:
         pairs = query.shape[1] * _pairs_of_documents(given)
     else:
         rows, *heads_and_length = query.shape[:-1]
         key_length = key.shape[1 if operator in _LENGTH_FIRST else 2]
         pairs = rows * math.prod(heads_and_length) * key_length
-    return 2 * per_pair * (pairs // 2 if given.get("is_causal") else pairs)
+    return int(2 * per_pair) * (pairs // 2 if given.get("is_causal") else pairs)
 
 
 def _pairs_of_documents(given: Mapping[str, Any]) -> int:

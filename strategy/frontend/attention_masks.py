@@ -66,7 +66,7 @@ def _boundaries(mask: fx.Node, call: dict[str, Any]) -> fx.Node | None:
     """Return the boundaries of a mask of packed rows, if they are the rows of queries and of keys."""
     if mask.target is not PACKED_MASK or call.get("is_causal"):
         return None
-    given = {**dict(zip(_OF_THE_MASK, mask.args, strict=False)), **mask.kwargs}
+    given: dict[str, Any] = {**dict(zip(_OF_THE_MASK, mask.args, strict=False)), **mask.kwargs}
     boundaries, *rows = (given[name] for name in _OF_THE_MASK)
     shapes = [_shape(call[name]) for name in ("query", "key")]
     return boundaries if all([s[0], s[-2]] == rows and len(s) == 4 for s in shapes) else None
@@ -113,8 +113,9 @@ def _with_new_dimension(node: fx.Node) -> fx.Node | None:
     """Return x of `x[:, :, None]` or `x.unsqueeze(2)`."""
     if node.target is operator.getitem and isinstance(own := node.args[0], fx.Node):
         index = node.args[1]
-        whole = isinstance(index, tuple) and [i for i in index if i != slice(None)] == [None]
-        return own if whole and index[2:3] == (None,) else None
+        if not isinstance(index, tuple) or index[2:3] != (None,):
+            return None
+        return own if all(i == slice(None) for i in (*index[:2], *index[3:])) else None
     own = _operand(node, "unsqueeze")
     return own if own is not None and node.args[1:] == (2,) else None
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Document(NamedTuple):
-    """The positions of one document."""
+    """The positions of one document, or of the padding of a row."""
 
     row: int
     start: int
@@ -60,7 +60,7 @@ def padding_starts(boundaries: Tensor, num_rows: int) -> Tensor:
 
 def documents(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Document]:
     """Yield all documents; without numbers, on a fake tensor, whole rows."""
-    if isinstance(boundaries, FakeTensor) or boundaries.is_meta:
+    if _has_no_numbers(boundaries):
         yield from (Document(row, 0, length) for row in range(num_rows))
         return
     numbers = boundaries.tolist()
@@ -69,6 +69,18 @@ def documents(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Docume
         row, number = divmod(entry, num_entries)
         if start < end and number < num_entries - 1:  # the last is padding
             yield Document(row, start - row * length, end - row * length)
+
+
+def paddings(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Document]:
+    """Yield the padding of each row that has some; none without numbers."""
+    if not _has_no_numbers(boundaries):
+        for row, start in enumerate(padding_starts(boundaries, num_rows).tolist()):
+            if start < (row + 1) * length:
+                yield Document(row, start - row * length, length)
+
+
+def _has_no_numbers(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def _num_entries(num_boundaries: int, num_rows: int) -> int:
@@ -103,7 +115,7 @@ def _(boundaries: Tensor, num_rows: int, length: int) -> Tensor:
 PACKED_MASK = torch.ops.thunder_memsave.packed_mask.default
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -128,9 +140,14 @@ def packed_attention(
     num_rows, _, length, _ = query.shape
     result = torch.zeros_like(query)
     for document in documents(boundaries, num_rows, length):
-        heads = (document.of(t) for t in (query, key, value))
         attended = F.scaled_dot_product_attention(
-            *heads, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            document.of(query),
+            document.of(key),
+            document.of(value),
+            dropout_p=dropout_p,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
         document.of(result).copy_(attended)
     return result

@@ -29,6 +29,7 @@ from thunder_memsave.ops.families.packed_attention import (
     documents,
     packed_attention,
     padding_starts,
+    paddings,
     whole_rows,
 )
 from thunder_memsave.ops.operation import Call, Operand, Operation
@@ -43,8 +44,9 @@ def _cpu_forward(
     num_rows, _, length, _ = query.shape
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     # In PyTorch's order of memory for the kernel's own results.
-    output = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-    results = output.transpose(1, 2), query.new_zeros(query.shape[:-1], dtype=dtype)
+    output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    results = output.transpose(1, 2), query.new_empty(query.shape[:-1], dtype=dtype)
+    _write_zeros_into_padding(results, boundaries)
     for document in documents(boundaries, num_rows, length):
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(document.of(t) for t in (query, key, value)), 0.0, True, scale=scale
@@ -66,7 +68,8 @@ def _cpu_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, _, length, _ = query.shape
-    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    _write_zeros_into_padding(grads, boundaries)
     for document in documents(boundaries, num_rows, length):
         operands = (document.of(t) for t in (grad, query, key, value, output, logsumexp))
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -76,6 +79,13 @@ def _cpu_backward(
             document.of(whole).copy_(part)
         del parts, part
     return grads
+
+
+def _write_zeros_into_padding(results: Sequence[Tensor], boundaries: Tensor) -> None:
+    num_rows, _, length = results[0].shape[:3]
+    for padding in paddings(boundaries, num_rows, length):
+        for result in results:
+            padding.of(result).zero_()
 
 
 def _cuda_forward(
@@ -103,7 +113,7 @@ def _cuda_backward(
     logsumexp: Tensor,
     boundaries: Tensor,
     scale: float | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     length = query.shape[-2]
     grads = torch.ops.aten._flash_attention_backward(
         *(_one_after_the_other(t) for t in (grad, query, key, value, output)),
@@ -114,8 +124,11 @@ def _cuda_backward(
         *no_dropout(query),
         scale=scale,
     )
-    wholes = zip(grads, (query, key, value), strict=True)
-    return tuple(_without_padding(_by_rows(g, like), boundaries) for g, like in wholes)
+    of_query, of_key, of_value = (
+        _without_padding(_by_rows(g, like), boundaries)
+        for g, like in zip(grads, (query, key, value), strict=True)
+    )
+    return of_query, of_key, of_value
 
 
 def _one_after_the_other(heads: Tensor) -> Tensor:
@@ -124,7 +137,8 @@ def _one_after_the_other(heads: Tensor) -> Tensor:
 
 
 def _by_rows(heads: Tensor, like: Tensor) -> Tensor:
-    return heads.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+    num_rows, _, length, _ = like.shape
+    return heads.view(num_rows, length, *heads.shape[1:]).transpose(1, 2)
 
 
 def _without_padding(heads: Tensor, boundaries: Tensor) -> Tensor:
@@ -132,7 +146,8 @@ def _without_padding(heads: Tensor, boundaries: Tensor) -> Tensor:
     num_rows, _, length, _ = heads.shape
     positions = torch.arange(num_rows * length, dtype=torch.int32, device=heads.device)
     is_padding = positions.view(num_rows, length) >= padding_starts(boundaries, num_rows)[:, None]
-    return heads.masked_fill_(is_padding[:, None, :, None], 0.0)
+    heads.masked_fill_(is_padding[:, None, :, None], 0.0)
+    return heads
 
 
 def _whole_rows(arguments: Sequence[Tensor]) -> None:
