@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from thunder_memsave.aten_record import AtenRecord
+from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.finetune.model.documents_apart import take_boundaries
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask

@@ -18,7 +18,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch import Tensor
 
-from thunder_memsave.aten_record import FP8_DTYPES
+from thunder_memsave.aten.record import FP8_DTYPES
 from thunder_memsave.measure.collective_memory import CollectiveRules
 from thunder_memsave.measure.op_profile import (
     Layout,

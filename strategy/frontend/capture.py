@@ -191,14 +191,12 @@ def capture(
     """
     grad_enabled = torch.is_grad_enabled()
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
-        with returned_from_graph(originals):
-            output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
-        backend_input = _of_a_graph(output, call)
+        output = _graph_of(call, originals)
         guards = _build_guards(output, call, swapped=originals) if is_guarded else None
         make_callable = _callable_maker(output, call)
         flat = _flat_inputs(make_callable, call)
         _refuse_rows(flat, call)
-    graph = backend_input.graph_module
+    graph = output.backend_input.graph_module
     inputs = _name_inputs(module, graph, [originals.get(id(t), t) for t in flat])
     return Capture(
         graph=graph,
@@ -213,12 +211,15 @@ def capture(
     )
 
 
-def _of_a_graph(output: Any, call: Call) -> Any:
+def _graph_of(call: Call, originals: Collection[int]) -> Any:
+    """Return what Dynamo makes of the call."""
+    with returned_from_graph(originals):
+        output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
     if output.backend_input is None:
         raise CaptureError(
             f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
         )
-    return output.backend_input
+    return output
 
 
 def _sharded_slots(module: nn.Module, *, used: Collection[int]) -> tuple[_ShardedSlot, ...]:

@@ -1,4 +1,7 @@
-"""Assembles the outputs of a captured graph: computed values, inputs returned unchanged, plain Python values."""
+"""Assembles the outputs of a captured graph, and finds the inputs that each is differentiable in.
+
+Outputs are computed values, inputs returned unchanged, and plain Python values.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ from typing import Any, Self
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from torch import Tensor, fx
+
+from thunder_memsave.frontend.aliasing import changed_operand, storage
+from thunder_memsave.frontend.fx_nodes import value_needs_grad
+
+_NONE: frozenset[int] = frozenset()
 
 
 def graph_outputs(
@@ -59,3 +67,31 @@ def distinct_values() -> Callable[[Any], Any]:
         return value
 
     return distinct
+
+
+def output_dependencies(
+    graph: fx.GraphModule, outputs: Sequence[fx.Node]
+) -> tuple[frozenset[int], ...]:
+    """Return, for each of `outputs`, the indices of the placeholders that autograd would reach from it.
+
+    A node whose value needs no gradient in eager (`node.meta["example_value"]`) reaches nothing. An in-place operation
+    adds what its operands reach to the tensor that it changes.
+    """
+    reached: dict[fx.Node, frozenset[int]] = {}
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    for index, node in enumerate(placeholders):
+        reached[node] = frozenset({index}) if _needs_grad(node) else _NONE
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        operands = frozenset().union(*(reached.get(n, _NONE) for n in node.all_input_nodes))
+        reached[node] = operands if _needs_grad(node) else _NONE
+        if (changed := changed_operand(node)) is not None:
+            # Every view of the changed memory depends on the operands from here on.
+            for other in [n for n in reached if storage(n) == storage(changed)]:
+                reached[other] |= operands
+    return tuple(reached.get(o, _NONE) if _needs_grad(o) else _NONE for o in outputs)
+
+
+def _needs_grad(node: fx.Node) -> bool:
+    return value_needs_grad(node.meta.get("example_value"))

@@ -95,18 +95,16 @@ def interpret(
     @thunder._with_cache_info_ctx  # type: ignore[untyped-decorator]
     def trace() -> Any:
         data.populate_cache_info(thunder._get_cache_info(), *call.args, **call.kwargs)
-        ad_hoc_executor = data.executors_list[0]
         return data.acquire_initial_trace(
-            module, call.args, dict(call.kwargs), data, stats, ad_hoc_executor
+            module, call.args, dict(call.kwargs), data, stats, data.executors_list[0]
         )
 
     prologue, computation, epilogue = _traces(module, trace)
     parameters = _parameters(prologue)
     computation = _unshard_inputs(module, computation, parameters, data_parallel)
     _check_shards(module, prologue)
-    run_prologue = transform_for_execution(prologue, (python_executor,)).python_callable(
-        include_decorators=False
-    )
+    executed = transform_for_execution(prologue, (python_executor,))
+    run_prologue = executed.python_callable(include_decorators=False)
 
     @thunder._with_cache_info_ctx  # type: ignore[untyped-decorator]
     def checked_inputs(*args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,6 @@ from thunder_memsave.frontend.attention_masks import simplify_attention
 from thunder_memsave.frontend.autocast import Autocast
 from thunder_memsave.frontend.calls import Calls, where
 from thunder_memsave.frontend.capture import Capture
-from thunder_memsave.frontend.dependencies import output_dependencies
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.fx_nodes import (
     example_values,
@@ -41,7 +40,12 @@ from thunder_memsave.frontend.fx_nodes import (
     value_needs_grad,
 )
 from thunder_memsave.frontend.graph_inputs import GraphInputs
-from thunder_memsave.frontend.graph_outputs import OutputOrder, distinct_values, graph_outputs
+from thunder_memsave.frontend.graph_outputs import (
+    OutputOrder,
+    distinct_values,
+    graph_outputs,
+    output_dependencies,
+)
 from thunder_memsave.frontend.higher_order import HIGHER_ORDER, REGION, inline_checkpoints
 from thunder_memsave.frontend.modes import differentiated, in_language, no_ambient_autocast
 from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random

@@ -16,7 +16,7 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from torch.utils._pytree import tree_leaves
 
-from thunder_memsave.aten_record import storage_id
+from thunder_memsave.aten.record import storage_id
 from thunder_memsave.measure.op_profile import Layout, OpProfile, Value, contiguous
 from thunder_memsave.ops.accumulation import with_unreduced
 from thunder_memsave.ops.families.collectives import (

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from thunder_memsave.aten_record import (
+from thunder_memsave.aten.record import (
     FP8_DTYPES,
     AtenRecord,
     allocated_bytes,

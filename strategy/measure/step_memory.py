@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
 
-from thunder_memsave.aten_record import AtenRecord, allocated_bytes
+from thunder_memsave.aten.record import AtenRecord, allocated_bytes
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.planner.graph import StepMemory
 

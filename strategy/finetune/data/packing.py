@@ -93,6 +93,22 @@ def pack(
         seed: Of the order of the rows.
         max_documents: Samples per row; None: as many as there is room for.
     """
+    places = _best_fits(samples, length, max_documents)
+    # Packing sorts the rows by document length; without a shuffle the run would see them in that order.
+    random.Random(seed).shuffle(places)
+    return Rows(
+        samples=samples,
+        places=places,
+        length=length,
+        num_documents=max_documents or max(map(len, places), default=1),
+        pad_id=pad_id,
+    )
+
+
+def _best_fits(
+    samples: Sequence[Sample], length: int, max_documents: int | None
+) -> list[list[int]]:
+    """Return the samples of each row, by their indices."""
     order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
     places: list[list[int]] = []
     rows_by_room: dict[int, list[int]] = {}
@@ -115,15 +131,7 @@ def pack(
         if left not in rows_by_room:
             insort(rooms, left)
         rows_by_room.setdefault(left, []).append(row)
-    # Packing sorts the rows by document length; without a shuffle the run would see them in that order.
-    random.Random(seed).shuffle(places)
-    return Rows(
-        samples=samples,
-        places=places,
-        length=length,
-        num_documents=max_documents or max(map(len, places), default=1),
-        pad_id=pad_id,
-    )
+    return places
 
 
 def pad(samples: Sequence[Sample], *, length: int, pad_id: int) -> Rows:

@@ -62,21 +62,20 @@ def tokenize(
 ) -> TokenizedData:
     """Tokenize each document as a whole and mark the tokens that are trained on.
 
-    A document that no chat template rendered ends with the tokenizer's `eos_token`, which is
-    trained on if the text before it is. What does not fit is cut off at the right.
+    A document that no chat template rendered ends with the tokenizer's `eos_token`, trained on if the text before it
+    is. What does not fit is cut off at the right.
 
     Args:
         documents: The documents.
-        tokenizer: A fast transformers tokenizer: its offsets decide which tokens are trained on,
-            because tokenizing the parts one by one would give other tokens.
+        tokenizer: A fast transformers tokenizer: its offsets decide which tokens are trained on, because tokenizing
+            the parts one by one would give other tokens.
         max_seq_length: Longest sample, in tokens.
         assistant_only: Train only on the parts marked `assistant`, and on the end token after them.
         continue_long: Cut a long document into several samples, instead of truncating it.
         name: Name of the data set, for messages.
 
     Raises:
-        ConfigError: the tokenizer is not a fast one or has no end token, or no document has
-            anything to train on.
+        ConfigError: the tokenizer is not a fast one or has no end token, or no document has anything to train on.
     """
     _check_tokenizer(tokenizer, documents)
     samples: list[Sample] = []
@@ -84,10 +83,9 @@ def tokenize(
     counting = Counting(f"tokenizing the {name} documents", total=len(documents))
     for whole in _tokenize_all(documents, tokenizer, assistant_only=assistant_only):
         # The last position predicts nothing, so a row fits one more token.
-        is_long = len(whole) > max_seq_length + 1
         pieces = islice(_pieces(whole, max_seq_length), None if continue_long else 1)
         useful = [piece for piece in pieces if piece.num_targets]
-        num_truncated += is_long and not continue_long
+        num_truncated += len(whole) > max_seq_length + 1 and not continue_long
         num_without_targets += not useful
         samples += useful
         counting.add(1)

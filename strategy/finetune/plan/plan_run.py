@@ -96,32 +96,22 @@ def plan_run(
         CompileError: it cannot be compiled.
         BudgetError: no plan was found at all.
     """
-    strategy = StrategySections(
-        strategy=config.strategy, memory=config.memory, fp8=config.fp8
-    ).together
+    sections = StrategySections(strategy=config.strategy, memory=config.memory, fp8=config.fp8)
+    strategy = sections.together
     refuse_without_fp8(strategy.fp8, device)
     refuse_own_scales(strategy.fp8, num_ranks=num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
     budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
     objective = objective_of(config)
     stage("describe the model")
-    model = describe_model(config)
+    model = describe_model(config).train()
     check_pins(strategy.memory, (name for name, _ in model.named_modules()))
-    model.train()
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
         memory = _step_memory(config, objective, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
-        compiler = CallCompiler(
-            config=strategy,
-            data_parallel=data_parallel,
-            planner=planner,
-            target=_target(device),
-            fp8=planned_fp8(model, strategy),
-        )
-        call = Call.of(model, (), _inputs(objective, num_rows=sizes.micro_batch_size))
-        with _precision(config):
-            compiler.compile(model, call, name="forward", reason="plan")
+        inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
+        _compile(model, inputs, config, strategy, data_parallel, planner)
     return RunPlan(
         device=device,
         num_ranks=num_ranks,
@@ -134,6 +124,25 @@ def plan_run(
         loss_bytes=memory.between_bytes,
         curve=planner.curve(smallest) if has_curve else (),
     )
+
+
+def _compile(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    config: RunConfig,
+    strategy: StrategyConfig,
+    data_parallel: DataParallel | None,
+    planner: _Planner,
+) -> None:
+    compiler = CallCompiler(
+        config=strategy,
+        data_parallel=data_parallel,
+        planner=planner,
+        target=_target(planner.device),
+        fp8=planned_fp8(model, strategy),
+    )
+    with _precision(config):
+        compiler.compile(model, Call.of(model, (), inputs), name="forward", reason="plan")
 
 
 class _Planner(MemoryPlanner):
@@ -155,6 +164,7 @@ class _Planner(MemoryPlanner):
             device_type="" if device.name == "cpu" else "cuda",
         )
         self.refusal: BudgetError | None = None
+        self.device = device
         self._sharding = "none" if data_parallel is None else data_parallel.mode
 
     @property

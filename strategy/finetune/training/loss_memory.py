@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from thunder_memsave.aten_record import AtenRecord, allocated_bytes
+from thunder_memsave.aten.record import AtenRecord, allocated_bytes
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
 from thunder_memsave.planner.graph import StepMemory

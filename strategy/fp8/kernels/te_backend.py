@@ -21,7 +21,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thunder_memsave.aten_record import once_through_memory
+from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.compat.foreign_messages import first_line
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.kernels.cublas_gemm import whole_rows

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from thunder_memsave.aten_record import once_through_memory
+from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.fp8.kernels.cublas_gemm import cuda_gemm
 
 BLOCK = 128

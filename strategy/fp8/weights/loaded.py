@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thunder_memsave.aten_record import FP8_DTYPES
+from thunder_memsave.aten.record import FP8_DTYPES
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 
 SCALE_NAME = "fp8_weight"

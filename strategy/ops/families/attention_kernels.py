@@ -72,7 +72,6 @@ def attention_kernel(
         numbers: See `Kernel`.
     """
     operands = ("query", "key", "value")
-
     gradients = Derivative(
         name=f"{name}_backward",
         run=backward,
@@ -81,21 +80,19 @@ def attention_kernel(
         reads=(*operands, "output", "logsumexp", *settings),
         scratch=_anywhere(backward_scratch),
     )
-    symbol = Symbol(f"{name}_prim", meta=like_first, id=f"thunder_memsave.{name}", is_prim=True)
-    return claim(
-        Kernel(
-            name=name,
-            executor=attention_executor,
-            symbol=symbol,
-            takes=(*operands, *settings),
-            run=forward,
-            meta=_meta(logsumexp),
-            results=("output", "logsumexp"),
-            derivatives=(gradients,),
-            scratch=_anywhere(scratch),
-            numbers=numbers,
-        )
+    kernel = Kernel(
+        name=name,
+        executor=attention_executor,
+        symbol=Symbol(f"{name}_prim", meta=like_first, id=f"thunder_memsave.{name}", is_prim=True),
+        takes=(*operands, *settings),
+        run=forward,
+        meta=_meta(logsumexp),
+        results=("output", "logsumexp"),
+        derivatives=(gradients,),
+        scratch=_anywhere(scratch),
+        numbers=numbers,
     )
+    return claim(kernel)
 
 
 def _anywhere(scratch: Scratch | None) -> Mapping[str, Scratch]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness import te_kernels
-from thunder_memsave.aten_record import AtenRecord, storage_id
+from thunder_memsave.aten.record import AtenRecord, storage_id
 from thunder_memsave.fp8.kernels import te_backend, torch_backend
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

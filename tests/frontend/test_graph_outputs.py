@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from thunder_memsave.frontend.capture import Call, capture
-from thunder_memsave.frontend.dependencies import output_dependencies
+from thunder_memsave.frontend.graph_outputs import output_dependencies
 
 
 def _reached(model: nn.Module, x: Tensor) -> list[set[str]]:

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.memory import measured_peak_bytes
-from thunder_memsave.aten_record import AtenRecord, allocated_bytes, once_through_memory, storage_id
+from thunder_memsave.aten.record import AtenRecord, allocated_bytes, once_through_memory, storage_id
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
-from thunder_memsave.aten_record import AtenRecord
+from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.ops.families.attention_kernels import (
     _efficient_backward,
     _efficient_forward,

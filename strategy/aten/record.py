@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from thunder_memsave.attention_flops import ATTENTION, attention_flops
+from thunder_memsave.aten.attention_flops import ATTENTION, attention_flops
 
 _log = logging.getLogger(__name__)
 
