@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from thunder_memsave.budget.plan_cache import (
     cache_plan,
@@ -14,7 +15,6 @@ from thunder_memsave.budget.plan_cache import (
 )
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.actions import Actions
-from thunder_memsave.planner.effort import TIME_LIMIT_S
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.search.solve import Policy, solve
 
@@ -160,13 +160,9 @@ class Question:
         )
 
     def solved(
-        self,
-        target_bytes: int | None,
-        *,
-        known: Sequence[Plan] = (),
-        time_limit_s: float = TIME_LIMIT_S,
+        self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: Any
     ) -> Plan:
-        """Call `solve`, without looking for plans of earlier runs."""
+        """Call `solve`, without looking for plans of earlier runs; `limits` are passed on."""
         return solve(
             self.graph,
             policy=self.policy,
@@ -176,5 +172,5 @@ class Question:
             pinned=self.pinned,
             known=known,
             generator_state_bytes=self.generator_state_bytes,
-            time_limit_s=time_limit_s,
+            **limits,
         )
