@@ -14,6 +14,7 @@ way to its boundaries. All other masks, such as those of padding or of sliding w
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,6 +28,9 @@ from thunder_memsave.frontend.aliasing import changed_operand, storage
 from thunder_memsave.frontend.fx_nodes import node_callable
 from thunder_memsave.frontend.opaque import is_random
 from thunder_memsave.ops.families.packed_attention import PACKED_MASK, packed_attention
+from thunder_memsave.ops.location import module_name
+
+_log = logging.getLogger(__name__)
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _OF_THE_MASK = ("boundaries", "num_rows", "length")
@@ -39,13 +43,22 @@ _KEPT = 2**16
 def simplify_attention(graph: fx.GraphModule) -> None:
     """Replace causal masks, those of packed rows, and repeated heads by what they mean, and erase what made them."""
     constants = _Constants(graph)
+    masked: list[str] = []
     for node in graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         before = node.all_input_nodes
-        _simplify(node, constants)
+        if not _simplify(node, constants):
+            masked.append(module_name(node.meta.get("nn_module_stack")) or "a function")
         _erase_unused(before)
+    if masked:
+        _log.info(
+            "attention has a mask of another kind than causal or of packed rows, so no flash kernel for CUDA takes it, "
+            "in %s",
+            ", ".join(masked),
+        )
 
 
-def _simplify(node: fx.Node, constants: _Constants) -> None:
+def _simplify(node: fx.Node, constants: _Constants) -> bool:
+    """Return whether the call has no mask then."""
     call = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
     mask = call.pop("attn_mask", None)
     if isinstance(mask, fx.Node):
@@ -56,10 +69,11 @@ def _simplify(node: fx.Node, constants: _Constants) -> None:
         elif not call.get("is_causal") and constants.is_causal(mask, _length(call)):
             call["is_causal"] = True
         else:
-            return
+            return False
     call = _without_repeats(call)
     node.args = tuple(call.pop(name) for name in ("query", "key", "value"))
     node.kwargs = call
+    return True
 
 
 def _boundaries(mask: fx.Node, call: dict[str, Any]) -> fx.Node | None:

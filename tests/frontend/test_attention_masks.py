@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -77,8 +78,12 @@ MASKED = ("cpu_flash_attention", True, False)
     ids=["llama", "gpt2", "window as long as a row", "window", "gemma"],
 )
 def test_full_attention_has_no_mask_and_a_window_has_one(
-    model_type: str, values: dict[str, Any], expected: list[tuple[str, bool, bool]]
+    model_type: str,
+    values: dict[str, Any],
+    expected: list[tuple[str, bool, bool]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, logger="thunder_memsave.frontend.attention_masks")
     twins = Twins(model_of(model_type, **values).eval())
     ids = torch.randint(4, 60, (2, LENGTH))
     twins.assert_equal(
@@ -89,6 +94,9 @@ def test_full_attention_has_no_mask_and_a_window_has_one(
     )
     assert calls(twins) == expected
     assert bool(squares(twins)) is (MASKED in expected)
+    for layer, kind in enumerate(expected):
+        said = f"layers.{layer}.self_attn" in "".join(map(str, caplog.messages))
+        assert said is (kind == MASKED)
 
 
 def test_keys_and_values_of_grouped_queries_are_not_repeated() -> None:

@@ -6,6 +6,7 @@ to be as long as a row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import thunder.torch as ltorch
@@ -33,6 +34,8 @@ from thunder_memsave.ops.families.packed_attention import (
     whole_rows,
 )
 from thunder_memsave.ops.operation import Call, Operand, Operation
+
+_log = logging.getLogger(__name__)
 
 _ROWS = 128
 """Rows by which flash attention's backward may exceed each document (flash_attn/flash_api.cpp)."""
@@ -204,6 +207,12 @@ def _packed_attention(
             return cuda_packed.symbol(*operands, boundaries, scale)
     elif cpu_flash_applies(*operands, None, dropout_p):
         return cpu_packed.symbol(*operands, boundaries, scale)
+    _log.info(
+        "no kernel takes packed rows of %s with %s numbers per head and dropout %s: they have a mask",
+        query.dtype,
+        query.shape[-1],
+        dropout_p,
+    )
     mask = _mask(boundaries, query.shape[0], query.shape[2])
     return scaled_dot_product_attention(
         *operands, mask, dropout_p, scale=scale, enable_gqa=enable_gqa

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,14 +199,17 @@ def facts(results: Any) -> list[tuple[tuple[int, ...], object]]:
     ],
 )
 def test_without_a_kernel_that_takes_the_operands_there_is_a_mask(
-    dtype: torch.dtype, symbol: str
+    dtype: torch.dtype, symbol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="thunder_memsave.ops.families.packed_kernels")
     trace = TraceCtx(None)
     with tracectx(trace):
         heads = [on_cuda(t) for t in operands(dtype=dtype)]
         output = _packed_attention(*heads, on_cuda(BOUNDARIES), enable_gqa=True)
     assert output.shape == (ROWS, HEADS, LENGTH, WIDTH)
     assert trace.bound_symbols[-1].sym.name == symbol
+    said = "no kernel takes packed rows of thunder.dtypes.float32 with 8 numbers per head"
+    assert (said in caplog.text) is (dtype is torch.float32)
 
 
 def test_backward_on_cuda_has_room_for_the_end_of_each_document() -> None:
