@@ -49,8 +49,7 @@ def main() -> None:
             of_processor[name].append(time.process_time() - started)
             print(f"{name:10} {seconds[name][-1]:6.2f} s", flush=True)
     flops = {name: _flops(compiled, masks[name]) for name, compiled in steps.items()}
-    medians = [{n: median(each) for n, each in s.items()} for s in (seconds, of_processor)]
-    _report(*medians, flops, arguments)
+    _report(_medians(seconds), _medians(of_processor), flops, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,6 +94,10 @@ def _flops(compiled: CompiledModule, mask: torch.Tensor) -> int:
     with AtenRecord() as record:
         _step(compiled, mask)
     return record.flops
+
+
+def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: median(each) for name, each in seconds.items()}
 
 
 def _report(

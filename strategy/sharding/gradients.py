@@ -79,12 +79,11 @@ def global_norm(
 ) -> Tensor:
     """Return the norm of all gradients over all ranks. A collective if parameters are sharded."""
     whole = local_gradients(p for p in parameters if not is_sharded(p))
-    like = torch.zeros((), dtype=_norm_dtype(parameters), device=parameters[0].device)
     if data_parallel is None or not any(is_sharded(p) for p in parameters):
-        is_wide = all(g.dtype.itemsize > 2 for g in whole)
-        return (
-            nn.utils.get_total_norm(whole, norm_type) if is_wide else _norm(whole, norm_type, like)
-        )
+        if all(g.dtype.itemsize > 2 for g in whole):
+            return nn.utils.get_total_norm(whole, norm_type)
+        return _norm(whole, norm_type, whole[0].new_zeros((), dtype=torch.float32))
+    like = torch.zeros((), dtype=_norm_dtype(parameters), device=parameters[0].device)
     shards = local_gradients(p for p in parameters if is_sharded(p))
     sharded_norms = like.new_empty(data_parallel.world_size)
     all_gather(sharded_norms, _norm(shards, norm_type, like).reshape(1), data_parallel)

@@ -147,7 +147,7 @@ def within(monkeypatch: pytest.MonkeyPatch, budget_bytes: int, *others: int) -> 
     """Return the bytes of the rooms that are tried, if another rank needs `others` more bytes in each."""
     more = iter(others)
     planner, attempt = planner_of(budget_bytes), Communicating()
-    monkeypatch.setattr(planner, "_most", lambda nbytes: nbytes + next(more))
+    monkeypatch.setattr(memory_planner, "largest", lambda nbytes, _: nbytes + next(more))
     run = planner._within(attempt, None, budget_bytes)  # type: ignore[arg-type]
     assert run.room is attempt.rooms[-1]
     assert next(more, None) is None

@@ -203,6 +203,11 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "data.max_seq_length=1",
             "is 1, but must be a whole number of at least 2: a token and the one",
         ),
+        ("data.max_documents_per_row=0", "max_documents_per_row is 0, but must be "),
+        (
+            "data={packing: false, max_documents_per_row: 3}",
+            "max_documents_per_row is 3, but without data.packing each row has one document; set data.packing: true",
+        ),
         ("model.dtype=float64", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
         ("model.dtype=bf16-true", "must be 'float32' or 'bfloat16'; did you mean 'bfloat16'?"),
         ("model.dtype=fp32", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
