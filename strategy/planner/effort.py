@@ -9,14 +9,14 @@ good for.
 | moments | 0.6 | the fastest | a plan from an integer program fits |
 | proof | 0.2 | the fastest | the best plan is near its lower bound: then the searches below are left out |
 | drop | 0.2 | the fastest | the plan fits |
-| improve | 0.2 | the fastest | no move makes the plan faster |
+| improve | 0.6 | the fastest | no move makes the plan faster |
 | bisect | 1.0 | the smallest | the smallest plan is near its lower bound, or small enough |
 | shrink | 0.3 | the smallest | no move makes the plan smaller, or it is small enough |
 """
 
 from __future__ import annotations
 
-PARTS = frozenset({"integers", "runs", "mix", "layers", "exchange"})
+PARTS = frozenset({"integers", "runs", "layers", "exchange"})
 """Switches of parts of searches, for the ablation; of moments all but `exchange`, which is of improve."""
 
 TIME_LIMIT_S = 10.0
@@ -26,7 +26,7 @@ FEW_DECISIONS = 16
 SHARE_OF_MOMENTS = 0.6
 SHARE_OF_PROOF = 0.2
 SHARE_OF_DROP = 0.2
-SHARE_OF_IMPROVE = 0.2
+SHARE_OF_IMPROVE = 0.6
 SHARE_OF_BISECT = 1.0
 SHARE_OF_SHRINK = 0.3
 

@@ -50,8 +50,6 @@ class FastSimulation:
         needs: Needs,
         memory: StepMemory,
         generator_state_bytes: int,
-        *,
-        elsewhere_bytes: Sequence[float] | None = None,
     ) -> None:
         """Simulate the part that no plan changes.
 
@@ -59,13 +57,10 @@ class FastSimulation:
             needs: Choices of the graph.
             memory: Bytes that a step holds besides.
             generator_state_bytes: Bytes that forward keeps for each random operation that is recomputed.
-            elsewhere_bytes: If the graph is a part of another one, the other live bytes at each position of backward;
-                the peak of a plan is then that of backward alone.
         """
         graph = needs.graph
         self._graph, self._needs = graph, needs
         self._state_bytes = generator_state_bytes
-        self._elsewhere_bytes = elsewhere_bytes
         self._nbytes = [s.nbytes for s in graph.storages]
         stay = graph.inputs | graph.outputs | graph.cotangents
         self._stay = stay
@@ -82,8 +77,7 @@ class FastSimulation:
         kept = [s for s in self._needs.storages if s in keep and s in read]
         replayed = [o for o in again if self._graph.ops[o].repeat == "replay"]
         peak = self._backward_peak(steps, last, keep, kept, len(replayed))
-        if self._elsewhere_bytes is None:
-            peak = max(*self._forward_during(kept, replayed), peak, self._update_bytes)
+        peak = max(*self._forward_during(kept, replayed), peak, self._update_bytes)
         return SimulatedPlan(peak_bytes=peak, again=tuple(again), read=read, kept=frozenset(kept))
 
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
@@ -96,20 +90,6 @@ class FastSimulation:
         during = self._forward_during(kept, replayed)
         self._backward_peak(steps, last, keep, kept, len(replayed), during)
         return sum(n - over_bytes for n in (*during, self._update_bytes) if n > over_bytes)
-
-    def worst(self, keep: Set[int], *, over_bytes: float) -> list[tuple[int, int]]:
-        """Return the moments of backward that need more than `over_bytes`, the largest first.
-
-        A moment is a position of backward, and the operation that is recomputed before it, or -1 for the operation of
-        backward itself.
-        """
-        backward = self.backward(keep)
-        found, position = [], 0
-        for (op, is_again), nbytes in zip(backward.steps, backward.during, strict=True):
-            if nbytes > over_bytes:
-                found.append((nbytes, position, op if is_again else -1))
-            position += not is_again
-        return [(position, op) for _, position, op in sorted(found, reverse=True)]
 
     def backward(self, keep: Set[int]) -> SimulatedBackward:
         """Simulate the backward of a plan, step by step."""
@@ -195,13 +175,9 @@ class FastSimulation:
             if storage not in gradients:
                 change[last[storage]] -= nbytes[storage]
         live = self._before_backward + sum(nbytes[s] for s in kept) + num_states * self._state_bytes
-        peak = position = 0
-        elsewhere = self._elsewhere_bytes
+        peak = 0
         for index, (op, is_again) in enumerate(steps):
             now = live + graph.ops[op].peak_bytes
-            if elsewhere is not None:
-                now += int(elsewhere[position])
-                position += not is_again
             peak = max(peak, now)
             if during is not None:
                 during.append(now)

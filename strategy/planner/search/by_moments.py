@@ -22,7 +22,6 @@ from thunder_memsave.planner.linear.cut_program import (
     backward_moment,
 )
 from thunder_memsave.planner.linear.model import Model, Moment
-from thunder_memsave.planner.search.anchors import mix
 from thunder_memsave.planner.search.early_layers import EarlyBytes
 from thunder_memsave.planner.search.evaluate import Evaluated
 from thunder_memsave.planner.search.find_layers import Block, find_blocks
@@ -70,7 +69,6 @@ class _Rounds:
     """True if the next programs are integer, False if they are relaxed."""
     _closed: dict[int, float] = field(default_factory=dict)
     """Storages between layers that are kept (1), so that no layer recomputes through them."""
-    _over: Evaluated | None = None
 
     def __post_init__(self) -> None:
         self.model, self.budget_bytes = self.task.model, self.task.budget_bytes
@@ -87,15 +85,12 @@ class _Rounds:
             if found is None or (found.peak_bytes <= self.budget_bytes and is_last):
                 break
             self._learn(found)
-        if "mix" in effort.PARTS:
-            self._mix()
 
     def _learn(self, found: Evaluated) -> None:
         """Add rows or corrections for a plan that needs too much; if it fits, make the next program integer."""
         if found.peak_bytes <= self.budget_bytes:
             self._is_integer = True
             return
-        self._over = found
         if "runs" in effort.PARTS and self._close(found):
             return
         new = self._add(found, MOST_NEW_MOMENTS)
@@ -171,11 +166,3 @@ class _Rounds:
         blocks = _find_blocks(self.model)
         layer = {p: n for n, block in enumerate(blocks) for p in block.backward}
         return lambda moment: layer.get(moment.position, -1) if moment.phase == "backward" else -1
-
-    def _mix(self) -> None:
-        """Mix the last plan that does not fit with the best that does."""
-        fits = self.task.best
-        if self._over is None or fits is None:
-            return
-        if fits.recompute_us > self._over.recompute_us:
-            mix(self.task, self._over, fits, self.work)

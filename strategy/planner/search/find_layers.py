@@ -29,13 +29,12 @@ class Block:
     """Storages that the block before makes and this one reads."""
 
 
-def find_blocks(needs: Needs, costs_us: Sequence[float], *, merged: int = 1) -> list[Block]:
+def find_blocks(needs: Needs, costs_us: Sequence[float]) -> list[Block]:
     """Cut a graph into the part before the layers, each layer, and the part after them.
 
     Args:
         needs: Choices of the graph.
         costs_us: Microseconds by operation: equal layers cost the same.
-        merged: Number of layers per block.
 
     Returns:
         Blocks in the order of forward; none if there are too few layers, or backward does not read their results in
@@ -45,7 +44,7 @@ def find_blocks(needs: Needs, costs_us: Sequence[float], *, merged: int = 1) -> 
     period, start, stop = _repetition(looks)
     if period == 0:
         return []
-    cuts = _cuts(needs, period, start, stop)[::merged]
+    cuts = _cuts(needs, period, start, stop)
     if len(cuts) < _FEWEST_BLOCKS + 1:
         return []
     return _blocks(needs, [0, *cuts, needs.graph.num_forward])
