@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-import thunder_memsave.strategy as strategy_module
+import thunder_memsave.fabric.module_setup as module_setup
 
 
 @contextmanager
 def by_rates() -> Iterator[None]:
     """Let strategies that are set up inside measure nothing: measured times differ between machines."""
-    with patch.object(strategy_module, "MeasuredTimes", lambda: None):
+    with patch.object(module_setup, "MeasuredTimes", lambda: None):
         yield
