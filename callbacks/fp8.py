@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thunder_memsave.callbacks.metrics_csv import read_metrics
 from thunder_memsave.fp8.recipe import Role
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT, ScalingState
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _COLUMNS = ("step", "layer", "tensor", "amax", "scale", "num_saturated_steps")
 

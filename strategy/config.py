@@ -9,8 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
+from thunder_memsave.settings.problems import ConfigError, raise_all, suggestion
 from thunder_memsave.settings.schema import Section, field_names, parse_section
-from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
 from thunder_memsave.settings.step_names import refuse_needed
 from thunder_memsave.settings.value_kinds import Bytes, BytesOrFraction, Must, Positive, Whole
 from thunder_memsave.settings.yaml_file import load_yaml

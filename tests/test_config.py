@@ -21,8 +21,8 @@ from thunder_memsave.config import (
     StrategySections,
     load_strategy_config,
 )
+from thunder_memsave.settings.problems import ConfigErrors
 from thunder_memsave.settings.schema import parse_section
-from thunder_memsave.settings.section import ConfigErrors
 from thunder_memsave.settings.value_kinds import Bytes, BytesOrFraction
 
 

@@ -12,7 +12,7 @@ import thunder_memsave
 from thunder_memsave.errors import BudgetError, CaptureError, ThunderMemsaveError
 from thunder_memsave.finetune.process.stop import LossSpikeError, RunInterruptedError
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {ROOT / "strategy": "thunder_memsave", ROOT / "callbacks": "thunder_memsave.callbacks"}

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.planner.actions import KEEP, RECOMPUTE, Action
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _NUM_SHOWN = 3
 

@@ -37,7 +37,7 @@ from thunder_memsave.finetune.run_file.shipped import (
     shipped_configs,
     shown_name,
 )
-from thunder_memsave.settings.section import ConfigError, ConfigErrors, suggestion
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors, suggestion
 
 _USAGE = """\
 usage: thunder-memsave train CONFIG [--key=value ...]

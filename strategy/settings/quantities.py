@@ -6,7 +6,7 @@ import re
 from datetime import timedelta
 from fractions import Fraction
 
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _UNITS = {
     "s": timedelta(seconds=1),

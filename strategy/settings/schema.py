@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any, NotRequired, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
-from thunder_memsave.settings.section import ConfigError, raise_all, unknown_key
+from thunder_memsave.settings.problems import ConfigError, raise_all, unknown_key
 from thunder_memsave.settings.value_kinds import (
     QUALIFIERS,
     MisfitError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from thunder_memsave.settings.section import ConfigError, suggestion
+from thunder_memsave.settings.problems import ConfigError, suggestion
 
 _THUNDER = "Thunder's steps after it need it"
 _PLAN = "the plan counts on it; `memory.policy: keep_all` computes nothing again but what is free"

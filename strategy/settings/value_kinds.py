@@ -34,12 +34,12 @@ from typing import (
 )
 
 from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.settings.problems import ConfigError, suggestion
 from thunder_memsave.settings.quantities import (
     parse_bytes,
     parse_bytes_or_fraction,
     parse_duration,
 )
-from thunder_memsave.settings.section import ConfigError, suggestion
 
 Bytes = NewType("Bytes", int)
 """A number of bytes; users write `256MiB`, `8G`, `60GB` or an integer."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 from thunder_memsave.settings.quantities import format_duration
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
 
 # A few lines of aliases of aliases can stand for billions of values.
 _MAX_VALUES = 50_000

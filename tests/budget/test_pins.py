@@ -7,8 +7,8 @@ import pytest
 from thunder_memsave.budget.pins import check_pins, pin_of
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.planner.actions import KEEP, RECOMPUTE
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.settings.schema import parse_section
-from thunder_memsave.settings.section import ConfigError
 
 MODULES = ["", "model", "model.layers.0", "model.layers.0.mlp", "model.layers.0.mlp.up_proj"]
 

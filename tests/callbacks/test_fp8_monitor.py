@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave.callbacks import CallbackStates, Fp8Monitor
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 E4M3_MAX = 448.0
 FP8 = {"backend": "torch", "amax_history_len": 4, "skip_modules": ()}

@@ -6,13 +6,13 @@ from datetime import timedelta
 
 import pytest
 
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.settings.quantities import (
     format_duration,
     parse_bytes,
     parse_bytes_or_fraction,
     parse_duration,
 )
-from thunder_memsave.settings.section import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategySection
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 from thunder_memsave.settings.schema import parse_section
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
 
 
 def test_a_mapping_and_a_ready_section_are_accepted() -> None:

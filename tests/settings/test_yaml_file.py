@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.settings.yaml_file import PlainDumper, load_yaml, parse_yaml, read_yaml
 
 

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from thunder_memsave.finetune.data.documents import Part
 from thunder_memsave.finetune.data.jsonl import string_of
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 Message: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]

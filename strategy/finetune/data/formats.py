@@ -12,7 +12,7 @@ from typing_extensions import override
 from thunder_memsave.finetune.data.chat import check_chat, check_variables, render_chat
 from thunder_memsave.finetune.data.documents import DataSplit, Document, Part
 from thunder_memsave.finetune.data.jsonl import read_jsonl, read_text, string_of
-from thunder_memsave.settings.section import ConfigError, belongs_to
+from thunder_memsave.settings.problems import ConfigError, belongs_to
 
 # Not the run's seed: runs that differ only in their seed are compared on the same validation set.
 _SPLIT_SEED = 0

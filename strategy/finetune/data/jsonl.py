@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from thunder_memsave.finetune.data.counting import Counting
 from thunder_memsave.finetune.data.documents import Document, Part
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 _MAX_REPORTED_ROWS = 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -11,7 +11,7 @@ from thunder_memsave.finetune.data.packing import Rows, pack, pad
 from thunder_memsave.finetune.data.tokenize import Sample, TokenizedData, tokenize
 from thunder_memsave.finetune.run_file.classes.class_spec import build
 from thunder_memsave.finetune.run_file.config import RunConfig
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 DATA_MODULE = "thunder_memsave.finetune.data"
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from thunder_memsave.finetune.data.counting import Counting
 from thunder_memsave.finetune.data.documents import Document
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from thunder_memsave.finetune.export.export_directory import check_out, directory_for
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
+from thunder_memsave.settings.problems import ConfigError, suggestion
 from thunder_memsave.settings.schema import Reader
-from thunder_memsave.settings.section import ConfigError, suggestion
 from thunder_memsave.settings.value_kinds import Bytes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from thunder_memsave.errors import ExportError
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 def check_out(out: Path) -> None:

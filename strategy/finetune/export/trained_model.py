@@ -35,7 +35,7 @@ from thunder_memsave.materialize.pending_weights import (
     names_in_files,
     reads_from_files,
 )
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _MAX_SHOWN = 20
 

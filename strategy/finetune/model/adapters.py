@@ -22,7 +22,7 @@ from thunder_memsave.finetune.run_file.classes.class_spec import (
 )
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.materialize.pending_weights import load_on_setup
-from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
+from thunder_memsave.settings.problems import ConfigError, raise_all, suggestion
 
 # A step of each was compared with eager peft, and its initial weights with peft's on a loaded model.
 _METHODS = (

@@ -27,7 +27,7 @@ from thunder_memsave.finetune.model.task import CAUSAL_LM
 from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig
 from thunder_memsave.materialize.pending_weights import load_on_setup
-from thunder_memsave.settings.section import ConfigError, refuse_unknown, suggestion
+from thunder_memsave.settings.problems import ConfigError, refuse_unknown, suggestion
 
 _GENERATION_CONFIG = "generation_config.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

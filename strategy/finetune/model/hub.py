@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from thunder_memsave.compat.foreign_messages import first_line
 from thunder_memsave.finetune.run_file.config import ModelConfig
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _KEY = "model.name_or_path"
 _WEIGHTS = "model.safetensors"

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from thunder_memsave.finetune.run_file.config import RunConfig
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 # Names of attention in `layer_types`; other layers pass a state along the row.
 _MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric import Fabric
 
 from thunder_memsave.finetune.output.run_directory import write_text
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _PACKAGES = (
     "thunder-memsave",

@@ -20,7 +20,7 @@ from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.run_file.reading.parse import dump_run_config
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.settings.schema import parse_section
-from thunder_memsave.settings.section import ConfigError
 
 _DATA = (
     "the data files, the tokenizer with its chat template (some write today's date), "

@@ -22,7 +22,7 @@ from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
 from thunder_memsave.progress import stage
-from thunder_memsave.settings.section import ConfigError, suggestion
+from thunder_memsave.settings.problems import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.plan_run import RunPlan

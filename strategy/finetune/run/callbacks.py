@@ -26,7 +26,7 @@ from thunder_memsave.finetune.run_file.classes.class_kinds import CALLBACK, LOGG
 from thunder_memsave.finetune.run_file.classes.class_spec import build, import_class
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import plain_values
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _OWN_PACKAGE = "thunder_memsave."
 

@@ -23,7 +23,7 @@ from thunder_memsave.finetune.run_file.classes.class_spec import build, import_c
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 def check_references(config: RunConfig, problems: Problems) -> None:

@@ -24,7 +24,7 @@ from thunder_memsave.finetune.training.optimizer import (
     place_steps,
 )
 from thunder_memsave.materialize.pending_weights import fingerprint_of_files, names_in_files
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

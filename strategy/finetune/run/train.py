@@ -45,7 +45,7 @@ from thunder_memsave.finetune.training.optimizer import (
     make_optimizer,
 )
 from thunder_memsave.measure.step_memory import StepMemoryError
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thunder_memsave.finetune.run_file.config import TrainConfig
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 _DEFAULT_GLOBAL_BATCH_SIZE = 16
 

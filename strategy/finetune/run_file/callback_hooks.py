@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 from thunder_memsave.callbacks.hooks import HOOKS
-from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
+from thunder_memsave.settings.problems import ConfigError, raise_all, suggestion
 
 # Fabric's optimizer passes all arguments to it, but `fabric.call` only those that a hook names.
 _TAKES_ALL = "on_after_optimizer_step"

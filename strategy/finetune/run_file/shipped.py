@@ -6,7 +6,7 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-from thunder_memsave.settings.section import ConfigError, suggestion
+from thunder_memsave.settings.problems import ConfigError, suggestion
 
 _ENDINGS = (".yaml", ".yml")
 

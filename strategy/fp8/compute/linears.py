@@ -21,7 +21,7 @@ from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
 from thunder_memsave.fp8.weights.frozen import FrozenInFp8, scale_inv_of
 from thunder_memsave.fp8.weights.layers import Choice, choose, report
 from thunder_memsave.fp8.weights.loaded import refuse_other_numbers
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
 
 STATE_NAME = "fp8_scaling"

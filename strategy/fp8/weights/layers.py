@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from thunder_memsave.settings.section import ConfigError, suggestion
+from thunder_memsave.settings.problems import ConfigError, suggestion
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 
 FEATURE_MULTIPLE = 16

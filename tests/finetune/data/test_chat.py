@@ -12,7 +12,7 @@ from harness.language_model import write_jsonl
 from thunder_memsave.finetune.data.chat import render_chat
 from thunder_memsave.finetune.data.formats import ChatJSONL
 from thunder_memsave.finetune.data.tokenize import IGNORED, tokenize
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}"

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from harness.language_model import prompt_rows, write_jsonl
 from thunder_memsave.finetune.data.documents import Document, Part
 from thunder_memsave.finetune.data.formats import ChatJSONL, PlainText, PromptJSONL, TextJSONL
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 
 def test_prompt_rows_know_what_the_model_is_to_write(tmp_path: Path, tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from thunder_memsave.finetune.data.counting import Counting
 from thunder_memsave.finetune.data.documents import Document, Part
 from thunder_memsave.finetune.data.tokenize import IGNORED, TokenizedData, tokenize
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 def document(*parts: str, rendered: bool = False) -> Document:

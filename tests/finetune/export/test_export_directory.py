@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thunder_memsave.finetune.export.export_directory import check_out, directory_for
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 def test_what_the_rename_cannot_replace_is_refused_before_the_work(

@@ -31,7 +31,7 @@ from thunder_memsave.finetune.model.build import build_model, load_tokenizer
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.output.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from thunder_memsave.finetune.run_file.config import (
     RunConfig,
     TrainConfig,
 )
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 SEED = 5
 TARGET = {"target_modules": ["q_proj"]}

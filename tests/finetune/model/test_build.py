@@ -19,7 +19,7 @@ from thunder_memsave.finetune.model.build import (
 )
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.materialize.fill import materialize
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 def run_config(directory: Path, *, lora: dict[str, Any] | None, **model: Any) -> RunConfig:

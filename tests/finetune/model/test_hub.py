@@ -20,7 +20,7 @@ from thunder_memsave.finetune.model.build import build_model, load_tokenizer
 from thunder_memsave.finetune.model.hub import _found, is_hub_name
 from thunder_memsave.finetune.model.hub import model_directory as directory_of
 from thunder_memsave.finetune.run_file.config import DataConfig, ModelConfig, RunConfig
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -11,7 +11,7 @@ from thunder_memsave.finetune.data.packing import pack, pad
 from thunder_memsave.finetune.model.documents_apart import MaskKind
 from thunder_memsave.finetune.model.packable import check_packable
 from thunder_memsave.finetune.run_file.config import DataConfig, RunConfig
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 TINY = {
     "vocab_size": 64,

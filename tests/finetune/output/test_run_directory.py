@@ -17,7 +17,7 @@ from thunder_memsave.finetune.output.environment import add_start
 from thunder_memsave.finetune.output.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import read_run_file
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 @pytest.fixture

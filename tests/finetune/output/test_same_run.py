@@ -13,7 +13,7 @@ from thunder_memsave.config import Fp8Config
 from thunder_memsave.finetune.output.same_run import check_same_run
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.finetune.run_file.reading.parse import plain_values
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 VALUES: dict[str, int | str] = {"seed": 42, "global_batch_size": 8}
 

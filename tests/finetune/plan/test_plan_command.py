@@ -19,7 +19,7 @@ from harness.language_model import llama_config
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan.plan_command import PlanOptions, parse_options
 from thunder_memsave.finetune.plan.plan_progress import STAGES
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 LENGTH = 64
 RUN = {

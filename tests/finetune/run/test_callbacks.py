@@ -27,7 +27,7 @@ from thunder_memsave.finetune.run_file.config import (
     EvalConfig,
     RunConfig,
 )
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 def callbacks_of(tmp_path: Path, *specs: Any, **settings: Any) -> list[Any]:

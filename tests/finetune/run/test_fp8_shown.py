@@ -19,7 +19,7 @@ from thunder_memsave.finetune.run.job import prepare
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.fp8.weights.layers import Choice
 from thunder_memsave.planner.devices import DEVICES
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 NOT_ADAPTERS = "{backend: torch, amax_history_len: 4, skip_modules: [lm_head, lora_A, lora_B]}"
 

@@ -15,7 +15,7 @@ from thunder_memsave.finetune.run.job import prepare
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import read_run_file
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 
 @pytest.fixture

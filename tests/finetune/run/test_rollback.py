@@ -16,7 +16,7 @@ from thunder_memsave.callbacks.verified import load_checkpoint
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.output.run_directory import RunDirectory
 from thunder_memsave.finetune.process.stop import BadStepError
-from thunder_memsave.finetune.run import train as train_module
+from thunder_memsave.finetune.run import resume as resume_module
 from thunder_memsave.finetune.run.job import Job
 from thunder_memsave.finetune.run.resume import roll_back
 from thunder_memsave.finetune.run_file.config import LRSchedulerConfig
@@ -67,7 +67,7 @@ def test_the_learning_rate_after_a_rollback_is_that_of_its_steps(
         verified.append(is_verified)
         load_checkpoint(*args, is_verified=is_verified)
 
-    monkeypatch.setattr(train_module, "load_checkpoint", recorded)
+    monkeypatch.setattr(resume_module, "load_checkpoint", recorded)
     assert main(["train", str(write_run(tmp_path, model_directory))]) == 0
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     rates = {int(row["step"]): float(row["lr"]) for row in rows if row.get("lr")}

@@ -4,7 +4,7 @@ import pytest
 
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.config import TrainConfig
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from thunder_memsave.finetune.run.check_references import check_references
 from thunder_memsave.finetune.run_file.callback_hooks import check_hooks
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 class Good:

@@ -20,7 +20,7 @@ from thunder_memsave.finetune.run.job import prepare
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import read_run_file
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 # One value of each YAML type; a value is wrong for a key that does not accept its type.
 VALUES: tuple[Any, ...] = ("nonsense", 7, 1.5, True, None, [1, 2], {"a": 1}, [[]], {"a": {"b": []}})

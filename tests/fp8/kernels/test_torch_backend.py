@@ -16,7 +16,7 @@ from thunder_memsave.fp8.compute.backends import require
 from thunder_memsave.fp8.kernels import cublas_gemm, torch_backend
 from thunder_memsave.fp8.recipe import Recipe, RecipeName, Role, recipe_of
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT, ScalingState
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = float("nan"), float("inf")

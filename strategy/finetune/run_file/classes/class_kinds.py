@@ -12,7 +12,7 @@ from thunder_memsave.finetune.run_file.classes.class_spec import (
     import_class,
 )
 from thunder_memsave.finetune.run_file.config import ClassSpec
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from thunder_memsave.finetune.run_file.config import ClassSpec
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError, unknown_key
-from thunder_memsave.settings.section import ConfigError, raise_all, suggestion
+from thunder_memsave.settings.problems import ConfigError, raise_all, suggestion
 from thunder_memsave.settings.value_kinds import as_yaml, fits, hint_of, wanted
 
 

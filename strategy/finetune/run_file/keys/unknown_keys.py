@@ -8,8 +8,8 @@ from typing import Any
 
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.foreign_names import foreign_name
+from thunder_memsave.settings.problems import ConfigError, suggestion_or_all
 from thunder_memsave.settings.schema import bare, hints_of
-from thunder_memsave.settings.section import ConfigError, suggestion_or_all
 from thunder_memsave.settings.value_kinds import is_section
 
 _NEAR = 0.75

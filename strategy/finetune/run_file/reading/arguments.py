@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

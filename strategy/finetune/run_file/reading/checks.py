@@ -10,7 +10,7 @@ from typing import Any
 from thunder_memsave.finetune.run_file.config import CheckpointConfig, GuardsConfig, RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, num_local_processes
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.section import ConfigError
+from thunder_memsave.settings.problems import ConfigError
 
 # Fabric silently lets these replace the arguments of its constructor.
 _FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")

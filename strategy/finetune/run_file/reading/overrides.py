@@ -8,8 +8,8 @@ from typing import Any, get_origin, is_typeddict
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.keys.unknown_keys import unknown_key
 from thunder_memsave.finetune.run_file.reading.arguments import Argument, split_arguments
+from thunder_memsave.settings.problems import ConfigError, raise_all
 from thunder_memsave.settings.schema import bare, below, hints_of
-from thunder_memsave.settings.section import ConfigError, raise_all
 from thunder_memsave.settings.value_kinds import fits, is_section
 from thunder_memsave.settings.yaml_file import parse_yaml
 

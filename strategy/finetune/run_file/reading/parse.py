@@ -17,8 +17,8 @@ from thunder_memsave.finetune.run_file.reading.arguments import Argument
 from thunder_memsave.finetune.run_file.reading.checks import check_config
 from thunder_memsave.finetune.run_file.reading.overrides import apply_override, parse_overrides
 from thunder_memsave.finetune.run_file.reading.problems import Problems
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 from thunder_memsave.settings.schema import Reader
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
 from thunder_memsave.settings.yaml_file import PlainDumper, YamlFile, parse_yaml, read_yaml
 
 # Examples for a section that is given as a single value.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError
-from thunder_memsave.settings.section import ConfigError, ConfigErrors, belongs_to
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors, belongs_to
 
 T = TypeVar("T")
 

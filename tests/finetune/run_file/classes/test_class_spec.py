@@ -15,7 +15,7 @@ from thunder_memsave.finetune.run_file.classes.class_kinds import (
 )
 from thunder_memsave.finetune.run_file.classes.class_spec import build, checked_init_args
 from thunder_memsave.finetune.run_file.config import ClassSpec
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 
 class Base:

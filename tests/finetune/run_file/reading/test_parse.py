@@ -12,7 +12,7 @@ from thunder_memsave.finetune.run_file.reading.parse import (
     load_run_config,
     read_run_file,
 )
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 GOOD = """\
 model: {name_or_path: some/model}

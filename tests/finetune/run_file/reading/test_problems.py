@@ -4,7 +4,7 @@ import pytest
 
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 
 def failing(*problems: ConfigError) -> None:

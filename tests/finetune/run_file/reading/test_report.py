@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from thunder_memsave.finetune.run_file.reading.report import Source, report
-from thunder_memsave.settings.section import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 SOURCE = Source(
     path=Path("run.yaml"),
