@@ -42,7 +42,7 @@ def main() -> None:
         again = plan.recompute_us / forward_us
         print(
             f"{part:.0%}: peak {plan.predicted_peak_bytes / 2**30:.1f} GiB, {again:.1%} of forward computed again, "
-            f"gap {plan.gap:.1%}, of layered plans {plan.layered_gap:.2%}, {seconds:.1f} s"
+            f"gap {plan.gap:.1%}, found by {plan.found_by}, {seconds:.1f} s"
         )
 
 

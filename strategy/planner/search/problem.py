@@ -47,10 +47,12 @@ class Problem:
             bound_bytes=bound_bytes,
         )
 
-    def numbers(self, names: Set[str]) -> frozenset[int]:
-        """Return the storages of these names."""
+    def remember(self, known: Sequence[Plan]) -> None:
+        """Evaluate plans that were found before."""
         storages = self.needs.graph.storages
-        return frozenset(s for s in self.needs.storages if storages[s].name in names)
+        for plan in known:
+            kept = plan.actions.kept
+            self.evaluate(frozenset(s for s in self.needs.storages if storages[s].name in kept))
 
     def anchored(self) -> Iterator[Evaluated]:
         """Yield plans that keep what must be kept, and none, all, every second, ... of the anchors."""

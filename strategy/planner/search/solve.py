@@ -96,13 +96,10 @@ def solve(
     problem = problem_of(graph, costs_us, memory, pinned, generator_state_bytes)
     free = problem.evaluate(problem.free)
     if policy == "recompute_all":
-        # With nothing kept, backward would begin with all of forward, and hold what it makes until it is read.
-        smallest = min(problem.anchored(), key=lambda e: (e.peak_bytes, e.recompute_us))
-        return problem.plan(smallest, None, bound_us=0.0)
+        return _least_kept(problem)
     if policy == "keep_all" or budget_bytes is None or free.peak_bytes <= budget_bytes:
         return problem.plan(free, budget_bytes if policy == "plan" else None, bound_us=0.0)
-    for plan in known:
-        problem.evaluate(problem.numbers(plan.actions.kept))
+    problem.remember(known)
     return _planned(problem, budget_bytes, time_limit_s, searches)
 
 
@@ -145,6 +142,12 @@ def pareto(
         us = max(us, bound_us(model, budget_bytes, moments, work.part(time_limit_s / num_points)))
         points.append((budget_bytes, us))
     return points[::-1]
+
+
+def _least_kept(problem: Problem) -> Plan:
+    # With nothing kept, backward would begin with all of forward, and hold what it makes until it is read.
+    smallest = min(problem.anchored(), key=lambda e: (e.peak_bytes, e.recompute_us))
+    return problem.plan(smallest, None, bound_us=0.0)
 
 
 def _planned(
