@@ -153,7 +153,7 @@ class _UNet(nn.Module):
             x = F.silu(down(F.avg_pool2d(x, 2)))
         for up, skip in zip(self.up, reversed(skips), strict=True):
             x = F.silu(up(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1)))
-        return self.last(x).pow(2).mean()
+        return self.last(x).pow(2).mean()  # type: ignore[no-any-return]
 
 
 def _unet() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -163,7 +163,7 @@ def _unet() -> tuple[nn.Module, tuple[Any, ...]]:
 def _t5() -> tuple[nn.Module, tuple[Any, ...]]:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
+    config = T5Config(  # type: ignore[call-arg]
         d_model=32,
         d_ff=64,
         d_kv=8,
@@ -216,7 +216,7 @@ def _recurrent() -> tuple[nn.Module, tuple[Any, ...]]:
             state = x.new_zeros(x.shape[0], 32)
             for step in x.unbind(1):
                 state = torch.tanh(self.cell(torch.cat([step, state], -1)))
-            return self.head(state)
+            return self.head(state)  # type: ignore[no-any-return]
 
     return Recurrent(), (torch.randn(256, 20, 16),)
 
@@ -230,7 +230,7 @@ def _clip() -> tuple[nn.Module, tuple[Any, ...]]:
             self.clip = models.clip(num_layers=3)
 
         def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
-            return self.clip(input_ids=ids, pixel_values=pixels).logits_per_text
+            return self.clip(input_ids=ids, pixel_values=pixels).logits_per_text  # type: ignore[no-any-return]
 
     return Clip(), (models.token_batch(32, 16), torch.randn(32, 3, 32, 32))
 
