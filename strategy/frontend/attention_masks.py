@@ -95,7 +95,9 @@ def _length(call: dict[str, Any]) -> int:
 def _without_repeats(call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the keys' and values' own heads, if each was repeated for several queries."""
     own = [_repeated(call[name]) for name in ("key", "value")]
-    if None in own or call.get("enable_gqa"):
+    # A single head of queries may be meant for all keys.
+    has_all_heads = _shape(call["query"])[-3:-2] == _shape(call["key"])[-3:-2]
+    if None in own or call.get("enable_gqa") or not has_all_heads:
         return call
     return {**call, "key": own[0], "value": own[1], "enable_gqa": True}
 
@@ -146,13 +148,13 @@ class _Constants:
         changed = (changed_operand(node) for node in graph.graph.nodes)
         self._changed = {storage(node) for node in changed if node is not None}
         self._known: dict[fx.Node, Tensor | None] = {}
-        self._causal: dict[fx.Node, bool] = {}
+        self._causal: dict[tuple[fx.Node, int], bool] = {}
 
     def is_causal(self, mask: fx.Node, length: int) -> bool:
         """Return whether a mask allows each of `length` positions exactly itself and the ones before."""
-        if mask not in self._causal:
-            self._causal[mask] = self._allows_the_past(mask, length)
-        return self._causal[mask]
+        if (mask, length) not in self._causal:
+            self._causal[mask, length] = self._allows_the_past(mask, length)
+        return self._causal[mask, length]
 
     def _allows_the_past(self, mask: fx.Node, length: int) -> bool:
         example = mask.meta["example_value"]

@@ -41,6 +41,8 @@ _ROUND_ONCE = frozenset(
     }
 )
 """Operations whose kernels for two-byte floats have the bits of computing in float32 and rounding the result."""
+_WITH_NUMBER = frozenset({prims.PrimIDs.MUL, prims.PrimIDs.DIV})
+"""Those of which that is true also for a tensor and a number, in this order."""
 _SMALL = (dtypes.bfloat16, dtypes.float16)
 
 
@@ -142,7 +144,12 @@ def _num_writes(symbols: Sequence[BoundSymbol]) -> Sequence[int]:
 
 def _rounds_once(bsym: BoundSymbol) -> bool:
     found = _prims(bsym)
-    return bsym.sym.executor is not None and len(found) == 1 and found <= _ROUND_ONCE
+    if bsym.sym.executor is None or len(found) != 1 or not found <= _ROUND_ONCE:
+        return False
+    # On the CPU a number is rounded to the tensor's dtype first, but for a second factor and a divisor.
+    first, *second = bsym.args[:2]
+    is_exact = found <= _WITH_NUMBER or all(isinstance(a, TensorProxy) for a in second)
+    return isinstance(first, TensorProxy) and is_exact and bsym.kwargs.get("alpha", 1) == 1
 
 
 def _is_cast(bsym: BoundSymbol) -> bool:

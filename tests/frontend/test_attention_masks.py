@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from harness.parity import Twins, weighted_sum
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
 LENGTH = 12
@@ -247,3 +248,31 @@ def test_where_no_kernel_takes_the_operands_packed_rows_have_a_mask_of_the_same_
     twins.assert_equal(x, packed([3, 7, 9], [8, LENGTH, LENGTH]), loss=weighted_sum)
     names = [b.sym.name for b in twins.compiled.captures[0].forward_traces[-1].bound_symbols]
     assert "cpu_packed_attention" not in names
+
+
+class Shared(nn.Module):
+    """One mask of a single element, for one key and for many."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        everything = torch.ones(1, 1, dtype=torch.bool)
+        attend = F.scaled_dot_product_attention
+        first = attend(q[:, :, :1], k[:, :, :1], v[:, :, :1], attn_mask=everything)
+        return first + attend(q, k, v, attn_mask=everything)
+
+
+class OneQueryHead(nn.Module):
+    """Two heads of keys, each twice, for one head of queries that is meant for all."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (t[:, :, None].expand(2, 2, 2, 8, 8).reshape(2, 4, 8, 8) for t in (k, v))
+        return F.scaled_dot_product_attention(q, keys, values)
+
+
+@pytest.mark.parametrize(("model", "num_heads"), [(Shared(), (2, 2)), (OneQueryHead(), (1, 2))])
+def test_what_only_looks_like_a_causal_mask_or_grouped_queries_is_as_in_eager(
+    model: nn.Module, num_heads: tuple[int, int]
+) -> None:
+    of_queries, of_keys = num_heads
+    q = torch.randn(2, of_queries, 8, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, of_keys, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(CompiledModule(model)(q, k, v), model(q, k, v))

@@ -27,7 +27,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": torch.mul,
     "quotient": torch.div,
     "negative": lambda a, b: -a * b,
-    "numbers": lambda a, b: (a * 0.1 + 1e-3) / 3 - b * 7,
+    "numbers": lambda a, b: a * 0.1 / 3 - b * 7,
     "a row": lambda a, b: a * b[0] + a[:, :1],
     "another layout": lambda a, b: a.t() * b + b.t() / a,
     "a slice": lambda a, b: a[:, ::2] * b[:, 1::2],
@@ -36,9 +36,21 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+ROUNDED_FIRST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "numbers first": lambda a, b: 0.3 - a + 1e-3 / (b + 4.1),
+    "a large and a small number": lambda a, b: (a * b) * 1e3 * 1e-3,
+    "a factor of a term": lambda a, b: torch.add(a, b, alpha=1 / 3),
+}
+"""Eager rounds a number to two bytes, or a product in between; Thunder does not."""
+
+
 class Calls(nn.Module):
+    def __init__(self, calls: dict[str, Callable[[Tensor, Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.calls = calls
+
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return tuple(call(a, b) for call in CALLS.values())
+        return tuple(call(a, b) for call in self.calls.values())
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -57,18 +69,32 @@ def results(module: nn.Module, a: Tensor, b: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", SMALL)
 def test_outputs_and_gradients_have_the_bits_of_the_casts(dtype: torch.dtype) -> None:
     a, b = operands(dtype)
-    folded = results(CompiledModule(Calls()), a, b)
-    spelled = CompiledModule(Calls(), config=CompileConfig(leave_out=("fold_casts",)))
+    calls = Calls(CALLS | ROUNDED_FIRST)
+    folded = results(CompiledModule(calls), a, b)
+    spelled = CompiledModule(calls, config=CompileConfig(leave_out=("fold_casts",)))
     expected = results(spelled, a, b)
     assert all(map(torch.equal, folded, expected))
     assert all(t.isfinite().all() for t in expected)
 
 
 @pytest.mark.parametrize("dtype", SMALL)
+def test_the_kernels_compute_in_float32_and_round_once(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    for second in (every[torch.randperm(len(every))], 0.1, 1 / 3, 257.0, -1e5, 1e-8, 7):
+        wide = second.float() if isinstance(second, Tensor) else second
+        of_numbers = (torch.mul, torch.div)
+        operations = of_numbers if wide is second else (*of_numbers, torch.add, torch.sub)
+        for run in operations:
+            once = run(every.float(), wide).to(dtype)
+            torch.testing.assert_close(run(every, second), once, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
 def test_outputs_have_the_bits_of_eager(dtype: torch.dtype) -> None:
     a, b = operands(dtype)
     names = list(CALLS)
-    ours, eager = CompiledModule(Calls())(a, b), Calls()(a, b)
+    ours, eager = CompiledModule(Calls(CALLS))(a, b), Calls(CALLS)(a, b)
     differ = [n for n, x, y in zip(names, ours, eager, strict=True) if not torch.equal(x, y)]
     assert differ == []
 

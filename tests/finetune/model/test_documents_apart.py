@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from harness.language_model import loss_sum, sample_of
 from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import StrategySection
 from thunder_memsave.finetune.data.packing import Rows, pack, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.model.documents_apart import (
@@ -141,7 +142,7 @@ def test_a_mask_or_none_is_taken_as_before() -> None:
         (RunConfig(), "boundaries"),
         (RunConfig(data=DataConfig(packing=False)), "none"),
         (RunConfig(model=ModelConfig(attn_implementation="eager")), "additive"),
-        (RunConfig(strategy={"frontend": "interpreter"}), "boolean"),
+        (RunConfig(strategy=StrategySection(frontend="interpreter")), "boolean"),
     ],
 )
 def test_the_run_file_decides_how_documents_are_kept_apart(

@@ -12,11 +12,12 @@ import pytest
 from thunder.core.proxies import TensorProxy
 
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
-from thunder_memsave.config import MemoryConfig, load_yaml
+from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.plan import plan_run
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.planner.devices import device
+from thunder_memsave.settings.yaml_file import load_yaml
 
 DIRECTORY = Path(str(files("thunder_memsave.configs")))
 ALWAYS = ("llama3_8b_full", "qwen3_8b_lora", "llama3_8b_lora_fp8")
