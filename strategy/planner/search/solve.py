@@ -67,9 +67,7 @@ def solve(
     time_limit_s: float = effort.TIME_LIMIT_S,
     searches: Sequence[Search] = SEARCHES,
 ) -> Plan:
-    """Choose an action for each storage that backward needs.
-
-    The cost of a plan is its recompute time beyond the free wins, which every plan may use and which are not counted.
+    """Choose an action for each storage that backward needs: the least recompute time, the free wins not counted.
 
     Args:
         graph: Forward and backward before recomputation.
