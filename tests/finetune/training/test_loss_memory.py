@@ -68,4 +68,5 @@ def test_the_batches_of_a_step_are_held_but_for_what_the_call_is_given(
     mask: str, num_given: int
 ) -> None:
     memory = held(SHAPE, torch.float32, mask=mask, passes=3)
-    assert memory.other_bytes == (4 * 3 - num_given) * 8 * 2 * 24
+    one_tensor_bytes, ends_bytes = 8 * 2 * 24, 4 * 2
+    assert memory.other_bytes == (3 * 3 - num_given) * one_tensor_bytes + 3 * ends_bytes
