@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -160,16 +160,11 @@ AGENT_DIES = ("backward-2", "step-3", "backward-4")
 
 
 def check_restarts(
-    cluster: Cluster,
-    script: Path,
-    expected: Path,
-    *,
-    machine_dies: Sequence[str] = MACHINE_DIES,
-    process_dies: bool = False,
+    cluster: Cluster, script: Path, expected: Path, *, process_dies: bool = False
 ) -> None:
-    gates = (*machine_dies, *([PROCESS_DIES] if process_dies else []))
+    gates = (*MACHINE_DIES, *([PROCESS_DIES] if process_dies else []))
     with running(cluster, [script, cluster.logs, 1, 2, *gates]) as run:
-        for gate in machine_dies:
+        for gate in MACHINE_DIES:
             kill_machine(run, gate)
         if process_dies:
             kill_process(run, PROCESS_DIES)
@@ -211,18 +206,14 @@ def kill_agent_alone(run: Run, gate: str) -> None:
     run.open(gate)
 
 
-@pytest.mark.parametrize(
-    "gates",
-    [MACHINE_DIES[-1:], pytest.param(MACHINE_DIES, marks=pytest.mark.soak)],
-    ids=["once", "three times"],
-)
-def test_a_run_survives_the_death_of_an_agent_and_its_process(
-    gates: Sequence[str], script: Path, tmp_path: Path
+@pytest.mark.soak
+def test_a_run_survives_three_deaths_of_an_agent_and_its_process(
+    script: Path, tmp_path: Path
 ) -> None:
     expected = uninterrupted(script, make_directory(tmp_path / "expected"))
     network = on_loopback if why_no_namespaces() else in_namespaces
     with network(make_directory(tmp_path / "run"), "static") as cluster:
-        check_restarts(cluster, script, expected, machine_dies=gates)
+        check_restarts(cluster, script, expected)
 
 
 @pytest.mark.soak

@@ -156,6 +156,7 @@ def test_two_processes_log_what_one_logs(two_ranks: Path, one_rank: Path) -> Non
     assert_same_history(two_ranks / "run", one_rank / "run")
 
 
+@pytest.mark.soak
 def test_two_nodes_log_what_one_process_logs(
     two_ranks: Path, one_rank: Path, tmp_path: Path
 ) -> None:
