@@ -124,7 +124,8 @@ class _Folds:
                     for a in bsym.flat_proxy_args
                     if a.name in self.sources
                 }
-                yield renamed(bsym, {**operands, outputs[0].name: self.small[outputs[0].name]})
+                names = {**operands, outputs[0].name: self.small[outputs[0].name]}
+                yield renamed(_tensor_first(bsym), names)
             else:
                 yield renamed(bsym, named) if named else bsym
 
@@ -142,12 +143,20 @@ def _num_writes(symbols: Sequence[BoundSymbol]) -> Sequence[int]:
     return list(accumulate(written_in_place(bsym) is not None for bsym in symbols))
 
 
+def _tensor_first(bsym: BoundSymbol) -> BoundSymbol:
+    """Return the product of a number and a tensor as that of the tensor and the number, any other symbol as it is."""
+    if _prims(bsym) != {prims.PrimIDs.MUL} or isinstance(bsym.args[0], TensorProxy):
+        return bsym
+    first, second, *rest = bsym.args
+    return bsym.from_bsym(args=(second, first, *rest))
+
+
 def _rounds_once(bsym: BoundSymbol) -> bool:
     found = _prims(bsym)
     if bsym.sym.executor is None or len(found) != 1 or not found <= _ROUND_ONCE:
         return False
     # On the CPU a number is rounded to the tensor's dtype first, but for a second factor and a divisor.
-    first, *second = bsym.args[:2]
+    first, *second = _tensor_first(bsym).args[:2]
     is_exact = found <= _WITH_NUMBER or all(isinstance(a, TensorProxy) for a in second)
     return isinstance(first, TensorProxy) and is_exact and bsym.kwargs.get("alpha", 1) == 1
 
