@@ -70,14 +70,11 @@ def model_directory(settings: ModelConfig) -> Path:
     Raises:
         ConfigError: there is no such model, or its files cannot be fetched or used.
     """
-    return _found(settings.name_or_path, settings.revision, settings.config is None)
-
-
-@lru_cache(maxsize=8)
-def _found(name: str, revision: str | None, with_weights: bool) -> Path:
+    name, revision = settings.name_or_path, settings.revision
+    with_weights = settings.config is None
     path = _as_path(name)
     if not path.is_dir():
-        directory = _from_hub(name, revision, with_weights=with_weights)
+        directory = _from_hub(name, revision, with_weights)
     elif revision is not None:
         raise ConfigError(
             f"model.revision is {revision!r}, but model.name_or_path is the directory {path}; "
@@ -95,7 +92,9 @@ def _as_path(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def _from_hub(name: str, revision: str | None, *, with_weights: bool) -> Path:
+# A directory is not remembered: a relative path means another one when the process works elsewhere.
+@lru_cache(maxsize=8)
+def _from_hub(name: str, revision: str | None, with_weights: bool) -> Path:
     if _HUB_NAME.fullmatch(name) is None:
         raise ConfigError(
             f"model.name_or_path is {name!r}, which is not a directory here, and no name on the "

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from harness.language_model import llama_config
 from thunder_memsave.finetune.model.build import build_model, load_tokenizer
-from thunder_memsave.finetune.model.hub import _found, is_hub_name
+from thunder_memsave.finetune.model.hub import _from_hub, is_hub_name
 from thunder_memsave.finetune.model.hub import model_directory as directory_of
 from thunder_memsave.finetune.run_file.config import DataConfig, ModelConfig, RunConfig
 from thunder_memsave.settings.problems import ConfigError
@@ -104,7 +104,7 @@ StartHub = Callable[[dict[str, bytes]], Hub]
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make an empty cache; the tests are offline anyway."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    _found.cache_clear()
+    _from_hub.cache_clear()
     return tmp_path / "cache"
 
 
@@ -160,11 +160,11 @@ def test_what_is_cached_is_not_fetched_again_and_serves_offline(
     hub = start_hub(model_files)
     first = directory_of(named(revision="v1"))
     num_requested = len(hub.requested)
-    _found.cache_clear()
+    _from_hub.cache_clear()
     assert directory_of(named(revision="v1")) == first
     assert len(hub.requested) == num_requested
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    _found.cache_clear()
+    _from_hub.cache_clear()
     assert directory_of(named(revision="v1")) == first
 
 
@@ -175,7 +175,7 @@ def test_one_process_fetches_while_the_others_wait(
     hub.delay_s = 0.3
     # The lock is a file lock, so threads wait for it as processes do.
     threads = [
-        threading.Thread(target=_found.__wrapped__, args=("org/name", None, True)) for _ in range(2)
+        threading.Thread(target=_from_hub.__wrapped__, args=("org/name", None, True)) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -279,6 +279,21 @@ def test_without_a_network_or_a_cached_model_it_says_which(
     close_session()
 
 
+def test_a_relative_path_means_another_model_from_another_directory(
+    tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_directory.parent)
+    assert directory_of(named(model_directory.name)) == Path(model_directory.name)
+    monkeypatch.chdir(tmp_path)
+    empty = Path("run") / model_directory.name
+    with pytest.raises(ConfigError, match="is not a directory here"):
+        directory_of(named(f"./{model_directory.name}"))
+    empty.mkdir(parents=True)
+    monkeypatch.chdir("run")
+    with pytest.raises(ConfigError, match="cannot be found|has neither"):
+        directory_of(named(model_directory.name))
+
+
 def test_a_directory_has_no_revision(model_directory: Path) -> None:
     with pytest.raises(ConfigError, match="revisions are the hub's: leave it out") as error:
         directory_of(named(str(model_directory), revision="main"))
@@ -287,7 +302,6 @@ def test_a_directory_has_no_revision(model_directory: Path) -> None:
 
 def test_weights_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
     def refused(message: str) -> None:
-        _found.cache_clear()
         with pytest.raises(ConfigError, match=message) as error:
             directory_of(named(str(tmp_path)))
         assert error.value.key == "model.name_or_path"
