@@ -1,0 +1,88 @@
+"""Checks both fp8 backends: the bits of PyTorch's arithmetic on a CPU, and products against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.checks import Check, NotRunError, Target, require
+from gpu.kernels import error_of
+from thunder_memsave.config import ConfigError
+from thunder_memsave.fp8.compute.backends import require as require_backend
+from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.kernels import te_backend, torch_backend
+from thunder_memsave.fp8.recipe import RecipeName
+
+_ROWS, _IN, _OUT = 512, 640, 384
+"""Five blocks of the inputs' dim: rows of scales are padded."""
+_LIMIT = 2e-2
+"""Relative error of a product in bfloat16 against that of the same fp8 numbers in float64."""
+
+Quantized = tuple[Tensor, Tensor]
+
+
+def quantized_product(target: Target, *, backend: Backend, recipe: RecipeName) -> str:
+    """Quantise operands, compare them with the CPU's, and multiply them."""
+    device = torch.device(target.device)
+    try:
+        require_backend(backend, recipe, device)
+    except ConfigError as error:
+        raise NotRunError(str(error)) from error
+    torch.manual_seed(0)
+    value = torch.randn(_ROWS, _IN).bfloat16()
+    weight = torch.randn(_OUT, _IN).bfloat16()
+    library: Any = torch_backend if backend == "torch" else te_backend
+    operands = [
+        quantized(library, t.to(device), recipe, is_weight=t is weight) for t in (value, weight)
+    ]
+    same = "this is the reference itself"
+    if target.is_cuda:
+        references = [
+            quantized(torch_backend, t, recipe, is_weight=t is weight) for t in (value, weight)
+        ]
+        for name, found, expected in zip(("value", "weight"), operands, references, strict=True):
+            _require_same_bits(name, found, expected)
+        same = "numbers and scales have the CPU's bits"
+    product = library.gemm(*operands[0], *operands[1], None, torch.bfloat16, recipe != "block")
+    exact = [torch_backend.dequantize(*each).double() for each in operands]
+    of_product = error_of(product, exact[0] @ exact[1].t())
+    line = f"relative error of the product {of_product:.1e}"
+    require(of_product <= _LIMIT, f"{line}, limit {_LIMIT}")
+    return f"{same}; {line}"
+
+
+def quantized(library: Any, x: Tensor, recipe: RecipeName, *, is_weight: bool) -> Quantized:
+    """Cast to e4m3 by a recipe; with delayed scales, the amax must be recorded."""
+    dtype = torch.float8_e4m3fn
+    if recipe == "block":
+        return library.quantize_block(x, dtype, 128 if is_weight else 1)  # type: ignore[no-any-return]
+    if recipe == "current":
+        return library.quantize_current(x, dtype)  # type: ignore[no-any-return]
+    scale = torch.full((2,), 3.0, device=x.device)
+    history = torch.zeros(4, 2, device=x.device)
+    found = library.quantize_delayed(x, scale, history, int(is_weight), dtype, True)
+    recorded, expected = history[0, int(is_weight)], x.abs().max().float()
+    require(torch.equal(recorded, expected), f"recorded amax {recorded}, not {expected}")
+    return found  # type: ignore[no-any-return]
+
+
+def _require_same_bits(name: str, found: Quantized, expected: Quantized) -> None:
+    numbers, scales = (t.cpu() for t in found)
+    differing = int((numbers.view(torch.uint8) != expected[0].view(torch.uint8)).sum())
+    require(differing == 0, f"{differing} of {numbers.numel()} numbers of the {name} differ")
+    require(torch.equal(scales, expected[1]), f"scales of the {name} differ")
+
+
+CHECKS = [
+    Check(
+        name=f"fp8, {backend}, {recipe}",
+        run=partial(quantized_product, backend=backend, recipe=recipe),
+        group="fp8",
+        limit_s=90,
+    )
+    for backend in ("torch", "transformer_engine")
+    for recipe in ("delayed", "current", "block")
+]

@@ -1,0 +1,250 @@
+"""Checks single kernels: attention and norms against float64, casts by their bits, scratch and FLOPs by formulas."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpu.checks import Check, Target, require
+from thunder_memsave.aten.record import AtenRecord
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import CompileConfig
+from thunder_memsave.measure.layouts import Value, layout_of
+from thunder_memsave.measure.op_profile import Operation, OpProfile
+from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
+from thunder_memsave.ops.families import attention_kernels, packed_kernels, rms_norm
+from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
+
+_MIB = 2**20
+_LIMIT = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}
+"""Relative error of a kernel: two-byte floats have 8 or 11 bits; sums of float32 are in another order."""
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Return |found - expected| / |expected| in float64; infinite where a number is not finite."""
+    if not bool(found.isfinite().all()):
+        return math.inf
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+def judged(errors: dict[str, float], dtype: torch.dtype) -> str:
+    """Return the errors as a line; raise if one is above the limit of the dtype."""
+    line = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    require(max(errors.values()) <= _LIMIT[dtype], f"relative errors above {_LIMIT[dtype]}: {line}")
+    return f"relative errors against float64: {line}"
+
+
+def heads_of(
+    target: Target, rows: int, num: int, length: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """Draw (rows, heads, length, width) in the order of memory that transformers' models have."""
+    shape = (rows, length, num, width)
+    return torch.randn(shape, device=target.device, dtype=dtype).transpose(1, 2)
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    """Attend in float64; rows that attend to nothing are zero."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(shared, 1) for t in (key, value))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    scores = scores.masked_fill(~allowed, -math.inf)
+    dead = (~allowed).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    return weights @ value
+
+
+def attention(
+    target: Target,
+    *,
+    cuda: Any,
+    heads: int,
+    key_heads: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    masked: str = "",
+) -> str:
+    """Compare a kernel's output and three gradients with float64; on a CPU, that of the CPU in its place."""
+    length = length if target.is_cuda else min(length, 100)
+    query, key, value = (
+        heads_of(target, 2, num, length, width, dtype) for num in (heads, key_heads, key_heads)
+    )
+    grad = torch.randn_like(query)
+    settings, allowed = _settings(masked, length, dtype, target)
+    kernel = cuda if target.is_cuda else _on_cpu(cuda)
+    backward = kernel.derivatives[0].run
+    output, logsumexp = kernel.run(query, key, value, *settings, None)
+    grads = backward(grad, query, key, value, output, logsumexp, *settings, None)
+    exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    expected = reference(exact[0], exact[1], exact[2], allowed)
+    expected_grads = torch.autograd.grad(expected, exact, grad.double())
+    pairs = zip((output, *grads), (expected, *expected_grads), strict=True)
+    names = ("output", "of query", "of key", "of value")
+    errors = {n: error_of(a, b) for n, (a, b) in zip(names, pairs, strict=True)}
+    return f"{kernel.name}: {judged(errors, dtype)}"
+
+
+def _on_cpu(cuda: Any) -> Any:
+    is_packed = cuda is packed_kernels.cuda_packed
+    return packed_kernels.cpu_packed if is_packed else attention_kernels.cpu_flash
+
+
+def _settings(
+    masked: str, length: int, dtype: torch.dtype, target: Target
+) -> tuple[Sequence[Any], Tensor]:
+    """Return a kernel's arguments besides the operands and the scale, and where attention is allowed."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
+    if not masked:
+        return (None, True), causal
+    third, last = length // 3, length - length // 10
+    ends = torch.tensor([[third, last, last], [length, length, length]], dtype=torch.int32)
+    boundaries = boundaries_of(ends.to(target.device), length)
+    allowed = packed_mask(boundaries, 2, length)
+    if masked == "boundaries":
+        inside = torch.arange(length, device=target.device) < ends[:, -1:].to(target.device)
+        return (boundaries,), allowed & inside[:, None, :, None]
+    if masked == "dead":
+        allowed = allowed.clone()
+        allowed[:, :, :5] = False
+    mask = allowed
+    if not target.is_cuda:  # the CPU's kernel takes added masks alone
+        mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, -math.inf)
+    return (mask, False), allowed
+
+
+def rms(target: Target, *, weighted: str) -> str:
+    """Compare RMS norm and its gradients with float64, and with eager's bits."""
+    dtype = torch.bfloat16
+    value = torch.randn(64, 1024, device=target.device, dtype=dtype)
+    weight_dtype = torch.float32 if weighted == "float32" else dtype
+    weight = 1 + 0.1 * torch.randn(1024, device=target.device)
+    weight, grad = weight.to(weight_dtype), torch.randn_like(value)
+    result, rstd = rms_norm.rms_norm(value, 1, weight, 1e-5)
+    same = torch.equal(result, torch.rms_norm(value, (1024,), weight, 1e-5).to(result.dtype))
+    of_value = rms_norm._of_value(grad.to(result.dtype), value, 1, rstd, weight, 1e-5)
+    of_weight = rms_norm._of_weight(grad.to(result.dtype), value, 1, rstd, weight, 1e-5)
+    exact = [t.detach().double().requires_grad_() for t in (value, weight)]
+    expected = torch.rms_norm(exact[0], (1024,), exact[1], 1e-5)
+    grads = torch.autograd.grad(expected, exact, grad.double())
+    errors = {
+        "output": error_of(result, expected),
+        "of value": error_of(of_value, grads[0]),
+        "of weight": error_of(of_weight, grads[1]),
+    }
+    require(same, "the forward pass has other bits than torch.rms_norm")
+    return f"{judged(errors, dtype)}; forward has eager's bits"
+
+
+class _Chain(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        total = a * b + a
+        return (total * nn.functional.silu(b) - total / (b * b + 1.0)) * -a
+
+
+def fold_casts(target: Target) -> str:
+    """Compare a module compiled with and without the step that drops casts."""
+    rows = [torch.randn(512, 1024, device=target.device, dtype=torch.bfloat16) for _ in range(2)]
+    found = []
+    for leave_out in ((), ("fold_casts",)):
+        leaves = [t.clone().requires_grad_() for t in rows]
+        output = CompiledModule(_Chain(), config=CompileConfig(leave_out=leave_out))(*leaves)
+        found.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
+    differing = sum(not torch.equal(a, b) for a, b in zip(*found, strict=True))
+    require(differing == 0, f"{differing} of 3 tensors have other bits without the casts")
+    return "output and both gradients have the same bits with and without the casts"
+
+
+def scratch(target: Target, *, packed: bool) -> str:
+    """Compare the bytes that attention's backward takes inside with their bound."""
+    length, kernel = 4096, packed_kernels.cuda_packed if packed else attention_kernels.cuda_flash
+    query = heads_of(target, 1, 32, length, 128, torch.bfloat16)
+    key = heads_of(target, 1, 8, length, 128, torch.bfloat16)
+    ends = torch.tensor([[length // 2, length]], dtype=torch.int32, device=target.device)
+    boundaries = boundaries_of(ends, length)
+    settings: tuple[Any, ...] = (boundaries,) if packed else (None, True)
+    output, logsumexp = kernel.run(query, key, key, *settings, None)
+    tensors = [query, query, key, key, output, logsumexp, *([boundaries] if packed else [])]
+    run: Callable[..., Any] = kernel.derivatives[0].run
+    rest = (None,) if packed else (None, True, None)
+    values = [Value(layout_of(t), n) for n, t in enumerate(tensors)]
+    operation = Operation(lambda *given: run(*given, *rest), values, True)
+    made = (query.nbytes, key.nbytes, key.nbytes)
+    found = OpProfile(
+        results=(),
+        num_argument_storages=len(tensors),
+        made_bytes=made,
+        peak_bytes=sum(made),
+        moved_bytes=1,
+        key=f"{kernel.derivatives[0].name}[]",
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        measured = MeasuredScratch(directory=Path(directory))(operation, found)
+    bound = bounded_scratch(operation, found)
+    line = f"measured {measured / _MIB:.1f} MiB, bound {bound / _MIB:.1f} MiB"
+    require(0 < measured <= bound, f"the bound does not hold: {line}")
+    return line
+
+
+def flops(target: Target) -> str:
+    """Count the operations of grouped-query attention and its gradient as they run."""
+    length = 512 if target.is_cuda else 64
+    dtype = torch.bfloat16 if target.is_cuda else torch.float32
+    query, key = (heads_of(target, 1, n, length, 64, dtype).requires_grad_() for n in (8, 2))
+    with AtenRecord() as record:
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, key, is_causal=True, enable_gqa=True
+        )
+        torch.autograd.grad(attended.float().sum(), (query, key))
+    pairs = 8 * length * length // 2
+    expected = 2 * pairs * 64 * (2 + 5)
+    require(record.flops == expected, f"counted {record.flops:,}, expected {expected:,}")
+    return f"{record.flops:,} as expected: two products forward, five backward, half of the square"
+
+
+_causal = partial(attention, cuda=attention_kernels.cuda_flash)
+_masked = partial(attention, cuda=attention_kernels.cuda_efficient, masked="mask")
+_packed = partial(attention, cuda=packed_kernels.cuda_packed, masked="boundaries")
+_SAME: dict[str, Any] = {"heads": 8, "key_heads": 8}
+_SHARED: dict[str, Any] = {"heads": 8, "key_heads": 2}
+
+_RUNS: dict[str, Callable[[Target], str]] = {
+    "causal attention": partial(_causal, **_SAME, length=100, width=64),
+    "causal attention, grouped queries": partial(_causal, **_SHARED, length=1000, width=128),
+    "causal attention, float16, 192 wide": partial(
+        _causal, **_SHARED, length=129, width=192, dtype=torch.float16
+    ),
+    "masked attention": partial(_masked, **_SAME, length=1000, width=128),
+    "masked attention, rows that attend to nothing": partial(
+        _masked, **_SAME, length=77, width=64, masked="dead"
+    ),
+    "masked attention, float32": partial(
+        _masked, **_SAME, length=50, width=32, dtype=torch.float32
+    ),
+    "packed attention": partial(_packed, **_SAME, length=100, width=64),
+    "packed attention, grouped queries": partial(_packed, **_SHARED, length=1000, width=128),
+    "rms norm": partial(rms, weighted="bfloat16"),
+    "rms norm, float32 weight": partial(rms, weighted="float32"),
+    "casts that are folded": fold_casts,
+    "FLOPs of attention": flops,
+}
+
+CHECKS = [
+    *(Check(name=name, run=run, group="kernels", limit_s=40) for name, run in _RUNS.items()),
+    *(
+        Check(
+            name=f"scratch of {'packed' if packed else 'flash'} attention's backward",
+            run=partial(scratch, packed=packed),
+            group="kernels",
+            needs_cuda=True,
+        )
+        for packed in (False, True)
+    ),
+]
