@@ -27,6 +27,8 @@ from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
 from thunder_memsave.ops.operation import Call, Operation
 from thunder_memsave.ops.table import operation_of
 
+_OF_DEVICES = frozenset(f"is_{kind}" for kind in ("cpu", "cuda", "mps", "xpu"))
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:
@@ -55,6 +57,8 @@ class Calls:
         Raises:
             CompileError: Thunder does not know it and it needs a gradient, or gives it a wrong one.
         """
+        if (fact := self._fact(node)) is not NotImplemented:
+            return fact
         row = operation_of(node_callable(node)) or _NOT_IN_THE_TABLE
         call = Call(args, kwargs, *_eager_arguments(node))
         if row.lower is not None and (result := row.lower(call)) is not NotImplemented:
@@ -68,6 +72,20 @@ class Calls:
         if row.rewrite is not None:
             call = row.rewrite(call)
         return self._call_thunders(node, call.args, call.kwargs)
+
+    def _fact(self, node: fx.Node) -> Any:
+        """Return an attribute that is no tensor, such as `is_cuda`, which deterministic code reads."""
+        if (
+            node.target is not getattr
+            or len(node.args) != 2
+            or not isinstance(node.args[0], fx.Node)
+        ):
+            return NotImplemented
+        tensor, name = node.args[0].meta.get("example_value"), str(node.args[1])
+        if self.target is not None and name in _OF_DEVICES:
+            return name == f"is_{self.target.type}"
+        fact = getattr(tensor, name)
+        return NotImplemented if isinstance(fact, Tensor) else fact
 
     def is_torchs_own(self, bsym: BoundSymbol) -> bool:
         """Whether it is a function of PyTorch of which Thunder knows nothing but the shape of the result."""

@@ -27,7 +27,6 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.frontend.aliasing import refuse_lost_changes
-from thunder_memsave.frontend.attention_masks import simplify_attention
 from thunder_memsave.frontend.autocast import Autocast
 from thunder_memsave.frontend.calls import Calls, where
 from thunder_memsave.frontend.capture import Capture
@@ -49,6 +48,10 @@ from thunder_memsave.frontend.graph_outputs import (
 from thunder_memsave.frontend.higher_order import HIGHER_ORDER, REGION, inline_checkpoints
 from thunder_memsave.frontend.modes import differentiated, in_language, no_ambient_autocast
 from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
+from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
+from thunder_memsave.frontend.rewrites.nodes import changed_storages
+from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
+from thunder_memsave.frontend.rewrites.scaled_linears import scale_smaller_operands
 from thunder_memsave.ops.location import Location, locate, module_name
 from thunder_memsave.passes.checkpoint_regions import Region, mark
 
@@ -98,8 +101,11 @@ def lower(
     inline_checkpoints(capture.graph)
     refuse_lost_changes(capture.graph)
     _refuse_gradients_under_no_grad(capture)
-    simplify_attention(capture.graph)
+    changed = changed_storages(capture.graph)
+    simplify_attention(capture.graph, changed=changed)
+    join_rms_norms(capture.graph, changed=changed)
     lowering = _Lowering(capture, compile_data, data_parallel, opaque, target, fp8)
+    scale_smaller_operands(capture.graph, changed=changed, stays=lowering.in_fp8)
     return lowering.run()
 
 
@@ -174,6 +180,10 @@ class _Lowering:
             return tuple(frozenset() for _ in computed)
         return output_dependencies(self.capture.graph, computed)
 
+    def in_fp8(self, node: fx.Node) -> bool:
+        """Return whether the node is a linear that computes in fp8."""
+        return self.fp8 is not None and self.fp8.computes(node)
+
     def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
         """Run the body of a higher-order operator on values."""
         values = self._values(graph, arguments)
@@ -208,7 +218,7 @@ class _Lowering:
     def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         self.trace.set_current_source_location(where(node), None)
         target = node.target
-        in_fp8 = self.fp8 is not None and self.fp8.computes(node)
+        in_fp8 = self.in_fp8(node)
         args = self._read(node.args, values, as_kept=in_fp8)
         kwargs = self._read(node.kwargs, values, as_kept=in_fp8)
         if self.autocast.handles(target):

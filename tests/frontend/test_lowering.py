@@ -135,3 +135,20 @@ def test_an_operation_without_a_gradient_rule_is_refused_with_file_and_line() ->
         CompileError, match=r"cannot differentiate flip \(at .*test_lowering\.py:\d+ in "
     ):
         CompiledModule(Applies(lambda y: y.flip(1)))(torch.randn(3, 4))
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(self.linear(x), (0, 1), value=1.0)
+
+
+def test_an_attribute_that_deterministic_code_reads_is_a_constant() -> None:
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        Twins(Padded()).assert_equal(torch.randn(3, 4), loss=weighted_sum)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -24,9 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from thunder_memsave.frontend.aliasing import changed_operand, storage
+from thunder_memsave.frontend.aliasing import storage
 from thunder_memsave.frontend.fx_nodes import node_callable
 from thunder_memsave.frontend.opaque import is_random
+from thunder_memsave.frontend.rewrites.nodes import (
+    erase_unused,
+    is_pure,
+    shape_of,
+)
 from thunder_memsave.ops.families.packed_attention import PACKED_MASK, packed_attention
 from thunder_memsave.ops.location import module_name
 
@@ -40,15 +45,20 @@ _KEPT = 2**16
 """Elements up to which a value is not computed again for each that reads it."""
 
 
-def simplify_attention(graph: fx.GraphModule) -> None:
-    """Replace causal masks, those of packed rows, and repeated heads by what they mean, and erase what made them."""
-    constants = _Constants(graph)
+def simplify_attention(graph: fx.GraphModule, *, changed: Set[Any]) -> None:
+    """Replace causal masks, those of packed rows, and repeated heads by what they mean, and erase what made them.
+
+    Args:
+        graph: The graph.
+        changed: The storages that it changes in place, from `changed_storages`.
+    """
+    constants = _Constants(changed)
     masked: list[str] = []
     for node in graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         before = node.all_input_nodes
         if not _simplify(node, constants):
             masked.append(module_name(node.meta.get("nn_module_stack")) or "a function")
-        _erase_unused(before)
+        erase_unused(before)
     if masked:
         _log.info(
             "attention has a mask of another kind than causal or of packed rows, so no flash kernel for CUDA takes it, "
@@ -82,7 +92,7 @@ def _boundaries(mask: fx.Node, call: dict[str, Any]) -> fx.Node | None:
         return None
     given: dict[str, Any] = {**dict(zip(_OF_THE_MASK, mask.args, strict=False)), **mask.kwargs}
     boundaries, *rows = (given[name] for name in _OF_THE_MASK)
-    shapes = [_shape(call[name]) for name in ("query", "key")]
+    shapes = [shape_of(call[name]) for name in ("query", "key")]
     return boundaries if all([s[0], s[-2]] == rows and len(s) == 4 for s in shapes) else None
 
 
@@ -96,7 +106,7 @@ def _without_repeats(call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the keys' and values' own heads, if each was repeated for several queries."""
     own = [_repeated(call[name]) for name in ("key", "value")]
     # A single head of queries may be meant for all keys.
-    has_all_heads = _shape(call["query"])[-3:-2] == _shape(call["key"])[-3:-2]
+    has_all_heads = shape_of(call["query"])[-3:-2] == shape_of(call["key"])[-3:-2]
     if None in own or call.get("enable_gqa") or not has_all_heads:
         return call
     return {**call, "key": own[0], "value": own[1], "enable_gqa": True}
@@ -107,13 +117,13 @@ def _repeated(heads: fx.Node) -> fx.Node | None:
     if not (expanded := _operand(heads, "reshape")) or not (spread := _operand(expanded, "expand")):
         return None
     own = _with_new_dimension(spread)
-    if own is None or (shape := _shape(own)) is None or len(shape) != 4:
+    if own is None or (shape := shape_of(own)) is None or len(shape) != 4:
         return None
-    (rows, num_heads, length, width), num_repeats = shape, _shape(expanded)[2]
+    (rows, num_heads, length, width), num_repeats = shape, shape_of(expanded)[2]
     is_repeat = (
-        _shape(spread) == (rows, num_heads, 1, length, width)
-        and _shape(expanded) == (rows, num_heads, num_repeats, length, width)
-        and _shape(heads) == (rows, num_heads * num_repeats, length, width)
+        shape_of(spread) == (rows, num_heads, 1, length, width)
+        and shape_of(expanded) == (rows, num_heads, num_repeats, length, width)
+        and shape_of(heads) == (rows, num_heads * num_repeats, length, width)
     )
     return own if is_repeat else None
 
@@ -136,17 +146,11 @@ def _with_new_dimension(node: fx.Node) -> fx.Node | None:
     return own if own is not None and node.args[1:] == (2,) else None
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    value = node.meta.get("example_value")
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
 class _Constants:
     """Computes those tensors of a graph that depend on none of its inputs."""
 
-    def __init__(self, graph: fx.GraphModule) -> None:
-        changed = (changed_operand(node) for node in graph.graph.nodes)
-        self._changed = {storage(node) for node in changed if node is not None}
+    def __init__(self, changed: Set[Any]) -> None:
+        self._changed = changed
         self._known: dict[fx.Node, Tensor | None] = {}
         self._causal: dict[tuple[fx.Node, int], bool] = {}
 
@@ -178,7 +182,7 @@ class _Constants:
 
     def _computed(self, node: fx.Node) -> Tensor | None:
         """Run the node on the CPU; None if it is no function of constants alone."""
-        if storage(node) is None or storage(node) in self._changed or not _is_pure(node):
+        if storage(node) is None or storage(node) in self._changed or not is_pure(node):
             return None
         operands = {n: self._value(n) for n in node.all_input_nodes}
         if any(v is None for v in operands.values()) or is_random(node):
@@ -191,30 +195,3 @@ class _Constants:
 
 def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Return whether it is one of torch's own functions or methods, which does nothing but return a value."""
-    if node.target is PACKED_MASK:
-        return True
-    if node.op not in ("call_function", "call_method") or changed_operand(node) is not None:
-        return False
-    name = str(getattr(node.target, "__name__", node.target))
-    is_known = node.op == "call_method" or any(
-        getattr(module, name, None) is node.target for module in (torch, operator)
-    )
-    return is_known and "empty" not in name and isinstance(node.meta.get("example_value"), Tensor)
-
-
-def _erase_unused(nodes: Iterable[fx.Node]) -> None:
-    """Erase those that nobody reads, and then what only they read."""
-    for node in _unread(nodes):
-        operands = node.all_input_nodes
-        node.graph.erase_node(node)
-        _erase_unused(operands)
-
-
-def _unread(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    for node in nodes:
-        if not node._erased and not node.users and _is_pure(node) and not is_random(node):
-            yield node

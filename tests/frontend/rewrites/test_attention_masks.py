@@ -13,25 +13,17 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
+from harness.language_model import TINY_DECODER
 from harness.parity import Twins, weighted_sum
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
 LENGTH = 12
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 def model_of(model_type: str, **values: Any) -> nn.Module:
     set_seed(0)
-    architecture = AutoConfig.for_model(model_type, **{**TINY, **values})
+    architecture = AutoConfig.for_model(model_type, **{**TINY_DECODER, **values})
     model: nn.Module = AutoModelForCausalLM.from_config(architecture)
     return model
 
@@ -84,7 +76,7 @@ def test_full_attention_has_no_mask_and_a_window_has_one(
     expected: list[tuple[str, bool, bool]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="thunder_memsave.frontend.attention_masks")
+    caplog.set_level(logging.INFO, logger="thunder_memsave.frontend.rewrites.attention_masks")
     twins = Twins(model_of(model_type, **values).eval())
     ids = torch.randint(4, 60, (2, LENGTH))
     twins.assert_equal(
