@@ -1,4 +1,4 @@
-"""What ranks agree on before they run the same plan: its structure, the largest peak, the least room."""
+"""Ranks agree on the plan's structure, the largest peak and the least room before they run the same plan."""
 
 from __future__ import annotations
 

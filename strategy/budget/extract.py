@@ -20,16 +20,8 @@ from torch import Tensor
 
 from thunder_memsave.aten.record import FP8_DTYPES
 from thunder_memsave.measure.collective_memory import CollectiveRules
-from thunder_memsave.measure.op_profile import (
-    Layout,
-    OpProfile,
-    OpProfiles,
-    Scratch,
-    Value,
-    contiguous,
-    layout_of,
-    no_scratch,
-)
+from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
+from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
 from thunder_memsave.ops.families.collectives import gathers, is_wait
 from thunder_memsave.ops.location import Location, location
 from thunder_memsave.passes.out_of_place import TraceMemory

@@ -12,6 +12,7 @@ from typing import NoReturn
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
+from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.extract import memory_of, profiles, training_graph
 from thunder_memsave.budget.pins import pin_of
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
@@ -165,11 +166,12 @@ class MemoryPlanner:
             run = self._agreed[structure] = self._fitting(attempt, structure)
             return run.call
         call = attempt.run(agreed.call.plan, agreed.room)
-        if self._budget_bytes is not None and call.profile.peak_bytes > self._budget_bytes:
+        needed_bytes = self._limited_bytes(call)
+        if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
             _log.warning(
                 "this batch needs %s bytes with the plan that the ranks agreed on for another length, and the budget "
                 "is %s; start with the longest batch, or pad batches to one length.",
-                f"{call.profile.peak_bytes:,}",
+                f"{needed_bytes:,}",
                 f"{self._budget_bytes:,}",
             )
         return call
@@ -217,7 +219,7 @@ class MemoryPlanner:
                 return run
             more_bytes = run.more_bytes
             if more_bytes <= 0:
-                if self._asked is not None:
+                if self._asked is not None and not self._limits_reserved:
                     self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + more_bytes)
                 return run
             too_large.append(offer.plan.actions)
@@ -246,14 +248,25 @@ class MemoryPlanner:
     def _run(
         self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
     ) -> _Run:
-        call = together(
-            partial(attempt.run, plan, room), self._data_parallel, error_elsewhere=OtherRankError
-        )
+        def make() -> tuple[PlannedCall, int]:
+            call = attempt.run(plan, room)
+            return call, self._limited_bytes(call)
+
+        call, limited_bytes = together(make, self._data_parallel, error_elsewhere=OtherRankError)
         if budget_bytes is None:
             return _Run(call, room)
-        return _Run(
-            call, room, largest(call.profile.peak_bytes - budget_bytes, self._data_parallel)
-        )
+        return _Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
+
+    def _limited_bytes(self, call: PlannedCall) -> int:
+        """Return the bytes that the budget limits; a call without backward is no step that could be simulated."""
+        peak_bytes = call.profile.peak_bytes
+        if not self._limits_reserved or call.plan is None:
+            return peak_bytes
+        return max(peak_bytes, call.reserved_bytes(allocator_environment(self._memory)))
+
+    @property
+    def _limits_reserved(self) -> bool:
+        return self._memory.limits == "reserved"
 
     def _rank_zeros(
         self,
@@ -313,6 +326,7 @@ class MemoryPlanner:
             pinned=self._pinned(attempt),
             generator_state_bytes=self._generator_state_bytes,
             costs=f"rates of {self._device.name}",
+            reuses_runs=not self._limits_reserved,
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)

@@ -46,6 +46,8 @@ class Question:
     generator_state_bytes: int
     costs: str
     """Source of `costs_us`, in words."""
+    reuses_runs: bool = True
+    """Whether plans are offered whose tensors fitted in earlier runs; False where more than tensors has to fit."""
     narrowed: Question | None = None
     """The same with fewer choices, for which the smallest plan is found sooner; asked if all choices find no plan."""
 
@@ -67,7 +69,7 @@ class Question:
             return Offer(plan=replace(self.solved(None), costs=self.costs))
         is_corrected = target_bytes != budget_bytes
         offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
-        if target_bytes != SMALLEST:
+        if target_bytes != SMALLEST and self.reuses_runs:
             offer = self._or_one_that_ran(offer, budget_bytes, too_large)
         plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
         return replace(offer, plan=plan)

@@ -15,11 +15,13 @@ from thunder.core.trace import TraceCtx
 from torch import Tensor
 
 from thunder_memsave.budget.running_program import program
+from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.actions import Actions
+from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import (
     Op,
     Plan,
@@ -28,6 +30,7 @@ from thunder_memsave.planner.graph import (
     StorageKind,
     TrainingGraph,
 )
+from thunder_memsave.planner.reserved import reserved_bytes
 from thunder_memsave.planner.simulate import Profile, simulate
 
 _numbers = count()
@@ -61,6 +64,22 @@ class PlannedCall:
     """Memory of the final traces."""
     number: int = field(default_factory=partial(next, _numbers), compare=False)
     """Rises from each call planned in this process to the next."""
+
+    def reserved_bytes(self, environment: Mapping[str, str]) -> int:
+        """Simulate what the allocator of a CUDA device reserves for steps of this call.
+
+        Args:
+            environment: Environment variables, which may have the allocator's settings.
+
+        Raises:
+            PlanError: the allocator has a setting that is not simulated.
+        """
+        try:
+            return reserved_bytes(self.program, self.memory, environment=environment)
+        except NotSimulatedError as error:
+            raise PlanError(
+                f"memory.limits is 'reserved', but {error} Leave that setting out, or memory.limits."
+            ) from error
 
     def room(self, budget_bytes: int) -> Room:
         """Return the bytes that a budget leaves beside this call, which must not overlap collectives itself."""

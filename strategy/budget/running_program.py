@@ -21,12 +21,8 @@ from thunder_memsave.budget.extract import (
     profiles,
     returned_by,
 )
-from thunder_memsave.measure.op_profile import (
-    Layout,
-    OpProfiles,
-    Value,
-    contiguous,
-)
+from thunder_memsave.measure.layouts import Layout, Value, contiguous
+from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.families.collectives import is_wait
 from thunder_memsave.passes.symbols import (
     is_tensor,

@@ -17,7 +17,8 @@ from thunder.core.symbol import BoundSymbol
 from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten.record import storage_id
-from thunder_memsave.measure.op_profile import Layout, OpProfile, Value, contiguous
+from thunder_memsave.measure.layouts import Layout, Value, contiguous
+from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops.accumulation import with_unreduced
 from thunder_memsave.ops.families.collectives import (
     all_gather_bucket,

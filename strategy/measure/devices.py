@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import torch
 
@@ -19,7 +20,8 @@ def device_at(place: torch.device) -> Device:
     if place.type != "cuda":
         return device("cpu")
     name = torch.cuda.get_device_name(place).lower()
-    known = next((d for key, d in DEVICES.items() if key in name), None)
+    # As a word: a GH200 is no H200.
+    known = next((d for key, d in DEVICES.items() if re.search(rf"\b{key}\b", name)), None)
     if known is None:
         _log.warning(
             "the rates of %s are not known, so plans estimate recompute times with those of an %s; the memory budget "

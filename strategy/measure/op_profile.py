@@ -8,6 +8,7 @@ strides, dtype, device and shared memory of its tensors. Collectives are not run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -37,7 +38,14 @@ from thunder_memsave.aten.record import (
     storage_id,
 )
 from thunder_memsave.errors import CompileError
-from thunder_memsave.measure.absent_device import WithoutAbsentDevices, place_for
+from thunder_memsave.measure.absent_device import WithoutAbsentDevices
+from thunder_memsave.measure.layouts import (
+    Value,
+    layout_of,
+    make_arguments,
+    on_planned_device,
+)
+from thunder_memsave.ops.table import is_one_kernel
 
 _WRITTEN_OUT = (
     *(bool, int, float, complex, str, bytes, Enum, type(None), type(...)),
@@ -45,26 +53,6 @@ _WRITTEN_OUT = (
     *(devices.Device, dtypes.dtype),
 )
 """Types whose `repr` is the value, and the same in every process."""
-
-
-class Layout(NamedTuple):
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    """Index of the first element in the storage."""
-    dtype: torch.dtype
-    device: str
-    storage_bytes: int
-    """Bytes of the whole storage, as requested from the allocator."""
-
-
-class Value(NamedTuple):
-    """A tensor in a storage; the caller numbers the storages."""
-
-    layout: Layout
-    storage: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +166,8 @@ class OpProfiles:
         is_opaque = isinstance(bsym.sym.executor, TemporaryExecutor)
         operation = Operation(_callable(bsym), arguments, not is_opaque, bsym.sym.name)
         profile = replace(self._run(bsym, operation), key=key)
+        if is_one_kernel(operation.name, on_planned_device(tensors, self._device_type)):
+            profile = _by_one_kernel(profile, tensors)
         scratch_bytes = self._scratch(operation, profile)
         return replace(
             profile,
@@ -228,58 +218,21 @@ class OpProfiles:
         )
 
 
+def _by_one_kernel(profile: OpProfile, arguments: Sequence[Value]) -> OpProfile:
+    """Return the profile without what the run on FakeTensors made and moved between arguments and results."""
+    whole = [*arguments, *(r for r in profile.results if r is not None)]
+    return replace(
+        profile,
+        peak_bytes=sum(profile.made_bytes),
+        moved_bytes=sum(v.layout.dtype.itemsize * math.prod(v.layout.shape) for v in whole),
+    )
+
+
 def _computed_in(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> torch.dtype:
     """Return the dtype that gives the peak rate: fp8 for a product of fp8 tensors, whose result has another dtype."""
     dtypes_read = {t.dtype for t in arguments}
     fp8 = next((d for d in FP8_DTYPES if d in dtypes_read), None)
     return results[0].dtype if fp8 is None else fp8
-
-
-def contiguous(proxy: TensorProxy | FutureTensorProxy) -> Layout:
-    """Return the layout of a new contiguous tensor like `proxy`."""
-    shape = tuple(int(s) for s in proxy.shape)
-    dtype = dtypes.to_torch_dtype(proxy.dtype)
-    stride: list[int] = []
-    size = 1
-    for length in reversed(shape):
-        stride.insert(0, size)
-        size *= max(length, 1)
-    nbytes = dtype.itemsize * (0 if 0 in shape else size)
-    return Layout(
-        shape, tuple(stride), 0, dtype, str(devices.to_torch_device(proxy.device)), nbytes
-    )
-
-
-def layout_of(tensor: Tensor) -> Layout:
-    """Return the layout of a real or fake tensor."""
-    return Layout(
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        str(tensor.device),
-        tensor.untyped_storage().nbytes(),
-    )
-
-
-def make_arguments(values: Sequence[Value | None], *, zeros: bool = False) -> list[Any]:
-    """Make tensors with these layouts, which share storages as the values do; 0 for numbers."""
-    storages: dict[int, Tensor] = {}
-    return [0 if v is None else _tensor(v, storages, zeros=zeros) for v in values]
-
-
-def _tensor(value: Value, storages: dict[int, Tensor], *, zeros: bool) -> Tensor:
-    layout = value.layout
-    num_elements = layout.storage_bytes // layout.dtype.itemsize
-    if (base := storages.get(value.storage)) is None:
-        make = torch.zeros if zeros else torch.empty
-        base = make(num_elements, dtype=layout.dtype, device=place_for(layout.device))
-        storages[value.storage] = base
-    if base.dtype != layout.dtype:
-        base = base.view(layout.dtype)
-    if layout.offset == 0 and layout[:2] == ((num_elements,), (1,)):
-        return base
-    return base.as_strided(layout.shape, layout.stride, layout.offset)
 
 
 def _value(tensor: Tensor, numbers: Mapping[int, int]) -> Value:

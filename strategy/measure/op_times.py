@@ -31,6 +31,8 @@ _NUM_RUNS = 5
 _LONG_S = 0.05
 """Seconds above which one run is as good as the median of several."""
 _UNTIMED = 0.0
+_CYCLES_TO_LAUNCH = 2_000_000
+"""About a millisecond of a GPU, in which Python launches some hundred kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +128,14 @@ def _cpu_us(run: Callable[[], None]) -> float:
 
 
 def _cuda_us(run: Callable[[], None]) -> float:
-    """Time a run with the device's own clock, beginning with an empty queue."""
+    """Time a run with the device's own clock.
+
+    The device first waits, so that all launches of the run are in its queue before it begins: else it would wait for
+    Python between them, and operations of a few microseconds would look as long as their launches.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    torch.cuda._sleep(_CYCLES_TO_LAUNCH)
     start.record()
     run()
     end.record()

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from thunder_memsave.measure.op_profile import Operation, make_arguments
+from thunder_memsave.measure.layouts import make_arguments
+from thunder_memsave.measure.op_profile import Operation
 from thunder_memsave.ops.table import write_numbers
 
 

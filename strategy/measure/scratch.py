@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from thunder_memsave.measure.disk_table import DiskTable
+from thunder_memsave.measure.layouts import on_planned_device
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.run_alone import device_type_of, environment, ready_to_run
 from thunder_memsave.ops.table import scratch_bytes
@@ -32,10 +33,8 @@ def bounded_scratch(operation: Operation, found: OpProfile, *, device_type: str 
         found: Its profile.
         device_type: The planned device's, if the arguments stand in for tensors there; empty: that of the arguments.
     """
-    layouts = [a.layout for a in operation.arguments if a is not None]
-    if device_type:
-        layouts = [layout._replace(device=device_type) for layout in layouts]
-    return scratch_bytes(found.key.partition("[")[0], layouts)
+    operands = on_planned_device(operation.arguments, device_type)
+    return scratch_bytes(found.key.partition("[")[0], operands)
 
 
 class MeasuredScratch:

@@ -19,7 +19,7 @@ from torch.utils import _foreach_utils
 
 from thunder_memsave.aten.record import AtenRecord, allocated_bytes
 from thunder_memsave.errors import ThunderMemsaveError
-from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.planner.graph import Allocations, StepMemory
 
 Clip = Callable[[Sequence[nn.Parameter]], object]
 """Clips the gradients of parameters, in place."""
@@ -36,6 +36,7 @@ def step_memory(
     accumulates: bool = False,
     other_bytes: int = 0,
     between_bytes: int = 0,
+    loss_allocations: Allocations = (),
     device_type: str = "",
 ) -> StepMemory:
     """Find the memory of an optimizer's update, and add the given bytes of the rest of a step.
@@ -46,6 +47,7 @@ def step_memory(
         accumulates: True if gradients of earlier micro-batches are live before backward.
         other_bytes: Bytes of anything else that stays.
         between_bytes: Peak of the caller's loss between forward and backward.
+        loss_allocations: The allocations of that loss, if they are known.
         device_type: Type of the planned device, if parameters are on another one, such as meta.
 
     Raises:
@@ -55,13 +57,17 @@ def step_memory(
     update.run()
     state_bytes, first_peak_bytes = update.record.live_bytes, update.record.peak_bytes
     update.record.peak_bytes = update.record.live_bytes
+    num_first = len(update.record.allocations)
     update.run()
+    allocations = update.record.allocations
     return StepMemory(
         gradient_bytes=update.gradient_bytes if accumulates else 0,
         optimizer_bytes=state_bytes,
         other_bytes=other_bytes,
         between_bytes=between_bytes,
         update_peak_bytes=max(first_peak_bytes, update.record.peak_bytes) - state_bytes,
+        loss_allocations=loss_allocations,
+        update_allocations=(tuple(allocations[:num_first]), tuple(allocations[num_first:])),
     )
 
 

@@ -31,7 +31,7 @@ def roofline_us(op: Op, device: Device) -> float:
     if op.repeat == "free":
         return 0.0
     seconds = max(
-        op.flops / _flops_per_s(op, device),
+        op.flops / flops_per_s(op, device),
         op.moved_bytes / device.memory_bytes_per_s,
         op.sent_bytes / device.network_bytes_per_s,
     )
@@ -44,6 +44,6 @@ def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:
     return roofline_us(op, device)
 
 
-def _flops_per_s(op: Op, device: Device) -> float:
+def flops_per_s(op: Op, device: Device) -> float:
     """Return the rate of the operation's dtype; that of float32 if the device has none for it, such as for integers."""
     return device.flops_per_s.get(op.dtype, device.flops_per_s["float32"])

@@ -16,9 +16,6 @@ good for.
 
 from __future__ import annotations
 
-PARTS = frozenset({"integers", "runs", "layers", "exchange"})
-"""Switches of parts of searches, for the ablation; of moments all but `exchange`, which is of improve."""
-
 TIME_LIMIT_S = 10.0
 """Limit on work for one plan, unless the caller has another."""
 FEW_DECISIONS = 16

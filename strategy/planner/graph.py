@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from thunder_memsave.planner.actions import Actions
 
@@ -133,6 +133,11 @@ class Program:
     """Storages that become live before the first step of backward."""
 
 
+Allocations: TypeAlias = tuple[int, ...]
+"""Allocations and frees in order: a number above 0 is the bytes of an allocation, one below 0 frees an earlier
+one: -3 the third that was made."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
     """Bytes that a training step holds besides the tensors of the compiled forward and backward."""
@@ -148,6 +153,26 @@ class StepMemory:
     the backward of that, the gradients of the outputs included."""
     update_peak_bytes: int = 0
     """Peak of the bytes that clipping and `optimizer.step()` allocate beside what is live already."""
+    loss_allocations: Allocations = field(default=(), compare=False, repr=False)
+    """The allocations of `between_bytes`; what they leave are the gradients of the outputs. No plan depends on them,
+    nor on the next ones; empty if they are not known."""
+    update_allocations: tuple[Allocations, ...] = field(default=(), compare=False, repr=False)
+    """Those of the first update, which leaves the optimizer's state, and of the second, which counts on from the
+    first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sustained:
+    """Fractions of the data sheet's rates that kernels sustain.
+
+    FlashAttention-2 reaches 35 % of an H100's peak (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608). The others
+    are usual for large bfloat16 products of cuBLAS, and for pointwise kernels.
+    """
+
+    products: float = 0.66
+    memory: float = 0.79
+    attention_forward: float = 0.35
+    attention_backward: float = 0.30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +191,7 @@ class Device:
     """Memory of the device; None: not a limit that is planned for."""
     compute_capability: tuple[int, int] | None = None
     """CUDA's compute capability, which says what runs in fp8; None: no CUDA."""
+    sustained: Sustained = field(default_factory=Sustained)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

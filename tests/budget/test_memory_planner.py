@@ -271,7 +271,7 @@ def check_budgets(name: str, parts: tuple[float, ...]) -> list[int]:
 def test_a_step_stays_within_its_budget_to_the_byte_with_the_bits_of_keeping_all(
     name: str, parts: tuple[float, ...]
 ) -> None:
-    with solving_for(2.0):
+    with solving_for(0.3):
         budgets = check_budgets(name, parts)
     assert len(budgets) == 1 + len(parts)  # all of them are above the least that is possible
 

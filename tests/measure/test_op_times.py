@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from harness.fabric import make_fabric
 from harness.rates import by_rates
 from thunder_memsave import ThunderMemsaveStrategy
-from thunder_memsave.measure.op_profile import Operation, OpProfile, Value, layout_of
+from thunder_memsave.measure import op_times
+from thunder_memsave.measure.layouts import Value, layout_of
+from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.planner.cost import roofline_us
 from thunder_memsave.planner.devices import device
@@ -190,3 +192,25 @@ def test_plans_that_run_have_measured_times_where_they_matter_the_same_in_every_
     assert plan_of(tight) == first
     with by_rates():
         assert plan_of(tight).costs == "rates of cpu"
+
+
+def test_on_cuda_the_device_waits_until_all_kernels_are_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            did.append("record")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.003
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: did.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append("wait"))
+    assert op_times._cuda_us(lambda: did.append("launch")) == 3.0
+    assert did == ["synchronize", "wait", "record", "launch", "record", "synchronize"]

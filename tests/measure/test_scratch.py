@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from harness.memory import measured_peak_bytes
-from thunder_memsave.measure.op_profile import Operation, OpProfile, Value, layout_of
+from thunder_memsave.measure.layouts import Value, layout_of
+from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

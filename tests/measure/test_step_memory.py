@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from harness.allocator_events import live_after
 from harness.memory import measured_memory
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.planner.graph import StepMemory
@@ -132,3 +133,17 @@ def test_an_optimizer_that_needs_data_is_named() -> None:
 
 def test_other_memory_is_passed_on() -> None:
     assert step_memory([], other_bytes=7) == StepMemory(other_bytes=7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_allocations_of_two_updates_are_those_of_the_peak(fused: bool) -> None:
+    with torch.device("meta"):
+        module = model()
+    found = step_memory([AdamW(module.parameters(), fused=fused)], device_type="cuda")
+    first, second = found.update_allocations
+    live = live_after((*first, *second))
+    assert live[len(first)] == live[-1] == found.optimizer_bytes > 0
+    assert max(live) - found.optimizer_bytes == found.update_peak_bytes
+    # Two moments per parameter, and with a fused kernel a counter, which is on the device.
+    num_left = sum(1 if n > 0 else -1 for n in first)
+    assert num_left == (3 if fused else 2) * len(list(module.parameters()))

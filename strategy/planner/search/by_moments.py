@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from thunder_memsave.planner import effort
 from thunder_memsave.planner.choices import NEVER
 from thunder_memsave.planner.effort import INTEGER_GAP, MOST_NEW_MOMENTS, ROUNDS
 from thunder_memsave.planner.linear.cut_program import (
@@ -34,9 +33,10 @@ def search_moments(task: Task, work: Work) -> None:
     _Rounds(task=task, work=work).run()
 
 
-def expensive_in_own_layer(model: Model) -> MayPrecede:
+def expensive_in_own_layer(model: Model, blocks: Sequence[Block]) -> MayPrecede:
     """Exclude that an expensive operation is recomputed before backward reaches its layer."""
-    needs, begins = model.needs, _begins(model)
+    needs = model.needs
+    begins = {op: block.backward.start for block in blocks for op in block.forward}
     runs: dict[int, int] = {}
     for op in reversed(needs.ops):
         readers = (r for s in needs.makes[op] for r in needs.readers(s))
@@ -45,16 +45,6 @@ def expensive_in_own_layer(model: Model) -> MayPrecede:
             early = max(early, begins.get(op, 0))
         runs[op] = min([early, *(needs.first.get(s, NEVER) for s in needs.makes[op])])
     return lambda op, position: runs[op] <= position
-
-
-def _begins(model: Model) -> dict[int, int]:
-    """Return, for each operation of forward, the position at which backward of its layer begins."""
-    blocks = _find_blocks(model)
-    return {op: block.backward.start for block in blocks for op in block.forward}
-
-
-def _find_blocks(model: Model) -> Sequence[Block]:
-    return find_blocks(model.needs, model.costs_us) if "layers" in effort.PARTS else []
 
 
 @dataclass(kw_only=True)
@@ -81,8 +71,7 @@ class _Rounds:
             if self.work.is_over:
                 break
             found = self._next()
-            is_last = self._is_integer or "integers" not in effort.PARTS
-            if found is None or (found.peak_bytes <= self.budget_bytes and is_last):
+            if found is None or (found.peak_bytes <= self.budget_bytes and self._is_integer):
                 break
             self._learn(found)
 
@@ -91,7 +80,7 @@ class _Rounds:
         if found.peak_bytes <= self.budget_bytes:
             self._is_integer = True
             return
-        if "runs" in effort.PARTS and self._close(found):
+        if self._close(found):
             return
         new = self._add(found, MOST_NEW_MOMENTS)
         if new or self._is_integer:
@@ -104,7 +93,7 @@ class _Rounds:
             self.model,
             self.budget_bytes,
             may_precede=self._may_precede,
-            integer=self._is_integer and "integers" in effort.PARTS,
+            integer=self._is_integer,
             decided=self._closed,
         )
         for moment, nbytes in self._correction_bytes.items():
@@ -155,14 +144,13 @@ class _Rounds:
 
     @cached_property
     def _blocks(self) -> Sequence[Block]:
-        return _find_blocks(self.model)
+        return find_blocks(self.model.needs, self.model.costs_us)
 
     @cached_property
     def _may_precede(self) -> MayPrecede:
-        return expensive_in_own_layer(self.model)
+        return expensive_in_own_layer(self.model, self._blocks)
 
     @cached_property
     def _layers(self) -> Callable[[Moment], int]:
-        blocks = _find_blocks(self.model)
-        layer = {p: n for n, block in enumerate(blocks) for p in block.backward}
+        layer = {p: n for n, block in enumerate(self._blocks) for p in block.backward}
         return lambda moment: layer.get(moment.position, -1) if moment.phase == "backward" else -1

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 
-from thunder_memsave.planner import effort
 from thunder_memsave.planner.choices import Needs
 from thunder_memsave.planner.effort import SHRINK_TARGET, SHRINKS
 from thunder_memsave.planner.linear.model import Model
@@ -31,7 +30,7 @@ def improve(task: Task, work: Work) -> None:
     """
     best, moves = _filled(task, work), _moves(task.model)
     prices = dict.fromkeys(range(len(moves)), 0.0)
-    for exchanges in (False, True) if "exchange" in effort.PARTS else (False,):
+    for exchanges in (False, True):
         improved = True
         while improved:
             improved = False

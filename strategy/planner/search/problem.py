@@ -30,7 +30,7 @@ class Problem:
     pinned: Mapping[int, bool]
     costs_us: Sequence[float]
 
-    def task(self, budget_bytes: float, *, bound_bytes: float = 0.0) -> Task:
+    def task(self, budget_bytes: float) -> Task:
         """Return the task of searching plans within a budget."""
         model = Model(
             needs=self.needs,
@@ -44,7 +44,6 @@ class Problem:
             evaluate=self.evaluate,
             free=self.evaluate(self.free),
             budget_bytes=budget_bytes,
-            bound_bytes=bound_bytes,
         )
 
     def remember(self, known: Sequence[Plan]) -> None:

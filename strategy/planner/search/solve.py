@@ -155,9 +155,8 @@ def _planned(
     if has_few_decisions(task.model):
         found = fastest_of_all(task)
         if found is None:
-            raise _no_plan(
-                problem, budget_bytes, smallest := smallest_of_all(task), smallest.peak_bytes
-            )
+            smallest = smallest_of_all(task)
+            raise _no_plan(problem, budget_bytes, smallest, smallest.peak_bytes)
         return problem.plan(found, budget_bytes, bound_us=found.recompute_us)
     bound = _fastest(task, time_limit_s, [s for s in searches if s.goal == "fastest"])
     found = task.best

@@ -1,0 +1,75 @@
+"""Simulates the memory that PyTorch's allocator reserves on a CUDA device for a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from thunder_memsave.planner.caching_allocator.allocator import CachingAllocator
+from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError, settings_in
+from thunder_memsave.planner.caching_allocator.replay import Replayed, replay
+from thunder_memsave.planner.caching_allocator.settings import AllocatorSettings
+from thunder_memsave.planner.graph import Program, StepMemory
+from thunder_memsave.planner.step_events import Inside, training_events
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReservedMemory:
+    """Simulated peaks of two training steps in bytes, on a device that does not run out."""
+
+    allocated_bytes: int
+    """As `torch.cuda.max_memory_allocated` counts: with what is lost within blocks."""
+    reserved_bytes: int
+    """As `torch.cuda.max_memory_reserved` counts: with what is lost between blocks."""
+    expandable_bytes: int
+    """The latter if the allocator's segments are expandable."""
+
+
+def reserved_memory(
+    program: Program, memory: StepMemory, *, environment: Mapping[str, str]
+) -> ReservedMemory:
+    """Simulate two training steps, with each of the two orders of allocations in an operation; return larger peaks.
+
+    Args:
+        program: The operations as they run, with a backward.
+        memory: What a step holds besides.
+        environment: Environment variables, two of which are the allocator's settings.
+
+    Raises:
+        NotSimulatedError: one of these settings is not simulated.
+    """
+    settings = settings_in(environment)
+    found = _largest(program, memory, settings)
+    expandable = found
+    if not settings.expandable_segments:
+        expandable = _largest(program, memory, replace(settings, expandable_segments=True))
+    return ReservedMemory(
+        allocated_bytes=found.peak_allocated_bytes,
+        reserved_bytes=found.peak_reserved_bytes,
+        expandable_bytes=expandable.peak_reserved_bytes,
+    )
+
+
+def reserved_bytes(program: Program, memory: StepMemory, *, environment: Mapping[str, str]) -> int:
+    """Return the peak of the reserved bytes alone; arguments and errors are those of `reserved_memory`."""
+    return _largest(program, memory, settings_in(environment)).peak_reserved_bytes
+
+
+def reserved_or_reason(
+    program: Program, memory: StepMemory, *, environment: Mapping[str, str]
+) -> ReservedMemory | NotSimulatedError:
+    """As `reserved_memory`, but return the error about a setting that is not simulated."""
+    try:
+        return reserved_memory(program, memory, environment=environment)
+    except NotSimulatedError as error:
+        return error
+
+
+def _largest(program: Program, memory: StepMemory, settings: AllocatorSettings) -> Replayed:
+    orders: tuple[Inside, ...] = get_args(Inside)
+    runs = [
+        replay(training_events(program, memory, inside=inside), CachingAllocator(settings))
+        for inside in orders
+    ]
+    return max(runs, key=lambda run: run.peak_reserved_bytes)
