@@ -28,6 +28,24 @@ compat.apply()  # before a test module imports thunder
 _CACHE = tempfile.TemporaryDirectory(prefix="thunder_memsave-")
 os.environ["THUNDER_MEMSAVE_CACHE"] = _CACHE.name
 
+_LONG_FILES = (
+    "finetune/run/test_train.py",
+    "budget/test_planning_on_ranks.py",
+    "finetune/run/test_stop.py",
+    "budget/test_memory_planner.py",
+    "finetune/run/test_fp8_run.py",
+    "faults/test_random_kills.py",
+    "finetune/run/test_fp8_shown.py",
+    "conformance/test_sharding_parity.py",
+    "budget/test_extract.py",
+    "passes/test_on_ranks.py",
+    "passes/test_recompute_on_ranks.py",
+    "budget/test_other_processes.py",
+    "fabric/test_strategy_launch.py",
+    "finetune/run/test_checkpoint_section.py",
+)
+"""Files whose tests take longest, about 3 minutes to half a minute of one core."""
+
 # Libraries write these for the rest of the process, and reading them again changes nothing.
 _SET_BY_LIBRARIES = (
     "CUDA_MODULE_LOADING",  # torch.cuda, once CUDA is initialised
@@ -60,6 +78,13 @@ class TorchState:
             autocast=torch.is_autocast_enabled("cpu"),
             process_group=dist.is_initialized(),
         )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let pytest-xdist's workers begin with long files: what begins last keeps one of them waiting for the other."""
+    if hasattr(config, "workerinput"):
+        places = {Path(__file__).parent / file: n for n, file in enumerate(_LONG_FILES)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from harness.distributed import HANG_S, run_on_ranks
+from harness.forked_python import ForkedPython
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.distributed.process_group import destroy_groups
 
@@ -100,33 +101,40 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_python(arguments: Sequence[object], *, timeout: float = 300, **env: str) -> str:
-    """Run this Python with arguments, and return what it printed.
+def run_python(
+    arguments: Sequence[object], *, num_forks: int = 0, timeout: float = 300, **env: str
+) -> str:
+    """Run this Python with arguments, and return what it printed; as `start_python`.
 
     Raises:
         AssertionError: it failed, or ran past the timeout; carries its output.
     """
-    process = start_python(arguments, **env)
+    process = start_python(arguments, num_forks=num_forks, **env)
     return finish(process, timeout=timeout)
 
 
-def start_python(arguments: Sequence[object], **env: str) -> subprocess.Popen[str]:
-    """Start this Python in a session of its own, so that `finish` can end all it started."""
+def start_python(
+    arguments: Sequence[object], *, num_forks: int = 0, **env: str
+) -> subprocess.Popen[str]:
+    """Start this Python in a session of its own, so that `finish` can end all it started.
+
+    Args:
+        arguments: Arguments of Python.
+        num_forks: The number of Python processes that are forks instead: this one, and those that it starts.
+        **env: More variables of the environment.
+    """
     # PYTHONPATH is passed on: the checkout under test may not be the installed one.
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(paths),
-            **env,
-        },
-    )
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **env}
+    options: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "start_new_session": True,
+        "env": {**os.environ, **variables},
+    }
+    if num_forks:
+        return ForkedPython(arguments, num_children=num_forks - 1, **options)
+    return subprocess.Popen([sys.executable, *map(str, arguments)], text=True, **options)
 
 
 def finish(process: subprocess.Popen[str], *, timeout: float = 300) -> str:

@@ -12,7 +12,9 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, set_seed
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from thunder_memsave.finetune.data.packing import Batch
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
@@ -20,6 +22,21 @@ from thunder_memsave.finetune.model.documents_apart import MaskKind
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 
 VOCAB_SIZE = 320
+
+TINY_DECODER: Mapping[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+"""Values of a config with two small layers, for `AutoConfig.for_model` of any decoder."""
 
 _TEXT = "red green blue one two three list tuple dict value name sort join split"
 WORDS = tuple(_TEXT.split())
@@ -72,6 +89,14 @@ def llama_config() -> dict[str, Any]:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
+
+
+def rotary_flops_per_token() -> int:
+    """Return the FLOPs of rotary angles: a product of matrices with transformers 5.17, none with 5.23."""
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**llama_config()))
+    with FlopCounterMode(display=False) as counter:
+        rotary(torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
+    return int(counter.get_total_flops())
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:

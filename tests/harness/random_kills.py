@@ -141,7 +141,8 @@ def train_with_kills(
     ]
     train = ["-m", "thunder_memsave", "train", run_file, "--resume=auto"]
     print(f"seed {seed}: {num_kills} kills")
-    run_python([*launch, *train], timeout=timeout_s)
+    num_forks = 1 + NUM_RANKS * (1 + num_kills)
+    run_python([*launch, *train], num_forks=num_forks, timeout=timeout_s)
     return _lives(directory / _LOG)
 
 
