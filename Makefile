@@ -1,16 +1,19 @@
 # Every target creates what it needs; a fresh machine needs only python3 and make.
 #
-#   make setup   .venv with the package and everything that the other targets use
-#   make demo    fine-tune a small language model on two processes
-#   make test    the test suite, two tests at a time (WORKERS=4 for four)
-#   make soak    the long tests, and a table of what they show (hours); a second one goes on
-#   make check   what CI runs: linters, types, wheel, tests
-#   make lock    write constraints.txt from what is installed
-#   make clean   remove everything that these targets created; runs of your own stay
+#   make setup      .venv with the package and everything that the other targets use
+#   make demo       fine-tune a small language model on two processes
+#   make test       the test suite, two tests at a time (WORKERS=4 for four)
+#   make soak       the long tests, and a table of what they show (hours); a second one goes on
+#   make gpu        on a machine with an NVIDIA GPU: gpu-correct, gpu-speed, gpu-product, each under 10 minutes
+#   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.12.1' for other torches)
+#   make check      what CI runs: linters, types, wheel, tests
+#   make lock       write constraints.txt from what is installed
+#   make clean      remove everything that these targets created; runs of your own stay
 #
 # make setup TORCH=2.12.1   another torch than the one in constraints.txt
 # make setup CONSTRAINTS=   the newest versions that pyproject.toml allows
 # Both are remembered until the next `make setup` that names them, or `make clean`.
+# make gpu-wheels           what such a machine lacks, if it has no network: wheels into .gpu/whl
 # make soak FRESH=1         from the beginning; SAVE=1 writes its table into benchmarks/results
 
 PYTHON ?= python3
@@ -24,13 +27,14 @@ SOURCES := $(filter-out %/__pycache__,$(wildcard strategy/*)) callbacks configs
 CONSTRAINTS ?= constraints.txt
 TORCH ?=
 WORKERS ?= 2  # tests side by side; many of them start two processes
+BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share is made once; tests/conftest.py orders
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-wheels versions check lint imports typing types wheel lock clean FORCE
 
 help:
-	@sed -n '3,13s/^# *//p' Makefile
+	@sed -n '3,16s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -46,11 +50,22 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py
 
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) --durations=20 $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(BY_FILE) --durations=20 $(PYTEST_ARGS)
 
 soak: $(STAMP)
 	PYTHONPATH=tests $(BIN)/pytest -p harness.soak -m 'soak or line' $(if $(FRESH),--soak-fresh) \
 	  $(if $(SAVE),--soak-save=benchmarks/results) $(PYTEST_ARGS)
+
+gpu: gpu-correct gpu-speed gpu-product  # `make -k gpu` goes on after a part that failed
+
+gpu-correct gpu-speed gpu-product: typing
+	@PYTHON='$(PYTHON)' bash .ci/gpu $(@:gpu-%=%) $(GPU_ARGS)
+
+gpu-wheels: $(STAMP)
+	@bash .ci/gpu wheels
+
+versions:
+	@PYTHON='$(PYTHON)' bash .ci/versions '$(CONSTRAINTS)' '$(VERSIONS)' -n $(WORKERS) $(PYTEST_ARGS)
 
 # One after the other, so that the tests' closing line is the last one, also under `make -j`.
 check:
@@ -86,6 +101,6 @@ lock: $(STAMP)
 	@mv $(VENV)/lock.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) .setup.lock .typing build dist *.egg-info runs/demo
-	rm -rf .soak .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-[0-9]* .setup.lock .typing build dist *.egg-info runs/demo
+	rm -rf .soak .gpu/site .gpu/cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

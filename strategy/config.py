@@ -95,6 +95,14 @@ class MemoryConfig(Section):
     """Memory that `budget: auto` leaves to fragmentation and other libraries: bytes, or a part of
     the device's memory."""
 
+    limits: Literal["tensors", "reserved"] = "tensors"
+    """The budget limits bytes of `tensors`, or the more bytes that PyTorch's allocator is
+    simulated to have `reserved` for them on CUDA."""
+
+    expandable_segments: bool = True
+    """Let the segments grow in which PyTorch's allocator reserves memory on CUDA, so that less is lost
+    between tensors. Settings of your own in `PYTORCH_CUDA_ALLOC_CONF` stay as they are."""
+
     keep: tuple[str, ...] = ()
     """Names of modules, or patterns such as `*.mlp.down_proj`: activations of these modules and of
     the modules within them are kept for backward."""
@@ -123,10 +131,17 @@ class MemoryConfig(Section):
             Bytes; None if there is no limit.
 
         Raises:
-            ConfigError: the budget is a fraction of an unknown memory, or more than the device has.
+            ConfigError: the budget is a fraction of an unknown memory, or more than the device has; or it limits
+                what is reserved on a device that reserves nothing.
         """
         if self.policy != "plan":
             return None
+        if self.limits == "reserved" and device_total_bytes is None:
+            raise ConfigError(
+                "memory.limits is 'reserved', but this is the CPU, where nothing is reserved beside tensors; leave it "
+                "out.",
+                key="memory.limits",
+            )
         if self.budget == "auto":
             return device_total_bytes and device_total_bytes - self._reserve_bytes(
                 device_total_bytes
@@ -169,6 +184,7 @@ def _refuse_without_effect(memory: MemoryConfig) -> None:
     unused = {
         "budget": not is_planned,
         "reserve": not is_planned or memory.budget != "auto",
+        "limits": not is_planned,
         "keep": memory.policy == "keep_all",
         "recompute": memory.policy == "recompute_all",
     }

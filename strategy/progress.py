@@ -20,6 +20,7 @@ Stage = Literal[
     "simulate",
     "smallest budget",
     "other budgets",
+    "reserved memory",
 ]
 
 _listener: ContextVar[Callable[[Stage], None] | None] = ContextVar("listener", default=None)

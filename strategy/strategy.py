@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
+from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.compiler.explain_steps import explain_steps
 from thunder_memsave.config import (
@@ -47,8 +48,10 @@ from thunder_memsave.fp8.compute.steps import Fp8Steps
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
-from thunder_memsave.planner.graph import Plan, StepMemory
+from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
 from thunder_memsave.planner.report.explain import explain, kinds_table
+from thunder_memsave.planner.report.reserved_shown import describe_reserved
+from thunder_memsave.planner.reserved import reserved_or_reason
 from thunder_memsave.settings.schema import field_names, parse_section
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
 
@@ -237,6 +240,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 accumulates=self._accumulation.was_used,
                 other_bytes=self._caller.other_bytes,
                 between_bytes=self._caller.between_bytes,
+                loss_allocations=self._caller.loss_allocations,
             )
         except StepMemoryError as error:
             if self._module_setup.budget_bytes is not None:
@@ -252,15 +256,23 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         keeping = [m for m in self._modules if m.unreduced.may_keep]
         return sum(whole_gradient_bytes(m.module.parameters()) for m in keeping)
 
-    def count_caller(self, *, between_bytes: int = 0, other_bytes: int = 0) -> None:
+    def count_caller(
+        self, *, between_bytes: int = 0, other_bytes: int = 0, loss_allocations: Allocations = ()
+    ) -> None:
         """Tell the planner what the script itself allocates, for all plans made from now on.
 
         Args:
             between_bytes: Peak bytes that the script allocates between forward and backward besides the model's
                 outputs, such as by a loss outside of the model.
             other_bytes: Bytes that the script holds all the time, such as queued batches.
+            loss_allocations: The allocations of `between_bytes`, if they are known; only the simulation of what is
+                reserved uses them.
         """
-        self._caller = StepMemory(between_bytes=between_bytes, other_bytes=other_bytes)
+        self._caller = StepMemory(
+            between_bytes=between_bytes,
+            other_bytes=other_bytes,
+            loss_allocations=loss_allocations,
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -287,7 +299,12 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
                 "there is no plan yet: it is made when a model that fabric.setup() returned is called for the first "
                 "time with gradients enabled. Run one step first; `thunder-memsave plan` makes one without running."
             )
-        return f"{kinds_table(call.profile)}\n\n{explain(call.plan, num_rows=num_rows)}"
+        parts = [kinds_table(call.profile), explain(call.plan, num_rows=num_rows)]
+        if self.root_device.type == "cuda":
+            environment = allocator_environment(self.config.memory)
+            found = reserved_or_reason(call.program, call.memory, environment=environment)
+            parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
+        return "\n\n".join(parts)
 
     def _planned_call(self) -> PlannedCall | None:
         calls = [c for m in self._modules if m.planner for c in m.planner.calls if c.plan]

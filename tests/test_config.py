@@ -277,6 +277,14 @@ def test_the_budget_in_bytes(memory: dict[str, Any], device: int | None, budget:
             {"policy": "recompute_all", "recompute": ["*"]},
             r"memory\.recompute is .* no effect where memory\.policy is 'recompute_all'",
         ),
+        (
+            {"policy": "keep_all", "limits": "reserved"},
+            r"memory\.limits is 'reserved', and has no effect where memory\.policy is 'keep_all'",
+        ),
+        (
+            {"limits": "cache"},
+            r"memory\.limits is 'cache', but must be 'tensors' or 'reserved'",
+        ),
         ([], r"memory is \[\], but must be a mapping"),
     ],
 )
@@ -289,6 +297,8 @@ def test_what_is_wrong_with_the_memory_section_is_named(memory: object, message:
 def test_a_budget_that_the_device_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory\.budget is 0\.5, a fraction .* write bytes"):
         parse_memory({"budget": 0.5}).budget_bytes(None)
+    with pytest.raises(ConfigError, match=r"memory\.limits is 'reserved', but this is the CPU"):
+        parse_memory({"budget": "1GiB", "limits": "reserved"}).budget_bytes(None)
     with pytest.raises(ConfigError, match=r"is 2,000 bytes, but the device has 1,000; write less"):
         parse_memory({"budget": 2000}).budget_bytes(1000)
     with pytest.raises(ConfigError, match=r"memory\.reserve is 1000, which leaves nothing of"):

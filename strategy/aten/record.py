@@ -70,7 +70,10 @@ class AtenRecord(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._existing = {storage_id(t) for t in existing}
         self._allocated = allocated
-        self._live: dict[int, int] = {}
+        self._live: dict[int, tuple[int, int]] = {}
+        self._num_allocations = 0
+        self.allocations: list[int] = []
+        """Allocations and frees in order, as `planner.graph.Allocations` has it."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.flops = 0
@@ -106,18 +109,35 @@ class AtenRecord(TorchDispatchMode):
         self.moved_bytes += _moved_bytes(func, inputs, outputs)
         return result
 
+    def allocations_from(self, start: int) -> tuple[int, ...]:
+        """Return `allocations` from an index on, counted anew; frees of earlier ones are left out."""
+        num_before = sum(n > 0 for n in self.allocations[:start])
+        later = (
+            n if n > 0 else n + num_before
+            for n in self.allocations[start:]
+            if n > 0 or -n > num_before
+        )
+        return tuple(later)
+
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or key in self._existing:
             return
-        self._live[key] = nbytes = self._allocated(storage.nbytes(), tensor.device.type)
+        nbytes = self._allocated(storage.nbytes(), tensor.device.type)
+        if nbytes:
+            self._num_allocations += 1
+            self.allocations.append(nbytes)
+        self._live[key] = nbytes, self._num_allocations
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:
-        self.live_bytes -= self._live.pop(key)
+        nbytes, number = self._live.pop(key)
+        self.live_bytes -= nbytes
+        if nbytes:
+            self.allocations.append(-number)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Parses messages of torch, gloo, nccl and safetensors whose facts are only in the text; our errors have fields."""
+"""Parses messages of torch, gloo, nccl and other libraries whose facts are only in the text; our errors have fields."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Iterator
 _ABOUT_PEERS = re.compile(r"(?i)timed? ?out|connection|socket|broken pipe|gloo/transport|peer")
 _AMOUNT = re.compile(r"(?:Tried to allocate|of which) ([\d.]+) (GiB|MiB|KiB|bytes)")
 _BYTES_PER_UNIT = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+_NO_MEMORY = re.compile(
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_ALLOC_FAILED"
+    r"|CUDA error: out of memory|Cuda failure (?:\d+ )?'out of memory'"
+)
+"""Texts of cuBLAS, cuDNN, the CUDA driver and nccl; cuBLAS says NOT_INITIALIZED where its handle has no room."""
 _NUMBERED = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
@@ -19,6 +24,21 @@ def first_line(error: BaseException) -> str:
 def first_sentence(error: BaseException) -> str:
     """Return the message's first sentence, without its full stop; the advice comes after it."""
     return str(error).partition(". ")[0].rstrip(".")
+
+
+def says_out_of_memory(error: BaseException) -> str | None:
+    """Return a sentence about a device out of memory, whoever asked for it; None if the error is about anything else.
+
+    torch's allocator has a type of error for it. Libraries that request memory themselves raise a RuntimeError.
+    """
+    import torch  # of the commands that use this module, some never need it
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return first_sentence(error)
+    found = _NO_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
+    return (
+        None if found is None else f"CUDA out of memory outside of PyTorch's allocator ({found[0]})"
+    )
 
 
 def says_peer_failed(error: RuntimeError) -> bool:

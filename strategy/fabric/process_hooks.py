@@ -13,7 +13,6 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from lightning.fabric.utilities.distributed import (
     ReduceOp,
     _get_default_process_group_backend_for_device,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
@@ -21,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero
 from torch import Tensor
 from typing_extensions import override
 
+from thunder_memsave.budget.allocator_settings import set_up_allocator
 from thunder_memsave.config import ConfigError, StrategyConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
@@ -42,7 +42,7 @@ class ProcessHooks(ParallelStrategy):
         parallel_devices: The devices of this node's processes.
         cluster_environment: The launcher of the processes.
         precision: One of Fabric's precision plugins.
-        config: Only the timeout and the sharding are used.
+        config: Only the timeout, the sharding and `memory.expandable_segments` are used.
         process_group_backend: None means `nccl` on CUDA devices and `gloo` on the CPU.
     """
 
@@ -113,6 +113,7 @@ class ProcessHooks(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._check_world_size()
+        set_up_allocator(self.config.memory, self.root_device)
         super().setup_environment()
         self._setup_distributed()
 
@@ -172,8 +173,9 @@ class ProcessHooks(ParallelStrategy):
     ) -> Tensor | Any:
         if isinstance(tensor, Tensor):
             refuse_rows(tensor, operation="fabric.all_reduce")
-            with collective("fabric.all_reduce", group):
-                return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            if dist.is_initialized():
+                with collective("fabric.all_reduce", group):
+                    _reduce(tensor, group, reduce_op)
         return tensor
 
     @override
@@ -205,3 +207,18 @@ class ProcessHooks(ParallelStrategy):
         with collective("fabric.broadcast"):
             dist.broadcast_object_list(objects, src)
         return objects[0]
+
+
+def _reduce(tensor: Tensor, group: Any | None, reduce_op: ReduceOp | str | None) -> None:
+    """Reduce in place, as Lightning does, but without its barrier, which on nccl makes the host wait for the device."""
+    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    operation = ReduceOp.SUM if is_mean or reduce_op is None else reduce_op
+    if isinstance(operation, str):
+        if not hasattr(ReduceOp, operation.upper()):
+            raise ValueError(
+                f"reduce_op is {operation!r}, which torch.distributed does not know; use mean, sum, max or min."
+            )
+        operation = getattr(ReduceOp, operation.upper())
+    dist.all_reduce(tensor, op=operation, group=group)
+    if is_mean:
+        tensor.copy_(tensor / dist.get_world_size(group))

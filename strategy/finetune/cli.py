@@ -43,7 +43,7 @@ _USAGE = """\
 usage: thunder-memsave train CONFIG [--key=value ...]
        thunder-memsave validate CONFIG [--key=value ...]
        thunder-memsave plan CONFIG [--world-size N] [--device h200] [--budget 60GiB]
-                            [--json FILE] [--html FILE] [--key=value ...]
+                            [--json FILE] [--html FILE] [--work] [--key=value ...]
        thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16]
        thunder-memsave configs list
        thunder-memsave configs show NAME
@@ -95,6 +95,7 @@ _WHAT = {
         "  --budget BYTES    the same as --memory.budget, such as 60GiB, 60G or 80%\n"
         "  --json FILE       the plan as JSON\n"
         "  --html FILE       a report: memory over the step, other budgets, what is recomputed\n"
+        "  --work            FLOPs, bytes moved and time by kind of operation, recomputation included\n"
     ),
 }
 
@@ -338,15 +339,13 @@ def _print_on(variable: str, message: str, *, waits: bool = True) -> None:
 
 def _told(error: Exception) -> tuple[str, int] | None:
     """Return the message for the user and the exit code; None if a traceback says more."""
-    import torch
-
-    from thunder_memsave.compat.foreign_messages import first_sentence
+    from thunder_memsave.compat.foreign_messages import says_out_of_memory
 
     if isinstance(error, ThunderMemsaveError):
         return None if error.code is None else (str(error), error.code)
-    if isinstance(error, torch.OutOfMemoryError):
+    if (said := says_out_of_memory(error)) is not None:
         message = (
-            f"{first_sentence(error)}. To need less, {LESS_MEMORY}, a smaller train.micro_batch_size "
+            f"{said}. To need less, {LESS_MEMORY}, a smaller train.micro_batch_size "
             f"(train.global_batch_size stays), {LESS_MEMORY_OF_A_NEW_RUN}."
         )
         return message, OUT_OF_MEMORY

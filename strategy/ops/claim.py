@@ -16,11 +16,20 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor, register_executor
 
-from thunder_memsave.ops.operation import Derivative, Kernel
+from thunder_memsave.ops.operation import Derivative, Kernel, like_first
 
 kernels_executor = OperatorExecutor("thunder_memsave_kernels", version="0")
 """Claims what another executor may rather fuse: it steps back for one that does."""
 register_executor(kernels_executor)
+
+own_executor = OperatorExecutor("thunder_memsave_own", version="0")
+"""Claims symbols of ours, which no other executor knows and none fuses."""
+register_executor(own_executor)
+
+
+def own_symbol(name: str) -> Symbol:
+    """Return a symbol that only a kernel of `own_executor` runs; its result is as its first argument."""
+    return Symbol(f"{name}_prim", meta=like_first, id=f"thunder_memsave.{name}", is_prim=True)
 
 
 def claim(kernel: Kernel) -> Kernel:

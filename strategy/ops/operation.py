@@ -45,6 +45,9 @@ class Operand(Protocol):
 Scratch = Callable[[Sequence[Operand]], int]
 """`(tensors that a kernel reads) -> bytes` that it takes at most inside of itself, beside its results."""
 
+IsOneKernel = Callable[[Sequence[Operand]], bool]
+"""`(tensors that it reads) -> bool`: whether their device has one kernel for it all, which makes its results alone."""
+
 Numbers = Callable[[Sequence[torch.Tensor]], None]
 """`(tensors that a kernel reads)`, all zero; writes those numbers on which its work depends, for the most work."""
 
@@ -69,6 +72,10 @@ def _always(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def _not_known(operands: Sequence[Operand]) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Derivative:
     """A kernel that computes gradients: `(gradient of the result, *what it reads) -> gradients`."""
@@ -84,6 +91,8 @@ class Derivative:
     """`run` on proxies; several gradients are a tuple."""
     scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
     """Formulas of scratch bytes by device type; 0 bytes on other devices."""
+    is_one_kernel: IsOneKernel = _not_known
+    """Where not, what it makes and moves is what `run` makes and moves on FakeTensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +121,8 @@ class Kernel:
     """`(arguments of the symbol)`: where not, another executor gets it."""
     scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
     """Formulas of scratch bytes by device type; 0 bytes on other devices."""
+    is_one_kernel: IsOneKernel = _not_known
+    """Where not, what it makes and moves is what `run` makes and moves on FakeTensors."""
     numbers: Numbers | None = None
     """For the kernel and its derivatives, which are measured on zeros; None if zeros are as good as any."""
 
@@ -121,9 +132,9 @@ class Kernel:
         return frozenset(name for d in self.derivatives for name in d.reads)
 
     @property
-    def scratch_by_operator(self) -> Mapping[str, Mapping[str, Scratch]]:
-        """Map each operator's name in a trace, its own first, to formulas by device type."""
-        return {self.name: self.scratch, **{d.name: d.scratch for d in self.derivatives}}
+    def operators(self) -> Mapping[str, Kernel | Derivative]:
+        """Map each operator's name in a trace, its own first, to what is known of it."""
+        return {self.name: self, **{d.name: d for d in self.derivatives}}
 
 
 def _never(bsym: BoundSymbol) -> bool:

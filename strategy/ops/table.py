@@ -9,7 +9,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 from torch import Tensor
 
-from thunder_memsave.ops.claim import kernels_executor
+from thunder_memsave.ops.claim import kernels_executor, own_executor
 from thunder_memsave.ops.families import (
     activations,
     attention,
@@ -23,10 +23,8 @@ from thunder_memsave.ops.families import (
     rms_norm,
     softmax,
 )
-from thunder_memsave.ops.families.attention_kernels import attention_executor
 from thunder_memsave.ops.families.collectives import collectives_executor
-from thunder_memsave.ops.families.rms_norm import rms_norm_executor
-from thunder_memsave.ops.operation import Foreign, Operand, Operation, Scratch
+from thunder_memsave.ops.operation import Derivative, Foreign, Kernel, Operand, Operation
 
 OPERATIONS: tuple[Operation, ...] = (
     *attention.OPERATIONS,
@@ -55,7 +53,7 @@ def executors(*, fuses: bool) -> tuple[OperatorExecutor, ...]:
         fuses: Whether another executor fuses the parts of operations, which a kernel would take as a whole.
     """
     of_parts = () if fuses else (kernels_executor,)
-    return (attention_executor, rms_norm_executor, *of_parts, collectives_executor)
+    return (own_executor, *of_parts, collectives_executor)
 
 
 def scratch_bytes(operator: str, operands: Sequence[Operand]) -> int:
@@ -69,11 +67,22 @@ def scratch_bytes(operator: str, operands: Sequence[Operand]) -> int:
     """
     if not operands:
         return 0
-    if (scratch := _SCRATCH.get(operator)) is not None:
-        formula = scratch.get(operands[0].device.partition(":")[0])
+    if (ours := _OPERATORS.get(operator)) is not None:
+        formula = ours.scratch.get(operands[0].device.partition(":")[0])
         return 0 if formula is None else formula(operands)
     foreign = _foreign(operator)
     return 0 if foreign is None else foreign.scratch(operator, operands)
+
+
+def is_one_kernel(operator: str, operands: Sequence[Operand]) -> bool:
+    """Say whether an operator of an executed trace reads its operands and writes its results once, and no more.
+
+    Args:
+        operator: Its name in the trace.
+        operands: The tensors that it reads; the device of the first counts.
+    """
+    ours = _OPERATORS.get(operator)
+    return ours is not None and bool(operands) and ours.is_one_kernel(operands)
 
 
 def write_numbers(operator: str, arguments: Sequence[Tensor]) -> None:
@@ -85,7 +94,7 @@ def write_numbers(operator: str, arguments: Sequence[Tensor]) -> None:
 def draws_untagged(bsym: BoundSymbol) -> bool:
     """Say whether running a symbol moves a generator on, though no tag of Thunder's says so."""
     name = str(bsym.sym.name)
-    foreign = None if name in _SCRATCH else _foreign(name)
+    foreign = None if name in _OPERATORS else _foreign(name)
     return foreign is not None and foreign.draws(bsym)
 
 
@@ -104,17 +113,16 @@ def _by_function(operations: Iterable[Operation]) -> Mapping[Callable[..., Any],
 
 _FOREIGN = tuple(o.foreign for o in OPERATIONS if o.foreign is not None)
 _BY_FUNCTION = _by_function(OPERATIONS)
-_SCRATCH: Mapping[str, Mapping[str, Scratch]] = {
-    operator: scratch
+_OPERATORS: Mapping[str, Kernel | Derivative] = {
+    name: operator
     for operation in OPERATIONS
     for kernel in operation.kernels
-    for operator, scratch in kernel.scratch_by_operator.items()
+    for name, operator in kernel.operators.items()
 }
-"""Formulas by the name of our operator, then by device type."""
 _NUMBERS = {
     operator: kernel.numbers
     for operation in OPERATIONS
     for kernel in operation.kernels
     if kernel.numbers is not None
-    for operator in kernel.scratch_by_operator
+    for operator in kernel.operators
 }

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from thunder.core import prims
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
@@ -29,6 +28,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
 
 from thunder_memsave.ops.families.collectives import cast_and_all_gather, is_all_gather, is_wait
+from thunder_memsave.passes.symbols import is_cast
 
 
 def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:
@@ -60,21 +60,10 @@ def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:
 
 def _shrinks(bsym: BoundSymbol) -> bool:
     """Return whether this is a cast to fewer bytes per element."""
-    casts = {prims.PrimIDs.CONVERT_ELEMENT_TYPE, prims.PrimIDs.CLONE}
-    if len(bsym.flat_proxy_args) != 1 or len(bsym.flat_proxy_outs) != 1:
+    if not is_cast(bsym):
         return False
     (before,), (after,) = bsym.flat_proxy_args, bsym.flat_proxy_outs
-    if not (isinstance(before, TensorProxy) and before.shape == after.shape):
-        return False
-    return set(_prims(bsym)) <= casts and after.dtype.bytes < before.dtype.bytes
-
-
-def _prims(bsym: BoundSymbol) -> Iterator[object]:
-    """Yield the primitives that an operation of an executor stands for."""
-    if not bsym.subsymbols:
-        yield bsym.sym.id
-    for part in bsym.subsymbols:
-        yield from _prims(part)
+    return isinstance(before, TensorProxy) and after.dtype.bytes < before.dtype.bytes
 
 
 def _chain(cast: BoundSymbol, producers: Mapping[str, BoundSymbol]) -> Sequence[BoundSymbol]:

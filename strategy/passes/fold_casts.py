@@ -28,9 +28,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import dce
 
-from thunder_memsave.passes.symbols import renamed, written_in_place
+from thunder_memsave.passes.symbols import is_cast, primitives, renamed, written_in_place
 
-_CASTS = frozenset({prims.PrimIDs.CONVERT_ELEMENT_TYPE, prims.PrimIDs.CLONE})
 _ROUND_ONCE = frozenset(
     {
         prims.PrimIDs.ADD,
@@ -64,14 +63,14 @@ def fold_casts(trace: TraceCtx) -> TraceCtx:
 
 @dataclass(frozen=True, slots=True)
 class _Folds:
-    """What to change in a trace."""
+    """Changes to make in a trace."""
 
     small: dict[str, TensorProxy] = field(default_factory=dict)
-    """By name of a float32 result: the two-byte value to compute in its place, the first of its casts."""
+    """Maps the name of a float32 result to the two-byte value to compute in its place, the first of its casts."""
     same: dict[str, Proxy] = field(default_factory=dict)
-    """By name of a value: the one to read in its place."""
+    """Maps the name of a value to the one to read in its place."""
     sources: dict[str, TensorProxy] = field(default_factory=dict)
-    """By name of a value cast to float32: the two-byte value that was cast."""
+    """Maps the name of a value cast to float32 to the two-byte value that was cast."""
 
     @classmethod
     def of(cls, symbols: Sequence[BoundSymbol]) -> _Folds:
@@ -96,27 +95,27 @@ class _Folds:
         self, result: TensorProxy, read: Sequence[str], readers: Sequence[BoundSymbol]
     ) -> None:
         found = {self.sources[name].dtype for name in read}
-        casts = [r.output for r in readers if _is_cast(r) and r.output.dtype in found]
+        casts = [r.output for r in readers if is_cast(r) and r.output.dtype in found]
         if len(found) == 1 and casts and len(casts) == len(readers):
             self.small[result.name] = casts[0]
             self.same.update({other.name: casts[0] for other in casts[1:]})
 
     def _undone(self, bsym: BoundSymbol) -> TensorProxy | None:
         """Return the value that this symbol casts back to its own dtype."""
-        if not _is_cast(bsym):
+        if not is_cast(bsym):
             return None
         source = self.sources.get(bsym.flat_proxy_args[0].name)
         return source if source is not None and source.dtype is bsym.output.dtype else None
 
     def rewritten(self, symbols: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
         """Yield the symbols as they are to be."""
-        made = {small.name for small in self.small.values()}
+        dropped = {small.name for small in self.small.values()} | self.same.keys()
         named: dict[str, Proxy] = {}
         for name, other in self.same.items():
             named[name] = named.get(other.name, other)
         for bsym in symbols:
             outputs = bsym.flat_proxy_outs
-            if len(outputs) == 1 and outputs[0].name in made | self.same.keys():
+            if len(outputs) == 1 and outputs[0].name in dropped:
                 continue
             if len(outputs) == 1 and outputs[0].name in self.small:
                 operands: Mapping[str, Proxy] = {
@@ -145,14 +144,14 @@ def _num_writes(symbols: Sequence[BoundSymbol]) -> Sequence[int]:
 
 def _tensor_first(bsym: BoundSymbol) -> BoundSymbol:
     """Return the product of a number and a tensor as that of the tensor and the number, any other symbol as it is."""
-    if _prims(bsym) != {prims.PrimIDs.MUL} or isinstance(bsym.args[0], TensorProxy):
+    if primitives(bsym) != {prims.PrimIDs.MUL} or isinstance(bsym.args[0], TensorProxy):
         return bsym
     first, second, *rest = bsym.args
     return bsym.from_bsym(args=(second, first, *rest))
 
 
 def _rounds_once(bsym: BoundSymbol) -> bool:
-    found = _prims(bsym)
+    found = primitives(bsym)
     if bsym.sym.executor is None or len(found) != 1 or not found <= _ROUND_ONCE:
         return False
     # On the CPU a number is rounded to the tensor's dtype first, but for a second factor and a divisor.
@@ -161,21 +160,9 @@ def _rounds_once(bsym: BoundSymbol) -> bool:
     return isinstance(first, TensorProxy) and is_exact and bsym.kwargs.get("alpha", 1) == 1
 
 
-def _is_cast(bsym: BoundSymbol) -> bool:
-    found = _prims(bsym)
-    is_one = prims.PrimIDs.CONVERT_ELEMENT_TYPE in found and found <= _CASTS
-    return is_one and bsym.sym.executor is not None
-
-
 def _cast_up(bsym: BoundSymbol) -> TensorProxy | None:
     """Return the two-byte value that this symbol casts to float32."""
-    if not _is_cast(bsym) or bsym.output.dtype is not dtypes.float32:
+    if not is_cast(bsym) or bsym.output.dtype is not dtypes.float32:
         return None
     source = bsym.flat_proxy_args[0]
     return source if isinstance(source, TensorProxy) and source.dtype in _SMALL else None
-
-
-def _prims(bsym: BoundSymbol) -> frozenset[object]:
-    """Return the primitives that an operation of an executor stands for."""
-    parts = [p for part in bsym.subsymbols for p in _prims(part)]
-    return frozenset(parts) if bsym.subsymbols else frozenset({bsym.sym.id})

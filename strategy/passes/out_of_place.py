@@ -31,7 +31,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
-from thunder_memsave.measure.op_profile import Layout, Value
+from thunder_memsave.measure.layouts import Layout, Value
 from thunder_memsave.passes.symbols import (
     forward_symbols,
     is_joint,

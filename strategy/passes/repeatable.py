@@ -8,6 +8,7 @@ from thunder.core import prims
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
 
+from thunder_memsave.ops.claim import kernels_executor, own_executor
 from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
 from thunder_memsave.passes.symbols import is_tensor, written_in_place
@@ -23,8 +24,8 @@ _COMMUNICATES = (
 )
 _HAPPENS_ONCE = (OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
 _OF_KERNELS = (
-    "thunder_memsave_attention",
-    "thunder_memsave_kernels",
+    own_executor.name,
+    kernels_executor.name,
     "thunder_memsave_fp8_torch",
     "thunder_memsave_fp8_transformer_engine",
 )

@@ -14,6 +14,9 @@ from thunder.core.proxies import (
 )
 from thunder.core.symbol import BoundSymbol
 
+_CASTS = frozenset({prims.PrimIDs.CONVERT_ELEMENT_TYPE, prims.PrimIDs.CLONE})
+"""A cast with `copy=True` is a conversion and a copy."""
+
 
 def is_tensor(proxy: object) -> bool:
     """Return whether the proxy stands for a tensor or for the future of one."""
@@ -24,6 +27,19 @@ def written_in_place(bsym: BoundSymbol) -> str | None:
     """Return the name of the tensor that this symbol overwrites; None if it only makes new ones."""
     # The exact name: `copy_with_setitem_impl` and others that begin alike make a new tensor.
     return str(bsym.args[1].name) if bsym.sym.name == "copy_" else None
+
+
+def primitives(bsym: BoundSymbol) -> frozenset[object]:
+    """Return the primitives that an operation of an executor stands for."""
+    found = {p for part in bsym.subsymbols for p in primitives(part)}
+    return frozenset(found) if bsym.subsymbols else frozenset({bsym.sym.id})
+
+
+def is_cast(bsym: BoundSymbol) -> bool:
+    """Return whether an executor's operation only converts a tensor to a dtype."""
+    found = primitives(bsym)
+    converts = prims.PrimIDs.CONVERT_ELEMENT_TYPE in found and found <= _CASTS
+    return converts and bsym.sym.executor is not None
 
 
 def records_amax(bsym: BoundSymbol) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.distributed import run_on_ranks
+from harness.fabric import run_python
 from harness.odd_model import Net, assert_same, fresh, make_net, train, trained
 from thunder_memsave.checkpoints import (
     CheckpointError,
@@ -317,7 +316,7 @@ def _check_full_file_is_plain(path: Path, reference: tuple[Net, torch.optim.Opti
 
 def _check_consolidated(path: Path, reference: tuple[Net, torch.optim.Optimizer]) -> None:
     module = "lightning.fabric.utilities.consolidate_checkpoint"
-    subprocess.run([sys.executable, "-m", module, str(path)], check=True, timeout=120)
+    run_python(["-m", module, path], num_forks=1, timeout=120)
     loaded = torch.load(path.with_suffix(".consolidated"))
     assert loaded["step"] == 3
     assert loaded["model"].keys() == reference[0].state_dict().keys()

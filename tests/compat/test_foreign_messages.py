@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from thunder_memsave.compat.foreign_messages import (
     error_numbers,
     first_line,
     first_sentence,
     missing_bytes,
+    says_out_of_memory,
     says_peer_failed,
     says_timeout,
 )
@@ -29,6 +31,33 @@ def test_the_first_line_and_the_first_sentence_are_what_is_told() -> None:
     assert first_line(RuntimeError()) == "RuntimeError"
     assert first_sentence(OUT_OF_MEMORY) == "CUDA out of memory"
     assert first_sentence(RuntimeError("One alone.")) == "One alone"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError(str(OUT_OF_MEMORY)), "CUDA out of memory"),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "CUDA out of memory outside of PyTorch's allocator (CUBLAS_STATUS_ALLOC_FAILED)",
+        ),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error in: ProcessGroupNCCL.cpp:42, unhandled cuda error, NCCL version 2.27.5\n"
+                "Last error:\nCuda failure 2 'out of memory'"
+            ),
+            "CUDA out of memory outside of PyTorch's allocator (Cuda failure 2 'out of memory')",
+        ),
+        (RuntimeError("CUDA error: device-side assert triggered"), None),
+        (ValueError("CUDA error: out of memory"), None),
+    ],
+)
+def test_libraries_out_of_memory_are_told_from_other_errors(
+    error: Exception, said: str | None
+) -> None:
+    assert says_out_of_memory(error) == said
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_step_of_a_model_with_convolutions_takes_the_bytes_that_were_predicted
     call = planner.calls[-1]
     held_bytes = sum(call.program.storages[s].nbytes for s in call.program.held)
     held_bytes += call.memory.other_bytes
-    assert measured_peak_bytes(run) == call.profile.peak_bytes - held_bytes > 100_000
+    assert measured_peak_bytes(run) == call.profile.peak_bytes - held_bytes > 90_000
 
 
 def images() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -56,7 +57,10 @@ def test_evaluation_with_a_key_value_cache_returns_the_cache() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_of_transformers_matches_eager(use_reentrant: bool) -> None:
     model = models.llama(num_layers=2)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    # transformers 5.23 renamed it and warns about the old name, the only one that 5.17 has.
+    known = hasattr(model, "activation_checkpointing_enable")
+    enable = "activation_checkpointing_enable" if known else "gradient_checkpointing_enable"
+    getattr(model, enable)({"use_reentrant": use_reentrant})
     twins, ids = Twins(model.train()), models.token_batch()
     if use_reentrant:
         twins.change(lambda m: m.enable_input_require_grads())
@@ -122,11 +126,15 @@ def test_frozen_weights_cost_no_matrix_product_in_backward() -> None:
     assert len(products) == 2 + 2
 
 
-def test_dora_is_refused_with_the_line_in_peft_that_cannot_be_captured() -> None:
-    ids = models.token_batch()
-    # torch 2.11 captures it, and then Thunder refuses it.
-    with pytest.raises((CaptureError, CompileError), match=r"(integrations|dora).py:\d+ in "):
-        CompiledModule(_lora(models.llama(), use_dora=True))(input_ids=ids, labels=ids)
+def test_dora_equals_eager_or_is_refused_with_the_line_in_peft_that_cannot_be_captured() -> None:
+    # torch 2.13 does not trace the name of a class's module, by which peft looks for torchao; 2.11 does.
+    model, ids = _lora(models.llama(), use_dora=True), models.token_batch()
+    refusal = ""
+    try:
+        Twins(model).assert_equal(input_ids=ids, labels=ids, loss=_loss)
+    except CaptureError as error:
+        refusal = str(error)
+    assert not refusal or re.search(r"integrations.py:\d+ in dequantize_module_weight", refusal)
 
 
 def test_lora_dropout_is_redrawn_and_reproducible() -> None:

@@ -85,7 +85,8 @@ def make_directory(path: Path) -> Path:
 
 def uninterrupted(script: Path, directory: Path) -> Path:
     workers = ("--nproc-per-node", 2, "--master-port", free_port())
-    run_python(["-m", "torch.distributed.run", *workers, script, directory, 2, 1], NODE="a")
+    launch = ["-m", "torch.distributed.run", *workers]
+    run_python([*launch, script, directory, 2, 1], num_forks=3, NODE="a")
     return directory
 
 

@@ -134,7 +134,7 @@ def check_full_file(path: Path) -> None:
 
 
 def check_consolidation(path: Path, expected: dict[str, Tensor]) -> None:
-    run_python(["-m", "lightning.fabric.utilities.consolidate_checkpoint", path])
+    run_python(["-m", "lightning.fabric.utilities.consolidate_checkpoint", path], num_forks=1)
     consolidated = torch.load(path.with_name(f"{path.name}.consolidated"))
     for name, value in expected.items():
         assert torch.equal(consolidated["model"][name], value)

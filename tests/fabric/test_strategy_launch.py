@@ -101,7 +101,7 @@ def test_torchrun(script: Path, results: Path) -> None:
 def test_two_nodes_of_torchrun(script: Path, results: Path) -> None:
     agents = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port())
     nodes = [
-        start_python([*TORCHRUN, *agents, "--node-rank", node, script, 1, 2, results])
+        start_python([*TORCHRUN, *agents, "--node-rank", node, script, 1, 2, results], num_forks=2)
         for node in range(2)
     ]
     for node in nodes:
@@ -127,7 +127,9 @@ def slurm(task: int, port: int) -> dict[str, str]:
 
 def test_slurm(script: Path, results: Path) -> None:
     port = free_port()
-    tasks = [start_python([script, 1, 2, results], **slurm(task, port)) for task in range(2)]
+    tasks = [
+        start_python([script, 1, 2, results], num_forks=1, **slurm(task, port)) for task in range(2)
+    ]
     for task in tasks:
         finish(task)
     check_results(results, places=[[0, 0], [1, 0]])
@@ -142,26 +144,27 @@ def test_devices_that_contradict_slurm_are_an_error(monkeypatch: pytest.MonkeyPa
 
 
 def test_fabrics_own_launcher(script: Path, results: Path) -> None:
-    run_python([script, 2, 1, results], MASTER_PORT=str(free_port()))
+    run_python([script, 2, 1, results], num_forks=2, MASTER_PORT=str(free_port()))
     check_results(results, places=[[0, 0], [0, 1]])
 
 
 def test_fabrics_command(script: Path, results: Path) -> None:
     options = ("--accelerator=cpu", "--strategy=thunder_memsave", "--devices=2")
     port = f"--main-port={free_port()}"
-    run_python(["-m", "lightning.fabric.cli", *options, port, script, 2, 1, results])
+    command = ["-m", "lightning.fabric.cli", *options, port]
+    run_python([*command, script, 2, 1, results], num_forks=3)
     check_results(results, places=[[0, 0], [0, 1]])
 
 
 def test_one_process(script: Path, results: Path) -> None:
-    run_python([script, 1, 1, results])
+    run_python([script, 1, 1, results], num_forks=1)
     check_results(results, places=[[0, 0]])
 
 
 def test_devices_that_contradict_torchrun_are_an_error(script: Path, results: Path) -> None:
     workers = ("--nproc-per-node", 2, "--master-port", free_port())
     with pytest.raises(AssertionError) as failure:
-        run_python([*TORCHRUN, *workers, script, 1, 1, results])
+        run_python([*TORCHRUN, *workers, script, 1, 1, results], num_forks=3)
     message = (
         "Fabric(devices=1, num_nodes=1) asks for 1 processes, but TorchElasticEnvironment started 2"
     )

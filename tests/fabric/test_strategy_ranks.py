@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -255,6 +257,14 @@ def check_collectives_and_samplers(fabric: Fabric) -> None:
     rank = torch.tensor(float(fabric.global_rank))
     assert all_reduced(fabric, rank.clone()).item() == 0.5  # Fabric reduces in place
     assert all_reduced(fabric, rank.clone(), reduce_op="sum").item() == 1.0
+    assert all_reduced(fabric, rank.clone(), reduce_op="max").item() == 1.0
+    assert all_reduced(fabric, rank.clone(), reduce_op=dist.ReduceOp.MIN).item() == 0.0
+    assert all_reduced(fabric, torch.tensor(2 * fabric.global_rank)).item() == 1
+    with pytest.raises(ValueError, match=r"'maxx', which torch\.distributed does not know"):
+        fabric.all_reduce(rank.clone(), reduce_op="maxx")
+    with mock.patch.object(dist, "barrier") as barrier:  # it would wait for the device
+        fabric.all_reduce(rank.clone())
+    barrier.assert_not_called()
     assert all_gathered(fabric, rank).tolist() == [0.0, 1.0]
     assert fabric.broadcast(fabric.global_rank, src=1) == 1
     assert not fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0)

@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_at_any_operation_costs_no_checkpoint(tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text(AT_EVERY_OPERATION)
     harness = str(Path(__file__).parents[1])
-    output = run_python(["-W", "ignore", script, tmp_path], PYTHONPATH=harness)
+    output = run_python(["-W", "ignore", script, tmp_path], num_forks=1, PYTHONPATH=harness)
     counts = [line.split() for line in output.splitlines() if line.startswith("full at")]
     assert [int(count[2]) > 20 for count in counts] == [True, True], output
     num_failed = sum(int(count[2]) for count in counts) - 2  # those of deletions

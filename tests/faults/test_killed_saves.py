@@ -97,7 +97,7 @@ def test_a_kill_before_any_file_operation_loses_no_checkpoint(tmp_path: Path) ->
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     harness = str(Path(__file__).parents[1])
-    output = run_python(["-W", "ignore", script, tmp_path], PYTHONPATH=harness)
+    output = run_python(["-W", "ignore", script, tmp_path], num_forks=1, PYTHONPATH=harness)
     lines = output.splitlines()
     _, num_kills, *_, num_after = lines[-1].split()
     assert int(num_kills) > 25, output
@@ -152,7 +152,7 @@ def test_a_kill_of_either_rank_at_every_point_of_every_kind_of_save_loses_no_che
 def killed(directory: Path, cases: Sequence[Case], *, patience_seconds: float) -> str:
     arguments = ["-W", "ignore", "-m", "harness.killed_ranks", directory, patience_seconds]
     timeout = SECONDS_TO_START + SECONDS_FOR_A_CASE * len(cases)
-    output = run_python([*arguments, *cases], timeout=timeout)
+    output = run_python([*arguments, *cases], num_forks=1, timeout=timeout)
     for case in cases:
         assert f"{case} left step " in output, output
     return output

@@ -24,3 +24,9 @@ def tokenizer(tokenizer_directory: Path) -> Any:
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with one layer, which compiles sooner."""
+    return write_model(tmp_path_factory.mktemp("one_layer"), num_hidden_layers=1)

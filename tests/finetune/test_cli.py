@@ -256,6 +256,20 @@ def test_a_device_without_memory_left_gives_advice(
     )
 
 
+def test_a_library_without_memory_left_gives_advice_too(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
+    fail_in_train(monkeypatch, error)
+    assert main(["train", str(run_file)]) == 4
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "error: CUDA out of memory outside of PyTorch's allocator (CUBLAS_STATUS_ALLOC_FAILED). "
+    )
+
+
 def test_an_unexpected_error_keeps_its_traceback(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,14 +19,8 @@ from harness.parity import Twins
 from harness.traces import saved_for_backward
 from thunder_memsave.compiler.choices import executors_of
 from thunder_memsave.config import CompileConfig
-from thunder_memsave.measure.op_profile import (
-    Layout,
-    Operation,
-    OpProfile,
-    OpProfiles,
-    Value,
-    contiguous,
-)
+from thunder_memsave.measure.layouts import Layout, Value, contiguous
+from thunder_memsave.measure.op_profile import Operation, OpProfile, OpProfiles
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
 from thunder_memsave.ops.claim import kernels_executor
 from thunder_memsave.ops.operation import Kernel
@@ -130,11 +124,11 @@ def test_no_kernel_takes_more_memory_inside_than_its_row_says(tmp_path: Path) ->
         values = [Value(contiguous(p), n) for n, p in enumerate(bsym.flat_proxy_args)]
         profiles.profile(bsym, values)
     on_cpu = {SAMPLES[name].kernel for name in WITH_KERNELS}
-    assert set(tried) == {o for name in on_cpu for o in KERNELS[name].scratch_by_operator}
+    assert set(tried) == {o for name in on_cpu for o in KERNELS[name].operators}
 
 
 def symbols_of_kernels(twins: Twins) -> Iterator[BoundSymbol]:
-    names = {o for kernel in KERNELS.values() for o in kernel.scratch_by_operator}
+    names = {o for kernel in KERNELS.values() for o in kernel.operators}
     captured = twins.compiled.captures[-1]
     for trace in (captured.forward_traces[-1], captured.backward_traces[-1]):
         yield from (b for b in trace.bound_symbols if b.sym.name in names)

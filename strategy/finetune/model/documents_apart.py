@@ -1,7 +1,7 @@
 """Lets a model that takes a mask take the boundaries of a row's documents in its place.
 
 A mask of (length, length) is then made only where the model reads it in another way than to attend: elsewhere the
-compiled graph hands the boundaries to attention (`frontend/attention_masks.py`).
+compiled graph hands the boundaries to attention (`frontend/rewrites/attention_masks.py`).
 """
 
 from __future__ import annotations

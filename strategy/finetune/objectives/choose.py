@@ -10,7 +10,7 @@ from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import RunConfig
 
 _TOKENS = 64
-"""Of a document, where the data is not read."""
+"""Tokens of a document are assumed to be so many where the data is not read."""
 
 
 def objective_of(config: RunConfig, *, num_documents: int | None = None) -> Objective[Any]:

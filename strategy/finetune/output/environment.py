@@ -65,7 +65,11 @@ def _environment(fabric: Fabric) -> dict[str, Any]:
         "world_size": fabric.world_size,
         "device": _device_name(fabric.device),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        # torch's own version names its build for CUDA, which the metadata of PyPI's wheel does not.
+        "versions": {
+            **{name: _version(name) for name in _PACKAGES},
+            "torch": str(torch.__version__),
+        },
         "cuda": torch.version.cuda,
         "git": _git(),
     }

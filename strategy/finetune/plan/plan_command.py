@@ -21,6 +21,9 @@ from thunder_memsave.finetune.plan.plan_progress import Progress
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
+from thunder_memsave.planner.report.reserved_shown import describe_reserved
+from thunder_memsave.planner.report.step_work import work_table
+from thunder_memsave.planner.reserved import ReservedMemory
 from thunder_memsave.progress import stage
 from thunder_memsave.settings.problems import ConfigError, suggestion
 
@@ -35,6 +38,7 @@ _OPTIONS = {
     "--json": "plan.json",
     "--html": "plan.html",
 }
+_WORK = "--work"
 _DEFAULT_DEVICE = "h200"
 
 
@@ -47,6 +51,8 @@ class PlanOptions:
     device: str = _DEFAULT_DEVICE
     json: Path | None = None
     html: Path | None = None
+    shows_work: bool = False
+    """Whether to add up FLOPs, bytes moved and time by kind of operation."""
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
@@ -55,7 +61,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     Raises:
         ConfigError: an option has no value, or an invalid one.
     """
-    given, others = take_options(arguments, _OPTIONS)
+    given, others = take_options(arguments, _OPTIONS, flags={_WORK})
     rest = [word for each in others for word in each.typed]
     if "--budget" in given:
         rest.append(f"--memory.budget={given['--budget']}")
@@ -80,6 +86,7 @@ def _options(given: dict[str, str]) -> PlanOptions:
         device=device,
         json=Path(given["--json"]) if "--json" in given else None,
         html=Path(given["--html"]) if "--html" in given else None,
+        shows_work=_WORK in given,
     )
 
 
@@ -109,6 +116,8 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
         print(f"it does not fit: {error}")
         return DOES_NOT_FIT
     print(describe_plan(made, config, progress))
+    if options.shows_work:
+        print(f"\n{work_table(made.call.program, made.device)}")
     if options.json is not None:
         text = json.dumps(as_json(made, progress), indent=2)
         options.json.write_text(f"{text}\n", encoding="utf-8")
@@ -183,16 +192,24 @@ def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
             "on each rank, when it holds the most:",
             kinds_table(made.call.profile),
             f"between forward and backward, the loss outside of the model takes {in_units(made.loss_bytes)}",
+            *_reserved(made),
             "",
             explain(plan, num_rows=12),
             "",
-            f"smallest budget with a plan: about {in_units(made.smallest_bytes)}",
+            f"smallest budget with a plan: about {in_units(made.smallest_bytes)}{_of_tensors(made, config)}",
             f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
             _made_in(plan, progress),
             "",
-            _verdict(made),
+            _verdict(made, config),
         ]
     )
+
+
+def _reserved(made: RunPlan) -> list[str]:
+    """Say what is reserved, on CUDA devices."""
+    if made.reserved is None:
+        return []
+    return [describe_reserved(made.reserved, peak_bytes=made.call.profile.peak_bytes)]
 
 
 def _title(made: RunPlan, config: RunConfig) -> str:
@@ -211,8 +228,15 @@ def _made_in(plan: Any, progress: Progress) -> str:
     return f"{took}: it recomputes {plan.gap:.1%} more than any plan must"
 
 
-def _verdict(made: RunPlan) -> str:
+def _of_tensors(made: RunPlan, config: RunConfig) -> str:
+    """Say that the smallest budget does not count what is reserved: only a plan that was carried out is simulated."""
+    return " of tensors" if made.fits and config.memory.limits == "reserved" else ""
+
+
+def _verdict(made: RunPlan, config: RunConfig) -> str:
     peak = in_units(made.call.profile.peak_bytes)
+    if config.memory.limits == "reserved" and isinstance(made.reserved, ReservedMemory):
+        peak = f"{in_units(made.reserved.reserved_bytes)} reserved"
     if made.budget_bytes is None:
         return f"there is no budget; it needs {peak}."
     budget = in_units(made.budget_bytes)
@@ -235,6 +259,9 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "budget_bytes": made.budget_bytes,
         "predicted_peak_bytes": profile.peak_bytes,
         "peak_bytes_by_kind": dict(profile.peak_bytes_by_kind),
+        "reserved_simulated": (
+            dataclasses.asdict(made.reserved) if isinstance(made.reserved, ReservedMemory) else None
+        ),
         "keep_all_peak_bytes": plan.keep_all_peak_bytes,
         "saved_bytes": plan.saved_bytes,
         "recompute_us": plan.recompute_us,

@@ -14,13 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
 from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
 from thunder_memsave.compiler.compile_call import CallCompiler
-from thunder_memsave.config import StrategyConfig, StrategySections
+from thunder_memsave.config import MemoryConfig, StrategyConfig, StrategySections
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.errors import BudgetError
@@ -36,7 +37,9 @@ from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.capture import Call
 from thunder_memsave.measure.step_memory import step_memory
 from thunder_memsave.passes.step import S, Step
+from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
+from thunder_memsave.planner.reserved import ReservedMemory, reserved_or_reason
 from thunder_memsave.planner.search.solve import pareto
 from thunder_memsave.progress import stage
 from thunder_memsave.sharding.gradients import clip_norm
@@ -63,6 +66,8 @@ class RunPlan:
     """Smallest budget for which a plan was found."""
     loss_bytes: int
     """Peak bytes of the loss outside of the compiled graph, between forward and backward."""
+    reserved: ReservedMemory | NotSimulatedError | None
+    """Bytes that the device's allocator reserves; None on the CPU, where nothing is reserved."""
     curve: tuple[tuple[int, float], ...]
     """Budgets in bytes, each with a lower bound in microseconds of the recompute time under it."""
 
@@ -123,7 +128,17 @@ def plan_run(
         smallest_bytes=(smallest := planner.smallest_bytes()),
         loss_bytes=memory.between_bytes,
         curve=planner.curve(smallest) if has_curve else (),
+        reserved=_reserved(planner.call, device, config.memory),
     )
+
+
+def _reserved(
+    call: PlannedCall, device: Device, memory: MemoryConfig
+) -> ReservedMemory | NotSimulatedError | None:
+    if device.name == "cpu":
+        return None
+    stage("reserved memory")
+    return reserved_or_reason(call.program, call.memory, environment=allocator_environment(memory))
 
 
 def _compile(
@@ -287,6 +302,7 @@ def _step_memory(
         accumulates=sizes.gradient_accumulation_steps > 1,
         other_bytes=own.other_bytes,
         between_bytes=own.between_bytes,
+        loss_allocations=own.loss_allocations,
         device_type="" if device.name == "cpu" else "cuda",
     )
 

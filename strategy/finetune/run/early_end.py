@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from thunder_memsave.callbacks.checkpoint import list_checkpoints, step_of
-from thunder_memsave.compat.foreign_messages import first_line, says_timeout
+from thunder_memsave.compat.foreign_messages import first_line, says_out_of_memory, says_timeout
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.distributed.lost_ranks import CollectiveError
 from thunder_memsave.finetune.output.run_directory import how_to_go_on
@@ -45,7 +44,7 @@ def stopped_error(
     if isinstance(error, BadStepError):
         how = _how_to_go_on(fabric, job, change=" --optimizer.init_args.lr=LOWER")
         return type(error)(error.message, advice=f"After that, {how}")
-    if isinstance(error, torch.OutOfMemoryError):
+    if says_out_of_memory(error) is not None:
         return DeviceMemoryError(_out_of_memory(error, fabric, job, state))
     # Collectives raise it when another process is gone; an `OtherRankError` tells that process's reason.
     if isinstance(error, RuntimeError) and not isinstance(error, OtherRankError):
@@ -109,9 +108,7 @@ def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[
     return f"{error} That was at step {state['step']}; {_how_to_go_on(fabric, job)}"
 
 
-def _out_of_memory(
-    error: torch.OutOfMemoryError, fabric: Fabric, job: Job, state: Mapping[str, Any]
-) -> str:
+def _out_of_memory(error: BaseException, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
     strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
     size = job.batch_sizes.micro_batch_size
     found = changes(error, strategy, micro_batch_size=size)

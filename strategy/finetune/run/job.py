@@ -62,7 +62,7 @@ class Job:
 
     @property
     def objective(self) -> Objective[Any]:
-        """What the run trains for."""
+        """Return what the run trains for."""
         return objective_of(self.config, num_documents=self.data.train.num_documents)
 
     @property

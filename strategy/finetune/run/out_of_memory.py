@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from thunder_memsave.compat.foreign_messages import first_sentence, missing_bytes
+from thunder_memsave.compat.foreign_messages import missing_bytes, says_out_of_memory
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.measure.devices import total_bytes
 from thunder_memsave.planner.report.explain import in_units
@@ -22,7 +22,7 @@ def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str
     predicted = "there was no plan yet"
     if plan is not None:
         predicted = f"the plan predicts a peak of {in_units(plan.predicted_peak_bytes)}"
-    return f"{first_sentence(error)}; {predicted}, {_measured()}"
+    return f"{says_out_of_memory(error)}; {predicted}, {_measured()}"
 
 
 def changes(

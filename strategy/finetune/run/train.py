@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from thunder_memsave.finetune.output.environment import add_start
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
+from thunder_memsave.finetune.run.deterministic import deterministic_kernels
 from thunder_memsave.finetune.run.early_end import explained, interrupted, is_saved, stopped_error
 from thunder_memsave.finetune.run.fabric import build_fabric
 from thunder_memsave.finetune.run.job import Job, prepare
@@ -72,7 +74,8 @@ def train(config: RunConfig) -> Path:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
         RunStoppedError: a signal, a loss or gradients that the guards refuse, or a process that died.
     """
-    with local_processes(config) as processes:
+    kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
+    with kernels, local_processes(config) as processes:
         return _train(config, processes)
 
 
@@ -180,7 +183,9 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
         device_type=fabric.device.type,
     )
     cast(ThunderMemsaveStrategy, fabric.strategy).count_caller(
-        between_bytes=own.between_bytes, other_bytes=own.other_bytes
+        between_bytes=own.between_bytes,
+        other_bytes=own.other_bytes,
+        loss_allocations=own.loss_allocations,
     )
     # Everything that must be equal on all ranks exists by now; dropout differs from rank to rank.
     torch.manual_seed(job.config.train.seed + fabric.global_rank)

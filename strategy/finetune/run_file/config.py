@@ -107,6 +107,10 @@ class TrainConfig(Section):
     seed: Annotated[int, Must("be from 0 to 4294967295", lambda value: 0 <= value < 2**32)] = 42
     """Seed of initial values, of the order of the data and of dropout."""
 
+    deterministic: bool = False
+    """Use kernels that add up in a fixed order, so that two runs on CUDA have the same bits. They are
+    slower, and an operation that has none is an error. On the CPU two runs are alike anyway."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedulerConfig(Section):

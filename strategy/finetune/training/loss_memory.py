@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from thunder_memsave.aten.record import AtenRecord, allocated_bytes
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
-from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.planner.graph import Allocations, StepMemory
 
 
 def caller_memory(
@@ -39,7 +39,7 @@ def caller_memory(
         batch = objective.blank(num_rows)
         batch_bytes = record.live_bytes
         output = objective.blank_output(model, num_rows, autocast=autocast)
-        between_bytes = _loss_bytes(objective, output, batch, record)
+        between_bytes, allocations = _loss_bytes(objective, output, batch, record)
         del output
         inputs = objective.model_inputs(batch)
         others_bytes = record.live_bytes - batch_bytes
@@ -50,14 +50,23 @@ def caller_memory(
     return StepMemory(
         between_bytes=between_bytes,
         other_bytes=sizes.gradient_accumulation_steps * batch_bytes - given_bytes,
+        loss_allocations=allocations,
     )
 
 
-def _loss_bytes(objective: Objective[Any], output: Any, batch: Any, record: AtenRecord) -> int:
-    """Return the peak bytes of the loss besides batch and output, including the output's gradient."""
+def _loss_bytes(
+    objective: Objective[Any], output: Any, batch: Any, record: AtenRecord
+) -> tuple[int, Allocations]:
+    """Return the peak bytes of the loss besides batch and output, including the output's gradient, and its allocations.
+
+    They end while the output's gradient is live.
+    """
     leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
     differentiated = [each for each in leaves if each.requires_grad]
     scale = torch.ones(())
     before = record.peak_bytes = record.live_bytes
-    torch.autograd.grad(objective.loss(output, batch) * scale, differentiated)
-    return record.peak_bytes - before
+    start = len(record.allocations)
+    gradients = torch.autograd.grad(objective.loss(output, batch) * scale, differentiated)
+    allocations = record.allocations_from(start)
+    del gradients
+    return record.peak_bytes - before, allocations

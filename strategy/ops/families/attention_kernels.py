@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.extend import OperatorExecutor, register_executor
+from thunder.core.symbol import BoundSymbol
 from torch import Tensor
 
-from thunder_memsave.ops.claim import claim
+from thunder_memsave.ops.claim import claim, own_executor, own_symbol
 from thunder_memsave.ops.operation import (
     NO_SCRATCH,
     Derivative,
@@ -31,11 +30,7 @@ from thunder_memsave.ops.operation import (
     Numbers,
     Operand,
     Scratch,
-    like_first,
 )
-
-attention_executor = OperatorExecutor("thunder_memsave_attention", version="0")
-register_executor(attention_executor)
 
 # The kernel wants rows of the mask to start at multiples of 16 bytes; PyTorch pads to as many columns.
 _MASK_COLUMNS = 16
@@ -55,8 +50,8 @@ def attention_kernel(
     backward: Backward,
     settings: tuple[str, ...] = ("mask", "is_causal", "scale"),
     logsumexp: Callable[[Shape], Shape] = lambda query: query[:-1],
-    scratch: Scratch | None = None,
-    backward_scratch: Scratch | None = None,
+    scratch: Mapping[str, Scratch] = NO_SCRATCH,
+    backward_scratch: Mapping[str, Scratch] = NO_SCRATCH,
     numbers: Numbers | None = None,
 ) -> Kernel:
     """Make the row of a kernel, and a symbol of its own: the lowering chooses between the kernels.
@@ -67,8 +62,8 @@ def attention_kernel(
         backward: `(grad, query, key, value, output, logsumexp, *settings) -> three gradients`.
         settings: Names of the other arguments.
         logsumexp: `(shape of the queries) -> shape` of the numbers that forward writes for backward.
-        scratch: Of `forward`. A kernel is for one type of device, which a plan may not have.
-        backward_scratch: Of `backward`.
+        scratch: Formulas of the bytes that `forward` takes inside, by device type.
+        backward_scratch: Those of `backward`.
         numbers: See `Kernel`.
     """
     operands = ("query", "key", "value")
@@ -78,25 +73,21 @@ def attention_kernel(
         meta=_like_operands,
         of=operands,
         reads=(*operands, "output", "logsumexp", *settings),
-        scratch=_anywhere(backward_scratch),
+        scratch=backward_scratch,
     )
     kernel = Kernel(
         name=name,
-        executor=attention_executor,
-        symbol=Symbol(f"{name}_prim", meta=like_first, id=f"thunder_memsave.{name}", is_prim=True),
+        executor=own_executor,
+        symbol=own_symbol(name),
         takes=(*operands, *settings),
         run=forward,
         meta=_meta(logsumexp),
         results=("output", "logsumexp"),
         derivatives=(gradients,),
-        scratch=_anywhere(scratch),
+        scratch=scratch,
         numbers=numbers,
     )
     return claim(kernel)
-
-
-def _anywhere(scratch: Scratch | None) -> Mapping[str, Scratch]:
-    return NO_SCRATCH if scratch is None else {"cpu": scratch, "cuda": scratch}
 
 
 def _meta(shape: Callable[[Shape], Shape]) -> Callable[..., tuple[TensorProxy, TensorProxy]]:
@@ -309,8 +300,8 @@ cpu_flash = attention_kernel(
     "cpu_flash_attention",
     forward=_cpu_forward,
     backward=_cpu_backward,
-    scratch=cpu_blocks_bytes,
-    backward_scratch=cpu_blocks_bytes,
+    scratch={"cpu": cpu_blocks_bytes},
+    backward_scratch={"cpu": cpu_blocks_bytes},
 )
 """CPU kernel: takes additive masks of 2 or 4 dims."""
 
@@ -318,7 +309,7 @@ cuda_flash = attention_kernel(
     "cuda_flash_attention",
     forward=_flash_forward,
     backward=_flash_backward,
-    backward_scratch=_cuda_backward_bytes,
+    backward_scratch={"cuda": _cuda_backward_bytes},
 )
 """CUDA flash kernel: takes no mask; keys and values may have fewer heads than queries (grouped queries)."""
 
@@ -327,7 +318,7 @@ cuda_efficient = attention_kernel(
     forward=_efficient_forward,
     backward=_efficient_backward,
     logsumexp=lambda query: (*query[:-2], _rounded(query[-2], 32)),
-    backward_scratch=_cuda_backward_bytes,
+    backward_scratch={"cuda": _cuda_backward_bytes},
 )
 """For CUDA: any mask, boolean or added."""
 

@@ -170,8 +170,8 @@ cpu_packed = attention_kernel(
     forward=_cpu_forward,
     backward=_cpu_backward,
     settings=("boundaries", "scale"),
-    scratch=cpu_blocks_bytes,
-    backward_scratch=cpu_blocks_bytes,
+    scratch={"cpu": cpu_blocks_bytes},
+    backward_scratch={"cpu": cpu_blocks_bytes},
     numbers=_whole_rows,
 )
 
@@ -181,7 +181,7 @@ cuda_packed = attention_kernel(
     backward=_cuda_backward,
     settings=("boundaries", "scale"),
     logsumexp=lambda query: (query[1], query[0] * query[2]),
-    backward_scratch=_cuda_backward_bytes,
+    backward_scratch={"cuda": _cuda_backward_bytes},
     numbers=_whole_rows,
 )
 

@@ -7,22 +7,17 @@ operators; backward then runs these again, so that forward saves the value alone
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
-from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
-from thunder_memsave.ops.claim import claim
-from thunder_memsave.ops.operation import Call, Derivative, Kernel, Operand, Operation, like_first
-
-rms_norm_executor = OperatorExecutor("thunder_memsave_rms_norm", version="0")
-register_executor(rms_norm_executor)
+from thunder_memsave.ops.claim import claim, own_executor, own_symbol
+from thunder_memsave.ops.operation import Call, Derivative, Kernel, Operand, Operation
 
 
 def rms_norm(
@@ -59,10 +54,8 @@ def _of_value(
 ) -> Tensor:
     if _has_kernel(value, weight):
         return _by_kernel(grad, value, num_dims, rstd, weight, [True, False])[0]
-    leaf = value.detach().requires_grad_()
-    with torch.enable_grad():
-        result = torch.rms_norm(leaf, value.shape[-num_dims:], weight, eps)
-    return torch.autograd.grad(result, leaf, grad)[0]
+    shape = value.shape[-num_dims:]
+    return _differentiated(lambda leaf: torch.rms_norm(leaf, shape, weight, eps), value, grad)
 
 
 def _of_weight(
@@ -75,9 +68,15 @@ def _of_weight(
 ) -> Tensor:
     if _has_kernel(value, weight):
         return _by_kernel(grad, value, num_dims, rstd, weight, [False, True])[1]
-    leaf = weight.detach().requires_grad_()
+    shape = value.shape[-num_dims:]
+    return _differentiated(lambda leaf: torch.rms_norm(value, shape, leaf, eps), weight, grad)
+
+
+def _differentiated(run: Callable[[Tensor], Tensor], operand: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of an operand, by running the operation again."""
+    leaf = operand.detach().requires_grad_()
     with torch.enable_grad():
-        result = torch.rms_norm(value, value.shape[-num_dims:], leaf, eps)
+        result = run(leaf)
     return torch.autograd.grad(result, leaf, grad)[0]
 
 
@@ -105,6 +104,17 @@ def _like_weight(
     return TensorProxy(like=weight)
 
 
+def _is_cudas(operands: Sequence[Operand]) -> bool:
+    """As `_has_kernel`, of operands among which is no `rstd`."""
+    value, *weight = operands
+    return value.device.startswith("cuda") and all(w.dtype is value.dtype for w in weight)
+
+
+def _is_cudas_backward(operands: Sequence[Operand]) -> bool:
+    _, value, _, *weight = operands
+    return _is_cudas([value, *weight])
+
+
 def _bytes_of_rows(operands: Sequence[Operand]) -> int:
     """Bound the sums and their copies that the mean over several dims makes: two numbers of each row."""
     value, *_ = operands
@@ -116,15 +126,14 @@ _READS = ("value", "num_dims", "rstd", "weight", "eps")
 _kernel = claim(
     Kernel(
         name="rms_norm_kernel",
-        executor=rms_norm_executor,
-        symbol=Symbol(
-            "rms_norm_prim", meta=like_first, id="thunder_memsave.rms_norm", is_prim=True
-        ),
+        executor=own_executor,
+        symbol=own_symbol("rms_norm"),
         takes=("value", "num_dims", "weight", "eps"),
         run=rms_norm,
         meta=_meta,
         results=("result", "rstd"),
         scratch={"cpu": _bytes_of_rows},
+        is_one_kernel=_is_cudas,
         derivatives=(
             Derivative(
                 name="rms_norm_kernel_backward",
@@ -132,6 +141,7 @@ _kernel = claim(
                 meta=lambda grad, value, *_: TensorProxy(like=value),
                 of=("value",),
                 reads=_READS,
+                is_one_kernel=_is_cudas_backward,
             ),
             Derivative(
                 name="rms_norm_kernel_weight_backward",
@@ -139,6 +149,7 @@ _kernel = claim(
                 meta=_like_weight,
                 of=("weight",),
                 reads=_READS,
+                is_one_kernel=_is_cudas_backward,
             ),
         ),
     )

@@ -11,7 +11,7 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from harness.language_model import loss_sum, sample_of
+from harness.language_model import TINY_DECODER, loss_sum, sample_of
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import StrategySection
 from thunder_memsave.finetune.data.packing import Rows, pack, pad
@@ -24,19 +24,6 @@ from thunder_memsave.finetune.model.documents_apart import (
 from thunder_memsave.finetune.run_file.config import DataConfig, ModelConfig, RunConfig
 
 LENGTH = 26  # like no other dimension
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8},
@@ -53,7 +40,7 @@ LENGTHS = (5, 9, 3, 12, 2, 8)
 
 
 def model_of(model_type: str) -> Any:
-    architecture = AutoConfig.for_model(model_type, **{**TINY, **MODELS[model_type]})
+    architecture = AutoConfig.for_model(model_type, **{**TINY_DECODER, **MODELS[model_type]})
     set_seed(0)
     model = AutoModelForCausalLM.from_config(architecture, attn_implementation="sdpa").double()
     with torch.no_grad():

@@ -6,31 +6,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from harness.language_model import loss_sum, sample_of
+from harness.language_model import TINY_DECODER, loss_sum, sample_of
 from thunder_memsave.finetune.data.packing import pack, pad
 from thunder_memsave.finetune.model.documents_apart import MaskKind
 from thunder_memsave.finetune.model.packable import check_packable
 from thunder_memsave.finetune.run_file.config import DataConfig, RunConfig
 from thunder_memsave.settings.problems import ConfigError
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MASKS: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
 
 
 def model_of(model_type: str, attention: str = "eager", **values: Any) -> Any:
-    architecture = AutoConfig.for_model(model_type, **{**TINY, **values})
-    architecture.use_cache = False
+    architecture = AutoConfig.for_model(model_type, **{**TINY_DECODER, **values})
     set_seed(0)
     model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention).eval()
     with torch.no_grad():
@@ -95,7 +82,7 @@ def test_packing_is_refused_where_documents_would_mix(
     model_type: str, values: dict[str, Any], message: str
 ) -> None:
     with torch.device("meta"):
-        architecture = AutoConfig.for_model(model_type, **{**TINY, **values})
+        architecture = AutoConfig.for_model(model_type, **{**TINY_DECODER, **values})
         model: Any = AutoModelForCausalLM.from_config(architecture)
     with pytest.raises(
         ConfigError, match=rf"does not go with this model \({model_type}\).*{message}"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 import yaml
 
 from harness.language_model import llama_config
+from thunder_memsave.budget import plan_request
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan.plan_command import PlanOptions, parse_options
 from thunder_memsave.finetune.plan.plan_progress import STAGES
+from thunder_memsave.planner.search.solve import solve
 from thunder_memsave.settings.problems import ConfigError
 
 LENGTH = 64
@@ -52,6 +55,14 @@ def run_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other budgets, and the smallest of a run that does not fit, are searched for less long."""
+    monkeypatch.setattr(plan_request, "solve", partial(solve, time_limit_s=0.3))
+    for name in ("_SMALLEST_S", "_CURVE_S"):
+        monkeypatch.setattr(f"thunder_memsave.finetune.plan.plan_run.{name}", 0.01)
+
+
 def planned(run_file: str, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     report = tmp_path / "plan.json"
     code = main(["plan", run_file, f"--json={report}", *options])
@@ -72,6 +83,11 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
     assert "org/not-here on 4 ranks of h200, 2 rows of 64 tokens each" in output
     for words in ("optimizer state", "activations", "smallest budget with a plan:", "it fits:"):
         assert words in output
+    reserved = plan["reserved_simulated"]
+    assert reserved["allocated_bytes"] >= plan["predicted_peak_bytes"]
+    assert reserved["reserved_bytes"] > reserved["allocated_bytes"]
+    assert reserved["reserved_bytes"] % (2 << 20) == 0
+    assert "reserved by PyTorch's allocator, simulated: " in output
     assert html.read_text().count("<svg") == 2
     shown = re.findall(r"^\[[ \d]+/\d+\] (.*) \.\.\. \d+\.\d s$", progress, re.MULTILINE)
     assert shown == list(plan["cpu_seconds"]) == list(STAGES)
@@ -79,6 +95,7 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
     assert plan["gap"] == 0.0
 
 
+@pytest.mark.usefixtures("_quick")
 def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +104,24 @@ def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
     assert not plan["fits"]
     assert plan["predicted_peak_bytes"] == plan["smallest_budget_bytes"] > 600 * 1024
     assert "it does not fit: the budget is 600.00 KiB, and the smallest" in capsys.readouterr().out
+
+
+def test_a_budget_of_reserved_bytes_names_the_smallest_that_works(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limited = ("--memory.limits=reserved",)
+    code, plan = planned(run_file, tmp_path, "--budget=1536KiB", *limited)
+    smallest = plan["smallest_budget_bytes"]
+    assert code == 3
+    assert plan["predicted_peak_bytes"] < 1536 << 10 < smallest
+    assert smallest == plan["reserved_simulated"]["reserved_bytes"]
+    assert "the tables above are for 2.00 MiB reserved" in capsys.readouterr().out
+    code, plan = planned(run_file, tmp_path, f"--budget={smallest}", *limited)
+    assert code == 0
+    assert plan["reserved_simulated"]["reserved_bytes"] <= smallest
+    output = capsys.readouterr().out
+    assert "it fits: 2.00 MiB reserved of 2.00 MiB." in output
+    assert re.search(r"smallest budget with a plan: about .* of tensors$", output, re.MULTILINE)
 
 
 def test_ctrl_c_ends_a_plan_at_once_with_one_line_and_130(run_file: str) -> None:
@@ -107,10 +142,15 @@ def test_ctrl_c_ends_a_plan_at_once_with_one_line_and_130(run_file: str) -> None
     assert b"Traceback" not in rest
 
 
-def test_the_plan_of_a_cpu_has_no_budget(run_file: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_quick")
+def test_the_plan_of_a_cpu_has_no_budget_and_reserves_nothing(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, plan = planned(run_file, tmp_path, "--device=cpu", "--train.micro_batch_size=1")
     assert code == 0
     assert plan["budget_bytes"] is None
+    assert plan["reserved_simulated"] is None
+    assert "reserved" not in capsys.readouterr().out
 
 
 def test_the_smallest_budget_is_of_what_is_pinned(run_file: str, tmp_path: Path) -> None:
@@ -118,6 +158,7 @@ def test_the_smallest_budget_is_of_what_is_pinned(run_file: str, tmp_path: Path)
     assert plan["smallest_budget_bytes"] == plan["keep_all_peak_bytes"]
 
 
+@pytest.mark.usefixtures("_quick")
 def test_every_weight_in_bfloat16_under_autocast_is_planned(run_file: str, tmp_path: Path) -> None:
     code, plan = planned(run_file, tmp_path, "--lora=null")
     assert code == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.forked_python import ForkedPython
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run_file.config import RunConfig
@@ -76,11 +77,13 @@ def test_a_mistake_in_the_data_is_told_once_by_several_processes(
 ) -> None:
     path = write_run_file(tmp_path, run_values(tmp_path, model_directory))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n')
-    command = [sys.executable, "-m", "thunder_memsave", "train", str(path), "--devices=2"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr.count("rows.jsonl") == 1
-    assert "Traceback" not in result.stderr
+    command = ["-m", "thunder_memsave", "train", path, "--devices=2"]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = ForkedPython(command, num_children=1, **streams)
+    error = process.communicate()[1]
+    assert process.returncode == 2
+    assert error.count("rows.jsonl") == 1
+    assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
 
 

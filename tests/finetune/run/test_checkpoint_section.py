@@ -41,11 +41,9 @@ def content_of(manifest: Manifest) -> dict[str, str]:
     return {name: f.sha256 for name, f in manifest.files.items() if name != "state/.metadata"}
 
 
-def test_a_run_that_saves_while_it_trains_is_the_same_run(
-    tmp_path: Path, model_directory: Path
-) -> None:
+def test_a_run_that_saves_while_it_trains_is_the_same_run(tmp_path: Path, one_layer: Path) -> None:
     every_two = {"every_n_steps": 2, "keep_last": 9, "keep_best": 0}
-    values = run_values(tmp_path, model_directory, checkpoint=every_two, train={"max_steps": 5})
+    values = run_values(tmp_path, one_layer, checkpoint=every_two, train={"max_steps": 5})
     path = write_run_file(tmp_path, values)
     waits, saves = tmp_path / "run", tmp_path / "saves"
     background = "--checkpoint.asynchronous=true"

@@ -6,7 +6,6 @@ import csv
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.fabric import run_python
-from harness.language_model import run_values, write_model, write_run_file
+from harness.forked_python import ForkedPython
+from harness.language_model import run_values, write_run_file
 from thunder_memsave.checkpoints.manifest import read_manifest
 from thunder_memsave.finetune.data.formats import PromptJSONL
 
@@ -38,11 +38,6 @@ def arguments(directory: Path, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("one_layer"), num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, one_layer: Path) -> Path:
     """Make a directory with the run file, a run that went through, and one that was killed and resumed."""
     directory = tmp_path_factory.mktemp("fp8")
@@ -57,17 +52,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one_layer: Path) -> Path:
         devices=2,
     )
     write_run_file(directory, values)
-    printed = run_python(arguments(directory))
+    printed = run_python(arguments(directory), num_forks=2)
     (directory / "printed.txt").write_text(printed)
     killed = directory / "killed"
     start_and_kill(directory, killed)
-    run_python(arguments(directory, f"--output_dir={killed}", "--resume=auto"))
+    resumed = arguments(directory, f"--output_dir={killed}", "--resume=auto")
+    run_python(resumed, num_forks=2)
     return directory
 
 
 def start_and_kill(directory: Path, output: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, *arguments(directory, f"--output_dir={output}")],
+    process = ForkedPython(
+        arguments(directory, f"--output_dir={output}"),
+        num_children=1,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

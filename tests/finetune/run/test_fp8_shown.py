@@ -26,6 +26,12 @@ NOT_ADAPTERS = "{backend: torch, amax_history_len: 4, skip_modules: [lm_head, lo
 Read = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def _no_long_search_for_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan counts is known before, and nothing here reads the smallest budget."""
+    monkeypatch.setattr("thunder_memsave.finetune.plan.plan_run._SMALLEST_S", 0.01)
+
+
 @pytest.fixture
 def config_of(tmp_path: Path, model_directory: Path) -> Read:
     path = write_run_file(tmp_path, run_values(tmp_path, model_directory))

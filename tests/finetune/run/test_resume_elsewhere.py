@@ -52,7 +52,7 @@ def start(run_file: Path, directory: Path, mode: str, num_processes: int, *more:
     path.write_text(yaml.safe_dump(values))
     command = ["train", str(path), f"--devices={num_processes}", f"--output_dir={directory}", *more]
     if num_processes > 1:
-        run_python(["-m", "thunder_memsave", *command])
+        run_python(["-m", "thunder_memsave", *command], num_forks=num_processes)
     else:
         run_here(command)
 

@@ -58,7 +58,7 @@ def with_callback(monkeypatch: pytest.MonkeyPatch, callback: object) -> None:
 
 
 def test_the_learning_rate_after_a_rollback_is_that_of_its_steps(
-    tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_layer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_callback(monkeypatch, Poisoner(step=3))
     verified: list[bool] = []
@@ -68,7 +68,7 @@ def test_the_learning_rate_after_a_rollback_is_that_of_its_steps(
         load_checkpoint(*args, is_verified=is_verified)
 
     monkeypatch.setattr(resume_module, "load_checkpoint", recorded)
-    assert main(["train", str(write_run(tmp_path, model_directory))]) == 0
+    assert main(["train", str(write_run(tmp_path, one_layer))]) == 0
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     rates = {int(row["step"]): float(row["lr"]) for row in rows if row.get("lr")}
     schedule = LRSchedulerConfig(name="cosine", warmup_steps=WARMUP)

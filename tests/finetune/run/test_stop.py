@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
+from harness.forked_python import ForkedPython
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo, list_checkpoints, step_of
 from thunder_memsave.callbacks.metrics_csv import read_metrics
@@ -39,10 +40,10 @@ STEP_SECONDS = 1.0
 """Longest step of these runs on an idle machine."""
 
 
-def write_long_run(directory: Path, model_directory: Path, **checkpoint: Any) -> Path:
+def write_long_run(directory: Path, model: Path, **checkpoint: Any) -> Path:
     values = run_values(
         directory,
-        model_directory,
+        model,
         train={"max_steps": 5000},
         checkpoint={"every_n_steps": 2, "keep_last": 2, **checkpoint},
         # A run of another length is identical up to its end.
@@ -58,19 +59,17 @@ LAUNCHES = {
     "devices": [],
     "torchrun": [*TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"],
 }
+NUM_CHILDREN = {"alone": 0, "devices": 1, "torchrun": 2}
 
 
 def start(path: Path, *overrides: str, launch: str) -> subprocess.Popen[str]:
     devices = ["--devices=2"] if launch == "devices" else []
-    return subprocess.Popen(
-        [
-            # pytest-xdist's workers ignore the signal, and their children would too.
-            *("env", "--default-signal=INT", sys.executable, *LAUNCHES[launch]),
-            *("-m", "thunder_memsave", "train", str(path), *devices, *overrides),
-        ],
+    train = ["-m", "thunder_memsave", "train", path, *devices, *overrides]
+    return ForkedPython(
+        [*LAUNCHES[launch], *train],
+        num_children=NUM_CHILDREN[launch],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
@@ -115,10 +114,10 @@ SIGNALS = {
 
 @pytest.mark.parametrize("launch", list(LAUNCHES))
 def test_a_signal_finishes_the_step_saves_it_and_says_how_the_run_goes_on(
-    launch: str, tmp_path: Path, model_directory: Path
+    launch: str, tmp_path: Path, one_layer: Path
 ) -> None:
     directory = tmp_path / "run"
-    path = write_long_run(tmp_path, model_directory, every_n_steps=None)
+    path = write_long_run(tmp_path, one_layer, every_n_steps=None)
     number, exit_code, what = SIGNALS[launch]
     process = start(path, launch=launch)
     error = end_when(
@@ -148,9 +147,9 @@ def test_a_signal_finishes_the_step_saves_it_and_says_how_the_run_goes_on(
 class Lives:
     """A run that is ended by signals again and again, and resumed."""
 
-    def __init__(self, directory: Path, model_directory: Path, *, seed: int) -> None:
+    def __init__(self, directory: Path, one_layer: Path, *, seed: int) -> None:
         self.directory, self.random = directory / "run", Random(seed)
-        self.path = write_long_run(directory, model_directory)
+        self.path = write_long_run(directory, one_layer)
 
     def live(self, *, num_steps: int, launch: str = "alone") -> float:
         """Train until a signal at some moment after a few steps: in a step, in a save or in between.
@@ -193,9 +192,9 @@ class Lives:
 
 @pytest.mark.line("stop")
 def test_a_run_that_is_ended_by_signals_has_the_weights_of_one_that_is_not(
-    tmp_path: Path, model_directory: Path
+    tmp_path: Path, one_layer: Path
 ) -> None:
-    lives = Lives(tmp_path, model_directory, seed=0)
+    lives = Lives(tmp_path, one_layer, seed=0)
     lives.live(num_steps=2)
     lives.check_bits()
 
@@ -208,10 +207,10 @@ def test_twenty_signals_at_random_moments_lose_nothing(
     launch: str,
     num_lives: int,
     tmp_path: Path,
-    model_directory: Path,
+    one_layer: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    lives = Lives(tmp_path, model_directory, seed=1)
+    lives = Lives(tmp_path, one_layer, seed=1)
     seconds = [lives.live(num_steps=1 + n % 5, launch=launch) for n in range(num_lives)]
     record_property("measured", f"{num_lives} saved, left in {max(seconds):.1f} s at most")
     assert max(seconds) < LEAVING_SECONDS + STEP_SECONDS
@@ -219,12 +218,10 @@ def test_twenty_signals_at_random_moments_lose_nothing(
 
 
 @pytest.mark.soak
-def test_a_rank_that_stops_is_noticed_in_time_and_named(
-    tmp_path: Path, model_directory: Path
-) -> None:
+def test_a_rank_that_stops_is_noticed_in_time_and_named(tmp_path: Path, one_layer: Path) -> None:
     """The timeout is longer than one process may take to start or compile while the other waits."""
     timeout_s, directory = 60, tmp_path / "run"
-    path = write_long_run(tmp_path, model_directory)
+    path = write_long_run(tmp_path, one_layer)
     process = start(path, f"--strategy.timeout={timeout_s}s", launch="devices")
     stopped_at = 0.0
 
@@ -258,11 +255,9 @@ def started_by_name(arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([script, *arguments], env=environment, check=False)
 
 
-def test_a_process_that_dies_ends_the_run_with_one_message(
-    tmp_path: Path, model_directory: Path
-) -> None:
+def test_a_process_that_dies_ends_the_run_with_one_message(tmp_path: Path, one_layer: Path) -> None:
     directory = tmp_path / "run"
-    process = start(write_long_run(tmp_path, model_directory), launch="devices")
+    process = start(write_long_run(tmp_path, one_layer), launch="devices")
 
     def kill() -> None:
         os.kill(child_of(process), signal.SIGKILL)
@@ -275,9 +270,9 @@ def test_a_process_that_dies_ends_the_run_with_one_message(
 
 
 def test_gradients_that_are_not_finite_end_all_ranks_with_one_message(
-    tmp_path: Path, model_directory: Path
+    tmp_path: Path, one_layer: Path
 ) -> None:
-    values = run_values(tmp_path, model_directory, train={"max_steps": 20})
+    values = run_values(tmp_path, one_layer, train={"max_steps": 20})
     values["optimizer"]["init_args"]["lr"] = 1e6
     del values["data"]["dataset"]["init_args"]["val_fraction"]
     process = start(write_run_file(tmp_path, values), launch="torchrun")
@@ -294,7 +289,7 @@ def test_gradients_that_are_not_finite_end_all_ranks_with_one_message(
 
 def test_ctrl_c_before_the_training_is_one_line(
     tmp_path: Path,
-    model_directory: Path,
+    one_layer: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -302,7 +297,7 @@ def test_ctrl_c_before_the_training_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("thunder_memsave.finetune.run.train.prepare", interrupted)
-    path = write_long_run(tmp_path, model_directory)
+    path = write_long_run(tmp_path, one_layer)
     handler = signal.getsignal(signal.SIGINT)
     assert main(["train", str(path)]) == 130
     assert signal.getsignal(signal.SIGINT) is handler

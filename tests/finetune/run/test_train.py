@@ -30,8 +30,10 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness.fabric import run_python
 from harness.language_model import (
     prompt_rows,
+    rotary_flops_per_token,
     run_values,
     write_jsonl,
     write_run_file,
@@ -57,22 +59,16 @@ DROPOUT = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.2}
 
 
 def command(path: Path, *overrides: str, num_processes: int) -> list[str]:
+    """Return the arguments of Python that launch a run."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    arguments = ["-m", "thunder_memsave", "train", str(path), *overrides]
-    return [sys.executable, *(launch if num_processes > 1 else []), *arguments]
+    return [*launch, "-m", "thunder_memsave", "train", str(path), *overrides]
 
 
 def run(path: Path, *overrides: str, num_processes: int) -> str:
     if num_processes == 1:
         return run_here(path, *overrides)
-    result = subprocess.run(
-        command(path, *overrides, num_processes=num_processes),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    arguments = command(path, *overrides, num_processes=num_processes)
+    return run_python(arguments, num_forks=1 + num_processes)
 
 
 def run_here(path: Path, *overrides: str, exit_code: int = 0) -> str:
@@ -304,7 +300,7 @@ def test_a_run_killed_at_any_time_resumes_to_bit_identical_weights(
 def start_and_kill(path: Path, directory: Path, chance: random.Random, *, num_steps: int) -> None:
     """Start a run and `kill -9` all its processes some time after its first checkpoint."""
     process = subprocess.Popen(
-        command(path, f"--output_dir={directory}", num_processes=2),
+        [sys.executable, *command(path, f"--output_dir={directory}", num_processes=2)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -351,13 +347,13 @@ def assert_same_adapter(first: Path, second: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped_early(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
+def stopped_early(tmp_path_factory: pytest.TempPathFactory, one_layer: Path) -> Path:
     """Packed rows, accumulation, dropout, loggers; ended by a callback after step 4 of 9."""
     directory = tmp_path_factory.mktemp("stopped_early")
     patience = {"patience": 2, "min_delta": 10.0}
     values = run_values(
         directory,
-        model_directory,
+        one_layer,
         lora=DROPOUT,
         data={"packing": True},
         train={"max_steps": 9, "micro_batch_size": None, "gradient_accumulation_steps": 2},
@@ -410,10 +406,10 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
 
 
 def test_an_adapter_of_packed_rows_gives_the_logged_loss_of_another_file(
-    stopped_early: Path, model_directory: Path
+    stopped_early: Path, one_layer: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    base = AutoModelForCausalLM.from_pretrained(model_directory)
+    tokenizer = AutoTokenizer.from_pretrained(one_layer)
+    base = AutoModelForCausalLM.from_pretrained(one_layer)
     model = PeftModel.from_pretrained(base, stopped_early / "run" / "adapter").eval()
     rows, fresh = (str(stopped_early / name) for name in ("rows.jsonl", "validation.jsonl"))
     measured = plain_loss(model, tokenizer, path=rows, val_path=fresh)
@@ -434,9 +430,10 @@ def test_tensorboard_has_every_metric_and_the_hyperparameters(stopped_early: Pat
 
 def test_a_monitor_with_a_peak_measures_the_utilisation(stopped_early: Path) -> None:
     # Per token, as tests/callbacks/test_flops.py counts it.
-    frozen, adapters = 2 * (4 * 32 * 32 + 3 * 32 * 64) - 2 * 2 * 32 * 16 + 32 * 320, 2 * 4 * 512
-    no_grad_input, attention = 32 * 32 + 2 * 32 * 16 + 3 * 4 * 32, 2 * 4 * 32 * 32
+    frozen, adapters = 4 * 32 * 32 + 3 * 32 * 64 - 2 * 32 * 16 + 32 * 320, 4 * 512
+    no_grad_input, attention = 32 * 32 + 2 * 32 * 16 + 3 * 4 * 32, 4 * 32 * 32
     expected = 4 * frozen + 6 * adapters - 2 * no_grad_input + 3 * attention
+    expected += rotary_flops_per_token()
     for row in metrics_of(stopped_early / "run"):
         if "loss" in row:
             measured = row["mfu"] * 0.5e12 / row["input_tokens_per_s"]
@@ -457,10 +454,10 @@ def test_a_second_run_into_the_same_directory_is_refused(stopped_early: Path) ->
 
 
 def test_a_checkpoint_of_other_frozen_weights_is_refused(
-    stopped_early: Path, model_directory: Path, tmp_path: Path
+    stopped_early: Path, one_layer: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "model"
-    shutil.copytree(model_directory, other)
+    shutil.copytree(one_layer, other)
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"][0] += 1e-3
     save_file(weights, other / "model.safetensors", {"format": "pt"})
@@ -480,15 +477,25 @@ def test_every_start_of_a_run_is_in_its_environment(stopped_early: Path, tmp_pat
     assert second["argv"] == sys.argv
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory, one_layer: Path) -> Path:
+    """A finished run of two steps on one process, without validation."""
+    directory = tmp_path_factory.mktemp("two_steps")
+    values = run_values(directory, one_layer, train={"max_steps": 2})
+    del values["data"]["dataset"]["init_args"]["val_fraction"]  # saves one capture
+    run(write_run_file(directory, values), num_processes=1)
+    return directory
+
+
 def test_a_resumed_run_takes_the_optimizers_arguments_from_its_run_file(
-    one_rank: Path, tmp_path: Path
+    two_steps: Path, tmp_path: Path
 ) -> None:
     resumed = tmp_path / "run"
-    shutil.copytree(one_rank / "run", resumed)
+    shutil.copytree(two_steps / "run", resumed)
     changes = ("--optimizer.init_args.lr=5e-4", "--lr_scheduler.name=constant")
-    where = ("--resume=auto", "--train.max_steps=7", f"--output_dir={resumed}")
+    where = ("--resume=auto", "--train.max_steps=3", f"--output_dir={resumed}")
     run_here(resumed / "config.yaml", *changes, *where)
-    assert [row["lr"] for row in metrics_of(resumed) if "lr" in row][6:] == [5e-4]
+    assert [row["lr"] for row in metrics_of(resumed) if "lr" in row][2:] == [5e-4]
 
 
 @pytest.fixture
@@ -505,26 +512,26 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_a_resumed_run_updates_as_it_began_unless_its_run_file_says_how(
-    one_rank: Path, two_ranks: Path, tmp_path: Path, fused: list[bool]
+    two_steps: Path, tmp_path: Path, fused: list[bool]
 ) -> None:
     def resume(name: str, whole: Path, num_steps: int, *changes: str) -> Path:
         shutil.copytree(whole, tmp_path / name)
         where = (f"--output_dir={tmp_path / name}", "--resume=auto")
-        run_here(two_ranks / "run.yaml", *where, f"--train.max_steps={num_steps}", *changes)
+        run_here(two_steps / "run.yaml", *where, f"--train.max_steps={num_steps}", *changes)
         return tmp_path / name
 
-    plain = resume("plain", one_rank / "run", 7, "--optimizer.init_args.fused=false")
-    still_plain = resume("still_plain", plain, 8)
-    fused_again = resume("fused_again", plain, 8, "--optimizer.init_args.fused=true")
+    plain = resume("plain", two_steps / "run", 3, "--optimizer.init_args.fused=false")
+    still_plain = resume("still_plain", plain, 4)
+    fused_again = resume("fused_again", plain, 4, "--optimizer.init_args.fused=true")
     assert fused == [False, False, True]
     assert_same_history(still_plain, fused_again)
 
 
 def test_a_budget_that_is_too_small_leaves_no_files_and_names_one_that_trains(
-    tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_layer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_request, "solve", partial(solve, time_limit_s=1.0))
-    values = run_values(tmp_path, model_directory, train={"max_steps": 1})
+    values = run_values(tmp_path, one_layer, train={"max_steps": 1})
     del values["data"]["dataset"]["init_args"]["val_fraction"]  # saves one capture
     path = write_run_file(tmp_path, values)
     before = sorted(tmp_path.iterdir())

@@ -11,11 +11,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from harness.forked_python import ForkedPython
 from harness.language_model import prompt_rows, write_jsonl
 from thunder_memsave.finetune.cli import main
 
@@ -113,12 +113,14 @@ def test_under_torchrun_a_report_is_printed_once(workplace: Path) -> None:
     case = "wrong_types_everywhere"
     shutil.copyfile(BAD_RUNS / f"{case}.yaml", workplace / "run.yaml")
     before = sorted(workplace.iterdir())
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launch, "-m", "thunder_memsave", "train", "run.yaml"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=workplace, check=False)
-    assert result.returncode == 1
-    assert result.stderr.count("error: run.yaml cannot be used; 7 problems:") == 1
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = ForkedPython(command, num_children=2, cwd=workplace, **streams)
+    error = process.communicate()[1]
+    assert process.returncode == 1
+    assert error.count("error: run.yaml cannot be used; 7 problems:") == 1
     for expected in headers(case, "expect"):
-        assert result.stderr.count(expected.removesuffix("...")) == 1, result.stderr
-    assert result.stderr.count("Traceback (most recent call last)") == 1  # torchrun's own
+        assert error.count(expected.removesuffix("...")) == 1, error
+    assert error.count("Traceback (most recent call last)") == 1  # torchrun's own
     assert sorted(workplace.iterdir()) == before

@@ -88,6 +88,7 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "memory.budget": ("60", "60 gigabytes", "-1GiB", -1, 0, 1.5, float("nan"), [], True),
     "memory.reserve": (-1, 2.0, float("nan")),
     "memory.policy": ("fast", 3),
+    "memory.limits": ("cache", 3),
     "strategy.timeout": ("0s", "5", "-1min", 3, [], None),
     "strategy.sharding": ("zero4", 3, {"mode": "zero3", "sizes": 2}),
     "strategy.nonfinite_gradients": ("explode", False),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.allocator_events import live_after
 from harness.memory import measured_memory
 from thunder_memsave.finetune.objectives.causal_lm import loss_of_logits
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
@@ -70,3 +71,10 @@ def test_the_batches_of_a_step_are_held_but_for_what_the_call_is_given(
     memory = held(SHAPE, torch.float32, mask=mask, passes=3)
     one_tensor_bytes, ends_bytes = 8 * 2 * 24, 4 * 2
     assert memory.other_bytes == (3 * 3 - num_given) * one_tensor_bytes + 3 * ends_bytes
+
+
+def test_the_allocations_of_the_loss_leave_its_gradient() -> None:
+    memory = held(SHAPE, torch.float32, device="cuda")
+    live = live_after(memory.loss_allocations)
+    assert max(live) == memory.between_bytes
+    assert live[-1] == -(-4 * SHAPE.numel() // 512) * 512

@@ -14,6 +14,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
 
+from thunder_memsave.ops.claim import own_executor
 from thunder_memsave.ops.families.attention import scaled_dot_product_attention
 from thunder_memsave.ops.families.attention_kernels import (
     _bias,
@@ -21,7 +22,6 @@ from thunder_memsave.ops.families.attention_kernels import (
     _efficient_forward,
     _flash_backward,
     _flash_forward,
-    attention_executor,
 )
 
 HALF = torch.bfloat16
@@ -64,7 +64,7 @@ def test_what_the_trace_says_of_a_kernel_is_what_pytorch_says(
     run, differentiate = KERNELS[kernel]
     results = run(query, key, key, *settings)
     grads = differentiate(query, query, key, key, *results, *settings)
-    forward, backward = (attention_executor.opmap[n] for n in (kernel, f"{kernel}_backward"))
+    forward, backward = (own_executor.opmap[n] for n in (kernel, f"{kernel}_backward"))
     with tracectx(TraceCtx(None)):
         q, k = on_cuda(query), on_cuda(key)
         said = forward.meta(q, k, k, None, True, None)

@@ -14,9 +14,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
 
-from thunder_memsave.measure.op_profile import Layout, Operation, Value
+from thunder_memsave.measure.layouts import Layout, Value
+from thunder_memsave.measure.op_profile import Operation
 from thunder_memsave.measure.run_alone import ready_to_run
-from thunder_memsave.ops.families.attention_kernels import attention_executor
+from thunder_memsave.ops.claim import own_executor
 from thunder_memsave.ops.families.packed_attention import (
     boundaries_of,
     documents,
@@ -168,8 +169,8 @@ def test_what_the_trace_says_of_cudas_kernel_is_what_pytorch_says(num_keys: int)
     boundaries = BOUNDARIES.to("meta")
     results = cuda_packed.run(*heads, boundaries, None)
     grads = cuda_packed.derivatives[0].run(heads[0], *heads, *results, boundaries, None)
-    forward = attention_executor.opmap[cuda_packed.name]
-    backward = attention_executor.opmap[f"{cuda_packed.name}_backward"]
+    forward = own_executor.opmap[cuda_packed.name]
+    backward = own_executor.opmap[f"{cuda_packed.name}_backward"]
     with tracectx(TraceCtx(None)):
         proxies = [on_cuda(h) for h in heads]
         said = forward.meta(*proxies, on_cuda(boundaries), None)
@@ -210,10 +211,10 @@ def test_without_a_kernel_that_takes_the_operands_there_is_a_mask(
 
 
 def test_backward_on_cuda_has_room_for_the_end_of_each_document() -> None:
-    heads = Layout((1, 4, 256, 64), (0,) * 4, 0, torch.bfloat16, "cpu", 0)
-    keys = Layout((1, 2, 256, 64), (0,) * 4, 0, torch.bfloat16, "cpu", 0)
-    logsumexp = Layout((4, 256), (0,) * 2, 0, torch.float32, "cpu", 0)
-    boundaries = Layout((9,), (1,), 0, torch.int32, "cpu", 0)
+    heads = Layout((1, 4, 256, 64), (0,) * 4, 0, torch.bfloat16, "cuda", 0)
+    keys = Layout((1, 2, 256, 64), (0,) * 4, 0, torch.bfloat16, "cuda", 0)
+    logsumexp = Layout((4, 256), (0,) * 2, 0, torch.float32, "cuda", 0)
+    boundaries = Layout((9,), (1,), 0, torch.int32, "cuda", 0)
     operator = cuda_packed.derivatives[0].name
     found = scratch_bytes(operator, [heads, heads, keys, keys, heads, logsumexp, boundaries])
     accumulated = 4 * (256 + 128 * 8) * 4 * (64 + 1)

@@ -6,11 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from thunder.core import dtypes
+from thunder.core.devices import Device
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor, nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
+from thunder_memsave.ops.claim import own_executor
+from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.planner.devices import device
 
 WIDTH = 16
@@ -53,3 +59,12 @@ def test_under_autocast_it_has_eagers_dtypes_and_bits() -> None:
         found = results(block, CompiledModule(block), x)
     assert [t.dtype for t in found] == [t.dtype for t in expected]
     assert all(map(torch.equal, found, expected))
+
+
+def test_its_results_are_new_memory() -> None:
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        value = TensorProxy(shape=(8, WIDTH), device=Device("cpu"), dtype=dtypes.bfloat16)
+        results = own_executor.opmap["rms_norm_kernel"](value, 1, None, None)
+    found = roots(trace.bound_symbols)
+    assert [found[r.name] for r in results] == [{r.name} for r in results]

@@ -88,7 +88,11 @@ def test_other_spellings_of_a_foreign_name_are_found() -> None:
         ("packing", "train", "train.packing is data.packing here."),
         ("max_seq_lenght", "train", "train.max_seq_lenght is data.max_seq_length here."),
         ("every_n_steps", "", "is eval.every_n_steps or checkpoint.every_n_steps here."),
-        ("xyz", "train", "train.xyz is not a key of 'train'; its keys are epochs, global_batch"),
+        (
+            "xyz",
+            "train",
+            "train.xyz is not a key of 'train'; its keys are deterministic, epochs, global_batch",
+        ),
     ],
 )
 def test_what_an_unknown_key_means_is_said(key: str, where: str, message: str) -> None:

@@ -1,4 +1,8 @@
-"""Each shipped run file, cut to two layers, attends by a flash kernel on a GPU: causal, and without scores or masks."""
+"""Each shipped run file, cut to two layers, does the work that a fast step on a GPU does, and no more.
+
+It attends by a flash kernel: causal, and without scores or masks. A layer's other operations keep to a budget of bytes
+and of launches, and no product is computed in float32.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,11 @@ from thunder.core.proxies import TensorProxy
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.plan import plan_run
+from thunder_memsave.finetune.plan.plan_run import RunPlan
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.report.step_work import ops_of_layers, work_by_kind
 from thunder_memsave.settings.yaml_file import load_yaml
 
 DIRECTORY = Path(str(files("thunder_memsave.configs")))
@@ -28,6 +34,12 @@ CONFIGS = [
 SHAPE_OF_TINY = load_yaml(DIRECTORY / "tiny_pretrain.yaml")["model"]["config"]
 LENGTH = 1344  # like no other dimension
 NUM_LAYERS = 2
+MOST_MOVED_BYTES = 16e9 / 8192 / (4096 + 14336)
+"""Of a layer, per token and number of its two widths: 16 GB of Llama 3.1 8B at 8,192 tokens."""
+MOST_IN_FP8 = 1.2
+"""Quantising reads and writes some of it once more."""
+MOST_OPS = 140
+"""Operations of a layer besides products and attention in forward and backward: each is at least one launch."""
 
 
 @pytest.fixture
@@ -53,14 +65,22 @@ def short(config: RunConfig) -> RunConfig:
         shape["hidden_size"] = 64 * shape["num_attention_heads"]
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(model, architecture=shape, config=None, dtype="bfloat16"),
+        model=dataclasses.replace(
+            model,
+            architecture=shape,
+            config=None,
+            dtype="bfloat16",
+            trainable_dtype="float32" if config.lora is not None else "bfloat16",
+        ),
         data=dataclasses.replace(config.data, max_seq_length=LENGTH),
         memory=MemoryConfig(policy="keep_all"),
     )
 
 
 @pytest.mark.parametrize("path", CONFIGS)
-def test_attention_of_a_shipped_file_is_causal_flash(path: Path, compiled: list[Compiled]) -> None:
+def test_a_shipped_file_runs_causal_flash_within_its_budget_of_work(
+    path: Path, compiled: list[Compiled]
+) -> None:
     config = short(load_run_config(path, ["--devices=1"]))
     plan = plan_run.plan_run(config, device=device("h200"), num_ranks=1, has_curve=False)
     forward, backward = compiled[0].forward_traces[-1], compiled[0].backward_traces[-1]
@@ -82,3 +102,19 @@ def test_attention_of_a_shipped_file_is_causal_flash(path: Path, compiled: list[
     # Backward adds up the gradient of the queries in float32, which no tensor shows.
     scratch = [op.scratch_bytes for op in steps if op.symbol.endswith("backward")]
     assert min(scratch) > 4 * num_rows * num_heads * LENGTH * width
+    check_work(plan, config)
+
+
+def check_work(plan: RunPlan, config: RunConfig) -> None:
+    num_layers, ops = ops_of_layers(plan.call.program)
+    assert num_layers == NUM_LAYERS
+    work = work_by_kind(ops, plan.device)["other operations"]
+    assert work.num_ops <= MOST_OPS * NUM_LAYERS
+    assert {op.dtype for op in ops if op.flops} <= {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+    shape = config.model.architecture
+    assert shape is not None
+    if shape["intermediate_size"] > 2 * shape["hidden_size"]:  # not the tiny ones
+        widths = shape["hidden_size"] + shape["intermediate_size"]
+        in_fp8 = 1.0 if config.fp8 is None else MOST_IN_FP8
+        most = in_fp8 * MOST_MOVED_BYTES * plan.num_rows * LENGTH * widths * NUM_LAYERS
+        assert work.moved_bytes <= most

@@ -1,0 +1,31 @@
+"""Makes PyTorch use kernels that give the same bits every time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Allow only deterministic kernels inside.
+
+    cuBLAS reads its variable when CUDA starts, so this must be entered before; a value that the user has set stays
+    (docs.nvidia.com/cuda/cublas, "Results reproducibility").
+    """
+    given = os.environ.get(_WORKSPACE)
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=before, warn_only=warned)
+        if given is None:
+            del os.environ[_WORKSPACE]
