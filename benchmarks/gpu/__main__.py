@@ -29,6 +29,10 @@ def main() -> int:
     if arguments.part == "machine":
         print(json.dumps(described(arguments.device)))
         return 0
+    machine = {} if arguments.here else asked(arguments.device)
+    if "missing" in machine:  # before imports, which take seconds
+        print(f"make gpu-{arguments.part}: {machine['missing']}", file=sys.stderr)
+        return 1
     target = Target(arguments.device)
     checks = [
         c for c in checks_of(arguments.part) if not arguments.only or c.name in arguments.only
@@ -36,10 +40,6 @@ def main() -> int:
     if arguments.here:
         run_here([c for c in checks if c.name in arguments.here], target, report_to=REPORT_TO)
         return 0
-    machine = asked(arguments.device)
-    if "missing" in machine:
-        print(f"make gpu-{arguments.part}: {machine['missing']}", file=sys.stderr)
-        return 1
     start = time.monotonic()
     outcomes = run_all(arguments.part, checks, target, seconds=60 * arguments.minutes)
     seconds = time.monotonic() - start

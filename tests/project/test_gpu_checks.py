@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.forked_python import ForkedPython
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -48,16 +50,18 @@ def run_part(
     part: str, output: Path, *options: str, path: Path = BENCHMARKS, device: str = "cpu"
 ) -> subprocess.CompletedProcess[str]:
     search = [str(path), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
+    process = ForkedPython(
         [
-            *(sys.executable, "-W", "ignore", "-m", "gpu", part, "--device", device),
+            *("-W", "ignore", "-m", "gpu", part, "--device", device),
             *("--output", str(output), "--docs", str(output / "memory.md"), *options),
         ],
+        num_children=1,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+    printed, errors = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
 def outcomes(output: Path) -> dict[str, Any]:
@@ -111,6 +115,10 @@ def test_a_check_that_hangs_or_crashes_is_reported_and_the_others_go_on(tmp_path
         "if 'gpu' in sys.orig_argv and '--here' in sys.orig_argv:\n"
         "    import importlib, types\n"
         "    import faulty_checks\n"
+        # They import torch and the package before their first check, which takes seconds.
+        "    package = types.ModuleType('thunder_memsave')\n"
+        "    package.compat = types.SimpleNamespace(apply=lambda: None)\n"
+        "    sys.modules['thunder_memsave'] = package\n"
         "    for name in ('kernels', 'plans', 'fp8', 'system', 'memory'):\n"
         "        module = types.ModuleType('gpu.' + name)\n"
         "        module.CHECKS = faulty_checks.CHECKS if name == 'kernels' else []\n"
