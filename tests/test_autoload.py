@@ -1,11 +1,13 @@
-"""The strategy's name resolves without an import of ours; each test has a process of its own."""
+"""The strategy's name resolves without an import of ours; each script has a process of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -26,11 +28,29 @@ def run_python(script: str, **env: str) -> str:
     return completed.stdout.strip()
 
 
-def test_the_name_resolves_without_importing_the_package() -> None:
-    out = run_python(
-        f"from lightning.fabric import Fabric; print(type({BY_NAME}.strategy).__name__)"
-    )
-    assert out == "ThunderMemsaveStrategy"
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What a process sees that imports torch, then Lightning, and at last uses the name."""
+    script = f"""
+        import json, sys
+        import torch
+        seen = {{"after torch": ["thunder_memsave" in sys.modules, {LOADED}]}}
+        import lightning.fabric.strategies as strategies
+        hooks = [f for f in sys.meta_path if "thunder_memsave.autoload" in type(f).__module__]
+        seen["traces"] = [len(hooks), "exec_module" in vars(strategies.__loader__)]
+        from lightning.fabric import Fabric
+        seen["strategy"] = [n in sys.modules for n in ("thunder_memsave.strategy", "thunder")]
+        from thunder_memsave.autoload import install
+        install(); install()
+        seen["registered"] = list(strategies.STRATEGY_REGISTRY).count("thunder_memsave")
+        seen["by name"] = type({BY_NAME}.strategy).__name__
+        print(json.dumps(seen))
+    """
+    return dict(json.loads(run_python(script)))
+
+
+def test_the_name_resolves_without_importing_the_package(seen: dict[str, Any]) -> None:
+    assert seen["by name"] == "ThunderMemsaveStrategy"
 
 
 def test_the_switch_turns_the_entry_point_off() -> None:
@@ -53,9 +73,8 @@ def test_an_import_registers_the_name_in_either_order(first: str) -> None:
     assert run_python(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "True"
 
 
-def test_importing_torch_loads_neither_thunder_nor_lightning() -> None:
-    script = f"import sys, torch; print('thunder_memsave' in sys.modules, {LOADED})"
-    assert run_python(script) == "True []"
+def test_importing_torch_loads_neither_thunder_nor_lightning(seen: dict[str, Any]) -> None:
+    assert seen["after torch"] == [True, []]
 
 
 def test_importing_the_package_loads_no_torch() -> None:
@@ -90,23 +109,12 @@ def test_the_entry_point_takes_less_than_5_ms() -> None:
     assert min(times) < 5e-3
 
 
-def test_the_hook_leaves_no_trace_once_the_registry_is_loaded() -> None:
-    script = """
-        import sys, torch
-        import lightning.fabric.strategies as strategies
-        hooks = [f for f in sys.meta_path if "thunder_memsave.autoload" in type(f).__module__]
-        print(hooks, "exec_module" in vars(strategies.__loader__))
-    """
-    assert run_python(script) == "[] False"
+def test_the_hook_leaves_no_trace_once_the_registry_is_loaded(seen: dict[str, Any]) -> None:
+    assert seen["traces"] == [0, False]
 
 
-def test_only_the_use_of_the_name_imports_the_strategy() -> None:
-    script = """
-        import sys
-        from lightning.fabric import Fabric
-        print("thunder_memsave.strategy" in sys.modules, "thunder" in sys.modules)
-    """
-    assert run_python(script) == "False False"
+def test_only_the_use_of_the_name_imports_the_strategy(seen: dict[str, Any]) -> None:
+    assert seen["strategy"] == [False, False]
 
 
 def test_a_registry_of_another_shape_warns_and_does_not_break_the_import() -> None:
@@ -119,14 +127,8 @@ def test_a_registry_of_another_shape_warns_and_does_not_break_the_import() -> No
     assert "has no STRATEGY_REGISTRY" in run_python(script)
 
 
-def test_a_second_registration_is_harmless() -> None:
-    script = """
-        from lightning.fabric.strategies import STRATEGY_REGISTRY
-        from thunder_memsave.autoload import install
-        install(); install()
-        print(list(STRATEGY_REGISTRY).count("thunder_memsave"))
-    """
-    assert run_python(script) == "1"
+def test_a_second_registration_is_harmless(seen: dict[str, Any]) -> None:
+    assert seen["registered"] == 1
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
