@@ -19,6 +19,7 @@ from thunder.core.trace import TraceCtx
 from torch import Tensor
 
 from thunder_memsave.aten.record import FP8_DTYPES
+from thunder_memsave.measure.added_gradients import added_gradient
 from thunder_memsave.measure.collective_memory import CollectiveRules
 from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
@@ -58,7 +59,10 @@ def profiles(*, scratch: Scratch = no_scratch, device_type: str = "") -> OpProfi
         device_type: Type of the planned device, if the trace's tensors are on another one, such as meta.
     """
     found = OpProfiles(scratch=scratch, device_type=device_type)
-    found.rules = (CollectiveRules(found.allocated_bytes, device_type=device_type),)
+    found.rules = (
+        CollectiveRules(found.allocated_bytes, device_type=device_type),
+        added_gradient,
+    )
     return found
 
 
@@ -68,6 +72,7 @@ def training_graph(
     kinds: Mapping[str, StorageKind] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     known: OpProfiles | None = None,
+    added: Collection[str] = (),
 ) -> TrainingGraph:
     """Extract the storages and operations of a joint trace, forward first, in the order of Thunder's split.
 
@@ -76,6 +81,7 @@ def training_graph(
         kinds: Kinds of the trace's arguments by name; others are parameters if they need a gradient, else the batch.
         tensors: Tensors of the arguments, if known: they give shared memory and strides.
         known: Profiles to share, from `profiles(...)`.
+        added: Names of the arguments to whose gradients backward adds new ones, which then die.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
@@ -95,6 +101,8 @@ def training_graph(
     returned = returned_by(trace)
     gradients = values.storages_of(returned.gradients) - values.inputs
     values.set_kind(gradients, "gradient")
+    pairs = itertools.zip_longest(trace.args, returned.gradients)
+    stay = [g for a, g in pairs if not (isinstance(a, Proxy) and a.name in added)]
     return TrainingGraph(
         storages=tuple(values.storages),
         ops=tuple(_with_unrepeatable(ops, symbols, values.written_at)),
@@ -102,7 +110,7 @@ def training_graph(
         storage_of={name: v.storage for name, v in values.by_name.items()},
         inputs=frozenset(values.inputs),
         outputs=values.storages_of(returned.outputs),
-        gradients=gradients,
+        gradients=values.storages_of(stay) - values.inputs,
         cotangents=frozenset(cotangents),
     )
 

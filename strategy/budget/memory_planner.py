@@ -20,6 +20,7 @@ from thunder_memsave.budget.planned_call import (
     Arguments,
     Attempt,
     PlannedCall,
+    adding,
     with_zeros,
 )
 from thunder_memsave.config import MemoryConfig
@@ -145,19 +146,24 @@ class MemoryPlanner:
         """
         stage("extract")
         trace = traces.joint
-        graph = training_graph(
-            trace, kinds=arguments.kinds, tensors=arguments.tensors, known=self._known
-        )
-        graph = with_zeros(graph, trace)
         memory = self._step_memory()
         memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
-        attempt = Attempt(traces, steps, graph, arguments, self._known, memory)
+        added = adding(memory, arguments)
+        graph = training_graph(
+            trace,
+            kinds=arguments.kinds,
+            tensors=arguments.tensors,
+            known=self._known,
+            added=added,
+        )
+        graph = with_zeros(graph, trace)
+        attempt = Attempt(traces, steps, graph, arguments, self._known, memory, added)
         plan = self._planned if is_joint(trace.bound_symbols) else self._evaluated
         call = plan(attempt)
         self.calls.append(call)
         if not self._device_type:
             _measured_scratch().save()
-        return replace(traces, actions=call.actions, room=call.given_room)
+        return replace(traces, actions=call.actions, room=call.given_room, added=added)
 
     def _planned(self, attempt: Attempt) -> PlannedCall:
         """Apply the plan of a call's structure, which ranks agree on once: only some may see a batch of new length."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
+from thunder_memsave.ops.added_gradients import is_watched
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
@@ -104,6 +105,8 @@ class Attempt:
     arguments: Arguments
     known: OpProfiles
     memory: StepMemory
+    added: frozenset[str] = frozenset()
+    """Names of the arguments to whose gradients backward adds new ones itself."""
 
     @property
     def communicates(self) -> bool:
@@ -118,7 +121,9 @@ class Attempt:
             room: For collectives that run beside computation; None: they are limited by their window alone.
         """
         actions = None if plan is None else self._of_values(plan)
-        tried = try_steps(self.steps, replace(self.traces, actions=actions, room=room))
+        tried = try_steps(
+            self.steps, replace(self.traces, actions=actions, room=room, added=self.added)
+        )
         assert tried.forward is not None
         ran = program(
             tried.forward,
@@ -147,6 +152,15 @@ class Attempt:
         storages, planned = self.graph.storages, plan.actions
         names = [(name, storages[s].name) for name, s in self.graph.storage_of.items()]
         return Actions({name: planned[storage] for name, storage in names if storage in planned})
+
+
+def adding(memory: StepMemory, arguments: Arguments) -> frozenset[str]:
+    """Return the names of the parameters whose gradients a backward of this step can add to earlier ones."""
+    if not memory.gradient_bytes:
+        return frozenset()
+    tensors = arguments.tensors
+    parameters = (name for name, kind in arguments.kinds.items() if kind == "parameter")
+    return frozenset(n for n in parameters if n in tensors and not is_watched(tensors[n]))
 
 
 def flat_outputs(trace: TraceCtx) -> Sequence[Any]:

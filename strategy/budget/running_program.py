@@ -23,6 +23,7 @@ from thunder_memsave.budget.extract import (
 )
 from thunder_memsave.measure.layouts import Layout, Value, contiguous
 from thunder_memsave.measure.op_profile import OpProfiles
+from thunder_memsave.ops.added_gradients import adds_gradient
 from thunder_memsave.ops.families.collectives import is_wait
 from thunder_memsave.passes.symbols import (
     is_tensor,
@@ -56,7 +57,7 @@ def program(
         differentiated: Indices of forward's flat outputs for which the caller passes a gradient, such as the loss
             alone; None: all that can have one. For the others autograd.py makes zeros, which die at their last use;
             gradients from the caller live to the end of backward.
-        accumulates: True if parameters have a gradient already, to which autograd adds the new one.
+        accumulates: True if parameters have a gradient already, to which autograd adds what backward returns.
 
     Returns:
         The program. The caller holds arguments, all outputs until backward ends, and then the gradients. Its last steps
@@ -105,7 +106,8 @@ class _Running:
         cotangents = self._enter_backward(backward, outputs)
         self._run(backward, "temporary")
         returned = returned_by(backward).outputs
-        gradients = self._values.storages_of(returned) - self._values.inputs
+        added = [b.args[0] for b in backward.bound_symbols if adds_gradient(b)]
+        gradients = self._values.storages_of([*returned, *added]) - self._values.inputs
         self._values.set_kind(gradients, "gradient")
         names = {p.name for p in returned if is_tensor(p)}
         self._leave(keep=names)

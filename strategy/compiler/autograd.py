@@ -26,6 +26,8 @@ from thunder_memsave.compat.foreign_messages import (
 
 _log = logging.getLogger(__name__)
 
+_ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad
+
 
 @dataclass(frozen=True, slots=True)
 class Differentiable:
@@ -34,12 +36,22 @@ class Differentiable:
     forward: Callable[..., Any]
     """`(*inputs) -> (outputs, (saved tensors, saved numbers))`."""
     backward: Callable[..., Any]
-    """`([saved tensors, saved numbers], cotangents, reached inputs) -> one gradient or None per input`; empties the
-    lists. The gradients of inputs that are not reached are thrown away."""
+    """`([saved tensors, saved numbers], cotangents, Reached) -> one gradient or None per input`; empties the lists. The
+    gradients of inputs that are not reached are thrown away."""
     output_depends_on: tuple[frozenset[int], ...]
     """For each output, the inputs it has a gradient with respect to; empty: not differentiable."""
     planned_gradients: frozenset[int] | None = None
     """Outputs whose gradients the memory plan counts as the caller's; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The inputs that one backward differentiates with respect to."""
+
+    inputs: frozenset[int]
+    accumulating: frozenset[int]
+    """Parameters among them to whose `.grad` autograd will add their gradients: not those of `torch.autograd.grad`,
+    of `backward(inputs=...)` without them, and what is computed from parameters."""
 
 
 def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -53,6 +65,7 @@ class _Compiled(torch.autograd.Function):
         outputs, (tensors, numbers) = function.forward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.function, ctx.numbers = function, numbers
+        ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.like = [
             (o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs
         ]
@@ -81,8 +94,9 @@ class _Compiled(torch.autograd.Function):
             _cotangent(gradient, like)
             for gradient, like in zip(grad_outputs, ctx.like, strict=True)
         ]
+        reached = Reached(wanted, wanted & _accumulating(ctx.places, ctx.next_functions))
         saved = _take_saved(ctx)
-        gradients = function.backward([saved, ctx.numbers], cotangents, wanted)
+        gradients = function.backward([saved, ctx.numbers], cotangents, reached)
         return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
 
 
@@ -151,6 +165,23 @@ def _reached(
         inputs for inputs, g in zip(depends_on, grad_outputs, strict=True) if g is not None
     )
     return frozenset().union(*with_gradient)
+
+
+def _accumulating(places: Sequence[int], next_functions: Sequence[Any]) -> frozenset[int]:
+    """Return the inputs whose gradients autograd adds to `.grad`; `places` are those that are tensors."""
+    nodes = (node for node, _ in next_functions)
+    return frozenset(i for i, node in zip(places, nodes, strict=True) if _will_accumulate(node))
+
+
+def _will_accumulate(node: Any) -> bool:
+    if not isinstance(node, _ACCUMULATE_GRAD):
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except (
+        RuntimeError
+    ):  # `torch.autograd.grad` takes the gradient of this leaf, and adds it to nothing
+        return False
 
 
 def _cotangent(gradient: Tensor | None, like: Any) -> Tensor | None:

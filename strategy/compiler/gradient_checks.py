@@ -10,6 +10,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.errors import CompileError
 from thunder_memsave.frontend.lowering import Lowered
+from thunder_memsave.ops.added_gradients import added_names
 
 _NO_GRADIENT = (
     "Thunder computes no gradient for {name!r} although eager PyTorch does: an operation that uses it is not "
@@ -48,7 +49,12 @@ def dependencies(
     """Find which inputs each output depends on; all that get a gradient, where the frontend does not know."""
     if lowered.depends_on is not None:
         return lowered.depends_on
-    with_gradient = frozenset(i for i, g in enumerate(backward.output) if g is not None)
+    added = added_names(backward)
+    with_gradient = frozenset(
+        i
+        for i, (gradient, argument) in enumerate(zip(backward.output, forward.args, strict=True))
+        if gradient is not None or (isinstance(argument, TensorProxy) and argument.name in added)
+    )
     outputs = forward.output[0]["output"]
     return tuple(
         with_gradient

@@ -69,6 +69,7 @@ STEPS: tuple[Step[State], ...] = (
     _tried("check_gradients", "refuse a backward that lacks a gradient", split.check),
     _tried("schedule", "communicate beside what computes", split.order),
     _tried("keep_gradients", "make a backward that does not reduce", split.keep_gradients),
+    _tried("add_gradients", "add to gradients where new ones are made", split.add_gradients),
     _tried("delete_last_used", "delete values after their last use", split.delete),
     _step("check_copies", "refuse a fusion that reads what it has written over", run.check_copies),
     _step("unwrap_results", "return the results alone, without a backward", run.unwrap_results),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,9 @@ from thunder_memsave.compiler import autograd
 from thunder_memsave.compiler.gradient_checks import dependencies
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.lowering import Lowered
-from thunder_memsave.ops.accumulation import (
-    UnreducedGradients,
-    accumulated_names,
-    running,
-)
+from thunder_memsave.ops.accumulation import UnreducedGradients, accumulated_names
+from thunder_memsave.ops.added_gradients import added_names
+from thunder_memsave.ops.running_backward import RunningBackward, running
 
 
 def check_copies(state: State) -> State:
@@ -84,17 +82,24 @@ def training(
             result, saved = compute(*inputs)
         return result["output"], saved
 
-    accumulated = set(accumulated_names(backward))
-    slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in accumulated]
+    named = {*accumulated_names(backward), *added_names(backward)}
+    slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in named]
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         # Not `inputs`: the batch is not kept until backward.
         parameters = [(i, name, inputs[i]) for i, name in slots]
 
-        def run_backward(saved: Any, cotangents: Any, reached: Collection[int]) -> Any:
-            trained = {name: p for i, name, p in parameters if i in reached}
-            with _plain_execution(), running(unreduced, trained):
-                return differentiate(saved, cotangents)
+        def run_backward(saved: Any, cotangents: Any, reached: autograd.Reached) -> Any:
+            of_run = RunningBackward(
+                gradients=unreduced,
+                parameters={name: p for i, name, p in parameters if i in reached.inputs},
+                accumulating=frozenset(n for i, n, _ in parameters if i in reached.accumulating),
+            )
+            with _plain_execution(), running(of_run):
+                gradients = list(differentiate(saved, cotangents))
+            for i, name, _ in parameters:
+                gradients[i] = of_run.given.get(name, gradients[i])
+            return gradients
 
         function = autograd.Differentiable(
             forward=run_forward,

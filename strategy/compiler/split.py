@@ -19,6 +19,7 @@ from thunder_memsave.compiler.gradient_checks import (
 )
 from thunder_memsave.compiler.state import State
 from thunder_memsave.ops.accumulation import accumulated_names, without_reductions
+from thunder_memsave.ops.added_gradients import with_added
 from thunder_memsave.passes.symbols import is_joint
 
 
@@ -57,6 +58,14 @@ def keep_gradients(state: State) -> State:
     if backward is None or not accumulated_names(backward):
         return state
     return replace(state, keeping=without_reductions(backward))
+
+
+def add_gradients(state: State) -> State:
+    """Add to the gradients of earlier micro-batches where new ones are made, if the plan says so."""
+    backward, forward = state.backward, state.forward
+    if backward is None or forward is None or not state.added:
+        return state
+    return replace(state, backward=with_added(backward, forward.args, state.added))
 
 
 def delete(state: State) -> State:

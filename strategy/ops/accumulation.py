@@ -16,9 +16,8 @@ The trace of a backward that may do so has a `with_unreduced` before each reduct
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.distributed.transport import start_reduce_scatter
+from thunder_memsave.ops.running_backward import running_backward
 from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
@@ -188,37 +188,15 @@ def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> T
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Backward:
-    """One run of a compiled backward."""
-
-    gradients: UnreducedGradients
-    parameters: Mapping[str, Tensor]
-    """The parameters that get a gradient in this run, by their names in the trace."""
-
-
-_running: ContextVar[_Backward] = ContextVar("_running")
-
-
-@contextmanager
-def running(gradients: UnreducedGradients, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run a compiled backward inside that computes gradients of these parameters, named as in its trace."""
-    token = _running.set(_Backward(gradients, parameters))
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
 def _with_unreduced(grad: Tensor, name: str) -> Tensor:
-    backward = _running.get()
+    backward = running_backward()
     parameter = backward.parameters.get(name)
     kept = None if parameter is None else backward.gradients.take(parameter)
     return grad if kept is None else kept.add_(grad).to(grad.dtype)
 
 
 def _keep_unreduced(grad: Tensor, name: str) -> None:
-    backward = _running.get()
+    backward = running_backward()
     if (parameter := backward.parameters.get(name)) is not None:
         backward.gradients.add(parameter, grad)
 

@@ -36,6 +36,8 @@ class Traces:
     """The plan's, for the values of `joint`; None: backward reads what it reads."""
     room: Room | None = None
     """Room of the plan for collectives in flight; None: only their window limits them."""
+    added: frozenset[str] = frozenset()
+    """Names of the parameters to whose gradients backward adds new ones itself."""
     tried: dict[str, tuple[Traces, Traces]] = field(default_factory=dict)
     """Input and result of each step for the plan that was tried last. Only this attribute changes."""
 
@@ -99,7 +101,7 @@ def _is_as(traces: Traces, other: Traces) -> bool:
     mine, others = traces.current, other.current
     return (
         len(mine) == len(others)
-        and (traces.actions, traces.room) == (other.actions, other.room)
+        and (traces.actions, traces.room, traces.added) == (other.actions, other.room, other.added)
         and all(_is_same(a, b) for a, b in zip(mine, others, strict=True))
     )
 

@@ -83,11 +83,11 @@ class _Training:
                 yield self._free(storage)
 
     def _accumulated(self) -> frozenset[int]:
-        """Return the gradients that die at backward's end because they were added to earlier ones."""
-        if not self._memory.gradient_bytes or not self._program.steps:
+        """Return the gradients that die because they were added to earlier ones."""
+        if not self._memory.gradient_bytes:
             return frozenset()
-        last = self._program.steps[-1].frees
-        return frozenset(s for s in last if self._program.storages[s].kind == "gradient")
+        freed = (s for step in self._program.steps for s in step.frees)
+        return frozenset(s for s in freed if self._program.storages[s].kind == "gradient")
 
     def _operation(self, step: Step) -> Iterator[Event]:
         made_bytes = sum(self._program.storages[s].nbytes for s in step.makes)

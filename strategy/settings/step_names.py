@@ -32,6 +32,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "check_gradients": "without it, a gradient may be missing without a word",
         "schedule": "",
         "keep_gradients": "without it, gradients are reduced inside `fabric.no_backward_sync`",
+        "add_gradients": "",
         "delete_last_used": "without it, the step holds all that it computes, whatever the plan says",
         "check_copies": "without it, a fusion may read what was written over",
         "unwrap_results": "what runs without gradients returns its results alone",

@@ -1,0 +1,116 @@
+"""Adds a gradient to its parameter's `.grad` as soon as it is there, where several micro-batches accumulate.
+
+Autograd gets all gradients of a compiled backward at its end, and adds them then: new gradients and old ones would be
+live together. A trace that adds them itself frees each one at once:
+
+    t8 = linear_backward(...)
+    add_gradient(t8, "t_weight")                    # parameter.grad += t8
+    return (None, ...)
+
+The sum and its order are autograd's. Where the engine must get a gradient, such as for `torch.autograd.grad`, a hook or
+a first one, which becomes `.grad`, it does get it (`RunningBackward.given`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor
+
+from thunder_memsave.ops.running_backward import RunningBackward, running_backward
+from thunder_memsave.sharding.sharded_parameter import as_rows
+
+_executor = OperatorExecutor("thunder_memsave_added_gradients", version="0")
+register_executor(_executor)
+
+
+def is_watched(parameter: Tensor) -> bool:
+    """Return whether a hook waits for this parameter's gradients, which only autograd calls."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(hooks)
+
+
+def _add_gradient(grad: Tensor, name: str) -> None:
+    backward = running_backward()
+    parameter = backward.parameters.get(name)
+    if parameter is None:  # not reached by what is differentiated
+        return
+    if _is_added(parameter, name, backward):
+        as_rows(parameter.grad).add_(grad)
+    else:
+        backward.given[name] = grad
+
+
+def _is_added(parameter: Tensor, name: str, backward: RunningBackward) -> bool:
+    return (
+        name in backward.accumulating and parameter.grad is not None and not is_watched(parameter)
+    )
+
+
+_add = _executor.register_operator(
+    "add_gradient",
+    meta=lambda grad, name: None,
+    fn=_add_gradient,
+    tags=[prims.OpTags.DONT_DCE],
+)
+
+
+def adds_gradient(bsym: BoundSymbol) -> bool:
+    """Return whether a symbol adds a gradient to its parameter's."""
+    return bsym.sym.id == _add.id  # type: ignore[no-any-return]
+
+
+def added_names(trace: TraceCtx) -> Sequence[str]:
+    """Return the names of the parameters to whose gradients a backward adds."""
+    return [b.args[1] for b in trace.bound_symbols if adds_gradient(b)]
+
+
+def with_added(backward: TraceCtx, arguments: Sequence[Any], names: Collection[str]) -> TraceCtx:
+    """Add the gradients of some parameters where they are made, instead of returning them.
+
+    Args:
+        backward: A backward trace, before values are deleted after their last use.
+        arguments: Those of its forward, to which its results are gradients.
+        names: The names of these parameters.
+    """
+    returned: dict[str, list[str]] = {}
+    for argument, gradient in zip(arguments, backward.output, strict=True):
+        if isinstance(gradient, TensorProxy) and argument.name in names:
+            returned.setdefault(gradient.name, []).append(argument.name)
+    made = {o.name for b in backward.bound_symbols for o in b.flat_proxy_outs}
+    returned = {gradient: of for gradient, of in returned.items() if gradient in made}
+    new = from_trace(backward)
+    new.bound_symbols = list(_adding(backward.bound_symbols, returned, arguments))
+    new.set_provenance(TraceProvenance("Pass add_gradients"))
+    return new
+
+
+def _adding(
+    symbols: Sequence[BoundSymbol], returned: dict[str, list[str]], arguments: Sequence[Any]
+) -> Iterator[BoundSymbol]:
+    taken = {name for names in returned.values() for name in names}
+    for bsym in symbols:
+        if bsym.sym is prims.python_return:
+            yield _returning_others(bsym, taken, arguments)
+            continue
+        yield bsym
+        for out in bsym.flat_proxy_outs:
+            for name in returned.pop(out.name, ()):
+                yield _add.bind(out, name, output=None)
+
+
+def _returning_others(
+    bsym: BoundSymbol, taken: Collection[str], arguments: Sequence[Any]
+) -> BoundSymbol:
+    (gradients,) = bsym.args
+    others = tuple(
+        None if isinstance(argument, Proxy) and argument.name in taken else gradient
+        for argument, gradient in zip(arguments, gradients, strict=True)
+    )
+    return bsym.from_bsym(args=(others,))

@@ -1,0 +1,50 @@
+"""What a compiled backward knows while it runs: operations of its trace read it, and leave gradients in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from thunder_memsave.ops.accumulation import UnreducedGradients
+
+
+@dataclass(frozen=True, slots=True)
+class RunningBackward:
+    """One run of a compiled backward."""
+
+    gradients: UnreducedGradients
+    """Whole gradients that are kept between micro-batches."""
+    parameters: Mapping[str, Tensor]
+    """The parameters that get a gradient in this run, by their names in the trace."""
+    accumulating: frozenset[str] = frozenset()
+    """Those of them to whose `.grad` autograd would add their gradient, and which tells nobody else of it."""
+    given: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients for autograd, by parameter, which the trace itself does not return."""
+
+
+_running: ContextVar[RunningBackward] = ContextVar("_running")
+
+
+@contextmanager
+def running(backward: RunningBackward) -> Iterator[None]:
+    """Run a compiled backward inside."""
+    token = _running.set(backward)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def running_backward() -> RunningBackward:
+    """Return the backward that runs.
+
+    Raises:
+        LookupError: none does.
+    """
+    return _running.get()
