@@ -84,7 +84,8 @@ class MemoryConfig(Section):
 
     budget: Literal["auto"] | BytesOrFraction = "auto"
     """Memory for tensors on each device: bytes, or a part of the device's memory, `80%` or `0.8`;
-    `auto` is all of it less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
+    `auto` is what other programs leave of it, less `reserve`. On the CPU, bytes only, and `auto`
+    sets no limit."""
 
     policy: Literal["plan", "keep_all", "recompute_all"] = "plan"
     """`plan` recomputes activations in backward as far as the budget requires, in the least time;
@@ -95,9 +96,9 @@ class MemoryConfig(Section):
     """Memory that `budget: auto` leaves to fragmentation and other libraries: bytes, or a part of
     the device's memory."""
 
-    limits: Literal["tensors", "reserved"] = "tensors"
+    limits: Literal["auto", "tensors", "reserved"] = "auto"
     """The budget limits bytes of `tensors`, or the more bytes that PyTorch's allocator is
-    simulated to have `reserved` for them on CUDA."""
+    simulated to have `reserved` for them; `auto` is `reserved` on CUDA, `tensors` on the CPU."""
 
     expandable_segments: bool = True
     """Let the segments grow in which PyTorch's allocator reserves memory on CUDA, so that less is lost
@@ -120,19 +121,22 @@ class MemoryConfig(Section):
             )
         _refuse_without_effect(self)
 
-    def budget_bytes(self, device_total_bytes: int | None) -> int | None:
-        """Return the bytes that tensors may take on a device.
+    def budget_bytes(
+        self, device_total_bytes: int | None, *, available_bytes: int | None = None
+    ) -> int | None:
+        """Return the bytes that a step may take on a device.
 
         Args:
             device_total_bytes: Memory of the device; None for the CPU, whose memory is not a limit
                 that is planned for.
+            available_bytes: What other programs and CUDA itself leave of it; None: all of it.
 
         Returns:
             Bytes; None if there is no limit.
 
         Raises:
-            ConfigError: the budget is a fraction of an unknown memory, or more than the device has; or it limits
-                what is reserved on a device that reserves nothing.
+            ConfigError: the budget is a fraction of an unknown memory, or more than the device has or has left; or
+                it limits what is reserved on a device that reserves nothing.
         """
         if self.policy != "plan":
             return None
@@ -142,19 +146,20 @@ class MemoryConfig(Section):
                 "out.",
                 key="memory.limits",
             )
-        if self.budget == "auto":
-            return device_total_bytes and device_total_bytes - self._reserve_bytes(
-                device_total_bytes
-            )
+        budget_bytes = self._wanted_bytes(device_total_bytes, available_bytes)
+        if budget_bytes is not None and device_total_bytes is not None:
+            _refuse_more(budget_bytes, device_total_bytes, available_bytes)
+        return budget_bytes
+
+    def _wanted_bytes(self, total_bytes: int | None, available_bytes: int | None) -> int | None:
         if isinstance(self.budget, float):
-            return self._fraction_bytes(self.budget, device_total_bytes)
-        if device_total_bytes is not None and self.budget > device_total_bytes:
-            raise ConfigError(
-                f"memory.budget is {self.budget:,} bytes, but the device has {device_total_bytes:,}; write less, or "
-                "'auto'.",
-                key="memory.budget",
-            )
-        return int(self.budget)
+            return self._fraction_bytes(self.budget, total_bytes)
+        if self.budget != "auto":
+            return int(self.budget)
+        if total_bytes is None:
+            return None
+        available_bytes = total_bytes if available_bytes is None else available_bytes
+        return available_bytes - self._reserve_bytes(total_bytes, available_bytes)
 
     def _fraction_bytes(self, fraction: float, device_total_bytes: int | None) -> int:
         if device_total_bytes is None:
@@ -165,16 +170,32 @@ class MemoryConfig(Section):
             )
         return int(fraction * device_total_bytes)
 
-    def _reserve_bytes(self, device_total_bytes: int) -> int:
+    def _reserve_bytes(self, total_bytes: int, available_bytes: int) -> int:
         fraction = isinstance(self.reserve, float)
-        reserve = int(self.reserve * device_total_bytes) if fraction else int(self.reserve)
-        if reserve >= device_total_bytes:
+        reserve = int(self.reserve * total_bytes) if fraction else int(self.reserve)
+        if reserve >= available_bytes:
             raise ConfigError(
-                f"memory.reserve is {self.reserve}, which leaves nothing of the device's {device_total_bytes:,} bytes; "
-                "write less.",
+                f"memory.reserve is {self.reserve}, which leaves nothing of the device's {total_bytes:,} bytes"
+                f"{_held(total_bytes, available_bytes)}; write less.",
                 key="memory.reserve",
             )
         return reserve
+
+
+def _refuse_more(budget_bytes: int, total_bytes: int, available_bytes: int | None) -> None:
+    left_bytes = total_bytes if available_bytes is None else available_bytes
+    if budget_bytes > left_bytes:
+        raise ConfigError(
+            f"memory.budget is {budget_bytes:,} bytes, but the device has {total_bytes:,}"
+            f"{_held(total_bytes, left_bytes)}; write less, or 'auto'.",
+            key="memory.budget",
+        )
+
+
+def _held(total_bytes: int, available_bytes: int) -> str:
+    """Say what others hold of a device; nothing if they hold nothing."""
+    held_bytes = total_bytes - available_bytes
+    return f", of which other programs and CUDA hold {held_bytes:,}" if held_bytes else ""
 
 
 def _refuse_without_effect(memory: MemoryConfig) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
+from thunder_memsave.budget.agreed import least_available_bytes
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.compiler.explain_steps import explain_steps
@@ -130,6 +131,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             config=config,
             process_group_backend=process_group_backend,
         )
+        self.available_bytes: int | None = None  # None on the CPU, and before processes are set up
         self._backward_sync_control = self._accumulation = Accumulation()
         self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
@@ -177,6 +179,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         self.config = replace(self.config, fp8=fp8_of(self.precision, self.config.fp8))
         refuse_own_scales(self.config.fp8, num_ranks=self.world_size)
         super()._setup_distributed()
+        self.available_bytes = least_available_bytes(self.root_device, self.data_parallel)
         if self.data_parallel is not None and self.data_parallel.shards:
             share_found_inf(self.precision, self.data_parallel.everyone)
 
@@ -228,6 +231,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             data_parallel=self.data_parallel,
             device=self.root_device,
             step_memory=self._step_memory,
+            available_bytes=self.available_bytes,
         )
 
     def _step_memory(self) -> StepMemory:
@@ -279,6 +283,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         """The plan of the most recently compiled call with a backward; None before the first."""
         call = self._planned_call()
         return None if call is None else call.plan
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that a step may take on each device; None without a limit."""
+        return self._module_setup.budget_bytes
 
     def explain(self, *, num_rows: int = 40, passes: bool = False) -> str:
         """Return the plan as text: what is kept for backward and what is recomputed, with source lines.

@@ -65,7 +65,8 @@ def write(folder: Path, text: str) -> Path:
             "leave_out",
             ["regather", "scedule"],
             r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
-            r"can be left out are out_of_place, fold_casts, gather_in_compute_dtype, regather, schedule\.$",
+            r"can be left out are out_of_place, fold_casts, gather_in_compute_dtype, regather, schedule, "
+            r"add_gradients\.$",
         ),
         (
             "leave_out",
@@ -283,7 +284,7 @@ def test_the_budget_in_bytes(memory: dict[str, Any], device: int | None, budget:
         ),
         (
             {"limits": "cache"},
-            r"memory\.limits is 'cache', but must be 'tensors' or 'reserved'",
+            r"memory\.limits is 'cache', but must be one of 'auto', 'tensors', 'reserved'\.",
         ),
         ([], r"memory is \[\], but must be a mapping"),
     ],
@@ -303,6 +304,18 @@ def test_a_budget_that_the_device_cannot_have_is_refused() -> None:
         parse_memory({"budget": 2000}).budget_bytes(1000)
     with pytest.raises(ConfigError, match=r"memory\.reserve is 1000, which leaves nothing of"):
         parse_memory({"reserve": 1000}).budget_bytes(1000)
+
+
+def test_a_budget_is_of_what_others_leave_of_the_device() -> None:
+    auto = parse_memory({"reserve": "10%"})
+    assert auto.budget_bytes(1000, available_bytes=1000) == auto.budget_bytes(1000) == 900
+    assert auto.budget_bytes(1000, available_bytes=700) == 600
+    assert parse_memory({"budget": "50%"}).budget_bytes(1000, available_bytes=700) == 500
+    held = r", of which other programs and CUDA hold 300"
+    with pytest.raises(ConfigError, match=f"is 800 bytes, but the device has 1,000{held}; write"):
+        parse_memory({"budget": "80%"}).budget_bytes(1000, available_bytes=700)
+    with pytest.raises(ConfigError, match=rf"leaves nothing of the device's 1,000 bytes{held}; wr"):
+        parse_memory({"reserve": 700}).budget_bytes(1000, available_bytes=700)
 
 
 def test_the_strategys_and_the_memory_sections_problems_come_together(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from thunder_memsave.distributed.agreement import broadcast
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.measure.devices import available_bytes
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.planner.graph import TrainingGraph
 
@@ -29,6 +30,12 @@ def largest(nbytes: int, data_parallel: DataParallel | None) -> int:
     if data_parallel is None:
         return nbytes
     return int(_reduced(torch.tensor(nbytes), dist.ReduceOp.MAX, data_parallel))
+
+
+def least_available_bytes(place: torch.device, data_parallel: DataParallel | None) -> int | None:
+    """Return the bytes that this process can have on each rank's device; None for the CPU. A collective."""
+    own = available_bytes(place)
+    return None if own is None else -largest(-own, data_parallel)
 
 
 def least_room(own: Room, data_parallel: DataParallel | None) -> Room:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NoReturn
 
+import torch
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
-from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.extract import memory_of, profiles, training_graph
+from thunder_memsave.budget.limits import limited_bytes, limits_reserved
 from thunder_memsave.budget.pins import pin_of
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
 from thunder_memsave.budget.planned_call import (
@@ -49,6 +51,7 @@ from thunder_memsave.planner.graph import (
     TrainingGraph,
 )
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
+from thunder_memsave.planner.workspaces import blas_workspace_bytes
 from thunder_memsave.progress import stage
 
 _MOST_ROUNDS = 8
@@ -147,7 +150,8 @@ class MemoryPlanner:
         stage("extract")
         trace = traces.joint
         memory = self._step_memory()
-        memory = replace(memory, other_bytes=memory.other_bytes + arguments.unread_bytes)
+        other_bytes = arguments.unread_bytes + blas_workspace_bytes(self._device, os.environ)
+        memory = replace(memory, other_bytes=memory.other_bytes + other_bytes)
         added = adding(memory, arguments)
         graph = training_graph(
             trace,
@@ -163,6 +167,7 @@ class MemoryPlanner:
         self.calls.append(call)
         if not self._device_type:
             _measured_scratch().save()
+            torch.cuda.empty_cache()  # operations were run alone, on tensors of all sizes
         return replace(traces, actions=call.actions, room=call.given_room, added=added)
 
     def _planned(self, attempt: Attempt) -> PlannedCall:
@@ -264,15 +269,11 @@ class MemoryPlanner:
         return _Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
 
     def _limited_bytes(self, call: PlannedCall) -> int:
-        """Return the bytes that the budget limits; a call without backward is no step that could be simulated."""
-        peak_bytes = call.profile.peak_bytes
-        if not self._limits_reserved or call.plan is None:
-            return peak_bytes
-        return max(peak_bytes, call.reserved_bytes(allocator_environment(self._memory)))
+        return limited_bytes(call, self._memory, self._device)
 
     @property
     def _limits_reserved(self) -> bool:
-        return self._memory.limits == "reserved"
+        return limits_reserved(self._memory, self._device)
 
     def _rank_zeros(
         self,

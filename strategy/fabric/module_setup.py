@@ -46,11 +46,14 @@ class ModuleSetup:
     device: torch.device
     step_memory: Callable[[], StepMemory]
     """Measures what a step holds beside the model's graph; called when a plan is made."""
+    available_bytes: int | None = None
+    """Bytes that this process can have on each rank's device; None for the CPU."""
 
     @property
     def budget_bytes(self) -> int | None:
         """Bytes that a step may take on this rank's device; None without a limit."""
-        return self.config.memory.budget_bytes(total_bytes(self.device))
+        total = total_bytes(self.device)
+        return self.config.memory.budget_bytes(total, available_bytes=self.available_bytes)
 
     def set_up(self, module: nn.Module) -> ForwardModule:
         """Shard the model in place and wrap it into its compiled forward.
@@ -87,6 +90,7 @@ class ModuleSetup:
             module.to(self.device)
         if shards:
             hide_padding(module)
+        torch.cuda.empty_cache()  # whole weights were here, one at a time
 
     def _backend(self, fp8: Fp8Config) -> Backend:
         """Choose the fp8 backend, the same on all ranks, before any weight is cast."""

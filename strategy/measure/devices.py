@@ -32,6 +32,17 @@ def device_at(place: torch.device) -> Device:
     return known or device(_UNKNOWN)
 
 
+def available_bytes(place: torch.device) -> int | None:
+    """Return the bytes of the device that this process has or can have: all but other programs' and CUDA's own.
+
+    None for the CPU, whose memory is not a limit that is planned for.
+    """
+    if place.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(place)
+    return free + torch.cuda.memory_reserved(place)
+
+
 def total_bytes(place: torch.device) -> int | None:
     """Return the device's memory in bytes; None for the CPU, whose memory other programs share."""
     if place.type != "cuda":

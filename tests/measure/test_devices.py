@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from thunder_memsave.measure.devices import device_at
+from thunder_memsave.measure.devices import available_bytes, device_at
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,10 @@ def test_another_one_is_named_and_gets_the_rates_of_an_h100(
     caplog.set_level(logging.WARNING, logger="thunder_memsave.measure.devices")
     assert device_at(torch.device("cuda")).name == "h100"
     assert f"the rates of {name.lower()} are not known" in caplog.text
+
+
+def test_what_others_and_cuda_hold_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 200)
+    assert available_bytes(torch.device("cuda", 0)) == 900

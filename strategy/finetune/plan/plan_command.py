@@ -196,7 +196,7 @@ def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
             "",
             explain(plan, num_rows=12),
             "",
-            f"smallest budget with a plan: about {in_units(made.smallest_bytes)}{_of_tensors(made, config)}",
+            f"smallest budget with a plan: about {in_units(made.smallest_bytes)}{_of_tensors(made)}",
             f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
             _made_in(plan, progress),
             "",
@@ -228,14 +228,14 @@ def _made_in(plan: Any, progress: Progress) -> str:
     return f"{took}: it recomputes {plan.gap:.1%} more than any plan must"
 
 
-def _of_tensors(made: RunPlan, config: RunConfig) -> str:
+def _of_tensors(made: RunPlan) -> str:
     """Say that the smallest budget does not count what is reserved: only a plan that was carried out is simulated."""
-    return " of tensors" if made.fits and config.memory.limits == "reserved" else ""
+    return " of tensors" if made.fits and made.limits_reserved else ""
 
 
 def _verdict(made: RunPlan, config: RunConfig) -> str:
     peak = in_units(made.call.profile.peak_bytes)
-    if config.memory.limits == "reserved" and isinstance(made.reserved, ReservedMemory):
+    if made.limits_reserved and isinstance(made.reserved, ReservedMemory):
         peak = f"{in_units(made.reserved.reserved_bytes)} reserved"
     if made.budget_bytes is None:
         return f"there is no budget; it needs {peak}."

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from thunder_memsave.budget.allocator_settings import allocator_environment
+from thunder_memsave.budget.limits import limits_reserved
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
@@ -68,6 +69,8 @@ class RunPlan:
     """Peak bytes of the loss outside of the compiled graph, between forward and backward."""
     reserved: ReservedMemory | NotSimulatedError | None
     """Bytes that the device's allocator reserves; None on the CPU, where nothing is reserved."""
+    limits_reserved: bool
+    """Whether the budget limits these, not bytes of tensors."""
     curve: tuple[tuple[int, float], ...]
     """Budgets in bytes, each with a lower bound in microseconds of the recompute time under it."""
 
@@ -129,6 +132,7 @@ def plan_run(
         loss_bytes=memory.between_bytes,
         curve=planner.curve(smallest) if has_curve else (),
         reserved=_reserved(planner.call, device, config.memory),
+        limits_reserved=limits_reserved(config.memory, device),
     )
 
 

@@ -9,7 +9,6 @@ import torch
 
 from thunder_memsave.compat.foreign_messages import missing_bytes, says_out_of_memory
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.measure.devices import total_bytes
 from thunder_memsave.planner.report.explain import in_units
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -41,10 +40,10 @@ def changes(
 
 def _override(strategy: ThunderMemsaveStrategy, budget_mib: int) -> str:
     """Raise the reserve if one is set, because a budget beside it is refused; otherwise lower the budget."""
-    memory, total = strategy.config.memory, total_bytes(strategy.root_device)
-    if memory.budget != "auto" or memory.reserve == MemoryConfig().reserve or total is None:
+    memory, available = strategy.config.memory, strategy.available_bytes
+    if memory.budget != "auto" or memory.reserve == MemoryConfig().reserve or available is None:
         return f"--memory.budget={budget_mib}MiB"
-    return f"--memory.reserve={-(-total // _MIB) - budget_mib}MiB"
+    return f"--memory.reserve={-(-available // _MIB) - budget_mib}MiB"
 
 
 def _largest_divisor(size: int) -> int:
@@ -68,7 +67,7 @@ def _smaller_budget(error: BaseException, strategy: ThunderMemsaveStrategy) -> i
     plan = strategy.plan
     if missing is None or plan is None:
         return None
-    budget = strategy.config.memory.budget_bytes(total_bytes(strategy.root_device))
+    budget = strategy.budget_bytes
     if budget is None:
         return None
     # A plan below its budget must shrink from its own peak.

@@ -21,6 +21,7 @@ from thunder_memsave.budget import plan_request
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan.plan_command import PlanOptions, parse_options
 from thunder_memsave.finetune.plan.plan_progress import STAGES
+from thunder_memsave.planner.report.explain import in_units
 from thunder_memsave.planner.search.solve import solve
 from thunder_memsave.settings.problems import ConfigError
 
@@ -99,28 +100,29 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
 def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, plan = planned(run_file, tmp_path, "--budget", "600KiB")
+    tight = ("--budget", "65MiB", "--memory.limits=tensors")  # 64 MiB of it are cuBLAS's
+    code, plan = planned(run_file, tmp_path, *tight)
     assert code == 3
     assert not plan["fits"]
-    assert plan["predicted_peak_bytes"] == plan["smallest_budget_bytes"] > 600 * 1024
-    assert "it does not fit: the budget is 600.00 KiB, and the smallest" in capsys.readouterr().out
+    assert plan["predicted_peak_bytes"] == plan["smallest_budget_bytes"] > 65 << 20
+    assert "it does not fit: the budget is 65.00 MiB, and the smallest" in capsys.readouterr().out
 
 
-def test_a_budget_of_reserved_bytes_names_the_smallest_that_works(
+def test_a_budget_is_of_reserved_bytes_and_names_the_smallest_that_works(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limited = ("--memory.limits=reserved",)
-    code, plan = planned(run_file, tmp_path, "--budget=1536KiB", *limited)
+    code, plan = planned(run_file, tmp_path, "--budget=66680KiB")
     smallest = plan["smallest_budget_bytes"]
     assert code == 3
-    assert plan["predicted_peak_bytes"] < 1536 << 10 < smallest
+    assert plan["predicted_peak_bytes"] < 66680 << 10 < smallest
     assert smallest == plan["reserved_simulated"]["reserved_bytes"]
-    assert "the tables above are for 2.00 MiB reserved" in capsys.readouterr().out
-    code, plan = planned(run_file, tmp_path, f"--budget={smallest}", *limited)
+    shown = f"{in_units(smallest)} reserved"
+    assert f"the tables above are for {shown}" in capsys.readouterr().out
+    code, plan = planned(run_file, tmp_path, f"--budget={smallest}")
     assert code == 0
     assert plan["reserved_simulated"]["reserved_bytes"] <= smallest
     output = capsys.readouterr().out
-    assert "it fits: 2.00 MiB reserved of 2.00 MiB." in output
+    assert f"it fits: {shown} of {in_units(smallest)}." in output
     assert re.search(r"smallest budget with a plan: about .* of tensors$", output, re.MULTILINE)
 
 

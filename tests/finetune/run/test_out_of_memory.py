@@ -23,13 +23,19 @@ MESSAGE = (
 ERROR = torch.OutOfMemoryError(MESSAGE)
 
 
+TOTAL = 80 * 2**30 + 5
+AVAILABLE = 79 * 2**30
+
+
 def planned(*, peak_bytes: int, **memory: Any) -> ThunderMemsaveStrategy:
+    config = parse_section(MemoryConfig, memory, where="memory")
     return cast(
         ThunderMemsaveStrategy,
         SimpleNamespace(
             plan=SimpleNamespace(predicted_peak_bytes=peak_bytes),
-            config=SimpleNamespace(memory=parse_section(MemoryConfig, memory, where="memory")),
-            root_device=torch.device("cpu"),
+            config=SimpleNamespace(memory=config),
+            available_bytes=AVAILABLE,
+            budget_bytes=config.budget_bytes(TOTAL, available_bytes=AVAILABLE),
         ),
     )
 
@@ -46,30 +52,26 @@ def test_the_budget_is_lowered_by_what_is_missing_or_the_micro_batch_is_divided(
     assert changes(ERROR, without, micro_batch_size=1) == ()
 
 
-def test_a_reserve_that_is_given_grows_instead_of_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reserve_that_is_given_grows_instead_of_the_budget() -> None:
     """A budget beside a reserve is refused, so the reserve grows and gives the plan the same limit."""
-    total = 80 * 2**30 + 5
-    monkeypatch.setattr(
-        "thunder_memsave.finetune.run.out_of_memory.total_bytes", lambda device: total
-    )
+
+    def budget_bytes(**memory: str) -> int:
+        config = parse_section(MemoryConfig, memory, where="memory")
+        found = config.budget_bytes(TOTAL, available_bytes=AVAILABLE)
+        assert found is not None
+        return found
+
     strategy = planned(peak_bytes=80 * 2**30, reserve="4GiB")
     (change,) = changes(ERROR, strategy, micro_batch_size=1)
     name, _, value = change.partition("=")
     assert name == "--memory.reserve"
-    changed = parse_section(MemoryConfig, {"reserve": value}, where="memory").budget_bytes(total)
-    assert changed is not None
     # The missing bytes, and less than a MiB from rounding.
-    assert 0 <= total - 4 * 2**30 - 3 * 2**29 - changed < 2 * 2**20
+    assert 0 <= AVAILABLE - 4 * 2**30 - 3 * 2**29 - budget_bytes(reserve=value) < 2 * 2**20
     default = planned(peak_bytes=80 * 2**30)
     (change,) = changes(ERROR, default, micro_batch_size=1)
     name, _, value = change.partition("=")
     assert name == "--memory.budget"
-    assert (
-        parse_section(MemoryConfig, {"budget": value}, where="memory").budget_bytes(total)
-        is not None
-    )
+    assert budget_bytes(budget=value) < budget_bytes()
 
 
 def test_there_is_no_snapshot_where_torch_has_no_allocator_of_its_own(tmp_path: Path) -> None:
