@@ -65,7 +65,9 @@ def init_default_group(
 
 
 def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataParallel | None:
-    """Make the strategy's groups over all ranks; None without a process group. A collective.
+    """Make the strategy's groups over all ranks; None for one process, also in a group of its own. A collective.
+
+    A group of one would only cost: casts, divisions, copies and reductions of each gradient.
 
     Thunder copies the default group without its timeout, so that on gloo a stopped peer is noticed
     only after 30 minutes; and groups of its own separate the strategy's collectives from the user's.
@@ -73,7 +75,7 @@ def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataPa
     Raises:
         ConfigError: The size of hybrid sharding's groups does not divide the number of ranks.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     everyone = dist.new_group(timeout=config.timeout, group_desc="thunder_memsave data parallel")
     settings = _settings(config)
