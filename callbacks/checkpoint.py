@@ -153,9 +153,13 @@ class ModelCheckpoint:
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
         self._evaluated = (step, {k: v for k, v in numbers.items() if math.isfinite(v)})
 
+    def saves_after(self, step: int) -> bool:
+        """Tell whether the end of this step is due to be saved."""
+        return self.every_n_steps is not None and step % self.every_n_steps == 0
+
     def on_train_batch_end(self, *, fabric: Fabric, step: int, state: Mapping[str, Any]) -> None:
         """Save if this step is due."""
-        if self.every_n_steps is None or step % self.every_n_steps != 0:
+        if not self.saves_after(step):
             return
         self._wait_for_background(fabric, when="in training")
         with self._warning_of_disks(fabric, step, when="in training"):

@@ -20,7 +20,7 @@ class GradientNormMonitor:
     metric_names = ("grad_norm",)
 
     def __init__(self) -> None:
-        self._norm: float | None = None
+        self._norm: Tensor | None = None
 
     def on_before_optimizer_step(
         self, *, fabric: Fabric, model: nn.Module, optimizer: Optimizer
@@ -28,10 +28,10 @@ class GradientNormMonitor:
         """Measure the norm. A collective."""
         norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf, error_if_nonfinite=False)
         assert isinstance(norm, Tensor)
-        self._norm = float(norm)
+        self._norm = norm
 
     def on_train_batch_end(self, *, metrics: dict[str, Any]) -> None:
         """Add the metric of the step."""
         if self._norm is not None:
-            metrics["grad_norm"] = self._norm
+            metrics["grad_norm"] = float(self._norm)  # not before: the host waits for it
             self._norm = None

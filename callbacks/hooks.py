@@ -20,6 +20,12 @@ class TrainingHooks(Protocol):
 
     One optimizer step is one "batch" of these names. Arguments are passed by keyword, and a hook names those
     that it needs. `step` counts finished optimizer steps; `metrics` is one dict for all callbacks of a hook.
+
+    `loss` and `grad_norm` of a step are numbers, or tensors on the device where the host has not read them yet
+    (`train.log_every_n_steps`): `float(...)` reads one and waits for the device. The run reads them all together later,
+    and puts the numbers into the same dict; the dict of a step that was not taken is emptied then. All is read
+    before a hook that takes `state`; a callback of which one does may say by `saves_after(step) -> bool` after which
+    steps it saves.
     """
 
     def on_after_setup(self, *, fabric: Fabric, module: nn.Module) -> None:
@@ -89,3 +95,13 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     if name.startswith("on_")
 }
 """Names of each hook's arguments, in the order in which a run calls the hooks."""
+
+
+def saves_after(callback: object, step: int) -> bool:
+    """Tell whether a callback may save the state at the end of a step."""
+    hook = getattr(callback, "on_train_batch_end", None)
+    takes = () if hook is None else inspect.signature(hook).parameters.values()
+    if not any(p.name == "state" or p.kind is p.VAR_KEYWORD for p in takes):
+        return False
+    asked = getattr(callback, "saves_after", None)
+    return True if asked is None else bool(asked(step))

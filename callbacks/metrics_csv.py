@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from thunder_memsave.checkpoints.disk_errors import told
 
@@ -31,7 +32,8 @@ _COLUMNS = (
 class MetricsCSV:
     """Writes one row per training step and one per evaluation, on rank 0.
 
-    The first disk error is a warning, and training goes on.
+    A step whose numbers the host has not read yet waits for them, and so do the rows after it; the end of the run,
+    also with an exception, reads what is left. The first disk error is a warning, and training goes on.
 
     Args:
         path: The file. Rows of steps after the one that a run starts from are dropped: a killed
@@ -52,6 +54,7 @@ class MetricsCSV:
         self.monitors = tuple(monitors)
         self._has_warned = False
         self._is_torn = False
+        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
 
     def on_train_start(self, *, fabric: Fabric, step: int) -> None:
         """Start the file, or truncate it to the step that the run resumes from."""
@@ -70,16 +73,35 @@ class MetricsCSV:
         """Write the row of a step."""
         self._append(fabric, step, metrics)
 
+    def on_train_end(self) -> None:
+        """Write the rows that wait."""
+        self._write()
+
+    def on_exception(self) -> None:
+        """Write the rows that wait, but of steps that were not taken."""
+        self._write()
+
     def _append(self, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         if not fabric.is_global_zero:
             return
-        with self._warning_of_disks(step):
+        self._waiting.append((step, metrics))
+        if not any(isinstance(v, Tensor) for _, each in self._waiting for v in each.values()):
+            self._write()
+
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        rows = [{**_numbers(metrics), "step": step} for step, metrics in waiting if metrics]
+        if not rows:
+            return
+        with self._warning_of_disks(waiting[0][0]):
             if not self.path.exists():
                 self._rewrite([])
             elif self._is_torn:
                 _cut_torn_row(self.path)
             with self.path.open("a", newline="", encoding="utf-8") as file:
-                self._writer(file).writerow({**metrics, "step": step})
+                writer = self._writer(file)
+                for row in rows:
+                    writer.writerow(row)
             self._is_torn = False
 
     @contextmanager
@@ -111,6 +133,11 @@ class MetricsCSV:
         return csv.DictWriter(
             file, self.columns, restval="", extrasaction="ignore", lineterminator="\n"
         )
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what is still on the device."""
+    return {k: float(v) if isinstance(v, Tensor) else v for k, v in metrics.items()}
 
 
 def _cut_torn_row(path: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning.fabric import Fabric
+from torch import Tensor
 
 
 class MetricsLogger:
@@ -49,7 +50,8 @@ class MetricsLogger:
 
     def _log(self, fabric: Fabric, step: int, metrics: Mapping[str, Any]) -> None:
         if fabric.is_global_zero:
-            fabric.log_dict(metrics, step=step)
+            numbers = {k: float(v) if isinstance(v, Tensor) else v for k, v in metrics.items()}
+            fabric.log_dict(numbers, step=step)
 
     def _finalize(self, fabric: Fabric, status: str) -> None:
         if fabric.is_global_zero:

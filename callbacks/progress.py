@@ -10,6 +10,7 @@ from lightning.fabric import Fabric
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
+from torch import Tensor
 
 _BAR_SHARE = 8  # the bar takes 1/8 of the terminal's width
 
@@ -44,6 +45,8 @@ class ProgressBar:
         self._start = 0.0
         self._first_step_end: float | None = None
         self._tokens = self._seconds = 0.0
+        self._num_unread = 0
+        self._known: dict[str, Any] = {}
         self._losses: dict[int, float] = {}
         self._captured: set[str] = set()
 
@@ -81,14 +84,21 @@ class ProgressBar:
         if is_first:
             self._first_step_end = self._clock()
         else:
-            self._tokens += metrics.get("num_tokens", 0.0)
-            self._seconds += metrics.get("step_seconds", 0.0)
+            self._count(metrics)
         if self._bar is not None:
             self._move(step, metrics)
         elif is_first or step % (self.every_n_steps or 1) == 0:
             fields = [f"step {step}/{self._num_steps}", *_fields(metrics).values()]
             left = self._seconds_left(step)
             self._print(" | ".join([*fields, *([f"{_clock_text(left)} left"] if left else [])]))
+
+    def _count(self, metrics: Mapping[str, Any]) -> None:
+        """Add a step to the averages; its seconds are the mean of those whose numbers came with it."""
+        self._tokens += metrics.get("num_tokens", 0.0)
+        self._num_unread += 1
+        if "step_seconds" in metrics:
+            self._seconds += metrics["step_seconds"] * self._num_unread
+            self._num_unread = 0
 
     def on_validation_start(self, *, step: int) -> None:
         """Show that an evaluation runs while the bar stands still."""
@@ -139,7 +149,9 @@ class ProgressBar:
         left_text = "" if left is None or step == self._num_steps else f"· {_clock_text(left)} left"
         # Spinner, bar, elapsed time, and the spaces between columns.
         taken = 1 + _bar_width(self.console) + len(" 0:00:00 ") + len(left_text) + 4
-        fields = {"step": f"{step}/{self._num_steps}", **_fields(metrics)}
+        # The last numbers that were read: a live bar is not worth waiting for the device.
+        self._known.update({k: v for k, v in metrics.items() if not isinstance(v, Tensor)})
+        fields = {"step": f"{step}/{self._num_steps}", **_fields(self._known)}
         text = _fitting(fields, self.console.width - taken)
         self._bar.update(self._task, completed=step, description=text, left=left_text)
 

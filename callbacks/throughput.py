@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from thunder_memsave.callbacks.peak_flops import MatmulFormat, peak_tflops
 
@@ -15,12 +17,16 @@ from thunder_memsave.callbacks.peak_flops import MatmulFormat, peak_tflops
 class ThroughputMonitor:
     """Metrics of a step's speed, from the metrics `num_tokens` and `num_input_tokens`.
 
-    - `step_seconds`: seconds from the step's start to its end, without an evaluation in it;
+    - `step_seconds`: seconds from the step's start to its end, without an evaluation in it. On CUDA a step ends when
+      the host has read its loss, so that its optimizer's kernels count as the next step's;
     - `tokens_per_s`, `tokens_per_s_per_device`: target tokens, so without padding and prompts;
     - `input_tokens_per_s`: all tokens that the model was given;
     - `mfu`: model FLOPs utilisation, the FLOPs that the model needs for all its input (without
       recomputation) over the devices' peak in that time. Only if both are known;
     - `total_tokens`: target tokens since the beginning of the run, across resumes.
+
+    A step whose `loss` the host has not read, because it runs ahead of the device, has the last one alone; the next one
+    that was read has the mean of all since then.
 
     Args:
         flops_per_token: FLOPs of training per input token, as `callbacks.flops.training_flops` counts them.
@@ -46,6 +52,7 @@ class ThroughputMonitor:
         self._clock = clock
         self._start: float | None = None
         self._pause: float | None = None
+        self._sums = _Sums()
         self._peak: float | None = None
         self._num_devices = 1
         self._device = torch.device("cpu")
@@ -81,41 +88,61 @@ class ThroughputMonitor:
 
     def on_train_batch_start(self) -> None:
         """Start the clock."""
-        self._start = self._now()
+        self._start = self._clock()
 
     def on_validation_start(self) -> None:
         """Stop the clock."""
-        self._pause = self._now()
+        self._pause = self._clock()
 
     def on_validation_end(self) -> None:
         """Resume the clock."""
         if self._start is not None and self._pause is not None:
-            self._start += self._now() - self._pause
+            self._start += self._clock() - self._pause
         self._pause = None
 
     def on_train_batch_end(self, *, metrics: dict[str, Any]) -> None:
         """Add the metrics of the step."""
         if self._start is None:
             return
-        seconds = self._now() - self._start
-        metrics["step_seconds"] = seconds
+        if self._device.type == "cuda" and "loss" not in metrics:
+            # Nobody may have waited for its kernels, which belong to the step.
+            torch.cuda.synchronize(self._device)
         if "num_tokens" in metrics:
             self.total_tokens += metrics["num_tokens"]
             metrics["total_tokens"] = self.total_tokens
-            metrics["tokens_per_s"] = metrics["num_tokens"] / seconds
+        self._sums.add(self._clock() - self._start, metrics)
+        if not isinstance(metrics.get("loss"), Tensor):
+            self._add_speed(metrics)
+            self._sums = _Sums()
+
+    def _add_speed(self, metrics: dict[str, Any]) -> None:
+        sums = self._sums
+        metrics["step_seconds"] = sums.seconds / sums.num_steps
+        if "num_tokens" in metrics:
+            metrics["tokens_per_s"] = sums.tokens / sums.seconds
             metrics["tokens_per_s_per_device"] = metrics["tokens_per_s"] / self._num_devices
         if "num_input_tokens" in metrics:
-            speed = metrics["input_tokens_per_s"] = metrics["num_input_tokens"] / seconds
+            speed = metrics["input_tokens_per_s"] = sums.input_tokens / sums.seconds
             if self.flops_per_token is not None and self._peak is not None:
                 tflops = speed * self.flops_per_token / self._num_devices / 1e12
                 metrics["mfu"] = tflops / self._peak
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            # Kernels of the optimizer may still run: their time belongs to their step.
-            torch.cuda.synchronize(self._device)
-        return self._clock()
-
     @property
     def _gives_mfu(self) -> bool:
         return self.flops_per_token is not None and self._peak is not None
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over the steps since the host has last read one."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    input_tokens: float = 0.0
+
+    def add(self, seconds: float, metrics: Mapping[str, Any]) -> None:
+        self.num_steps += 1
+        self.seconds += seconds
+        self.tokens += metrics.get("num_tokens", 0.0)
+        self.input_tokens += metrics.get("num_input_tokens", 0.0)

@@ -32,9 +32,7 @@ def step_of_one(directory: Path) -> None:
 
 def _operations(trace: object) -> str:
     """Return the trace without its header, which has what Thunder numbered in this process."""
-    return "\n".join(
-        line for line in str(trace).splitlines() if " = " in line or "return" in line
-    )
+    return "\n".join(line for line in str(trace).splitlines() if " = " in line or "return" in line)
 
 
 @on_fabric_rank

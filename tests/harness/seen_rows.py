@@ -22,6 +22,7 @@ class SeenRows:
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
         self._seen: list[str] = []
+        self._of_step: list[str] = []
         self._lay_out = Rows.lay_out
 
     def on_train_start(self) -> None:
@@ -37,12 +38,15 @@ class SeenRows:
 
         Rows.lay_out = lay_out  # type: ignore[method-assign,assignment]
 
+    def on_train_batch_start(self) -> None:
+        """Note the step's rows: the next step's are laid out before this one ends."""
+        self._of_step, self._seen = self._seen, []
+
     def on_train_batch_end(self, *, fabric: Fabric, step: int) -> None:
         """Write the rows of the step, which is done."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / f"{fabric.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "rows": self._seen}) + "\n")
-        self._seen = []
+            file.write(json.dumps({"step": step, "rows": self._of_step}) + "\n")
 
     def on_train_end(self) -> None:
         """End the recording."""

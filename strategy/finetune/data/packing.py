@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +29,20 @@ class Batch:
     documents; those that a row lacks repeat its last end."""
 
     def to(self, device: torch.device) -> Batch:
-        """Copy the batch to a device."""
+        """Copy the batch to a device; to a GPU from pinned memory without waiting for the copy."""
+        ahead = device.type == "cuda"
+        return self._each(lambda tensor: tensor.to(device, non_blocking=ahead))
+
+    def pin_memory(self) -> Batch:
+        """Copy the batch into memory that a GPU can read by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
-            input_ids=self.input_ids.to(device),
-            targets=self.targets.to(device),
-            position_ids=self.position_ids.to(device),
-            document_ends=self.document_ends.to(device),
+            input_ids=change(self.input_ids),
+            targets=change(self.targets),
+            position_ids=change(self.position_ids),
+            document_ends=change(self.document_ends),
         )
 
 

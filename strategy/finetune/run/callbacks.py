@@ -210,7 +210,8 @@ def _replaced(defaults: list[object], own: list[object]) -> list[object]:
 
 
 def _writers(config: RunConfig, directory: RunDirectory) -> list[object]:
-    logger = [MetricsLogger(plain_values(config))] if config.loggers else []
+    every = config.train.log_every_n_steps
+    logger = [MetricsLogger(plain_values(config), every_n_steps=every)] if config.loggers else []
     return [
         MetricsCSV(directory.metrics),
         LossCurve(directory.loss_curve, metrics=directory.metrics),

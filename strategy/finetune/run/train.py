@@ -287,6 +287,7 @@ def _plan(job: Job, fabric: Fabric) -> LoopPlan:
         lr_scheduler=config.lr_scheduler,
         eval=config.eval,
         guards=_guards(config),
+        log_every_n_steps=config.train.log_every_n_steps,
         max_nonfinite_skips=sys.maxsize if _strategy_skips(config) else None,
     )
 

@@ -104,6 +104,11 @@ class TrainConfig(Section):
     """Norm to which the gradients of a step are clipped; null for no clipping. Either way,
     `guards.nonfinite` handles a norm that is not finite."""
 
+    log_every_n_steps: _Count = 1
+    """Steps between two log lines. Between them no step waits for the device, unless `guards.nonfinite` is not
+    `stop`, `guards.loss_spike` is set, or the optimizer has no fused kernel. `metrics.csv` has every step all the
+    same; a bad step is found at the next line, and no weight has changed since."""
+
     seed: Annotated[int, Must("be from 0 to 4294967295", lambda value: 0 <= value < 2**32)] = 42
     """Seed of initial values, of the order of the data and of dropout."""
 

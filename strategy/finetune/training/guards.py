@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -104,6 +103,6 @@ def count_rollbacks(guards: GuardsConfig, state: LoopState, bad: BadStep, *, to_
     return count
 
 
-def finite_mark(norm: float) -> float:
-    """Return 0 for finite gradients and 1 otherwise, to be summed over the ranks."""
-    return 0.0 if math.isfinite(norm) else 1.0
+def decides_later(guards: GuardsConfig, *, max_nonfinite_skips: int | None) -> bool:
+    """Tell whether a bad step may be found after later ones: it ends the run, and they change no weight either."""
+    return guards.nonfinite == "stop" and guards.loss_spike is None and max_nonfinite_skips is None

@@ -7,6 +7,10 @@ other metrics. Only `LoopPlan.objective` knows what a row means.
 
 A step that the guards leave out has a non-finite `loss` or `grad_norm`, or a loss spike.
 
+Every `LoopPlan.log_every_n_steps` steps, and before anything is evaluated or saved, the host waits for the device and
+reads what the steps since then have as `loss` and `grad_norm`. Until then these are tensors on the device, in dicts
+which callbacks may keep: the loop writes the numbers into them, or empties those of steps that were not taken.
+
 `control.stop(reason)` ends the training after the step, on all ranks, whichever rank asked; the last step
 is then evaluated and saved as usual; after a signal (see `signals`) it is only saved. A callback with
 `state_dict` and `load_state_dict` is part of checkpoints: rank 0's callback is saved, and
@@ -28,12 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_memsave.callbacks.control import TrainingControl
-from thunder_memsave.finetune.data.batches import (
-    Sharding,
-    make_batch,
-    num_steps_per_epoch,
-    step_rows,
-)
+from thunder_memsave.callbacks.hooks import saves_after
+from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.row_set import RowSet
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.process import signals
@@ -43,15 +43,13 @@ from thunder_memsave.finetune.run_file.config import (
     GuardsConfig,
     LRSchedulerConfig,
 )
-from thunder_memsave.finetune.training.evaluate import evaluate, sum_over_ranks
-from thunder_memsave.finetune.training.guards import (
-    BadStep,
-    count_rollbacks,
-    finite_mark,
-    judge,
-)
+from thunder_memsave.finetune.training.ahead import DataAhead, Work, to_device
+from thunder_memsave.finetune.training.evaluate import evaluate
+from thunder_memsave.finetune.training.gradients import accumulate, clip
+from thunder_memsave.finetune.training.guards import BadStep, count_rollbacks
 from thunder_memsave.finetune.training.loop_state import LoopState
 from thunder_memsave.finetune.training.schedule import lr_factor, set_learning_rate
+from thunder_memsave.finetune.training.step_numbers import Unread, UnreadSteps
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 _log = logging.getLogger(__name__)
@@ -71,6 +69,8 @@ class LoopPlan:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     max_nonfinite_skips: int | None = None
     """Replaces `guards.max_skips` for non-finite steps."""
+    log_every_n_steps: int = 1
+    """Steps between two after which the device is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +144,24 @@ class _Loop:
     control: TrainingControl = field(default_factory=TrainingControl)
     is_begun: bool = False
     """Whether a step was taken or left out, so that there is something to save, even at the step of the start."""
+    ahead: DataAhead = field(init=False)
+    unread: UnreadSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.unread = UnreadSteps(
+            guards=plan.guards,
+            max_nonfinite_skips=plan.max_nonfinite_skips,
+            loop_state=self.loop_state,
+            state=self.state,
+        )
+        self.ahead = DataAhead(
+            fabric=self.fabric,
+            rows=self.train_rows,
+            sharding=plan.sharding,
+            seed=plan.seed,
+            objective=plan.objective,
+        )
 
     @property
     def step(self) -> int:
@@ -167,12 +185,15 @@ class _Loop:
             self._validate()
         self.model.train()
         while self.step < self.plan.num_steps:
-            work = self._next_step()
+            flags = (self.control.is_asked, signals.received() is not None)
+            work = self.ahead.take(self.loop_state.data_position(self.step), flags)
             if work.is_signalled:
                 if not self.is_begun:  # something swallowed the exception
                     raise KeyboardInterrupt
+                self.unread.read()
                 return self._end()
             if work.is_stopped:
+                self.unread.read()
                 reason = self.control.agreed_reason(self.fabric)
                 break
             self._train(work)
@@ -188,87 +209,94 @@ class _Loop:
         self._call("on_train_end", num_steps=self.plan.num_steps, state=self.state)
         return Ending(reason=reason, signal=_agreed_signal(self.fabric))
 
-    def _train(self, work: _Work) -> None:
+    def _train(self, work: Work) -> None:
         """Take a step, evaluate if due, and end the step; or leave it out."""
         step = self.step
         self._call("on_train_batch_start")
-        metrics, bad = self._train_step(work)
+        taken, bad = self._train_step(work)
         self.is_begun = True
         signals.finish_steps(True)
         if bad is not None and bad.action == "rollback":
-            self._go_back(bad, step=step)
+            self._go_back(bad, taken)
             return
-        metrics["epoch"] = (work.position + 1) / self._steps_per_epoch
+        taken.metrics["epoch"] = (work.position + 1) / self._steps_per_epoch
         self.state["step"] = step + 1
+        if self._reads_after(step + 1):
+            self.unread.read()
         if _evaluates_after(step + 1, self.plan):
             # Before the end of the step, so that a checkpoint of this step includes its evaluation.
             self._validate()
         self._call(
             "on_train_batch_end",
             num_steps=self.plan.num_steps,
-            metrics=metrics,
+            metrics=taken.metrics,
             state=self.state,
             optimizer=self.optimizer,
             control=True,
         )
 
-    def _train_step(self, work: _Work) -> tuple[dict[str, float], BadStep | None]:
-        """Take one optimizer step and return its metrics; a bad one changes no weight."""
-        fabric, optimizer, plan, step = self.fabric, self.optimizer, self.plan, self.step
+    def _train_step(self, work: Work) -> tuple[Unread, BadStep | None]:
+        """Take one optimizer step; a bad one changes no weight."""
+        plan, step = self.plan, self.step
         factor = lr_factor(plan.lr_scheduler, step=step, num_steps=plan.num_steps)
-        set_learning_rate(optimizer, factor)
-        total = _accumulate(fabric, self.model, work, plan.objective)
-        self._call("on_before_optimizer_step", model=self.model, optimizer=optimizer)
-        norm = _clip(fabric, self.model, optimizer, max_norm=plan.max_grad_norm)
-        # In one collective: non-finite gradients may be on one rank only.
-        marked = torch.stack([total, total.new_tensor(finite_mark(norm))])
-        total, num_not_finite = sum_over_ranks(fabric, marked)
-        loss = float(total / work.weight)
-        bad = self._judged(loss, norm, is_finite=math.isfinite(loss) and not num_not_finite)
-        if bad is None:
-            optimizer.step()
-            self.loop_state.note_taken(loss, window=plan.guards.spike_window)
-        else:
-            self._leave_out(bad)
-        optimizer.zero_grad()
+        set_learning_rate(self.optimizer, factor)
+        taken, bad = self._computed(work), None
+        is_judged_later = self.unread.may_grow(self.fabric, self.optimizer)
+        self.unread.add(taken)
+        if is_judged_later:
+            with self.unread.changing_nothing_if_bad(self.optimizer):
+                self.optimizer.step()
+        if step + 1 < plan.num_steps:
+            # Its rows are here by the time that the device is done with this step.
+            self.ahead.lay_out(self.loop_state.data_position(step + 1))
+        if not is_judged_later:
+            bad = self.unread.read()
+            if bad is None:
+                self.optimizer.step()
+            else:
+                self._leave_out(bad, taken)
+        self.optimizer.zero_grad()
+        return taken, bad
+
+    def _computed(self, work: Work) -> Unread:
+        """Compute the gradients of a step, and what is known of it, without waiting for the device."""
+        fabric, plan = self.fabric, self.plan
+        weight = to_device(fabric, work.weight)
+        total = accumulate(fabric, self.model, work.batches, plan.objective, weight=weight)
+        self._call("on_before_optimizer_step", model=self.model, optimizer=self.optimizer)
+        norm = clip(fabric, self.model, self.optimizer, max_norm=plan.max_grad_norm)
         measured = plan.objective.step_metrics(
             work.batches, weight=float(work.weight), num_ranks=fabric.world_size
         )
-        return {"grad_norm": norm, "loss": loss, **measured}, bad
-
-    def _judged(self, loss: float, norm: float, *, is_finite: bool) -> BadStep | None:
-        try:
-            return judge(
-                self.plan.guards,
-                self.loop_state,
-                loss=loss,
-                norm=norm,
-                is_finite=is_finite,
-                max_nonfinite_skips=self.plan.max_nonfinite_skips,
-            )
-        except BadStepError as error:
-            raise type(error)(self._refusal(error.message)) from None
-
-    def _refusal(self, reason: str) -> str:
-        lr = self.optimizer.param_groups[0]["lr"]
-        return (
-            f"step {self.step + 1} was not taken: {reason}; lower the learning rate (optimizer.init_args.lr; it was "
-            f"{lr:.3g} in this step), or check the data."
+        work.batches.clear()  # for those of the next step
+        return Unread.of(
+            fabric,
+            total=total,
+            weight=weight,
+            norm=norm,
+            step=self.step,
+            lr=self.optimizer.param_groups[0]["lr"],
+            metrics=measured,
         )
 
-    def _leave_out(self, bad: BadStep) -> None:
+    def _reads_after(self, step: int) -> bool:
+        plan = self.plan
+        is_due = step % plan.log_every_n_steps == 0 or _evaluates_after(step, plan)
+        return is_due or any(saves_after(each, step) for each in self.fabric._callbacks)
+
+    def _leave_out(self, bad: BadStep, left_out: Unread) -> None:
         self.loop_state.num_skips += 1
         if self.fabric.is_global_zero:
-            _log.warning(self._refusal(bad.reason))
+            _log.warning(left_out.refusal(bad.reason))
         if isinstance(self.fabric.strategy, ThunderMemsaveStrategy):
             self.fabric.strategy.leave_out_step(self.optimizer)
 
-    def _go_back(self, bad: BadStep, *, step: int) -> None:
+    def _go_back(self, bad: BadStep, left_out: Unread) -> None:
         """Return to the last checkpoint, and skip the data since."""
+        step = left_out.step
         if self.roll_back is None:
-            raise BadStepError(
-                self._refusal(f"{bad.reason}, and there is no checkpoint to go back to")
-            )
+            reason = f"{bad.reason}, and there is no checkpoint to go back to"
+            raise BadStepError(left_out.refusal(reason))
         before, position = self.loop_state.state_dict(), self.loop_state.data_position(step)
         self.roll_back()
         counted = LoopState()
@@ -285,24 +313,6 @@ class _Loop:
                 *(step + 1, self.step, last - first + 1, first + 1, last + 1),
             )
         self._start()
-
-    def _next_step(self) -> _Work:
-        """Lay out the step, and agree with the other ranks on its weight and on whether to take it."""
-        fabric, rows, plan = self.fabric, self.train_rows, self.plan
-        position = self.loop_state.data_position(self.step)
-        chosen = step_rows(len(rows), plan.sharding, seed=plan.seed, step=position)
-        batches = [fabric.to_device(make_batch(rows, numbers)) for numbers in chosen]
-        own = torch.stack([plan.objective.weight(batch) for batch in batches]).sum()
-        flags = (self.control.is_asked, signals.received() is not None)
-        counted = torch.stack([own, *(torch.full_like(own, int(flag)) for flag in flags)])
-        weight, asked, signalled = sum_over_ranks(fabric, counted)
-        return _Work(
-            position=position,
-            batches=batches,
-            weight=weight,
-            is_stopped=bool(asked),
-            is_signalled=bool(signalled),
-        )
 
     @property
     def _steps_per_epoch(self) -> int:
@@ -338,60 +348,11 @@ class _Loop:
         self.fabric.call(hook, fabric=self.fabric, step=self.step, **arguments)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """The data of one optimizer step, and whether to take it."""
-
-    position: int
-    """Its number among the global batches of the data."""
-
-    batches: list[Any]
-    """This rank's micro-batches."""
-
-    weight: Tensor
-    """The objective's weight over all ranks."""
-
-    is_stopped: bool
-    """Whether a callback of some rank asked for the end, so that the step is not taken."""
-
-    is_signalled: bool
-    """Whether some rank got a signal."""
-
-
 def _agreed_signal(fabric: Fabric) -> signal.Signals | None:
     """Return a signal that some rank got. A collective."""
     own = torch.tensor(signals.received() or 0, device=fabric.device)
     number = int(cast(Tensor, fabric.all_reduce(own, reduce_op="max")))
     return signal.Signals(number) if number else None
-
-
-def _clip(
-    fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, max_norm: float | None
-) -> float:
-    """Clip the gradients and return their norm before, the same on all ranks."""
-    norm = fabric.clip_gradients(
-        model,
-        optimizer,
-        # The norm is needed without clipping too: weights that become infinite stay so.
-        max_norm=math.inf if max_norm is None else max_norm,
-        error_if_nonfinite=False,  # the caller knows the step
-    )
-    assert isinstance(norm, Tensor)
-    return float(norm)
-
-
-def _accumulate(fabric: Fabric, model: nn.Module, work: _Work, objective: Objective[Any]) -> Tensor:
-    """Accumulate the gradients of the global batch's mean loss, and return this rank's summed loss."""
-    # The strategy averages gradients over the ranks, but a mean over all rows needs their sum.
-    scale = fabric.world_size / work.weight
-    total = torch.zeros((), device=fabric.device)
-    for number, batch in enumerate(work.batches, start=1):
-        is_last = number == len(work.batches)
-        with fabric.no_backward_sync(model, enabled=not is_last):  # type: ignore[arg-type]
-            loss = objective.loss(objective.output(model, batch), batch)
-            fabric.backward(loss * scale)
-        total += loss.detach()
-    return total
 
 
 def _evaluates_after(step: int, plan: LoopPlan) -> bool:

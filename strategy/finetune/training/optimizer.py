@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from torch import Tensor
@@ -69,3 +70,20 @@ def _has_kernel(spec: ClassSpec, trained: list[Tensor], *, device_type: str) -> 
         return False
     is_known = device_type in _get_fused_kernels_supported_devices()
     return is_known and all(p.is_floating_point() for p in trained)
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Tell whether a flag on the device can make the optimizer leave a step out, as gradient scalers do."""
+    return type(optimizer) in _WITH_FUSED_KERNELS and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
+
+
+@contextmanager
+def skipped_if(optimizer: Optimizer, flag: Tensor) -> Iterator[None]:
+    """Let the fused kernels of the steps inside change nothing where `flag`, float32 on their device, is 1."""
+    optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

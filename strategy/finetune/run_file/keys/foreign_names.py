@@ -383,8 +383,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "logging_strategy": _(TRAINER, note="every step is logged; leave it out"),
     "logging_first_step": _(TRAINER, note="every step is logged; leave it out"),
     "metric_logger": _(TORCHTUNE, here="loggers", note="[{class_path: TensorBoardLogger}]"),
-    "logging_steps": _(AXOLOTL, TRAINER, note="every step is logged; leave it out"),
-    "log_interval": _(LITGPT, note="every step is logged; leave it out"),
+    "logging_steps": _(AXOLOTL, TRAINER, here="train.log_every_n_steps"),
+    "log_interval": _(LITGPT, here="train.log_every_n_steps"),
     "device": _(TORCHTUNE, note="all GPUs are used, or the CPU where there is none; leave it out"),
     "_component_": _(
         TORCHTUNE, here="class_path", note="of the section; its arguments go under init_args"

@@ -46,10 +46,12 @@ def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> 
     foreign = foreign_name(key) if is_ours else None
     if foreign is not None and name not in foreign.here:
         return UnknownKeyError(foreign.explain(name), key=name, meant=foreign.here)
-    # A key of the same section takes precedence over one of another.
-    if is_ours and not difflib.get_close_matches(key, known, n=1, cutoff=_NEAR):
-        elsewhere = _elsewhere(key)
-        if elsewhere:
+    # A key of the same section takes precedence over one of another, unless that has the very name.
+    if is_ours:
+        elsewhere, is_its_name = _elsewhere(key)
+        if elsewhere and (
+            is_its_name or not difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
+        ):
             message = f"{name} is {' or '.join(elsewhere)} here."
             return UnknownKeyError(message, key=name, meant=elsewhere)
     if "init_args" in known and not difflib.get_close_matches(key, known, n=1):
@@ -74,10 +76,10 @@ def schema_keys(cls: Any = RunConfig, *, where: str = "") -> Iterator[str]:
             yield from schema_keys(bare(hint), where=f"{where}{name}.")
 
 
-def _elsewhere(key: str) -> list[str]:
-    """List the keys of other sections with this name, or nearly."""
+def _elsewhere(key: str) -> tuple[list[str], bool]:
+    """List the keys of other sections with this name, or nearly, and tell whether it is the very name."""
     by_name: dict[str, list[str]] = {}
     for name in schema_keys():
         by_name.setdefault(name.rpartition(".")[2], []).append(name)
     nearest = difflib.get_close_matches(key, by_name, n=1, cutoff=_NEAR)
-    return by_name[nearest[0]] if nearest else []
+    return (by_name[nearest[0]], nearest[0] == key) if nearest else ([], False)

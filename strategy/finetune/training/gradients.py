@@ -1,0 +1,58 @@
+"""Computes the gradients of one optimizer step and clips them, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thunder_memsave.finetune.objectives.objective import Objective
+
+
+def accumulate(
+    fabric: Fabric,
+    model: nn.Module,
+    batches: Sequence[Any],
+    objective: Objective[Any],
+    *,
+    weight: Tensor,
+) -> Tensor:
+    """Accumulate the gradients of the global batch's mean loss, and return this rank's summed loss.
+
+    Args:
+        fabric: Its ranks share the global batch.
+        model: The result of `fabric.setup`.
+        batches: This rank's micro-batches, on the device.
+        objective: Calls the model, and computes the loss.
+        weight: The objective's weight over all ranks, on the device.
+    """
+    # The strategy averages gradients over the ranks, but a mean over all rows needs their sum.
+    scale = fabric.world_size / weight
+    total = torch.zeros((), device=fabric.device)
+    for number, batch in enumerate(batches, start=1):
+        is_last = number == len(batches)
+        with fabric.no_backward_sync(model, enabled=not is_last):  # type: ignore[arg-type]
+            loss = objective.loss(objective.output(model, batch), batch)
+            fabric.backward(loss * scale)
+        total += loss.detach()
+    return total
+
+
+def clip(
+    fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, max_norm: float | None
+) -> Tensor:
+    """Clip the gradients and return their norm before, the same on all ranks, on the device."""
+    norm = fabric.clip_gradients(
+        model,
+        optimizer,
+        # The norm is needed without clipping too: weights that become infinite stay so.
+        max_norm=math.inf if max_norm is None else max_norm,
+        error_if_nonfinite=False,  # the caller knows the step
+    )
+    assert isinstance(norm, Tensor)
+    return norm
