@@ -46,6 +46,7 @@ class ProgressBar:
         self._first_step_end: float | None = None
         self._tokens = self._seconds = 0.0
         self._num_unread = 0
+        self._is_late = False
         self._known: dict[str, Any] = {}
         self._losses: dict[int, float] = {}
         self._captured: set[str] = set()
@@ -87,10 +88,18 @@ class ProgressBar:
             self._count(metrics)
         if self._bar is not None:
             self._move(step, metrics)
-        elif is_first or step % (self.every_n_steps or 1) == 0:
+        elif self._is_line_due(step, metrics, is_first=is_first):
             fields = [f"step {step}/{self._num_steps}", *_fields(metrics).values()]
             left = self._seconds_left(step)
             self._print(" | ".join([*fields, *([f"{_clock_text(left)} left"] if left else [])]))
+
+    def _is_line_due(self, step: int, metrics: Mapping[str, Any], *, is_first: bool) -> bool:
+        """Tell whether to print a line: one that is due waits until the step's numbers are read."""
+        self._is_late |= is_first or step % (self.every_n_steps or 1) == 0
+        if not self._is_late or isinstance(metrics.get("loss"), Tensor):
+            return False
+        self._is_late = False
+        return True
 
     def _count(self, metrics: Mapping[str, Any]) -> None:
         """Add a step to the averages; its seconds are the mean of those whose numbers came with it."""

@@ -123,6 +123,29 @@ def test_a_full_disk_costs_rows_and_not_the_run_and_no_row_is_torn(
     assert "rows of steps from 2 on are missing in it; training goes on." in caplog.text
 
 
+def test_rows_wait_for_numbers_that_no_host_has_read_and_those_after_them_too(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.csv"
+    writer = MetricsCSV(path, columns=("step", "loss", "val_loss"))
+    fabric = cpu_fabric(writer)
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    taken: dict[str, Any] = {"loss": torch.tensor(2.5)}
+    left_out: dict[str, Any] = {"loss": torch.tensor(float("nan"))}
+    fabric.call("on_train_batch_end", fabric=fabric, step=1, metrics=taken)
+    fabric.call("on_train_batch_end", fabric=fabric, step=2, metrics=left_out)
+    fabric.call("on_validation_end", fabric=fabric, step=2, metrics={"val_loss": 3.0})
+    assert rows_of(path) == []
+    taken["loss"] = 2.5
+    left_out.clear()
+    fabric.call("on_train_batch_end", fabric=fabric, step=3, metrics={"loss": 1.5})
+    steps = [(row["step"], row["loss"], row["val_loss"]) for row in rows_of(path)]
+    assert steps == [("1", "2.5", ""), ("2", "", "3.0"), ("3", "1.5", "")]
+    fabric.call("on_train_batch_end", fabric=fabric, step=4, metrics={"loss": torch.tensor(0.5)})
+    fabric.call("on_exception", fabric=fabric)
+    assert (rows_of(path)[-1]["step"], rows_of(path)[-1]["loss"]) == ("4", "0.5")
+
+
 def test_a_start_that_cannot_write_metrics_warns_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,24 @@ def test_a_step_lasts_until_its_last_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     assert metrics["step_seconds"] == 3.0
 
 
+def test_steps_that_the_host_did_not_wait_for_share_the_speed_of_the_one_it_waited_for() -> None:
+    times = iter([0.0, 1.0, 1.0, 2.0, 2.0, 12.0])
+    monitor = ThroughputMonitor(clock=lambda: next(times))
+    fabric = cpu_fabric(monitor)
+    fabric.call("on_train_start", fabric=fabric, step=0)
+    steps: list[dict[str, Any]] = [
+        {"loss": torch.ones(()), "num_tokens": 30.0},
+        {"loss": torch.ones(()), "num_tokens": 30.0},
+        {"loss": 1.0, "num_tokens": 60.0},
+    ]
+    for metrics in steps:
+        fabric.call("on_train_batch_start")
+        fabric.call("on_train_batch_end", metrics=metrics)
+    assert ["step_seconds" in metrics for metrics in steps] == [False, False, True]
+    assert (steps[2]["step_seconds"], steps[2]["tokens_per_s"]) == (4.0, 10.0)
+    assert [metrics["total_tokens"] for metrics in steps] == [30.0, 60.0, 120.0]
+
+
 def test_an_evaluation_before_the_first_step_needs_no_clock() -> None:
     fabric = cpu_fabric(ThroughputMonitor())
     metrics: dict[str, Any] = {}

@@ -109,12 +109,14 @@ def train(
     start: int = 0,
     witness: Witness | None = None,
     loop_state: LoopState | None = None,
+    fused: bool | None = None,
 ) -> Witness:
     witness = Witness() if witness is None else witness
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[witness])
     model = TinyModel()
-    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    module, optimizer = fabric.setup(model, optimizer)
     state = {"model": module, "optimizer": optimizer, "step": start}
     ending = fit(
         fabric,
@@ -341,10 +343,12 @@ class PoisonedModel(TinyModel):
 class PoisonedRun:
     """Four rows, whose third step has a non-finite loss or gradient."""
 
-    def __init__(self, *, in_loss: bool, callbacks: Sequence[object] = ()) -> None:
+    def __init__(
+        self, *, in_loss: bool, callbacks: Sequence[object] = (), fused: bool | None = None
+    ) -> None:
         self.model = PoisonedModel(in_loss=in_loss)
         self.fabric = Fabric(accelerator="cpu", devices=1, callbacks=list(callbacks))
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, fused=fused)
         module, self.optimizer = self.fabric.setup(self.model, optimizer)
         self.state: dict[str, Any] = {"model": module, "optimizer": self.optimizer, "step": 0}
 
@@ -372,6 +376,78 @@ def test_a_step_whose_loss_or_gradients_are_not_finite_changes_no_weight(
     assert torch.equal(run.model.table.weight, run.model.before)
     assert run.state["step"] == 2
     assert witness.calls[-2:] == ["done 2", "step"]
+
+
+@pytest.mark.parametrize("in_loss", [True, False])
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_bad_step_that_is_found_later_changed_no_weight_and_nor_did_those_after_it(
+    in_loss: bool, every: int
+) -> None:
+    """The fused kernel leaves the step out on the device, before any host knows."""
+    witness = Witness()
+    run = PoisonedRun(in_loss=in_loss, callbacks=[witness], fused=True)
+    with pytest.raises(NotFiniteError, match=r"step 3 was not taken.*it was 0\.5 in this step"):
+        run.fit(num_steps=9, log_every_n_steps=every)
+    assert torch.equal(run.model.table.weight, run.model.before)
+    assert run.state["step"] == 2
+    assert [bool(metrics) for metrics in witness.metrics[:3]] == [True, True, False][: every + 1]
+    assert all(isinstance(m["loss"], float) for m in witness.metrics[:2])
+
+
+@pytest.mark.parametrize("every", [2, 3, 9])
+def test_reading_later_changes_no_number(every: int) -> None:
+    rows = rows_of(3, 4, 5, 6)
+    at_once = train(rows, rows, plan(num_steps=7), fused=True)
+    later = train(rows, rows, plan(num_steps=7, log_every_n_steps=every), fused=True)
+    assert later.metrics == at_once.metrics
+    assert later.evaluations == at_once.evaluations
+    assert later.calls == at_once.calls
+
+
+class SeesTensors(Witness):
+    """Notes in which steps the loss is still on the device when the step ends."""
+
+    saves: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: list[int] = []
+
+    def saves_after(self, step: int) -> bool:
+        return step in self.saves
+
+    @override
+    def on_train_batch_end(  # type: ignore[override]
+        self, *, step: int, metrics: dict[str, float], state: dict[str, Any]
+    ) -> None:
+        super().on_train_batch_end(step=step, metrics=metrics)
+        if isinstance(metrics["loss"], Tensor):
+            self.unread.append(step)
+
+
+def test_all_is_read_at_log_lines_and_before_anything_is_evaluated_or_saved() -> None:
+    rows, witness = rows_of(3, 4, 5, 6), SeesTensors()
+    witness.saves = frozenset({6})
+    steps = plan(num_steps=9, log_every_n_steps=4, eval=EvalConfig(every_n_steps=3))
+    train(rows, rows, steps, witness=witness, fused=True)
+    assert witness.unread == [1, 2, 5, 7]
+    assert all(isinstance(m["loss"], float) for m in witness.metrics)
+
+
+def test_a_callback_that_may_save_after_any_step_sees_numbers() -> None:
+    rows, witness = rows_of(3, 4, 5, 6), SeesTensors()
+    witness.saves_after = None  # type: ignore[assignment,method-assign]
+    train(rows, None, plan(num_steps=4, log_every_n_steps=4), witness=witness, fused=True)
+    assert witness.unread == []
+
+
+def test_a_guard_that_decides_about_each_step_reads_each_step() -> None:
+    rows = rows_of(3, 4, 5, 6)
+    for guards in (GuardsConfig(nonfinite="skip"), GuardsConfig(loss_spike="stop")):
+        witness = SeesTensors()
+        steps = plan(num_steps=4, log_every_n_steps=4, guards=guards)
+        train(rows, None, steps, witness=witness, fused=True)
+        assert witness.unread == []
 
 
 @pytest.mark.parametrize("in_loss", [True, False])
