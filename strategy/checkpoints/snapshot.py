@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thunder_memsave.checkpoints.contents import Contents
+from thunder_memsave.checkpoints.host_buffers import HostBuffers, Loan, padded_bytes
 from thunder_memsave.checkpoints.sharded import state_for_dcp, write_sharded
 from thunder_memsave.distributed.data_parallel import DataParallel
 
@@ -26,39 +28,57 @@ class Snapshot:
     """State of modules and optimizers, as DCP takes it."""
     others: dict[str, Any]
     data_parallel: DataParallel | None
+    loan: Loan
+    """The memory of these tensors."""
 
     @classmethod
     def take(
-        cls, state: MutableMapping[str, Any], *, data_parallel: DataParallel | None
+        cls,
+        state: MutableMapping[str, Any],
+        *,
+        data_parallel: DataParallel | None,
+        buffers: HostBuffers | None = None,
     ) -> Snapshot:
         """Copy the state. It may change as soon as this returns.
 
         Args:
             state: As for `save_checkpoint`.
             data_parallel: The group that holds the shards, or None in a process alone.
+            buffers: Host memory, kept from one snapshot to the next; None: memory of its own.
         """
         contents = Contents.of(state, asked="save")
-        return cls(
-            tensors=_on_host(state_for_dcp(contents, data_parallel)),
-            others=_on_host(contents.state_of_others()),
-            data_parallel=data_parallel,
+        tensors, others = state_for_dcp(contents, data_parallel), contents.state_of_others()
+        to_copy = _tensors(tensors, others)
+        device = next((t.device for t in to_copy if t.device.type == "cuda"), None)
+        loan = (buffers or HostBuffers()).lend(
+            padded_bytes(to_copy), device_type="cpu" if device is None else device.type
         )
+        with torch.no_grad():
+            copied = _mapped((tensors, others), partial(_copied, loan), keep=copy.deepcopy)
+        if device is not None:
+            torch.cuda.current_stream(device).synchronize()
+        return cls(tensors=copied[0], others=copied[1], data_parallel=data_parallel, loan=loan)
 
     def write(self, path: Path, group: dist.ProcessGroup | None) -> None:
         """Write a sharded checkpoint, without using a device. A collective of the given group only.
+
+        Afterwards the memory of the copies may be overwritten.
 
         Args:
             path: A directory to make.
             group: All ranks, over gloo; nothing else may use it meanwhile. None in a process alone.
         """
         alone_or_all = self.data_parallel and replace(self.data_parallel, world=group)
-        write_sharded(
-            path,
-            dict(self.tensors),
-            lambda: self.others,
-            data_parallel=alone_or_all,
-            uses_device=False,
-        )
+        try:
+            write_sharded(
+                path,
+                dict(self.tensors),
+                lambda: self.others,
+                data_parallel=alone_or_all,
+                uses_device=False,
+            )
+        finally:
+            self.loan.give_back()
 
 
 def num_bytes_to_copy(
@@ -66,21 +86,24 @@ def num_bytes_to_copy(
 ) -> int:
     """Return the bytes of host memory that a snapshot of the state takes on this rank."""
     contents = Contents.of(state, asked="save")
-    sizes: list[int] = []
-    parts = (state_for_dcp(contents, data_parallel), contents.state_of_others())
-    for part in parts:
-        _mapped(part, lambda tensor: sizes.append(_local(tensor).nbytes), keep=lambda value: value)
-    return sum(sizes)
+    return padded_bytes(
+        _tensors(state_for_dcp(contents, data_parallel), contents.state_of_others())
+    )
 
 
-def _on_host(value: Any) -> Any:
-    with torch.no_grad():
-        return _mapped(value, _copied, keep=copy.deepcopy)
+def _tensors(*parts: Any) -> list[Tensor]:
+    """List the tensors, of DTensors the local shards, in the order in which they are copied."""
+    found: list[Tensor] = []
+    _mapped(parts, lambda tensor: found.append(_local(tensor)), keep=lambda value: value)
+    return found
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor, or only the local shard of a DTensor, into memory of its own."""
-    return tensor.detach().to("cpu", copy=True)
+def _copied(loan: Loan, tensor: Tensor) -> Tensor:
+    """Copy a tensor, or only the local shard of a DTensor."""
+    copied = loan.copy(_local(tensor.detach()))
+    if isinstance(tensor, DTensor):
+        return DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+    return copied
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from thunder_memsave.checkpoints import (
     save_checkpoint,
     unsharded_state_dict,
 )
+from thunder_memsave.checkpoints.host_buffers import HostBuffers
 from thunder_memsave.checkpoints.snapshot import Snapshot, num_bytes_to_copy
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import ConfigError
@@ -75,14 +77,19 @@ class StateHooks(ProcessHooks):
         )
 
     def snapshot_bytes(self, state: dict[str, Any]) -> int:
-        """Return the bytes of host memory that `snapshot` takes on this rank. No communication."""
+        """Return the bytes of host memory that `snapshot` takes on this rank, besides what the last one left.
+
+        No communication.
+        """
         originals = _originals(_unwrap_objects(state))
-        return num_bytes_to_copy(originals, data_parallel=self.data_parallel)
+        num_bytes = num_bytes_to_copy(originals, data_parallel=self.data_parallel)
+        kept_bytes = self._host_buffers.kept_bytes
+        return 0 if kept_bytes >= num_bytes else num_bytes
 
     def snapshot(self, state: dict[str, Any]) -> Snapshot:
         """Copy what `fabric.save` would save to host memory, so that another thread can write it.
 
-        No communication.
+        The memory is kept for the next snapshot once this one is written. No communication.
 
         Args:
             state: As for `fabric.save`.
@@ -90,7 +97,14 @@ class StateHooks(ProcessHooks):
         if is_rank_zero(self.data_parallel):
             _warn_of_gradients_left_out(state)
         originals = _originals(_unwrap_objects(state))
-        return Snapshot.take(originals, data_parallel=self.data_parallel)
+        return Snapshot.take(
+            originals, data_parallel=self.data_parallel, buffers=self._host_buffers
+        )
+
+    @cached_property
+    def _host_buffers(self) -> HostBuffers:
+        """Memory of snapshots."""
+        return HostBuffers()
 
     @override
     def load_checkpoint(

@@ -332,7 +332,7 @@ def check_overflow() -> None:
     assert not torch.equal(model.state_dict()["up.weight"], before["up.weight"])
 
 
-def test_one_process_under_torchrun_has_a_group_of_one() -> None:
+def test_one_process_under_torchrun_has_a_group_and_shares_nothing_over_it() -> None:
     run_on_fabric_ranks(check_group_of_one, 1)
 
 
@@ -340,9 +340,7 @@ def test_one_process_under_torchrun_has_a_group_of_one() -> None:
 def check_group_of_one() -> None:
     fabric = make_fabric(devices=1)
     model, reference = fabric.setup(build()), build()
-    data_parallel = strategy_of(fabric).data_parallel
-    assert data_parallel is not None
-    assert data_parallel.world_size == 1
+    assert strategy_of(fabric).data_parallel is None
     assert torch.distributed.is_initialized()
     fabric.backward(model(batch(0)).sum())
     reference(batch(0)).sum().backward()
