@@ -16,7 +16,8 @@ from thunder.core.trace import TraceCtx
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
 from thunder_memsave.budget.extract import memory_of, profiles, training_graph
 from thunder_memsave.budget.limits import limited_bytes, limits_reserved
-from thunder_memsave.budget.pins import pin_of
+from thunder_memsave.budget.own_pool import with_pool
+from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
 from thunder_memsave.budget.planned_call import (
     Arguments,
@@ -37,18 +38,16 @@ from thunder_memsave.errors import BudgetError, PlanError
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
-from thunder_memsave.passes.checkpoint_regions import checkpointed
 from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overlap.room import NO_ROOM, Room
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.passes.symbols import is_joint
-from thunder_memsave.planner.actions import RECOMPUTE, REGATHER, Action, Actions
+from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.graph import (
     Device,
     Plan,
     StepMemory,
-    TrainingGraph,
 )
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
 from thunder_memsave.planner.workspaces import blas_workspace_bytes
@@ -99,7 +98,7 @@ class MemoryPlanner:
             times: Measured costs for plans that run here; None: the rates of `device`.
         """
         self._memory = memory
-        self._device = device
+        self.device = device
         self._budget_bytes = budget_bytes
         self._data_parallel = data_parallel
         self._step_memory = step_memory
@@ -111,6 +110,7 @@ class MemoryPlanner:
         """The last request for a plan, on rank 0."""
         self.calls: list[PlannedCall] = []
         """Calls in the order in which they were planned."""
+        self._pool_bytes = 0
 
     def _scratch(self, operation: Operation, found: OpProfile) -> int:
         """Return the scratch of a kind of operation, when it is first seen: only then can it be run."""
@@ -124,6 +124,7 @@ class MemoryPlanner:
         """Return a planner like this one without any planned calls, for a copy of the module."""
         copied = copy.copy(self)
         copied._agreed, copied._asked, copied.calls = {}, None, []
+        copied._pool_bytes = 0
         return copied
 
     def prepared(self, trace: TraceCtx, *, arguments: Arguments) -> TraceCtx:
@@ -150,7 +151,8 @@ class MemoryPlanner:
         stage("extract")
         trace = traces.joint
         memory = self._step_memory()
-        other_bytes = arguments.unread_bytes + blas_workspace_bytes(self._device, os.environ)
+        other_bytes = arguments.unread_bytes + blas_workspace_bytes(self.device, os.environ)
+        other_bytes += self._pool_bytes
         memory = replace(memory, other_bytes=memory.other_bytes + other_bytes)
         added = adding(memory, arguments)
         graph = training_graph(
@@ -169,6 +171,21 @@ class MemoryPlanner:
             _measured_scratch().save()
             torch.cuda.empty_cache()  # operations were run alone, on tensors of all sizes
         return replace(traces, actions=call.actions, room=call.given_room, added=added)
+
+    def hold_pool(self, more_bytes: Callable[[], int]) -> str | None:
+        """Let the last call hold its tensors in a pool of its own, and `more_bytes`. A collective.
+
+        Returns:
+            Why there is no room, on all ranks alike; None if there is.
+        """
+        held = with_pool(self.calls[-1], more_bytes=more_bytes())
+        missing = 0
+        if self._budget_bytes is not None:
+            missing = largest(held.peak_bytes - self._budget_bytes, self._data_parallel)
+        if missing > 0:
+            return f"they take {held.added_bytes:,} bytes more, and memory.budget lacks {missing:,} of them"
+        self.calls[-1], self._pool_bytes = held.call, held.pool_bytes
+        return None
 
     def _planned(self, attempt: Attempt) -> PlannedCall:
         """Apply the plan of a call's structure, which ranks agree on once: only some may see a batch of new length."""
@@ -269,11 +286,11 @@ class MemoryPlanner:
         return _Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
 
     def _limited_bytes(self, call: PlannedCall) -> int:
-        return limited_bytes(call, self._memory, self._device)
+        return limited_bytes(call, self._memory, self.device)
 
     @property
     def _limits_reserved(self) -> bool:
-        return limits_reserved(self._memory, self._device)
+        return limits_reserved(self._memory, self.device)
 
     def _rank_zeros(
         self,
@@ -328,50 +345,38 @@ class MemoryPlanner:
         question = Question(
             graph=attempt.graph,
             policy=self._memory.policy,
-            costs_us=costs_us(attempt.graph, self._device),
+            costs_us=costs_us(attempt.graph, self.device),
             memory=attempt.memory,
-            pinned=self._pinned(attempt),
+            pinned=pinned_actions(
+                attempt.graph,
+                attempt.traces.joint,
+                self._memory,
+                regathers=self._regathers,
+                chooses_gathers=self.decides_gathers,
+            ),
             generator_state_bytes=self._generator_state_bytes,
-            costs=f"rates of {self._device.name}",
+            costs=f"rates of {self.device.name}",
             reuses_runs=not self._limits_reserved,
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)
         if not self.decides_gathers:
             return question
-        pinned = Actions({**question.pinned, **_regathered(attempt.graph)})
+        pinned = Actions({**question.pinned, **regathered(attempt.graph)})
         return replace(question, narrowed=replace(question, pinned=pinned))
 
     def _timed(self, question: Question, times: MeasuredTimes) -> Question:
         stage("time operations")
-        found = times.of(question.graph, self._device)
+        found = times.of(question.graph, self.device)
         return replace(
             question,
-            costs_us=costs_us(question.graph, self._device, found.us),
+            costs_us=costs_us(question.graph, self.device, found.us),
             costs=f"{found.num_timed} of {found.num_kinds} kinds of operations timed here",
         )
 
-    def _pinned(self, attempt: Attempt) -> Actions:
-        """Return the actions that no budget changes."""
-        graph = attempt.graph
-        pinned = dict.fromkeys(checkpointed(attempt.traces.joint), RECOMPUTE)
-        modules = {op.module for op in graph.ops}
-        pins = {module: pin for module in modules if (pin := pin_of(self._memory, module))}
-        for op in graph.ops[: graph.num_forward]:
-            if op.module in pins:
-                made = (graph.storages[s].name for s in op.makes)
-                pinned.update(dict.fromkeys(made, pins[op.module]))
-        regathered = _regathered(graph)
-        if self._regathers:  # ZeRO-3 keeps no whole parameter
-            pinned.update(regathered)
-        names = {s.name for s in graph.storages}
-        if self.decides_gathers:  # pins are for activations, not for gathered parameters
-            names -= regathered.keys()
-        return Actions(pinned).only(names)
-
     @property
     def _generator_state_bytes(self) -> int:
-        return CPU_GENERATOR_STATE_BYTES if self._device.name == "cpu" else _CUDA_GENERATOR_BYTES
+        return CPU_GENERATOR_STATE_BYTES if self.device.name == "cpu" else _CUDA_GENERATOR_BYTES
 
     @property
     def decides_gathers(self) -> bool:
@@ -385,11 +390,6 @@ class MemoryPlanner:
     @property
     def _mode(self) -> str:
         return "none" if self._data_parallel is None else self._data_parallel.mode
-
-
-def _regathered(graph: TrainingGraph) -> dict[str, Action]:
-    """Return the action to regather for all storages of gathered parameters."""
-    return {s.name: REGATHER for s in graph.storages if s.kind == "gathered"}
 
 
 @cache

@@ -46,6 +46,8 @@ class Arguments:
     """Parameters and buffers, and fake tensors in place of a batch."""
     unread_bytes: int = 0
     """Bytes of parameters and buffers of the module that the trace does not read."""
+    leaves_sums: bool = False
+    """Whether autograd adds gradients to those of earlier micro-batches: a CUDA graph cannot, whose addresses stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +158,7 @@ class Attempt:
 
 def adding(memory: StepMemory, arguments: Arguments) -> frozenset[str]:
     """Return the names of the parameters whose gradients a backward of this step can add to earlier ones."""
-    if not memory.gradient_bytes:
+    if not memory.gradient_bytes or arguments.leaves_sums:
         return frozenset()
     tensors = arguments.tensors
     parameters = (name for name, kind in arguments.kinds.items() if kind == "parameter")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import Arguments
 from thunder_memsave.compiler.choices import executors_of, schedule_of
 from thunder_memsave.compiler.compile_trace import compile_trace
+from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.compiler.pipeline import steps_without
 from thunder_memsave.compiler.state import Facts
 from thunder_memsave.compiler.step_records import StepRecord
@@ -72,6 +73,8 @@ class CallCompiler:
     """The device to compile for if it is absent (`target_device.py`); then the result cannot run."""
     fp8: Fp8Linears | None = None
     """The linears of the module that compute in fp8."""
+    graphs: CudaGraphs | None = None
+    """The module's CUDA graphs; None: it has none."""
 
     def compile(self, module: nn.Module, call: Call, *, name: str, reason: str) -> Compiled:
         """Compile one call.
@@ -90,8 +93,8 @@ class CallCompiler:
         start = time.perf_counter()
         is_dynamo = self.config.frontend == "dynamo"
         traced = (self._dynamo if is_dynamo else self._interpreter)(module, call, reason)
-        facts = self._facts(module, traced)
-        files = self._files(f"{type(module).__name__}.{name}")
+        facts = self._facts(module, traced, name=f"{type(module).__name__}.{name}")
+        files = self._files(facts.name)
         lower_s = time.perf_counter() - start
         with compile_data_and_stats(traced.compile_data, CompileStats()):
             graph = compile_trace(facts, files=files, lower_s=lower_s)
@@ -149,7 +152,7 @@ class CallCompiler:
         )
         return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
 
-    def _facts(self, module: nn.Module, traced: _Traced) -> Facts:
+    def _facts(self, module: nn.Module, traced: _Traced, *, name: str) -> Facts:
         data_parallel = self.data_parallel
         return Facts(
             steps=steps_without(self.config.leave_out),
@@ -157,10 +160,15 @@ class CallCompiler:
             executors=traced.compile_data.executors_list,
             regathers=data_parallel is not None and data_parallel.mode in ("zero3", "auto"),
             planner=self.planner,
-            arguments=_arguments(module, traced),
+            arguments=replace(
+                _arguments(module, traced),
+                leaves_sums=self.graphs is not None and self.graphs.is_required,
+            ),
             schedule=schedule_of(module, data_parallel),
             unreduced=self.unreduced or UnreducedGradients(data_parallel),
             is_run=self.target is None,
+            name=name,
+            graphs=self.graphs,
         )
 
     def _files(self, title: str) -> TraceFiles | None:

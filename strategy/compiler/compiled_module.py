@@ -16,6 +16,8 @@ from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
+from thunder_memsave.compiler.cuda_graphs import torch_runtime
+from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs, graphs_of
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
@@ -60,6 +62,8 @@ class CompiledModule(nn.Module):
         self.fp8 = fp8
         self._compiled: dict[str, list[Compiled]] = {}
         self.unreduced = UnreducedGradients(data_parallel)
+        self.graphs: CudaGraphs | None = None
+        """Known from the first call on, when the module is where it stays."""
 
     @property
     def captures(self) -> Sequence[Compiled]:
@@ -82,6 +86,16 @@ class CompiledModule(nn.Module):
         compiled = self._find(name, call) or self._compile(name, call)
         return compiled.run(*args, **kwargs)
 
+    def _graphs(self) -> CudaGraphs:
+        if self.graphs is None:
+            self.graphs = graphs_of(
+                self._config.cuda_graphs,
+                list(self.module.parameters()),
+                self.planner,
+                runtime_of=torch_runtime.runtime_of,
+            )
+        return self.graphs
+
     def _find(self, name: str, call: Call) -> Compiled | None:
         return next((c for c in self._compiled.get(name, ()) if c.capture.matches(call)), None)
 
@@ -95,6 +109,7 @@ class CompiledModule(nn.Module):
             unreduced=self.unreduced,
             planner=self.planner,
             fp8=self.fp8,
+            graphs=self._graphs(),
         )
         compiled = compiler.compile(self.module, call, name=name, reason=reason)
         known.insert(0, compiled)

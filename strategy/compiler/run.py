@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thunder_memsave.budget.planned_call import differentiated
 from thunder_memsave.compiler import autograd
+from thunder_memsave.compiler.cuda_graphs.graphed_call import GraphedCall
 from thunder_memsave.compiler.gradient_checks import dependencies
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.lowering import Lowered
@@ -46,8 +47,30 @@ def make_callable(state: State) -> State:
         return replace(state, run=_not_here)
     if backward is None:
         return replace(state, run=inference(facts.lowered, forward))
-    run = training(facts.lowered, forward, backward, state.keeping, facts.unreduced)
+    run = training(
+        facts.lowered,
+        forward,
+        backward,
+        state.keeping,
+        facts.unreduced,
+        graphed=_graphed(state, forward, backward),
+    )
     return replace(state, run=run)
+
+
+def _graphed(state: State, forward: TraceCtx, backward: TraceCtx) -> GraphedCall | None:
+    """Decide whether the call runs as CUDA graphs; what is no batch stays where it is."""
+    facts = state.facts
+    if facts.graphs is None:
+        return None
+    kinds = facts.arguments.kinds
+    return facts.graphs.choose(
+        forward,
+        backward,
+        keeps_gradients=state.keeping is not None,
+        fixed=[a.name for a in forward.args if kinds.get(a.name) != "batch"],
+        name=facts.name,
+    )
 
 
 def _not_here(*inputs: Any) -> Any:
@@ -72,15 +95,22 @@ def training(
     backward: TraceCtx,
     keeping: TraceCtx | None,
     unreduced: UnreducedGradients,
+    *,
+    graphed: GraphedCall | None = None,
 ) -> Callable[..., Any]:
     """Make a callable of a forward and of the backward that autograd calls."""
     compute = forward.python_callable()
     differentiate = _differentiate(backward, keeping, unreduced)
 
-    def run_forward(*inputs: Any) -> Any:
+    def compute_outputs(*inputs: Any) -> Any:
         with _plain_execution():
             result, saved = compute(*inputs)
         return result["output"], saved
+
+    def run_forward(*inputs: Any) -> Any:
+        if graphed is None:
+            return compute_outputs(*inputs)
+        return graphed.forward(compute_outputs, inputs)
 
     named = {*accumulated_names(backward), *added_names(backward)}
     slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in named]
@@ -96,6 +126,8 @@ def training(
                 accumulating=frozenset(n for i, n, _ in parameters if i in reached.accumulating),
             )
             with _plain_execution(), running(of_run):
+                if graphed is not None:
+                    return graphed.backward(differentiate, saved, cotangents, reached.inputs)
                 gradients = list(differentiate(saved, cotangents))
             for i, name, _ in parameters:
                 gradients[i] = of_run.given.get(name, gradients[i])

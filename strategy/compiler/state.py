@@ -11,6 +11,7 @@ from thunder.extend import Executor
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import Arguments
+from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.frontend.lowering import Lowered
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.passes.overlap.room import Room
@@ -45,6 +46,10 @@ class Facts:
     """Where whole gradients are kept between micro-batches."""
     is_run: bool
     """Whether the result is to be run here; if not, `run` refuses."""
+    name: str
+    """Of the call, for messages."""
+    graphs: CudaGraphs | None = None
+    """Of the module; None: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

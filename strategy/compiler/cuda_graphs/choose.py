@@ -1,0 +1,161 @@
+"""Decides whether a compiled call gets graphs, and says so in one line of the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.cuda_graphs.graphed_call import GraphedCall
+from thunder_memsave.compiler.cuda_graphs.refusals import reasons
+from thunder_memsave.compiler.cuda_graphs.runtime import Runtime
+from thunder_memsave.errors import CompileError
+from thunder_memsave.planner.launches import launches_of
+
+_WORKSPACE_BYTES = 2 * 32 * 2**20
+"""cuBLAS has a workspace for each stream and thread that it is called on: captures have one of their own."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CudaGraphs:
+    """The graphs of one module: at most one of its compiled calls has any."""
+
+    setting: Literal["auto"] | bool
+    runtime: Runtime | None
+    """None: the device has no graphs."""
+    planner: MemoryPlanner | None
+    call: GraphedCall | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether any call may get graphs."""
+        return self.setting is not False and self.runtime is not None
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a call that can have no graphs is refused."""
+        return self.setting is True
+
+    def choose(
+        self,
+        forward: TraceCtx,
+        backward: TraceCtx,
+        *,
+        keeps_gradients: bool,
+        fixed: Iterable[str],
+        name: str,
+    ) -> GraphedCall | None:
+        """Decide about a call that was just planned.
+
+        Args:
+            forward: The trace that runs.
+            backward: Its backward.
+            keeps_gradients: Whether there is another backward, that keeps whole gradients.
+            fixed: Names of the arguments that stay where they are.
+            name: Of the call, for messages.
+
+        Raises:
+            CompileError: graphs were asked for, and the call cannot have any.
+        """
+        if not self.is_possible:
+            return None
+        assert self.runtime is not None
+        if self.call is not None:
+            self.call.drop(
+                "another shape of its batch came, for which there is no memory of its own; pad or pack to one shape"
+            )
+            return None
+        found = list(
+            reasons(
+                forward,
+                backward,
+                keeps_gradients=keeps_gradients,
+                device_type=self.runtime.device_type,
+            )
+        )
+        staying = set(fixed)
+        why = "; ".join(found) or self._why_not_worth_it()
+        why = why or self._why_no_room(lambda: _bytes_of_graphs(forward, backward, staying))
+        if why:
+            self._without(name, why)
+            return None
+        self.call = GraphedCall(
+            self.runtime,
+            name=name,
+            is_fixed=[a.name in staying for a in forward.args],
+            is_required=self.setting is True,
+        )
+        return self.call
+
+    def _without(self, name: str, why: str) -> None:
+        if self.setting is True:
+            raise CompileError(
+                f"strategy.cuda_graphs is true, but {name} can be no CUDA graph: {why}. Set it to auto or false."
+            )
+        _log.info("no CUDA graphs of %s: %s", name, why)
+
+    def _why_not_worth_it(self) -> str | None:
+        """Return why `auto` makes none; it counts the operations of the plan."""
+        if self.setting is True:
+            return None
+        if self.planner is None or not self.planner.calls:
+            return "nothing is planned, so nothing says whether the host is slower than the device"
+        call = self.planner.calls[-1]
+        launches = launches_of([s.op for s in call.program.steps], self.planner.device)
+        text = (
+            f"{launches.num_ops:,} launches take {launches.launch_us / 1e3:.1f} ms, their kernels "
+            f"{launches.kernel_us / 1e3:.1f} ms"
+        )
+        if not launches.bound:
+            return text
+        _log.info("CUDA graphs: %s", text)
+        return None
+
+    def _why_no_room(self, more_bytes: Callable[[], int]) -> str | None:
+        """Count the bytes of graphs in the plan, or return why there are too many."""
+        if self.planner is None or not self.planner.calls:
+            return None
+        return self.planner.hold_pool(more_bytes)
+
+
+def _bytes_of_graphs(forward: TraceCtx, backward: TraceCtx, fixed: Collection[str]) -> int:
+    """Return the bytes that are held besides what the plan counts: buffers, and what the pool holds all the time."""
+    batch = sum(_nbytes(a) for a in forward.args if a.name not in fixed)
+    # Outputs stay in the pool beside the caller's copies, and have a buffer for their gradients.
+    outputs = 2 * sum(map(_nbytes, forward.output[0]["output"]))
+    gradients = sum(map(_nbytes, backward.output))
+    return batch + outputs + gradients + _WORKSPACE_BYTES
+
+
+def _nbytes(value: Any) -> int:
+    return value.numel * value.dtype.bytes if isinstance(value, TensorProxy) else 0
+
+
+def graphs_of(
+    setting: Literal["auto"] | bool,
+    tensors: Sequence[torch.Tensor],
+    planner: MemoryPlanner | None,
+    *,
+    runtime_of: Callable[[torch.device], Runtime | None],
+) -> CudaGraphs:
+    """Make the graphs of a module by the device of its tensors.
+
+    Raises:
+        CompileError: graphs were asked for, and the device has none.
+    """
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    runtime = None if setting is False else runtime_of(device)
+    if setting is True and runtime is None:
+        raise CompileError(
+            f"strategy.cuda_graphs is true, but the model is on {device.type}, which has no CUDA graphs; set it to "
+            "auto or false."
+        )
+    return CudaGraphs(setting, runtime, planner)

@@ -1,0 +1,74 @@
+"""What in the traces of a call forbids graphs of it, by name and with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from thunder.core import devices
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_memsave.ops.added_gradients import added_names
+from thunder_memsave.ops.families.collectives import is_all_gather, is_all_reduce, is_reduce_scatter
+
+_CAPTURABLE = "nccl"
+"""Backend of process groups whose collectives run on the device alone."""
+_REPLAYS = "_replaying"
+
+
+def reasons(
+    forward: TraceCtx, backward: TraceCtx, *, keeps_gradients: bool, device_type: str
+) -> Iterator[str]:
+    """Yield what cannot be captured.
+
+    Args:
+        forward: The trace that runs.
+        backward: Its backward.
+        keeps_gradients: Whether another backward keeps whole gradients between micro-batches.
+        device_type: Type of the device of the graphs.
+    """
+    if keeps_gradients:
+        yield (
+            "backward keeps unreduced gradients between micro-batches; set strategy.accumulate to reduce_every"
+        )
+    if added_names(backward):
+        yield (
+            "backward adds to gradients of earlier micro-batches, wherever these are; strategy.cuda_graphs: true "
+            "leaves that to autograd"
+        )
+    symbols = [*forward.bound_symbols, *backward.bound_symbols]
+    found = dict.fromkeys(backend for b in symbols for backend in _backends(b))
+    for backend in found:
+        if backend != _CAPTURABLE:
+            yield f"its collectives run on {backend}, which needs the host; only those of nccl can be captured"
+    if device_type == "cuda":
+        yield from _on_the_host(symbols)
+    for name in dict.fromkeys(b.sym.name for b in symbols if b.sym.id is PrimIDs.ITEM):
+        yield f"{name} reads a value on the host; keep it in a tensor"
+
+
+def _on_the_host(symbols: list[BoundSymbol]) -> Iterator[str]:
+    """Yield what reads or makes tensors of the host, which a graph would not read again."""
+    if any(b.sym.name.endswith(_REPLAYS) for b in symbols):
+        yield (
+            "backward draws forward's random numbers again from a state on the host; keep what they make "
+            "(memory.keep), or raise memory.budget"
+        )
+        return
+    for bsym in symbols:
+        values = [*bsym.flat_proxy_args, *bsym.flat_proxy_outs]
+        if any(
+            isinstance(v, TensorProxy) and v.device.devicetype is devices.DeviceType.CPU
+            for v in values
+        ):
+            yield f"{bsym.sym.name} has a tensor on the CPU; move it to the GPU"
+            return
+
+
+def _backends(bsym: BoundSymbol) -> Iterator[str]:
+    if is_all_gather(bsym) or is_reduce_scatter(bsym) or is_all_reduce(bsym):
+        groups = (a for a in bsym.flat_args if isinstance(a, dist.ProcessGroup))
+        yield from (str(dist.get_backend(group)) for group in groups)
