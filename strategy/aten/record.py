@@ -100,7 +100,7 @@ class AtenRecord(TorchDispatchMode):
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         for tensor in outputs:
             self._follow(tensor)
-        self.is_random |= _draws(func, args, kwargs)
+        self.is_random |= draws(func, args, kwargs)
         self.flops += _flops(func, args, kwargs, result)
         if func._schema.is_mutable:
             self.written |= _written(func, args, kwargs) & self._existing
@@ -149,7 +149,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
 
 
-def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether an operator draws random numbers: attention kernels are tagged so, but do so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

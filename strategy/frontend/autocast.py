@@ -9,7 +9,8 @@ The lists are those of PyTorch's documentation ("Automatic Mixed Precision packa
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,16 @@ class Autocast:
         value = (dtype or torch.get_autocast_dtype(device_type)) if enabled else None
         self._stack.append({**self._stack[-1], device_type: value})
         return object()
+
+    @contextmanager
+    def as_eager(self) -> Iterator[None]:
+        """Autocast as eager does at this point of the graph."""
+        with ExitStack() as stack:
+            for device_type, dtype in self._stack[-1].items():
+                if dtype is not None:
+                    context = torch.autocast(device_type, dtype, cache_enabled=False)
+                    stack.enter_context(context)
+            yield
 
     def arguments(
         self,

@@ -1,9 +1,11 @@
-"""Calls one function of a graph on proxies: by its row in the table, else as Thunder knows it, else as it is."""
+"""Calls one function of a graph on proxies: by its row in the table, else as Thunder knows it, else as torch does."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +15,21 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.torch import _torch_to_thunder_function_map
 from torch import Tensor, fx
+from torch.utils._pytree import tree_iter
 
+from thunder_memsave.aten.joint_graph import UntraceableError
 from thunder_memsave.errors import CompileError, user_frame_of_text
 from thunder_memsave.frontend.aliasing import changed_operand, inplace_position
 from thunder_memsave.frontend.fx_nodes import (
     example_values,
     function_name,
+    module_name,
     node_callable,
     node_needs_grad,
-    value_needs_grad,
 )
-from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
+from thunder_memsave.frontend.opaque import OpaqueExecutor
+from thunder_memsave.frontend.opaque_calls import call_with_derivative
+from thunder_memsave.ops.derivatives import without_derivative
 from thunder_memsave.ops.operation import Call, Operation
 from thunder_memsave.ops.table import operation_of
 
@@ -39,6 +45,8 @@ class Calls:
     """Gets the operations that Thunder does not know."""
     target: torch.device | None
     """Where every tensor is taken to be, for a plan; None: where it is."""
+    as_eager: Callable[[], AbstractContextManager[Any]]
+    """Enters the autocast that eager runs the current node in."""
 
     def out_of_place(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Compute what `inplace=True` asks for elsewhere, and copy it: executors overwrite what gradients read."""
@@ -55,8 +63,10 @@ class Calls:
         """Record a node's function.
 
         Raises:
-            CompileError: Thunder does not know it and it needs a gradient, or gives it a wrong one.
+            CompileError: Neither Thunder nor PyTorch can make operations of it without numbers.
         """
+        if _picks_result(node, args):
+            return args[0][args[1]]
         if (fact := self._fact(node)) is not NotImplemented:
             return fact
         row = operation_of(node_callable(node)) or _NOT_IN_THE_TABLE
@@ -67,8 +77,8 @@ class Calls:
         expected = node.meta.get("example_value")
         if row.runs_torchs_own and not needs_grad and isinstance(expected, Tensor):
             return self._call_opaque(node_callable(node), expected, args, kwargs)
-        if needs_grad:
-            _refuse_wrong_gradient(node, row, call)
+        if needs_grad and (reason := _why_not_thunders(node, row, call)) is not None:
+            return self.as_torchs_own(node, args, kwargs, reason=reason)
         if row.rewrite is not None:
             call = row.rewrite(call)
         return self._call_thunders(node, call.args, call.kwargs)
@@ -92,24 +102,66 @@ class Calls:
         return bsym.sym.executor is self.opaque or _is_auto_registered(bsym.sym)
 
     def _call_thunders(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record Thunder's symbol or method; where there is none and no gradient is needed, torch's own function."""
-        num_scopes = len(self.trace.scopes)
+        """Record Thunder's symbol or method; torch's own function, where there is none or it has no derivative."""
+        num_scopes, num_symbols = len(self.trace.scopes), len(self.trace.scopes[-1])
         try:
-            return _run_thunders(node, args, kwargs)
+            result = _run_thunders(node, args, kwargs)
         except CompileError:
             raise
         except Exception as error:
             del self.trace.scopes[num_scopes:]  # those of the symbols that were left by the error
-            function, expected = node_callable(node), node.meta.get("example_value")
-            if node_needs_grad(node) or not isinstance(expected, Tensor):
-                raise CompileError(
-                    f"Thunder cannot compile {function_name(function)} (at {where(node)}): {error}. "
-                    "Write it with other operations, or keep it out of the compiled model."
-                ) from error
-            if changed_operand(node) is None:
-                return self._call_opaque(function, expected, args, kwargs)
-            changed = self._call_opaque(_on_a_copy(function), expected, args, kwargs)
-            return args[0].copy_(changed)
+            reason = f"Thunder cannot compile it: {error}"
+        else:
+            recorded = self.trace.scopes[-1][num_symbols:]
+            if not node_needs_grad(node) or (lacking := without_derivative(recorded)) is None:
+                return result
+            reason = f"Thunder has no derivative of {lacking.sym.name}"
+        del self.trace.scopes[-1][num_symbols:]
+        return self.as_torchs_own(node, args, kwargs, reason=reason)
+
+    def as_torchs_own(
+        self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, reason: str
+    ) -> Any:
+        """Record what torch runs for a node, with torch's own derivative.
+
+        Raises:
+            CompileError: PyTorch cannot trace it without numbers; the message has `reason`, why it is not Thunder's.
+        """
+        function, expected = node_callable(node), node.meta.get("example_value")
+        _refuse_unknown_shapes(node, reason)
+        _refuse_transforms(node)
+        is_changing = changed_operand(node) is not None
+        run = _on_a_copy(function) if is_changing else function
+        if isinstance(expected, Tensor) and not node_needs_grad(node):
+            result = self._call_opaque(run, expected, args, kwargs)
+        else:
+            result = self._call_with_derivative(node, run, args, kwargs, reason)
+        return args[0].copy_(result) if is_changing else result
+
+    def _call_with_derivative(
+        self,
+        node: fx.Node,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reason: str,
+    ) -> Any:
+        try:
+            return call_with_derivative(
+                node,
+                function,
+                args,
+                kwargs,
+                opaque=self.opaque,
+                device=self.target,
+                as_eager=self.as_eager,
+            )
+        except UntraceableError as error:
+            raise CompileError(
+                f"{function_name(node_callable(node))} (at {where(node)}) cannot be compiled. {reason}. PyTorch cannot "
+                f"trace it without numbers: {error}. Write it with other operations, or keep it out of the compiled "
+                "model."
+            ) from error
 
     def _call_opaque(
         self,
@@ -136,34 +188,39 @@ def _eager_arguments(node: fx.Node) -> tuple[Any, Any]:
     return fx.node.map_arg(node.args, eager), fx.node.map_arg(node.kwargs, eager)
 
 
-def _refuse_wrong_gradient(node: fx.Node, row: Operation, call: Call) -> None:
+def _refuse_unknown_shapes(node: fx.Node, reason: str) -> None:
+    tensors = (v for v in tree_iter(node.meta.get("example_value")) if isinstance(v, Tensor))
+    if any(not isinstance(size, int) for v in tensors for size in v.shape):
+        raise CompileError(
+            f"{function_name(node_callable(node))} (at {where(node)}) cannot be compiled: the shape of its result "
+            f"depends on numbers. {reason}. Keep it out of the compiled model, or use a mask."
+        )
+
+
+def _refuse_transforms(node: fx.Node) -> None:
+    """Refuse parts of torch.func's transforms, which change how the functions after them run."""
     function = node_callable(node)
-    is_automatic = _is_auto_registered(_torch_to_thunder_function_map.get(function))
-    if is_automatic and is_random(node):
+    if module_name(function).startswith(("torch._functorch", "torch._C._functorch")):
         raise CompileError(
-            f"{function_name(function)} (at {where(node)}) draws random numbers and Thunder would draw them again in "
-            "backward, which gives wrong gradients; use torch.nn.functional.dropout, or move it out of the model."
-        )
-    what = _lost_by_any_rule(node, is_automatic=is_automatic)
-    if what is None and row.wrong_gradient is not None:
-        what = row.wrong_gradient(call)
-    if what is not None:
-        raise CompileError(
-            f"Thunder computes wrong gradients of {function_name(function)} (at {where(node)}) with respect to {what}. "
-            "Write it with other operations, or keep it out of the compiled model."
+            f"{function_name(function)} (at {where(node)}) is a part of a transform of torch.func, which cannot be "
+            "compiled. Keep it out of the compiled model."
         )
 
 
-def _lost_by_any_rule(node: fx.Node, *, is_automatic: bool) -> str | None:
-    """Name the operands whose gradient Thunder leaves out, or gives the conjugate of, whatever the function."""
+def _picks_result(node: fx.Node, args: Sequence[Any]) -> bool:
+    """Whether it picks one of several results, which are no tensor."""
+    return node.target is operator.getitem and isinstance(args[0], (tuple, list))
+
+
+def _why_not_thunders(node: fx.Node, row: Operation, call: Call) -> str | None:
+    """Say why Thunder's derivative is not used; None if it is."""
+    if _is_auto_registered(_torch_to_thunder_function_map.get(node_callable(node))):
+        return "Thunder has no derivative of its own"
     values = [node.meta.get("example_value"), *example_values(node.all_input_nodes)]
-    tensors = [a for a in node.args if isinstance(a, fx.Node)]
-    nested = [n for n in node.all_input_nodes if n not in tensors]
-    if any(isinstance(v, Tensor) and v.is_complex() for v in values):
-        return "complex numbers"
-    if is_automatic and any(map(value_needs_grad, example_values(nested))):
-        return "tensors in a list or as keywords"
-    return None
+    what = row.wrong_gradient(call) if row.wrong_gradient is not None else None
+    if any(isinstance(v, Tensor) and v.is_complex() for v in tree_iter(values)):
+        what = "complex numbers"
+    return None if what is None else f"Thunder computes wrong gradients with respect to {what}"
 
 
 def _run_thunders(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -36,6 +36,7 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "specialize_float": True,
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
+        "allow_rnn": True,
         # Dynamo does not guard the hooks of submodules unless told to.
         "skip_nnmodule_hook_guards": False,
     }

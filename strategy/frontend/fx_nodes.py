@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+UNREACHED = "unreached"
+"""Key in a node's meta: those of its operands that its derivative gives no gradient to."""
+
 
 def node_callable(node: fx.Node) -> Callable[..., Any]:
     """Return the function or method that the node calls."""

@@ -14,7 +14,7 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import changed_operand, storage
-from thunder_memsave.frontend.fx_nodes import value_needs_grad
+from thunder_memsave.frontend.fx_nodes import UNREACHED, value_needs_grad
 
 _NONE: frozenset[int] = frozenset()
 
@@ -84,7 +84,8 @@ def output_dependencies(
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        operands = frozenset().union(*(reached.get(n, _NONE) for n in node.all_input_nodes))
+        read = [n for n in node.all_input_nodes if n not in node.meta.get(UNREACHED, ())]
+        operands = frozenset().union(*(reached.get(n, _NONE) for n in read))
         reached[node] = operands if _needs_grad(node) else _NONE
         if (changed := changed_operand(node)) is not None:
             # Every view of the changed memory depends on the operands from here on.

@@ -3,7 +3,7 @@
 Each FX node runs once on Thunder's proxies. Dynamo has already computed the node's shape, dtype and requires_grad with
 PyTorch's own kernels (`node.meta["example_value"]`), which decide three things here:
 
-- if Thunder disagrees, compilation stops and names the user's line (no silent difference);
+- if Thunder disagrees, torch's own operators run instead (no silent difference);
 - values that need no gradient in eager (`no_grad`, `detach`, masks, rotary tables) are constants of differentiation;
 - under autocast, they tell which casts eager makes (`Autocast.arguments`).
 """
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
-from thunder_memsave.frontend.aliasing import refuse_lost_changes
+from thunder_memsave.frontend.aliasing import changed_operand, refuse_lost_changes
 from thunder_memsave.frontend.autocast import Autocast
 from thunder_memsave.frontend.calls import Calls, where
 from thunder_memsave.frontend.capture import Capture
@@ -95,8 +95,8 @@ def lower(
         fp8: The linears that compute in fp8.
 
     Raises:
-        CompileError: Thunder does not know an operation that needs a gradient, or infers another shape or dtype than
-            PyTorch; the message names the user's line.
+        CompileError: An operation that Thunder does not know cannot be traced without numbers, or an operation in place
+            would have another shape or dtype than PyTorch's; the message names the user's line.
     """
     inline_checkpoints(capture.graph)
     refuse_lost_changes(capture.graph)
@@ -142,8 +142,8 @@ class _Lowering:
         self.compile_data = compile_data
         self.trace = TraceCtx(_computation)
         self.opaque = opaque
-        self.calls = Calls(self.trace, opaque, target)
         self.autocast = Autocast()
+        self.calls = Calls(self.trace, opaque, target, self.autocast.as_eager)
         self.fp8 = None if fp8 is None else LinearNodes(fp8, capture, target)
         self.inputs = GraphInputs(capture, compile_data, data_parallel, target, self.fp8)
 
@@ -234,21 +234,19 @@ class _Lowering:
             args, kwargs = self.autocast.arguments(node_callable(node), expected, args, kwargs)
             result = self.calls.out_of_place(node, args, kwargs)
             if expected is not None and self.autocast.enabled and _dtype_differs(result, expected):
-                args, kwargs = self.autocast.cast_to(expected.dtype, args, kwargs)
-                result = self.calls.call(node, args, kwargs)
+                cast_args, cast_kwargs = self.autocast.cast_to(expected.dtype, args, kwargs)
+                result = self.calls.call(node, cast_args, cast_kwargs)
+            difference = _difference(result, expected)
+            if difference is not None and changed_operand(node) is None:
+                result = self.calls.as_torchs_own(node, args, kwargs, reason=difference)
         self._check(node, result, expected)
         return result
 
     def _check(self, node: fx.Node, result: Any, expected: Any) -> None:
-        if not isinstance(expected, Tensor) or not isinstance(result, TensorProxy):
-            return
-        ours = (tuple(result.shape), dtypes.to_torch_dtype(result.dtype))
-        eager = (tuple(expected.shape), expected.dtype)
-        if ours != eager:
+        if (difference := _difference(result, expected)) is not None:
             raise CompileError(
-                f"Thunder computes {function_name(node_callable(node))} (at {where(node)}) as {ours[0]} "
-                f"{ours[1]}, PyTorch as {eager[0]} {eager[1]}; the result would differ from eager, so it is not "
-                "compiled."
+                f"{function_name(node_callable(node))} (at {where(node)}) would differ from eager, so it is not "
+                f"compiled: {difference}."
             )
 
     def _read(self, argument: Any, values: Mapping[fx.Node, Any], *, as_kept: bool = False) -> Any:
@@ -278,6 +276,17 @@ def _plain(argument: Any) -> Any:
     if type(argument) is tuple:
         return tuple(map(_plain, argument))
     return [_plain(a) for a in argument] if isinstance(argument, list) else argument
+
+
+def _difference(result: Any, expected: Any) -> str | None:
+    """Say how a tensor differs from eager's; None if it does not."""
+    if not isinstance(expected, Tensor) or not isinstance(result, TensorProxy):
+        return None
+    ours = (tuple(result.shape), dtypes.to_torch_dtype(result.dtype))
+    eager = (tuple(expected.shape), expected.dtype)
+    if ours == eager:
+        return None
+    return f"Thunder computes it as {ours[0]} {ours[1]}, PyTorch as {eager[0]} {eager[1]}"
 
 
 def _dtype_differs(result: Any, expected: Any) -> bool:

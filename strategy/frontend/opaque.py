@@ -7,7 +7,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor, TemporaryExecutor
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from thunder_memsave.frontend.fx_nodes import module_name, node_callable, own_name
+from thunder_memsave.ops.aten_operators import proxy_like
 
 
 class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
@@ -54,11 +54,11 @@ class OpaqueExecutor(TemporaryExecutor):  # type: ignore[misc]
         def meta(*_: Any, **__: Any) -> TensorProxy:
             return proxy_like(expected, device)
 
-        operator = self.register_operator(_operator_name(function), meta=meta, fn=function)
+        operator = self.register_operator(operator_name(function), meta=meta, fn=function)
         return operator(*args, **kwargs)
 
 
-def _operator_name(function: Callable[..., Any]) -> str:
+def operator_name(function: Callable[..., Any]) -> str:
     """Return a name that begins with the function's: passes match its parts, and a module may share one's name."""
     return f"{_identifier(own_name(function))}_of_{_identifier(module_name(function))}"
 
@@ -66,16 +66,6 @@ def _operator_name(function: Callable[..., Any]) -> str:
 def _identifier(name: str) -> str:
     """Return a valid Python identifier, even for a lambda or an overload with a dot."""
     return "".join(c if c.isalnum() else "_" for c in name).strip("_")
-
-
-def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorProxy:
-    """Return a proxy with the metadata of a (fake) tensor, on `device` if given."""
-    return TensorProxy(
-        shape=tuple(expected.shape),
-        device=devices.to_device(device or expected.device),
-        dtype=dtypes.to_dtype(expected.dtype),
-        requires_grad=expected.requires_grad,
-    )
 
 
 def is_random(node: fx.Node) -> bool:

@@ -331,22 +331,6 @@ def test_capturing_draws_no_random_numbers() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-class RandomWithoutAKnownRule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout1d(self.linear(x))
-
-
-def test_a_random_operation_that_would_be_redrawn_in_backward_is_refused_by_name() -> None:
-    with pytest.raises(
-        CompileError, match=r"dropout1d \(at .*test_patterns.py:\d+ in forward\) draws"
-    ):
-        CompiledModule(RandomWithoutAKnownRule())(torch.randn(3, 8))
-
-
 class DataDependent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

@@ -145,6 +145,7 @@ SAMPLES: Mapping[str, Sample] = {
     "rms_norm_module": _kernel("rms_norm", nn.RMSNorm(COLUMNS, elementwise_affine=False)),
     "embedding": Sample(of="embedding", run=lambda x: F.embedding(_classes(x), x)),
     "index_put": Sample(of="index_put", run=_index_put),
+    "unfold": Sample(of="unfold", run=lambda x: x.unfold(-1, 3, 2)),
     "no_grad": Sample(of="nothing", run=_in_other_grad_modes),
     "detach": Sample(of="detach", run=lambda x: x * x.detach()),
     "data": Sample(of="detach", run=lambda x: x * x.data),

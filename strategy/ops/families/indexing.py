@@ -1,4 +1,4 @@
-"""Indexing: memory that Thunder's operators take on CUDA, and a derivative that it gets wrong."""
+"""Indexing: memory that Thunder's operators take on CUDA, and derivatives that it gets wrong."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def _of_values_put(call: Call) -> str | None:
     return "the values that are put" if call.needs_grad(2, "values") else None
 
 
+def _of_windows(call: Call) -> str:
+    """Its rule refuses all but images."""
+    return "what the windows are of"
+
+
 OPERATIONS = (
     Operation(
         name="embedding",
@@ -36,4 +41,5 @@ OPERATIONS = (
         functions=(torch.index_put, Tensor.index_put, torch.ops.aten.index_put),
         wrong_gradient=_of_values_put,
     ),
+    Operation(name="unfold", functions=(Tensor.unfold,), wrong_gradient=_of_windows),
 )

@@ -1,0 +1,195 @@
+"""Traces a function and PyTorch's own vector-Jacobian product of it into one graph of ATen operators, without numbers.
+
+The graph has what autograd runs in eager: composite functions are taken apart as autograd does, and no further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten
+
+from thunder_memsave.aten.record import draws
+
+_WRITES_STATISTICS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
+"""They change running statistics, which their schemas do not say."""
+
+
+class UntraceableError(ValueError):
+    """A function cannot be traced without numbers; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that a function reads, without its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JointGraph:
+    """A function of tensors and its vector-Jacobian product. Nodes are ATen operators; nothing writes in place."""
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    """Has the tensors that the graph holds itself."""
+    operands: tuple[fx.Node, ...]
+    cotangents: tuple[fx.Node, ...]
+    """Of those outputs that `differentiable` names, in their order."""
+    outputs: tuple[Any, ...]
+    """Leaves of what the function returns: nodes for tensors."""
+    structure: Any
+    """Of what the function returns, as a tree of `torch.utils._pytree`."""
+    differentiable: tuple[int, ...]
+    """Indices of the outputs that need a gradient."""
+    gradients: tuple[fx.Node | None, ...]
+    """One for each operand; None if autograd gives none."""
+
+    def nodes_for(self, results: Sequence[Any], *, known: set[fx.Node]) -> Iterator[fx.Node]:
+        """Yield the nodes that results need beside `known`, in the order of the graph."""
+        needed = {r for r in results if isinstance(r, fx.Node)} - known
+        stack = list(needed)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node not in needed and node not in known:
+                    needed.add(node)
+                    stack.append(node)
+        yield from (n for n in self.graph.nodes if n in needed)
+
+
+def joint_graph(
+    function: Callable[..., Any],
+    operands: Sequence[Operand],
+    *,
+    is_used: Callable[[int], bool],
+) -> JointGraph:
+    """Trace `function(*tensors)`.
+
+    Args:
+        function: Returns a tree of tensors and other values.
+        operands: The tensors that it reads.
+        is_used: `(index of an output) -> bool`; outputs that are not used get no cotangent, as in eager.
+
+    Raises:
+        UntraceableError: its operators, or the shapes of its results, depend on numbers; it has no derivative; or it
+            changes a tensor that it is given.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.enable_grad():
+        tensors = [_fake(o) for o in operands]
+        try:
+            leaves, structure = tree_flatten(function(*_as_leaves(tensors, operands)))
+            wanted = [i for i, o in enumerate(leaves) if _needs_grad(o) and is_used(i)]
+            cotangents = [torch.empty_like(leaves[i]) for i in wanted]
+            joint = _Joint(function, operands, wanted)
+            module = make_fx(joint)(*tensors, *cotangents)
+            if any(map(_writes, module.graph.nodes)):
+                pure = torch.func.functionalize(module, remove="mutations")
+                module = make_fx(pure)(*tensors, *cotangents)
+        except Exception as error:  # torch raises many types for what fake tensors cannot do
+            raise UntraceableError(_first_line(error)) from error
+    _refuse_writes(module.graph)
+    results = module.graph.output_node().args[0]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    num_outputs = len(leaves)
+    found = JointGraph(
+        graph=module.graph,
+        module=module,
+        operands=tuple(placeholders[: len(operands)]),
+        cotangents=tuple(placeholders[len(operands) :]),
+        outputs=tuple(
+            r if isinstance(leaf, Tensor) else leaf
+            for leaf, r in zip(leaves, results[:num_outputs], strict=True)
+        ),
+        structure=structure,
+        differentiable=tuple(wanted),
+        gradients=tuple(results[num_outputs:]),
+    )
+    _refuse_draws_of_backward(found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """`(*operands, *cotangents) -> [*outputs, *gradients]`."""
+
+    function: Callable[..., Any]
+    operands: Sequence[Operand]
+    wanted: Sequence[int]
+
+    def __call__(self, *tensors: Tensor) -> list[Any]:
+        given, cotangents = tensors[: len(self.operands)], tensors[len(self.operands) :]
+        leaves = _as_leaves(given, self.operands)
+        outputs, _ = tree_flatten(self.function(*leaves))
+        trained = [o.requires_grad for o in self.operands]
+        found: Iterator[Tensor | None] = iter(())
+        if self.wanted:
+            roots = [outputs[i] for i in self.wanted]
+            inputs = list(compress(leaves, trained))
+            found = iter(torch.autograd.grad(roots, inputs, cotangents, allow_unused=True))
+        gradients = [next(found, None) if is_trained else None for is_trained in trained]
+        return [*(o if isinstance(o, Tensor) else None for o in outputs), *gradients]
+
+
+def _fake(operand: Operand) -> Tensor:
+    return torch.empty_strided(
+        operand.shape, operand.stride, dtype=operand.dtype, device=operand.device
+    )
+
+
+def _as_leaves(tensors: Sequence[Tensor], operands: Sequence[Operand]) -> list[Tensor]:
+    pairs = zip(tensors, operands, strict=True)
+    return [t.detach().requires_grad_(o.requires_grad) for t, o in pairs]
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _refuse_writes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op not in ("call_function", "placeholder", "get_attr", "output"):
+            raise UntraceableError(f"it runs {node.op}")
+        if _writes(node) or _updates_statistics(node):
+            raise UntraceableError(f"{node.target} changes a tensor in place that it is given")
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    if node.target not in _WRITES_STATISTICS:
+        return False
+    _, _, _, running_mean, _, is_training, *_ = node.args
+    return running_mean is not None and bool(is_training)
+
+
+def _refuse_draws_of_backward(joint: JointGraph) -> None:
+    """Refuse functions that draw what only backward reads: the generator would move on at another moment."""
+    forward = set(joint.nodes_for(joint.outputs, known=set()))
+    for node in joint.nodes_for(joint.gradients, known=forward):
+        if isinstance(node.target, torch._ops.OpOverload) and draws(
+            node.target, node.args, node.kwargs
+        ):
+            raise UntraceableError(f"{node.target} draws random numbers that only backward reads")

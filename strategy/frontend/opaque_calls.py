@@ -1,0 +1,250 @@
+"""Records a function that Thunder does not know as torch's own operators, with torch's own derivative.
+
+Each ATen operator of it is one operation of the trace, so a plan sees every value that it saves, and may free it and
+compute it again:
+
+    (y, indices) = max_pool2d_of_torch_nn_functional_0(x)
+
+is differentiated to
+
+    (y, indices) = aten_max_pool2d_with_indices(x, [2, 2], [2, 2])
+    ...
+    t7 = aten_max_pool2d_with_indices_backward(t6, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+
+from thunder_memsave.aten.joint_graph import JointGraph, Operand, joint_graph
+from thunder_memsave.frontend.fx_nodes import UNREACHED, node_needs_grad
+from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
+from thunder_memsave.ops.aten_operators import record
+
+
+def call_with_derivative(
+    node: fx.Node,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    opaque: OpaqueExecutor,
+    device: torch.device | None,
+    as_eager: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    """Record `function(*args, **kwargs)`.
+
+    Args:
+        node: The node that it is from: tells what eager made, and which results are read.
+        function: What the node calls.
+        args: With proxies for tensors, as are `kwargs`.
+        kwargs: By name.
+        opaque: Gets the operation.
+        device: Where every tensor is taken to be, for a plan; None: where it is.
+        as_eager: Enters the autocast that eager runs it in.
+
+    Raises:
+        UntraceableError: PyTorch cannot trace it without numbers.
+    """
+    leaves, structure = tree_flatten((list(args), dict(kwargs)))
+    tensors = list({v.name: v for v in leaves if isinstance(v, TensorProxy)}.values())
+    position = {t.name: i for i, t in enumerate(tensors)}
+
+    def run(*given: Tensor) -> Any:
+        filled = [given[position[v.name]] if isinstance(v, TensorProxy) else v for v in leaves]
+        run_args, run_kwargs = tree_unflatten(filled, structure)
+        with as_eager():
+            return function(*run_args, **run_kwargs)
+
+    pairs = list(_pairs((node.args, node.kwargs), (args, kwargs)))
+    examples = _examples(pairs)
+    operands = [_operand(t, examples.get(t.name)) for t in tensors]
+    joint = joint_graph(run, operands, is_used=_is_used(node))
+    reached = {t.name for t, g in zip(tensors, joint.gradients, strict=True) if g is not None}
+    node.meta[UNREACHED] = _unreached(pairs, reached)
+    recorded = _Recorded(joint, opaque, device)
+    results = iter(_symbol(recorded, function, opaque)(*tensors))
+    filled = [next(results) if isinstance(o, fx.Node) else o for o in joint.outputs]
+    result = tree_unflatten(filled, joint.structure)
+    return tuple(result) if isinstance(result, tuple) else result
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A joint graph, recorded on proxies."""
+
+    joint: JointGraph
+    opaque: OpaqueExecutor
+    device: torch.device | None
+
+    def forward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
+        return self._outputs(self._run_forward(tensors), tensors)
+
+    def forward_and_backward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
+        values = self._run_forward(tensors)
+        outputs = self._outputs(values, tensors)
+        nodes = [o for o in self.joint.outputs if isinstance(o, fx.Node)]
+        of_leaf = {
+            i: nodes.index(o) for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)
+        }
+        for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
+            values[node] = prims.get_grad(outputs[of_leaf[index]])
+        self._run(self.joint.gradients, values)
+        for tensor, gradient in zip(tensors, self.joint.gradients, strict=True):
+            if gradient is not None:
+                prims.put_grad(tensor, values[gradient])
+        return outputs
+
+    def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[fx.Node, Any]:
+        values: dict[fx.Node, Any] = dict(zip(self.joint.operands, tensors, strict=True))
+        self._run(self.joint.outputs, values)
+        return values
+
+    def _run(self, results: Sequence[Any], values: dict[fx.Node, Any]) -> None:
+        """Record what results need beside the values."""
+        for node in list(self.joint.nodes_for(results, known=set(values))):
+            values[node] = self._run_node(node, values)
+
+    def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return self._constant(node)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if node.target is torch.ops.aten.detach.default:
+            return args[0]
+        args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
+        return record(node.target, args, kwargs, expected=node.meta["val"], device=self.device)
+
+    def _constant(self, node: fx.Node) -> TensorProxy:
+        """Record a tensor that the function makes of numbers: each reader gets memory of its own, as in eager."""
+        tensor = operator.attrgetter(str(node.target))(self.joint.module)
+
+        def constant() -> Tensor:
+            return tensor.to(self.device) if self.device else tensor.clone()
+
+        return self.opaque.call(constant, tensor, (), {}, device=self.device)
+
+    def _on_device(self, value: Any) -> Any:
+        return self.device if self.device and isinstance(value, torch.device) else value
+
+    def _outputs(
+        self, values: Mapping[fx.Node, Any], tensors: Sequence[TensorProxy]
+    ) -> tuple[Any, ...]:
+        """Return the outputs; each is a value of its own, because each has a gradient of its own."""
+        seen = {t.name for t in tensors}
+        outputs = []
+        for node in self.joint.outputs:
+            if not isinstance(node, fx.Node):
+                continue
+            value = values[node]
+            outputs.append(prims.shallow_copy(value) if value.name in seen else value)
+            seen.add(value.name)
+        return tuple(outputs)
+
+
+def _symbol(recorded: _Recorded, function: Callable[..., Any], opaque: OpaqueExecutor) -> Symbol:
+    name = opaque.unique(operator_name(function))
+    symbol = Symbol(name=name, meta=recorded.forward, id=f"thunder_memsave.{name}", is_prim=False)
+    opaque.register_implementation(
+        symbol,
+        execution_transform=recorded.forward,
+        grad_transform=recorded.forward_and_backward,
+        checker=lambda *_: True,
+    )
+    return symbol
+
+
+def _examples(pairs: Sequence[tuple[fx.Node, Any]]) -> dict[str, Tensor]:
+    """Map names of proxies to eager's tensors, without their numbers."""
+    found: dict[str, Tensor] = {}
+    for argument, value in pairs:
+        proxies = [v for v in tree_iter(value) if isinstance(v, TensorProxy)]
+        example = argument.meta.get("example_value")
+        tensors = [v for v in tree_iter(example) if isinstance(v, Tensor)]
+        if len(proxies) == len(tensors):
+            found.update((p.name, t) for p, t in zip(proxies, tensors, strict=True))
+    return found
+
+
+def _pairs(argument: Any, value: Any) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield the nodes in a node's argument, each with its value."""
+    if isinstance(argument, fx.Node):
+        yield argument, value
+    elif isinstance(argument, (tuple, list)):
+        for a, v in zip(argument, value, strict=True):
+            yield from _pairs(a, v)
+    elif isinstance(argument, dict):
+        for key, a in argument.items():
+            yield from _pairs(a, value[key])
+
+
+def _operand(proxy: TensorProxy, example: Tensor | None) -> Operand:
+    """Describe an operand: with the dtype that it has here, which a cast of autocast may have changed."""
+    shape = tuple(proxy.shape)
+    is_alike = example is not None and tuple(example.shape) == shape
+    like = example if is_alike else torch.empty(shape, device="meta")
+    assert like is not None
+    return Operand(
+        shape=shape,
+        stride=tuple(like.stride()),
+        dtype=dtypes.to_torch_dtype(proxy.dtype),
+        device=devices.to_torch_device(proxy.device) if example is None else example.device,
+        requires_grad=example is not None and example.requires_grad,
+    )
+
+
+def _is_used(node: fx.Node) -> Callable[[int], bool]:
+    """Return whether a result can get a cotangent: eager gives none to one that nothing differentiable reads."""
+    expected = node.meta.get("example_value")
+    if not isinstance(expected, (tuple, list)):
+        return lambda index: True
+    if not all(isinstance(v, Tensor) for v in expected):
+        return lambda index: True
+    picks = [u for u in node.users if u.target is operator.getitem and u.args[0] is node]
+    if len(picks) < len(node.users):
+        return lambda index: True
+    used = {int(u.args[1]) % len(expected) for u in picks if _is_differentiated(u)}  # type: ignore[call-overload]
+    return used.__contains__
+
+
+def _is_differentiated(node: fx.Node) -> bool:
+    """Whether a gradient can reach the node: from a result of the graph, over nodes that need one."""
+    seen, stack = {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and node_needs_grad(user):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _unreached(pairs: Sequence[tuple[fx.Node, Any]], reached: set[str]) -> frozenset[fx.Node]:
+    """Return the operands none of whose tensors gets a gradient."""
+    found = {argument for argument, _ in pairs}
+    for argument, value in pairs:
+        if any(v.name in reached for v in tree_iter(value) if isinstance(v, TensorProxy)):
+            found.discard(argument)
+    return frozenset(found)
+
+
+def _plain(argument: Any) -> Any:
+    """Convert FX's immutable containers to lists and dictionaries."""
+    if isinstance(argument, dict):
+        return {key: _plain(value) for key, value in argument.items()}
+    if isinstance(argument, list):
+        return [_plain(a) for a in argument]
+    return tuple(map(_plain, argument)) if type(argument) is tuple else argument

@@ -1,0 +1,242 @@
+"""Functions that Thunder does not know, or not with a derivative, run as torch's own: with eager's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.memory import measured_peak_bytes
+from harness.parity import Twins, weighted_sum
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.errors import BudgetError, CompileError
+from thunder_memsave.planner.devices import device
+
+Function = Callable[..., Any]
+
+
+class Applies(nn.Module):
+    """A function of parameters, times a number: what comes in is not a leaf, and gradients go through."""
+
+    def __init__(self, function: Function, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.operands = nn.ParameterList(nn.Parameter(torch.randn(s)) for s in shapes)
+
+    def forward(self) -> Any:
+        return self.function(*(p * 1.5 for p in self.operands))
+
+
+def _rotated(x: Tensor) -> Tensor:
+    turn = torch.polar(torch.ones(4), torch.arange(4.0))
+    return torch.view_as_real(torch.view_as_complex(x.view(4, 4, 2)) * turn).flatten(1)
+
+
+def _pooled(x: Tensor) -> Tensor:
+    values, indices = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(values, indices, 2)
+
+
+def _in_place(x: Tensor, y: Tensor) -> Tensor:
+    return (x * 2).index_add_(0, torch.tensor([0, 2, 1, 0]), y)
+
+
+def _experts(x: Tensor, w: Tensor) -> Tensor:
+    ends = torch.tensor([4, 8, 16], dtype=torch.int32)
+    return F.grouped_mm(x.bfloat16(), w.bfloat16(), offs=ends)
+
+
+def _shared(x: Tensor) -> Tensor:
+    """The same operand twice, a result that is a view, and one that nothing reads."""
+    windows = x.unfold(1, 2, 1)
+    _, values, _ = torch.linalg.svd(torch.cdist(x, x.flip(0)))
+    return windows.sum(-1)[:, :4] + values
+
+
+MATRIX, IMAGE = (4, 8), (1, 2, 4, 4)
+FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
+    "flip": (lambda x: x.flip(1).roll(1, 0), (MATRIX,)),
+    "scan": (lambda x: torch.cumsum(x, 0)[1:] * torch.repeat_interleave(x[:1], 3, 0), (MATRIX,)),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), (MATRIX,)),
+    "complex": (_rotated, (MATRIX,)),
+    "conjugate": (lambda x: torch.complex(x, x * 2).conj()[1:].abs(), (MATRIX,)),
+    "fft": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * 0.5), (MATRIX,)),
+    "in_place": (_in_place, (MATRIX, MATRIX)),
+    "scatter": (
+        lambda x, y: x.scatter_reduce(0, torch.zeros(4, 8, dtype=torch.long), y, "amax"),
+        (MATRIX, MATRIX),
+    ),
+    "list": (lambda x, y: torch.hstack([x, y * 2]), (MATRIX, MATRIX)),
+    "keywords": (lambda x: F.cosine_similarity(x1=x, x2=x * 2), (MATRIX,)),
+    "values_put": (
+        lambda x: torch.zeros(4).index_put((torch.tensor([1]),), x[0, :1]),
+        (MATRIX,),
+    ),
+    "infinities": (
+        lambda x: torch.ops.aten.masked_fill(x, x > 0, float("-inf")).softmax(1),
+        (MATRIX,),
+    ),
+    "shared": (_shared, (MATRIX,)),
+    "pooled": (_pooled, (IMAGE,)),
+    "resized": (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (IMAGE,)),
+    "sampled": (lambda x, g: F.grid_sample(x, g, align_corners=False), (IMAGE, (1, 3, 3, 2))),
+    "unfolded": (lambda x: F.fold(F.unfold(x, 2) * 2, (4, 4), 2), (IMAGE,)),
+    "solved": (torch.linalg.solve, ((4, 4), (4, 2))),
+    "bilinear": (F.bilinear, ((4, 8), (4, 7), (5, 8, 7), (5,))),
+    "experts": (_experts, ((16, 16), (3, 16, 32))),
+    "renorm": (lambda x: torch.ops.aten.renorm(x, 2, 0, 1.0), (MATRIX,)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_have_the_bits_of_eager(name: str) -> None:
+    function, shapes = FUNCTIONS[name]
+    twins = Twins(Applies(function, *shapes))
+    ours = twins.assert_equal(loss=weighted_sum, rtol=0.0, atol=0.0)
+    assert ours.stride() == twins.eager().stride()
+
+
+class Layer(nn.Module):
+    """A layer of torch's, whose first result counts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.x = layer, nn.Parameter(torch.randn(5, 2, 8))
+
+    def forward(self) -> Tensor:
+        result = self.layer(self.x * 1.5)
+        return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LSTM(8, 6, num_layers=2, bidirectional=True),
+        nn.GRU(8, 6),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)),
+    ],
+    ids=["LSTM", "GRU", "encoder", "weight_norm"],
+)
+def test_layers_have_the_bits_of_eager(layer: nn.Module) -> None:
+    Twins(Layer(layer)).assert_equal(loss=weighted_sum, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[torch.tensor([True, False, True, True])],
+        lambda x: x.masked_select(x > 0).sum(),
+        lambda x: torch.ones(4, 8).nonzero() * x.sum(),
+    ],
+    ids=["boolean index", "masked_select", "nonzero"],
+)
+def test_shapes_that_depend_on_numbers_are_refused_with_file_and_line(function: Function) -> None:
+    with pytest.raises(
+        CompileError, match=r"test_opaque_calls\.py:\d+ .*shape of its result depends on numbers"
+    ):
+        CompiledModule(Applies(function, MATRIX))()
+
+
+class Drawn(nn.Module):
+    """Random and complex values, and a scan: none has a derivative of Thunder's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        drawn = F.gumbel_softmax(hidden, tau=0.5) + F.dropout1d(hidden.cumsum(0), 0.3)
+        rotated = torch.view_as_complex(self.second(drawn).unflatten(-1, (8, 2)))
+        return torch.view_as_real(rotated * rotated).square().mean()
+
+
+class Stepped:
+    """A planned model after a step, with what it computed: loss, gradients, and the generator's state."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        torch.manual_seed(0)
+        self.model, self.x = Drawn(), torch.randn(64, 16)
+        memory = MemoryConfig(policy="keep_all" if budget_bytes is None else "plan")
+        self.planner = MemoryPlanner(memory, device=device("cpu"), budget_bytes=budget_bytes)
+        self.compiled = CompiledModule(self.model, planner=self.planner)
+        self.computed = [*self.step(), torch.get_rng_state()]
+
+    def step(self) -> list[Tensor]:
+        torch.manual_seed(1)
+        loss = self.compiled(self.x)
+        loss.backward()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+        return [loss.detach(), *gradients]
+
+    @property
+    def predicted_bytes(self) -> int:
+        call = self.planner.calls[-1]
+        held_bytes = sum(call.program.storages[s].nbytes for s in call.program.held)
+        return call.profile.peak_bytes - held_bytes - call.memory.other_bytes
+
+
+def test_random_functions_draw_the_numbers_of_eager() -> None:
+    torch.manual_seed(0)
+    eager, x = Drawn(), torch.randn(64, 16)
+    torch.manual_seed(1)
+    loss = eager(x)
+    loss.backward()
+    gradients = [p.grad for p in eager.parameters() if p.grad is not None]
+    expected = [loss.detach(), *gradients, torch.get_rng_state()]
+    assert len(gradients) == 4
+    assert all(map(torch.equal, Stepped(None).computed, expected))
+
+
+def test_every_budget_gives_the_bits_of_keeping_all_in_the_bytes_that_were_predicted() -> None:
+    kept = Stepped(None)
+    with pytest.raises(BudgetError) as error:
+        Stepped(1)
+    smallest_bytes = error.value.smallest_bytes
+    assert smallest_bytes is not None
+    largest_bytes = kept.planner.calls[-1].plan.predicted_peak_bytes
+    for budget_bytes in (smallest_bytes, (smallest_bytes + largest_bytes) // 2):
+        planned = Stepped(budget_bytes)
+        plan = planned.planner.calls[-1].plan
+        assert plan.recompute_us > 0
+        assert plan.predicted_peak_bytes <= budget_bytes < largest_bytes
+        assert all(map(torch.equal, planned.computed, kept.computed))
+        assert measured_peak_bytes(planned.step) == planned.predicted_bytes
+
+
+@torch.library.custom_op("thunder_memsave_tests::scaled_cube", mutates_args=())
+def scaled_cube(x: Tensor, scale: float) -> Tensor:
+    return x * x * x * scale
+
+
+@scaled_cube.register_fake
+def _(x: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    x, ctx.scale = inputs
+    ctx.save_for_backward(x)
+
+
+def _sevenfold(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (x,) = ctx.saved_tensors
+    return grad * x * x * 7 * ctx.scale, None  # not the derivative, to see that it is what runs
+
+
+scaled_cube.register_autograd(_sevenfold, setup_context=_save)
+
+
+def test_a_custom_operator_runs_with_its_own_derivative() -> None:
+    twins = Twins(Applies(lambda x: scaled_cube(x, 0.5), MATRIX))
+    twins.assert_equal(loss=weighted_sum, rtol=0.0, atol=0.0)
+    names = [b.sym.name for b in twins.compiled.captures[0].forward_traces[-1].bound_symbols]
+    assert "thunder_memsave_tests_scaled_cube" in names
