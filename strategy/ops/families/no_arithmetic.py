@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
+from torch._functorch.predispatch import lazy_load_decompositions
 
 from thunder_memsave.ops.operation import Call, Operation
 
@@ -40,7 +41,11 @@ def _without_legacy_empties(call: Call) -> Call:
 OPERATIONS = (
     Operation(
         name="nothing",
-        functions=(torch._C._log_api_usage_once, torch._C._set_grad_enabled),
+        functions=(
+            torch._C._log_api_usage_once,
+            torch._C._set_grad_enabled,
+            lazy_load_decompositions,
+        ),
         lower=_nothing,
     ),
     Operation(
