@@ -7,6 +7,7 @@ storage: the result would silently differ from eager's.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -64,10 +65,20 @@ def refuse_lost_changes(graph: fx.GraphModule) -> None:
         if isinstance(body, fx.GraphModule):
             refuse_changed_inputs(body, where="A custom autograd function")
             refuse_lost_changes(body)
-    nodes = list(graph.graph.nodes)
+    for node in graph.graph.nodes:
+        _refuse_other_changes(node)
+    for node in lost_changes(graph.graph):
+        raise CompileError(
+            f"A tensor is changed in place at {_where(node)} while another "
+            "view of it is used later; Thunder would lose the change. Write the operation out of place."
+        )
+
+
+def lost_changes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the nodes that change a tensor in place of which another view is read afterwards."""
+    nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     for node in nodes:
-        _refuse_other_changes(node)
         operand = changed_operand(node)
         if operand is None:
             continue
@@ -75,10 +86,8 @@ def refuse_lost_changes(graph: fx.GraphModule) -> None:
             if storage(other) != storage(operand) or _origin(other) is _origin(operand):
                 continue
             if any(position[user] > position[node] for user in other.users):
-                raise CompileError(
-                    f"A tensor is changed in place at {_where(node)} while another "
-                    "view of it is used later; Thunder would lose the change. Write the operation out of place."
-                )
+                yield node
+                break
 
 
 def refuse_changed_inputs(body: fx.GraphModule, *, where: str) -> None:

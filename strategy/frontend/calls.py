@@ -23,7 +23,6 @@ from thunder_memsave.frontend.aliasing import changed_operand, inplace_position
 from thunder_memsave.frontend.fx_nodes import (
     example_values,
     function_name,
-    module_name,
     node_callable,
     node_needs_grad,
 )
@@ -128,8 +127,7 @@ class Calls:
             CompileError: PyTorch cannot trace it without numbers; the message has `reason`, why it is not Thunder's.
         """
         function, expected = node_callable(node), node.meta.get("example_value")
-        _refuse_unknown_shapes(node, reason)
-        _refuse_transforms(node)
+        _refuse_untraceable(node, reason)
         is_changing = changed_operand(node) is not None
         run = _on_a_copy(function) if is_changing else function
         if isinstance(expected, Tensor) and not node_needs_grad(node):
@@ -188,23 +186,20 @@ def _eager_arguments(node: fx.Node) -> tuple[Any, Any]:
     return fx.node.map_arg(node.args, eager), fx.node.map_arg(node.kwargs, eager)
 
 
-def _refuse_unknown_shapes(node: fx.Node, reason: str) -> None:
-    tensors = (v for v in tree_iter(node.meta.get("example_value")) if isinstance(v, Tensor))
-    if any(not isinstance(size, int) for v in tensors for size in v.shape):
-        raise CompileError(
-            f"{function_name(node_callable(node))} (at {where(node)}) cannot be compiled: the shape of its result "
-            f"depends on numbers. {reason}. Keep it out of the compiled model, or use a mask."
-        )
-
-
-def _refuse_transforms(node: fx.Node) -> None:
-    """Refuse parts of torch.func's transforms, which change how the functions after them run."""
-    function = node_callable(node)
-    if module_name(function).startswith(("torch._functorch", "torch._C._functorch")):
-        raise CompileError(
-            f"{function_name(function)} (at {where(node)}) is a part of a transform of torch.func, which cannot be "
-            "compiled. Keep it out of the compiled model."
-        )
+def _refuse_untraceable(node: fx.Node, reason: str) -> None:
+    """Refuse what returns no tensor, such as what changes a setting of torch, and unknown shapes."""
+    found = tree_iter(node.meta.get("example_value"))
+    tensors = [v for v in found if isinstance(v, Tensor)]
+    if not tensors and changed_operand(node) is None:
+        why = "it returns no tensor"
+    elif any(not isinstance(size, int) for v in tensors for size in v.shape):
+        why = "the shape of its result depends on numbers"
+    else:
+        return
+    raise CompileError(
+        f"{function_name(node_callable(node))} (at {where(node)}) cannot be compiled: {why}. {reason}. Write it with "
+        "other operations, or keep it out of the compiled model."
+    )
 
 
 def _picks_result(node: fx.Node, args: Sequence[Any]) -> bool:

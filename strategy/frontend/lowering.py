@@ -52,6 +52,7 @@ from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
 from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
 from thunder_memsave.frontend.rewrites.scaled_linears import scale_smaller_operands
+from thunder_memsave.frontend.rewrites.view_writes import join_view_writes
 from thunder_memsave.frontend.rewrites.vmapped import join_vmaps
 from thunder_memsave.ops.location import Location, locate, module_name
 from thunder_memsave.passes.checkpoint_regions import Region, mark
@@ -101,6 +102,7 @@ def lower(
     """
     inline_checkpoints(capture.graph)
     join_vmaps(capture.graph)
+    join_view_writes(capture.graph)
     refuse_lost_changes(capture.graph)
     _refuse_gradients_under_no_grad(capture)
     changed = changed_storages(capture.graph)

@@ -6,6 +6,7 @@ Each runs as it is, so it is measured, recomputed and freed like any other. `fro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,21 +18,45 @@ from thunder.core.trace import get_tracectx
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
 from thunder_memsave.aten.record import draws
+from thunder_memsave.ops.operation import Numbers
 
 aten_executor = OperatorExecutor("thunder_memsave_aten", version="0")
 """Runs ATen operators; it claims nothing."""
 register_executor(aten_executor)
 
 
-def _with_workspace(*args: Any, **kwargs: Any) -> Any:
-    """Run a recurrent layer of oneDNN, which makes what its backward reads in grad mode alone."""
+def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return the numbers of `source` in new memory; PyTorch would copy all that the target is a view of."""
+    return torch.empty_like(target, memory_format=torch.contiguous_format).copy_(source)
+
+
+def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
+    """Run a layer of oneDNN, which makes the workspace that its backward reads in grad mode alone."""
     args = tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, args)
+    run = torch.ops.aten.mkldnn_rnn_layer.default
     with torch.enable_grad():
-        return torch.ops.aten.mkldnn_rnn_layer.default(*args, **kwargs)
+        *results, workspace = run(*args, **kwargs)
+    if isinstance(workspace, FakeTensor):  # PyTorch says that it is empty
+        shapes = tuple(tuple(a.shape) if isinstance(a, Tensor) else None for a in args[:7])
+        settings = (*args[7:8], *args[9:])
+        workspace = workspace.new_empty(_workspace_bytes(shapes, settings, args[0].dtype))
+    return (*results, workspace)
+
+
+@cache
+def _workspace_bytes(
+    shapes: tuple[tuple[int, ...], ...], settings: tuple[Any, ...], dtype: torch.dtype
+) -> int:
+    """Return the bytes that oneDNN asks for, found by running the layer on zeros: only it knows."""
+    reverse, *others = settings
+    with unset_fake_temporarily(), torch.enable_grad():
+        tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        *_, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*tensors, reverse, [], *others)
+    return int(workspace.numel())
 
 
 _INSTEAD: Mapping[OpOverload, Callable[..., Any]] = {
@@ -41,9 +66,26 @@ _INSTEAD: Mapping[OpOverload, Callable[..., Any]] = {
     # Thunder's own operators do not know bits that say how to read the memory.
     torch.ops.aten._conj.default: torch.conj_physical,
     torch.ops.aten._neg_view.default: torch.neg,
-    torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
+    torch.ops.aten.copy.default: _copied,
+    torch.ops.aten.mkldnn_rnn_layer.default: _recurrent_layer,
 }
 """What runs instead of an operator."""
+
+
+def _one_group(arguments: Sequence[Tensor]) -> None:
+    """Let the first group of a grouped product have all rows, or all of the dim that is summed."""
+    first, second, ends, *_ = arguments
+    both_are_matrices = first.ndim == second.ndim == 2
+    rows = (
+        first.shape[-1]
+        if both_are_matrices
+        else (first if first.ndim == 2 else second.mT).shape[-2]
+    )
+    ends.fill_(rows)
+
+
+NUMBERS: Mapping[str, Numbers] = {"aten_grouped_mm": _one_group}
+"""By the operator's name, as `Kernel.numbers`."""
 
 _symbols: dict[OpOverload, Symbol] = {}
 

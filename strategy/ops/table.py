@@ -9,6 +9,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 from torch import Tensor
 
+from thunder_memsave.ops import aten_operators
 from thunder_memsave.ops.claim import kernels_executor, own_executor
 from thunder_memsave.ops.families import (
     activations,
@@ -119,7 +120,7 @@ _OPERATORS: Mapping[str, Kernel | Derivative] = {
     for kernel in operation.kernels
     for name, operator in kernel.operators.items()
 }
-_NUMBERS = {
+_NUMBERS = dict(aten_operators.NUMBERS) | {
     operator: kernel.numbers
     for operation in OPERATIONS
     for kernel in operation.kernels
