@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
 from thunder_memsave.budget.extract import memory_of, profiles, training_graph
-from thunder_memsave.budget.limits import limited_bytes, limits_reserved
+from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
@@ -100,6 +100,7 @@ class MemoryPlanner:
         self._memory = memory
         self.device = device
         self._budget_bytes = budget_bytes
+        self._limit = Limit(memory, device, budget_bytes)
         self._data_parallel = data_parallel
         self._step_memory = step_memory
         self._device_type = device_type
@@ -167,6 +168,7 @@ class MemoryPlanner:
         plan = self._planned if is_joint(trace.bound_symbols) else self._evaluated
         call = plan(attempt)
         self.calls.append(call)
+        self._limit.enforce(call)
         if not self._device_type:
             _measured_scratch().save()
             torch.cuda.empty_cache()  # operations were run alone, on tensors of all sizes
@@ -194,7 +196,7 @@ class MemoryPlanner:
             run = self._agreed[structure] = self._fitting(attempt, structure)
             return run.call
         call = attempt.run(agreed.call.plan, agreed.room)
-        needed_bytes = self._limited_bytes(call)
+        needed_bytes = self._limit.bytes_of(call)
         if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
             _log.warning(
                 "this batch needs %s bytes with the plan that the ranks agreed on for another length, and the budget "
@@ -234,7 +236,17 @@ class MemoryPlanner:
         return run.call
 
     def _fitting(self, attempt: Attempt, structure: str) -> _Run:
-        """Plan until the traces that run fit on every rank: later passes move the peak."""
+        """Plan until the traces that run fit on every rank; empty the allocator's cache where nothing else helps."""
+        run, offer = self._tried(attempt, structure)
+        if run.more_bytes > 0 and self._limit.is_reserved:
+            run, offer = self._tried(replace(attempt, empties_cache=True), structure)
+        if run.more_bytes > 0:
+            assert self._budget_bytes is not None
+            self._refuse(offer, smallest_bytes=self._budget_bytes + run.more_bytes)
+        return run
+
+    def _tried(self, attempt: Attempt, structure: str) -> tuple[_Run, Offer]:
+        """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
         too_large: list[Actions] = []
@@ -244,18 +256,15 @@ class MemoryPlanner:
             stage("simulate")
             run = self._within(attempt, offer.plan, budget_bytes)
             if budget_bytes is None or target_bytes is None:
-                return run
-            more_bytes = run.more_bytes
-            if more_bytes <= 0:
-                if self._asked is not None and not self._limits_reserved:
-                    self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + more_bytes)
-                return run
+                return run, offer
+            if run.more_bytes <= 0 and self._asked is not None and not self._limit.is_reserved:
+                self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + run.more_bytes)
+            if run.more_bytes <= 0 or offer.bound_bytes is not None:
+                return run, offer
             too_large.append(offer.plan.actions)
-            if offer.bound_bytes is not None:
-                self._refuse(offer, smallest_bytes=budget_bytes + more_bytes)
             num_rounds += 1
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
-            target_bytes = SMALLEST if is_last else max(target_bytes - more_bytes, SMALLEST)
+            target_bytes = SMALLEST if is_last else max(target_bytes - run.more_bytes, SMALLEST)
 
     def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> _Run:
         """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective."""
@@ -278,19 +287,12 @@ class MemoryPlanner:
     ) -> _Run:
         def make() -> tuple[PlannedCall, int]:
             call = attempt.run(plan, room)
-            return call, self._limited_bytes(call)
+            return call, self._limit.bytes_of(call)
 
         call, limited_bytes = together(make, self._data_parallel, error_elsewhere=OtherRankError)
         if budget_bytes is None:
             return _Run(call, room)
         return _Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
-
-    def _limited_bytes(self, call: PlannedCall) -> int:
-        return limited_bytes(call, self._memory, self.device)
-
-    @property
-    def _limits_reserved(self) -> bool:
-        return limits_reserved(self._memory, self.device)
 
     def _rank_zeros(
         self,
@@ -356,7 +358,7 @@ class MemoryPlanner:
             ),
             generator_state_bytes=self._generator_state_bytes,
             costs=f"rates of {self.device.name}",
-            reuses_runs=not self._limits_reserved,
+            reuses_runs=not self._limit.is_reserved,
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)

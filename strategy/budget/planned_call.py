@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -31,7 +32,7 @@ from thunder_memsave.planner.graph import (
     StorageKind,
     TrainingGraph,
 )
-from thunder_memsave.planner.reserved import reserved_bytes
+from thunder_memsave.planner.reserved import least_reserved_bytes, reserved_bytes
 from thunder_memsave.planner.simulate import Profile, simulate
 
 _numbers = count()
@@ -65,6 +66,8 @@ class PlannedCall:
     memory: StepMemory
     profile: Profile
     """Memory of the final traces."""
+    empties_cache: bool = False
+    """Whether it keeps a budget of reserved bytes only by giving back what is cached when the budget is reached."""
     number: int = field(default_factory=partial(next, _numbers), compare=False)
     """Rises from each call planned in this process to the next."""
 
@@ -77,12 +80,25 @@ class PlannedCall:
         Raises:
             PlanError: the allocator has a setting that is not simulated.
         """
-        try:
+        with _naming_the_key():
             return reserved_bytes(self.program, self.memory, environment=environment)
-        except NotSimulatedError as error:
-            raise PlanError(
-                f"memory.limits is 'reserved', but {error} Leave that setting out, or memory.limits."
-            ) from error
+
+    def least_bytes(
+        self, environment: Mapping[str, str], *, wanted_bytes: int, enough_bytes: int
+    ) -> int:
+        """Return the least limit of reserved bytes under which steps run: `planner.reserved.least_reserved_bytes`.
+
+        Raises:
+            PlanError: the allocator has a setting that is not simulated.
+        """
+        with _naming_the_key():
+            return least_reserved_bytes(
+                self.program,
+                self.memory,
+                environment=environment,
+                wanted_bytes=wanted_bytes,
+                enough_bytes=enough_bytes,
+            )
 
     def room(self, budget_bytes: int) -> Room:
         """Return the bytes that a budget leaves beside this call, which must not overlap collectives itself."""
@@ -93,6 +109,16 @@ class PlannedCall:
             if step.op.sent_bytes:
                 start_bytes.update(dict.fromkeys(step.op.results, step.op.peak_bytes))
         return Room(left_bytes=left, start_bytes=start_bytes)
+
+
+@contextmanager
+def _naming_the_key() -> Iterator[None]:
+    try:
+        yield
+    except NotSimulatedError as error:
+        raise PlanError(
+            f"memory.limits is 'reserved', but {error} Leave that setting out, or memory.limits."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +135,8 @@ class Attempt:
     memory: StepMemory
     added: frozenset[str] = frozenset()
     """Names of the arguments to whose gradients backward adds new ones itself."""
+    empties_cache: bool = False
+    """Whether what is cached may be given back when a budget of reserved bytes is reached."""
 
     @property
     def communicates(self) -> bool:
@@ -147,6 +175,7 @@ class Attempt:
             program=ran,
             memory=self.memory,
             profile=profile,
+            empties_cache=self.empties_cache,
         )
 
     def _of_values(self, plan: Plan) -> Actions:

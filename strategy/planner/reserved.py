@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from thunder_memsave.planner.caching_allocator.allocator import CachingAllocator
+from thunder_memsave.planner.caching_allocator.allocator import (
+    CachingAllocator,
+    SimulatedOutOfMemoryError,
+)
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError, settings_in
 from thunder_memsave.planner.caching_allocator.replay import Replayed, replay
 from thunder_memsave.planner.caching_allocator.settings import AllocatorSettings
 from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.step_events import Inside, training_events
+
+_NEAR_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +59,52 @@ def reserved_memory(
 def reserved_bytes(program: Program, memory: StepMemory, *, environment: Mapping[str, str]) -> int:
     """Return the peak of the reserved bytes alone; arguments and errors are those of `reserved_memory`."""
     return _largest(program, memory, settings_in(environment)).peak_reserved_bytes
+
+
+def least_reserved_bytes(
+    program: Program,
+    memory: StepMemory,
+    *,
+    environment: Mapping[str, str],
+    wanted_bytes: int,
+    enough_bytes: int,
+) -> int:
+    """Return the least limit under which the allocator finds memory by giving back what is cached.
+
+    Args:
+        program: As for `reserved_memory`.
+        memory: As for `reserved_memory`.
+        environment: As for `reserved_memory`.
+        wanted_bytes: A limit that is returned if it is enough.
+        enough_bytes: A limit that is known to be.
+
+    Returns:
+        Bytes, less than 2 MiB or 1 % above the least.
+    """
+    settings = settings_in(environment)
+    if _finds_memory(program, memory, settings, wanted_bytes):
+        return wanted_bytes
+    too_few = wanted_bytes
+    while enough_bytes - too_few > max(_NEAR_BYTES, enough_bytes // 100):
+        middle = (too_few + enough_bytes) // 2
+        if _finds_memory(program, memory, settings, middle):
+            enough_bytes = middle
+        else:
+            too_few = middle
+    return enough_bytes
+
+
+def _finds_memory(
+    program: Program, memory: StepMemory, settings: AllocatorSettings, limit_bytes: int
+) -> bool:
+    """Return whether two steps run on a device of so many bytes, in each order of an operation's allocations."""
+    try:
+        for inside in get_args(Inside):
+            allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
+            replay(training_events(program, memory, inside=inside), allocator)
+    except SimulatedOutOfMemoryError:
+        return False
+    return True
 
 
 def reserved_or_reason(

@@ -240,6 +240,11 @@ def _verdict(made: RunPlan, config: RunConfig) -> str:
     if made.budget_bytes is None:
         return f"there is no budget; it needs {peak}."
     budget = in_units(made.budget_bytes)
+    if made.fits and made.call.empties_cache:
+        return (
+            f"it fits {budget}, but only if PyTorch's allocator gives cached memory back when that is reached, which "
+            "waits for the device; a larger budget is faster."
+        )
     if made.fits:
         return f"it fits: {peak} of {budget}."
     return (
