@@ -98,6 +98,7 @@ class _Running:
             num_forward=num_forward,
             held=frozenset(values.inputs),
             cotangents=cotangents,
+            outputs=outputs,
         )
 
     def _backward(

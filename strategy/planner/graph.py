@@ -131,6 +131,8 @@ class Program:
     """Storages of arguments: live before the first step and never freed."""
     cotangents: frozenset[int] = frozenset()
     """Storages that become live before the first step of backward."""
+    outputs: frozenset[int] = frozenset()
+    """Storages of what the call returns, which the caller may keep."""
 
 
 Allocations: TypeAlias = tuple[int, ...]

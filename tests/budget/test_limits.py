@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
-from thunder_memsave.budget.limits import limits_reserved
+from thunder_memsave.budget.limits import Limit, limits_reserved
+from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.planner.devices import device
 
@@ -28,3 +32,20 @@ def test_an_allocator_that_is_not_simulated_is_named_once(
     (message,) = caplog.messages
     assert "backend:cudaMallocAsync is not simulated" in message
     assert "memory.budget limits bytes of tensors" in message
+
+
+def test_the_process_is_held_to_a_budget_that_counts_on_an_emptied_cache(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    properties = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    limit = Limit(MemoryConfig(), device("h200"), 400)
+    limit.enforce(cast(PlannedCall, SimpleNamespace(empties_cache=False)))
+    assert fractions == []
+    with caplog.at_level(logging.WARNING):
+        limit.enforce(cast(PlannedCall, SimpleNamespace(empties_cache=True)))
+    assert fractions == [0.4]
+    assert "a larger budget, or a smaller micro-batch, makes steps faster" in caplog.text
