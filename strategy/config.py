@@ -69,10 +69,10 @@ class CompileConfig(Section):
     """A directory that gets the trace after each step of a compilation, for those who debug: a folder
     for each rank, and in that one for each capture."""
 
-    cuda_graphs: Literal["auto"] | bool = "auto"
+    cuda_graphs: Literal["auto"] | bool = False
     """Launch forward and backward as one CUDA graph each: `auto` does so where the launches of a step take
-    longer than its kernels and nothing forbids it, `true` refuses what cannot be captured. Other shapes of
-    the batch run without. Not yet run on a GPU."""
+    longer than its kernels and nothing forbids it; `true` is an error where something does. Other shapes of
+    the batch run without. Not yet run on a GPU, and therefore off."""
 
     leave_out: tuple[str, ...] = ()
     """Steps of a compilation that are not done, for an experiment: `out_of_place`,

@@ -78,7 +78,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             None for their own dtype.
         frontend: How graphs are captured: `"dynamo"` or `"interpreter"`.
         executors: Names of Thunder executors; None means the defaults.
-        cuda_graphs: Whether forward and backward are CUDA graphs: `"auto"`, True or False.
+        cuda_graphs: Whether forward and backward are a CUDA graph each: `"auto"`, True or False.
         trace_dir: Directory for the traces after each step of a compilation; None writes none.
         leave_out: Steps of a compilation to leave out, for an experiment.
         nonfinite_gradients: What happens to a step with non-finite gradients: `"ignore"`, `"skip"` or `"stop"`.
@@ -110,7 +110,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         frontend: str = "dynamo",
         executors: list[str] | tuple[str, ...] | None = None,
         trace_dir: str | None = None,
-        cuda_graphs: str | bool = "auto",
+        cuda_graphs: str | bool = False,
         leave_out: list[str] | tuple[str, ...] = (),
         nonfinite_gradients: str = "ignore",
         timeout: str | timedelta = "30min",

@@ -91,7 +91,7 @@ def write(folder: Path, text: str) -> Path:
         (
             "window",
             "auto",
-            r"strategy\.window is not a key.*; its keys are accumulate, bucket, executors",
+            r"strategy\.window is not a key.*; its keys are accumulate, bucket, cuda_graphs, executors",
         ),
         (
             "sharding",

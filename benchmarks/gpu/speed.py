@@ -113,6 +113,8 @@ class Work:
         }
         if fp8:
             made["ours, fp8"] = partial(self._ours, target, fp8=FP8)
+        if target.is_cuda:
+            made["ours, CUDA graphs"] = partial(self._ours, target, fp8=None, cuda_graphs=True)
         return made
 
     def model(self, target: Target) -> tuple[Any, torch.Tensor]:
@@ -122,9 +124,13 @@ class Work:
         model = llama(self.shape, target, length=length, dtype=dtype)
         return model, token_ids(model, target, rows=self.rows, length=length)
 
-    def _ours(self, target: Target, *, fp8: Mapping[str, Any] | None) -> Step:
+    def _ours(
+        self, target: Target, *, fp8: Mapping[str, Any] | None, cuda_graphs: bool = False
+    ) -> Step:
         model, ids = self.model(target)
-        return ours(model, ids, target, fp8=fp8, precision=self.precision).step
+        precision = self.precision
+        made = ours(model, ids, target, fp8=fp8, precision=precision, cuda_graphs=cuda_graphs)
+        return made.step
 
     def _plain(self, target: Target, *, compile: bool, checkpointed: bool) -> Step:
         model, ids = self.model(target)

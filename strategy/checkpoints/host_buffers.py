@@ -72,7 +72,7 @@ class Loan:
         like = torch.empty_like(tensor, device="meta")
         if not nbytes:
             return torch.empty_like(tensor, device="cpu")
-        part = memoryview(self._memory.numpy())[start : start + nbytes]
+        part = self._memory.numpy()[start : start + nbytes]
         flat = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype)
         return flat.as_strided(like.shape, like.stride()).copy_(tensor, non_blocking=True)
 

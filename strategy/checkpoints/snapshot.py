@@ -102,7 +102,7 @@ def _copied(loan: Loan, tensor: Tensor) -> Tensor:
     """Copy a tensor, or only the local shard of a DTensor."""
     copied = loan.copy(_local(tensor.detach()))
     if isinstance(tensor, DTensor):
-        return DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(copied, tensor._spec, requires_grad=False)
     return copied
 
 

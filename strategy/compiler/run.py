@@ -43,17 +43,19 @@ def make_callable(state: State) -> State:
     """Make what the captured call runs."""
     facts, forward, backward = state.facts, state.forward, state.backward
     assert forward is not None
+    if backward is None:
+        run = inference(facts.lowered, forward) if facts.is_run else _not_here
+        return replace(state, run=run)
+    graphed = _graphed(state, forward, backward)
     if not facts.is_run:
         return replace(state, run=_not_here)
-    if backward is None:
-        return replace(state, run=inference(facts.lowered, forward))
     run = training(
         facts.lowered,
         forward,
         backward,
         state.keeping,
         facts.unreduced,
-        graphed=_graphed(state, forward, backward),
+        graphed=graphed,
     )
     return replace(state, run=run)
 

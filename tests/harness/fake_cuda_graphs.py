@@ -89,14 +89,14 @@ class FakeGraph:
         assert self._addresses_now() == self._addresses, "an argument was moved"
         self.num_replays += 1
         for result, is_own in zip(self._results, self._is_own, strict=True):
-            if is_own and result.is_floating_point():
-                result.fill_(float("nan"))  # whoever still reads it sees that
+            if is_own:
+                _bytes(result).fill_(255)  # NaN: whoever still reads it sees that
         with self._runtime.running():
             new = self._function(list(self._arguments))
         tensors = [t for t in tree_leaves(new) if isinstance(t, Tensor)]
         for result, computed, is_own in zip(self._results, tensors, self._is_own, strict=True):
-            if is_own:
-                result.copy_(computed)
+            if is_own:  # whole storages: results may be expanded, or views of each other
+                _bytes(result).copy_(_bytes(computed))
             else:
                 assert computed.data_ptr() == result.data_ptr()
 
@@ -117,7 +117,7 @@ class _Capturing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if waits(func):
+        if waits(func, args):
             name = func.overloadpacket.__name__
             raise NotCapturableError(f"operation not permitted when stream is capturing ({name})")
         self._keep(func, args, kwargs or {})
@@ -150,3 +150,7 @@ class _Capturing(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -61,7 +61,7 @@ class CapturedCall:
         """
         pool = runtime.new_pool()
         static = [
-            None if fixed or not isinstance(value, Tensor) else torch.empty_like(value)
+            None if fixed or not isinstance(value, Tensor) else value.clone()
             for value, fixed in zip(inputs, is_fixed, strict=True)
         ]
         read = [value if own is None else own for value, own in zip(inputs, static, strict=True)]

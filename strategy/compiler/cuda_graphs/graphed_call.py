@@ -78,7 +78,7 @@ class GraphedCall:
             CompileError: graphs were asked for, and it cannot be captured.
         """
         if not self._may_replay(inputs):
-            return self._ordinary(lambda: compute(*inputs))
+            return self._ordinary(lambda: compute(*inputs))  # type: ignore[no-any-return]
         if self._captured is None:
             try:
                 self._capture(compute, inputs)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_MASKS = (torch.bool, torch.uint8)
 _READS = ("_local_scalar_dense", "is_nonzero", "equal")
 
 
@@ -24,14 +25,17 @@ class HostWaits(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if waits(func) or _copies_to_host(args, kwargs, result):
+        if waits(func, args) or _copies_to_host(args, kwargs, result):
             self.names[str(func.overloadpacket.__name__)] = None
         return result
 
 
-def waits(func: Any) -> bool:
-    """Tell whether an operator of aten reads a value on the host."""
+def waits(func: Any, args: Any) -> bool:
+    """Tell whether an operator of aten reads values on the host; one that indexes does so with masks."""
     name = func.overloadpacket.__name__
+    if name.startswith("index"):
+        indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+        return any(isinstance(i, Tensor) and i.dtype in _MASKS for i in indices)
     return name in _READS or torch.Tag.dynamic_output_shape in func.tags
 
 

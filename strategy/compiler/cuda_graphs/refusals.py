@@ -59,13 +59,14 @@ def _on_the_host(symbols: list[BoundSymbol]) -> Iterator[str]:
         )
         return
     for bsym in symbols:
-        values = [*bsym.flat_proxy_args, *bsym.flat_proxy_outs]
-        if any(
-            isinstance(v, TensorProxy) and v.device.devicetype is devices.DeviceType.CPU
-            for v in values
-        ):
-            yield f"{bsym.sym.name} has a tensor on the CPU; move it to the GPU"
-            return
+        for value in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
+            if (
+                isinstance(value, TensorProxy)
+                and value.device.devicetype is devices.DeviceType.CPU
+                and bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL
+            ):
+                yield f"{bsym.sym.name} has a tensor on the CPU ({value.name}); move it to the GPU"
+                return
 
 
 def _backends(bsym: BoundSymbol) -> Iterator[str]:

@@ -22,6 +22,8 @@ from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
 from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
 from thunder_memsave.compiler.compile_call import CallCompiler
+from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
+from thunder_memsave.compiler.cuda_graphs.torch_runtime import CudaRuntime
 from thunder_memsave.config import MemoryConfig, StrategyConfig, StrategySections
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.process_group import make_data_parallel
@@ -159,9 +161,16 @@ def _compile(
         planner=planner,
         target=_target(planner.device),
         fp8=planned_fp8(model, strategy),
+        graphs=_graphs(strategy, planner),
     )
     with _precision(config):
         compiler.compile(model, Call.of(model, (), inputs), name="forward", reason="plan")
+
+
+def _graphs(strategy: StrategyConfig, planner: _Planner) -> CudaGraphs:
+    """Count the memory of CUDA graphs, which nothing captures here."""
+    runtime = None if planner.device.compute_capability is None else CudaRuntime()
+    return CudaGraphs(strategy.cuda_graphs, runtime, planner)
 
 
 class _Planner(MemoryPlanner):

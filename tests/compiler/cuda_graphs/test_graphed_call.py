@@ -71,7 +71,7 @@ def steps(call: Call, xs: Sequence[float]) -> list[Tensor]:
     seen = []
     for value in xs:
         output = call(torch.full((3,), value))
-        output.sum().backward()  # type: ignore[no-untyped-call]
+        output.sum().backward()
         assert call.weight.grad is not None
         seen += [output.detach(), call.weight.grad, call.state.clone()]
         call.weight.grad = None
@@ -103,12 +103,12 @@ def test_replays_have_the_bits_of_ordinary_steps_and_run_no_python() -> None:
 
 def test_gradients_accumulate_wherever_they_are() -> None:
     """A replay never writes into `.grad`: it is the caller's, set to None or zeroed."""
-    sums = []
+    sums: list[Tensor | None] = []
     for call in (Call(), Call()):
         call.graphed.why_off = "without" if sums else None
         torch.manual_seed(0)
         for number, value in enumerate(VALUES):
-            call(torch.full((3,), value)).sum().backward()  # type: ignore[no-untyped-call]
+            call(torch.full((3,), value)).sum().backward()
             if number == 3:
                 assert call.weight.grad is not None
                 call.weight.grad.zero_()
@@ -135,7 +135,7 @@ def test_a_second_forward_before_the_backward_of_the_first_is_ordinary() -> None
         torch.manual_seed(0)
         steps(each, VALUES[:4])
         first, second = each(torch.full((3,), 0.5)), each(torch.full((3,), -1.5))
-        (second.sum() + 2 * first.sum()).backward()  # type: ignore[no-untyped-call]
+        (second.sum() + 2 * first.sum()).backward()
         assert each.weight.grad is not None
         results.append(each.weight.grad)
         each.weight.grad = None
@@ -184,7 +184,7 @@ def test_a_weight_that_changed_before_the_backward_is_an_error() -> None:
     with torch.no_grad():
         call.weight.mul_(2)
     with pytest.raises(RuntimeError, match="what it reads was overwritten since its forward"):
-        output.backward()  # type: ignore[no-untyped-call]
+        output.backward()
 
 
 def test_a_moved_weight_is_captured_again_but_not_forever(
@@ -251,7 +251,7 @@ def test_dropped_graphs_still_serve_the_backward_that_needs_them(
     steps(call, VALUES[:4])
     output = call(torch.full((3,), 0.5)).sum()
     call.graphed.drop("another shape came")
-    output.backward()  # type: ignore[no-untyped-call]
+    output.backward()
     assert call.weight.grad is not None
     assert call.weight.grad.isfinite().all()
     assert "no CUDA graphs of Model.forward any more: another shape came" in caplog.text
