@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,37 @@ def check_collective_of_the_user(rank: int) -> None:
         torch.testing.assert_close(module(x), expected)
 
 
+class TorchsOwn(nn.Module):
+    """Its weights are read by functions of which Thunder has no derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.LSTM(6, 6), nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.layer(x)
+        return torch.cdist(hidden, self.weight.flip(0)).cumsum(0)
+
+
+def check_functions_of_torch(rank: int) -> None:
+    torch.manual_seed(0)
+    model = TorchsOwn()
+    reference, batches = copy.deepcopy(model), torch.randn(2, 5, 6)
+    assert dist.group.WORLD is not None
+    data_parallel = DataParallel(mode="zero3", group=dist.group.WORLD)
+    shard_module(model, data_parallel)
+    step(CompiledModule(model, data_parallel=data_parallel), batches[rank])
+    for batch in batches:
+        (reference(batch).square().sum() / 2).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad.chunk(2)[rank])
+
+
 def check_all(rank: int) -> None:
     check_collective_of_the_user(rank)
+    check_functions_of_torch(rank)
     dynamo, interpreter = CompileConfig(), CompileConfig(frontend="interpreter")
     zero3: dict[str, Any] = {"mode": "zero3", "prefetch": 10**6, "bucket_bytes": 10**6}
     cases = [(Weights, calls, dynamo) for calls in CALLS] + [(Plain, step, interpreter)]
