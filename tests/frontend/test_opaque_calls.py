@@ -118,14 +118,18 @@ class Layer(nn.Module):
     "layer",
     [
         nn.LSTM(8, 6, num_layers=2, bidirectional=True),
-        nn.GRU(8, 6),
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
         nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)),
     ],
-    ids=["LSTM", "GRU", "encoder", "weight_norm"],
+    ids=["LSTM", "encoder", "weight_norm"],
 )
 def test_layers_have_the_bits_of_eager(layer: nn.Module) -> None:
     Twins(Layer(layer)).assert_equal(loss=weighted_sum, rtol=0.0, atol=0.0)
+
+
+def test_a_layer_that_eager_computes_in_place_has_the_numbers_of_eager() -> None:
+    # Eager rounds in another vectorized loop, because it computes in memory with gaps.
+    Twins(Layer(nn.GRU(8, 16))).assert_equal(loss=weighted_sum)
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,12 @@ _VALUES_DECIDE = "its layers choose their way by the value of a tensor, which no
 _CONSTANTS = "its layers make constants in every forward pass that Thunder does not compile"
 _MORE_TOKENS = "it adds positions to every row, which the fixed rows and their loss do not have"
 _BASE_VALUES = "it starts from the base weights, which are read after the adapter is made"
-_GRADIENTS = "Thunder computes wrong gradients of an operation in its layers"
 _REASONS = {
     "AdaLoraConfig": "it changes its ranks during training, and its layers cannot be compiled",
     "AdaptionPromptConfig": _MORE_TOKENS,
     "BOFTConfig": _CONSTANTS,
     "CPTConfig": _MORE_TOKENS,
     "DeloraConfig": _BASE_VALUES,
-    "FourierFTConfig": _GRADIENTS,
     "HRAConfig": _CONSTANTS,
     "HiraConfig": "its layers cannot be compiled",
     "LNTuningConfig": _BASE_VALUES,
@@ -58,7 +56,6 @@ _REASONS = {
     "PrefixTuningConfig": _MORE_TOKENS,
     "PromptEncoderConfig": _MORE_TOKENS,
     "PromptTuningConfig": _MORE_TOKENS,
-    "PsoftConfig": _GRADIENTS,
     "RandLoraConfig": "its layers cannot be compiled under bfloat16",
     "ShiraConfig": "its layers use sparse tensors, which cannot be captured",
     "TrainableTokensConfig": "its embedding cannot be compiled; use modules_to_save in 'lora'",

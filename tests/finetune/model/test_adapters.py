@@ -190,7 +190,7 @@ def adapter(class_path: str, **arguments: Any) -> dict[str, Any]:
     ("section", "key", "message"),
     [
         (adapter("LoHaConfig"), "adapter.class_path", "choose their way by the value"),
-        (adapter("FourierFTConfig"), "adapter.class_path", "Thunder computes wrong gradients"),
+        (adapter("FourierFTConfig"), "adapter.class_path", "no run with it was compared"),
         (adapter("PrefixTuningConfig"), "adapter.class_path", "it adds positions to every row"),
         (adapter("PveraConfig"), "adapter.class_path", "no run with it was compared .* Use one of"),
         (adapter("PeftModel"), "adapter.class_path", "is not a config class of peft; name one of"),

@@ -1,0 +1,59 @@
+"""ATen operators have the same names in every process, and what they make is known without numbers."""
+
+from __future__ import annotations
+
+import torch
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thunder_memsave.ops.aten_operators import _INSTEAD, aten_executor, proxy_like, record
+from thunder_memsave.ops.random_ops import draws_random_numbers
+from thunder_memsave.ops.table import write_numbers
+
+ATEN = torch.ops.aten
+
+
+def test_an_operator_is_one_symbol_whose_meta_gives_what_was_recorded() -> None:
+    trace = TraceCtx()
+    with tracectx(trace):
+        x = proxy_like(torch.empty(3, 4))
+        made = record(ATEN.topk.default, (x, 2), {}, expected=torch.empty(3, 4).topk(2))
+        noise = record(ATEN.exponential.default, (x,), {}, expected=torch.empty(3, 4))
+        record(ATEN.topk.default, (noise, 2), {}, expected=torch.empty(3, 4).topk(2))
+        again = trace.scopes[-1][0].sym.meta(x, 2)
+    first, second, third = trace.scopes[-1]
+    assert (first.sym.name, second.sym.name) == ("aten_topk", "aten_exponential")
+    assert first.sym is third.sym
+    assert first.sym.executor is aten_executor
+    assert [draws_random_numbers(b) for b in (first, second)] == [False, True]
+    for ours, expected in zip(again, made, strict=True):
+        assert isinstance(ours, TensorProxy)
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+
+
+def test_the_workspace_of_a_recurrent_layer_has_the_bytes_of_a_run() -> None:
+    operator = ATEN.mkldnn_rnn_layer.default
+    run = _INSTEAD[operator]
+    layer = torch.nn.LSTM(8, 6)
+    state = torch.zeros(1, 2, 6)
+    settings = (False, [], 2, 6, 1, True, False, False, True)
+    tensors = [torch.randn(5, 2, 8), *layer.parameters(), state, state.clone()]
+    workspace = run(*tensors, *settings)[3]
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(t.detach()) for t in tensors]
+    with mode:
+        predicted = run(*fakes, *settings)[3]
+    assert predicted.numel() == workspace.numel() > 0
+
+
+def test_a_grouped_product_is_measured_with_all_rows_in_one_group() -> None:
+    ends = torch.zeros(3, dtype=torch.int32)
+    matrix, stack = torch.empty(8, 4), torch.empty(3, 4, 6)
+    for first, second, rows in (
+        (matrix, stack, 8),
+        (torch.empty(3, 5, 4), torch.empty(4, 9), 9),
+        (matrix.T, torch.empty(8, 2), 8),
+    ):
+        write_numbers("aten_grouped_mm", [first, second, ends])
+        assert ends.tolist() == [rows] * 3
