@@ -5,6 +5,7 @@ The graph has what autograd runs in eager: composite functions are taken apart a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten
@@ -104,7 +106,7 @@ def joint_graph(
         except Exception as error:  # torch raises many types for what fake tensors cannot do
             raise UntraceableError(_first_line(error)) from error
     _refuse_writes(module.graph)
-    results = module.graph.output_node().args[0]
+    results: Any = module.graph.output_node().args[0]
     placeholders = module.graph.find_nodes(op="placeholder")
     num_outputs = len(leaves)
     found = JointGraph(
@@ -167,13 +169,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _refuse_writes(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.op not in ("call_function", "placeholder", "get_attr", "output"):
-            raise UntraceableError(f"it runs {node.op}")
+        is_known = node.target is operator.getitem or isinstance(node.target, OpOverload)
+        if node.op == "call_function" and not is_known:
+            raise UntraceableError(f"it runs {node.target}, which is no operator with a schema")
         if _writes(node) or _updates_statistics(node):
             raise UntraceableError(f"{node.target} changes a tensor in place that it is given")
 
@@ -189,7 +192,5 @@ def _refuse_draws_of_backward(joint: JointGraph) -> None:
     """Refuse functions that draw what only backward reads: the generator would move on at another moment."""
     forward = set(joint.nodes_for(joint.outputs, known=set()))
     for node in joint.nodes_for(joint.gradients, known=forward):
-        if isinstance(node.target, torch._ops.OpOverload) and draws(
-            node.target, node.args, node.kwargs
-        ):
+        if isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs):
             raise UntraceableError(f"{node.target} draws random numbers that only backward reads")

@@ -50,6 +50,7 @@ from thunder_memsave.frontend.modes import differentiated, in_language, no_ambie
 from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
+from thunder_memsave.frontend.rewrites.out_arguments import split_out_arguments
 from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
 from thunder_memsave.frontend.rewrites.scaled_linears import scale_smaller_operands
 from thunder_memsave.frontend.rewrites.view_writes import join_view_writes
@@ -102,6 +103,7 @@ def lower(
     """
     inline_checkpoints(capture.graph)
     join_vmaps(capture.graph)
+    split_out_arguments(capture.graph)
     join_view_writes(capture.graph)
     refuse_lost_changes(capture.graph)
     _refuse_gradients_under_no_grad(capture)

@@ -25,6 +25,7 @@ from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 
 from thunder_memsave.aten.joint_graph import JointGraph, Operand, joint_graph
@@ -94,12 +95,10 @@ class _Recorded:
     def forward_and_backward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
         values = self._run_forward(tensors)
         outputs = self._outputs(values, tensors)
-        nodes = [o for o in self.joint.outputs if isinstance(o, fx.Node)]
-        of_leaf = {
-            i: nodes.index(o) for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)
-        }
+        tensors_only = [i for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)]
+        of_leaf = dict(zip(tensors_only, outputs, strict=True))
         for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
-            values[node] = prims.get_grad(outputs[of_leaf[index]])
+            values[node] = prims.get_grad(of_leaf[index])
         self._run(self.joint.gradients, values)
         for tensor, gradient in zip(tensors, self.joint.gradients, strict=True):
             if gradient is not None:
@@ -119,17 +118,19 @@ class _Recorded:
     def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
             return self._constant(node)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        read: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = read
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.target is torch.ops.aten.detach.default:
             return args[0]
         args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
+        assert isinstance(node.target, OpOverload), "the graph has no others"
         return record(node.target, args, kwargs, expected=node.meta["val"], device=self.device)
 
     def _constant(self, node: fx.Node) -> TensorProxy:
         """Record a tensor that the function makes of numbers: each reader gets memory of its own, as in eager."""
-        tensor = operator.attrgetter(str(node.target))(self.joint.module)
+        tensor: Tensor = operator.attrgetter(str(node.target))(self.joint.module)
 
         def constant() -> Tensor:
             return tensor.to(self.device) if self.device else tensor.clone()
@@ -215,8 +216,8 @@ def _is_used(node: fx.Node) -> Callable[[int], bool]:
     picks = [u for u in node.users if u.target is operator.getitem and u.args[0] is node]
     if len(picks) < len(node.users):
         return lambda index: True
-    used = {int(u.args[1]) % len(expected) for u in picks if _is_differentiated(u)}  # type: ignore[call-overload]
-    return used.__contains__
+    read: list[Any] = [u.args[1] for u in picks if _is_differentiated(u)]
+    return {index % len(expected) for index in read}.__contains__
 
 
 def _is_differentiated(node: fx.Node) -> bool:

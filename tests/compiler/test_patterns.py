@@ -516,18 +516,6 @@ def test_a_new_tensor_filled_with_results_gets_their_gradient() -> None:
     Twins(FilledWithResults()).assert_equal(torch.randn(3, 4), loss=weighted_sum)
 
 
-class WritesOut(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.clone()
-        torch.add(x, 1, out=y)
-        return y * 2
-
-
-def test_out_is_refused_with_file_and_line() -> None:
-    with pytest.raises(CompileError, match=r"written to out= at .*test_patterns.py:\d+"):
-        CompiledModule(WritesOut())(torch.randn(3))
-
-
 def test_running_statistics_of_instance_norm_are_refused() -> None:
     with pytest.raises(CompileError, match="instance_norm updates running statistics"):
         CompiledModule(nn.InstanceNorm1d(4, track_running_stats=True))(torch.randn(3, 4, 5))
