@@ -13,7 +13,7 @@ import torch
 from thunder.core import devices, dtypes
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import get_tracectx
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
@@ -88,6 +88,8 @@ NUMBERS: Mapping[str, Numbers] = {"aten_grouped_mm": _one_group}
 """By the operator's name, as `Kernel.numbers`."""
 
 _symbols: dict[OpOverload, Symbol] = {}
+_operators: dict[str, OpOverload] = {}
+"""By the names of their symbols."""
 
 
 def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorProxy:
@@ -132,6 +134,13 @@ def record(
     return output
 
 
+def makes_new_memory(bsym: BoundSymbol) -> bool:
+    """Say whether it is an operator none of whose results may be a view of an operand, by its schema."""
+    if bsym.sym.executor is not aten_executor:
+        return False
+    return all(r.alias_info is None for r in _operators[bsym.sym.name]._schema.returns)
+
+
 def _symbol(operator: OpOverload) -> Symbol:
     """Return the operator's symbol; each is registered once."""
     if operator not in _symbols:
@@ -141,6 +150,7 @@ def _symbol(operator: OpOverload) -> Symbol:
         _symbols[operator] = aten_executor.register_operator(
             text, meta=_meta(operator), fn=_INSTEAD.get(operator, operator)
         )
+        _operators[text] = operator
     return _symbols[operator]
 
 

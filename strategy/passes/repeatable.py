@@ -8,6 +8,7 @@ from thunder.core import prims
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
 
+from thunder_memsave.ops import aten_operators
 from thunder_memsave.ops.claim import kernels_executor, own_executor
 from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
@@ -116,6 +117,8 @@ def _makes_new_memory(bsym: BoundSymbol) -> bool:
     """Return whether the result is certainly new memory: of an elementwise operation, reduction, matmul or kernel."""
     executor = bsym.sym.executor
     if bsym.sym.name in _COPIES or (executor is not None and executor.name in _OF_KERNELS):
+        return True
+    if aten_operators.makes_new_memory(bsym):
         return True
     if bsym.subsymbols:
         return any(map(_makes_new_memory, bsym.subsymbols))

@@ -7,7 +7,13 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_memsave.ops.aten_operators import _INSTEAD, aten_executor, proxy_like, record
+from thunder_memsave.ops.aten_operators import (
+    _INSTEAD,
+    aten_executor,
+    makes_new_memory,
+    proxy_like,
+    record,
+)
 from thunder_memsave.ops.random_ops import draws_random_numbers
 from thunder_memsave.ops.table import write_numbers
 
@@ -27,9 +33,19 @@ def test_an_operator_is_one_symbol_whose_meta_gives_what_was_recorded() -> None:
     assert first.sym is third.sym
     assert first.sym.executor is aten_executor
     assert [draws_random_numbers(b) for b in (first, second)] == [False, True]
+    assert makes_new_memory(first)
     for ours, expected in zip(again, made, strict=True):
         assert isinstance(ours, TensorProxy)
         assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+
+
+def test_views_may_share_memory_by_their_schema() -> None:
+    trace = TraceCtx()
+    with tracectx(trace):
+        x = proxy_like(torch.empty(3, 4))
+        record(ATEN.t.default, (x,), {}, expected=torch.empty(4, 3))
+        record(ATEN.flip.default, (x, [0]), {}, expected=torch.empty(3, 4))
+    assert [makes_new_memory(b) for b in trace.scopes[-1]] == [False, True]
 
 
 def test_the_workspace_of_a_recurrent_layer_has_the_bytes_of_a_run() -> None:

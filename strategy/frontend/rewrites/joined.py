@@ -27,29 +27,29 @@ def join(
         name: Of the function, for messages and traces.
         copied: Nodes from before that the function changes: it changes a copy, which is read from then on.
     """
-    inside = set(nodes)
-    read = (n for node in nodes for n in node.all_input_nodes if n not in inside)
-    inputs = list(dict.fromkeys(read))
     later = _after(graph.graph, nodes[-1])
     outputs = [n for n in (*copied, *nodes) if any(user in later for user in n.users)]
-    body = fx.Graph()
-    copies = {node: body.placeholder(node.name) for node in inputs}
-    copies.update((node, body.call_function(torch.clone, (copies[node],))) for node in copied)
-    for node in nodes:
-        copies[node] = body.node_copy(node, copies.__getitem__)
-    body.output(tuple(copies[node] for node in outputs))
-    with graph.graph.inserting_after(nodes[-1]):
-        joined = graph.graph.call_function(_function(body, name), tuple(inputs))
-    joined.meta = {key: nodes[0].meta[key] for key in _OF_THE_FIRST if key in nodes[0].meta}
-    joined.meta["example_value"] = tuple(node.meta["example_value"] for node in outputs)
-    last = joined
-    for index, node in enumerate(outputs):
-        with graph.graph.inserting_after(last):
-            last = graph.graph.call_function(operator.getitem, (joined, index))
-        last.meta = {**joined.meta, "example_value": node.meta["example_value"]}
-        node.replace_all_uses_with(last, delete_user_cb=later.__contains__)
+    if outputs:
+        function, inputs = _function(nodes, outputs, name=name, copied=copied)
+        with graph.graph.inserting_after(nodes[-1]):
+            joined = graph.graph.call_function(function, tuple(inputs))
+        joined.meta = {key: nodes[0].meta[key] for key in _OF_THE_FIRST if key in nodes[0].meta}
+        joined.meta["example_value"] = tuple(node.meta["example_value"] for node in outputs)
+        _read_results(graph.graph, joined, outputs, readers=later)
     for node in reversed(nodes):
         graph.graph.erase_node(node)
+
+
+def _read_results(
+    graph: fx.Graph, joined: fx.Node, outputs: Sequence[fx.Node], *, readers: Collection[fx.Node]
+) -> None:
+    """Let the readers read the results of `joined` in place of these nodes."""
+    last = joined
+    for index, node in enumerate(outputs):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (joined, index))
+        last.meta = {**joined.meta, "example_value": node.meta["example_value"]}
+        node.replace_all_uses_with(last, delete_user_cb=readers.__contains__)
 
 
 def _after(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
@@ -57,9 +57,27 @@ def _after(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
     return set(nodes[nodes.index(node) + 1 :])
 
 
-def _function(body: fx.Graph, name: str) -> Callable[..., Any]:
-    module = fx.GraphModule({}, body)
+def _function(
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    *,
+    name: str,
+    copied: Collection[fx.Node],
+) -> tuple[Callable[..., Any], Sequence[fx.Node]]:
+    """Return what the nodes do as a function, and the nodes of its arguments."""
+    inside = set(nodes)
+    read = (n for node in nodes for n in node.all_input_nodes if n not in inside)
+    inputs = list(dict.fromkeys(read))
+    body = fx.Graph()
+    copies = {node: body.placeholder(node.name) for node in inputs}
+    copies.update((node, body.call_function(torch.clone, (copies[node],))) for node in copied)
+    for node in nodes:
+        copies[node] = body.node_copy(node, copies.__getitem__)
+    body.output(tuple(copies[node] for node in outputs))
+    return _running(fx.GraphModule({}, body), name), inputs
 
+
+def _running(module: fx.GraphModule, name: str) -> Callable[..., Any]:
     def run(*tensors: Any) -> Any:
         depth = _num_open_transforms()
         try:
