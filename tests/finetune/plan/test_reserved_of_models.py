@@ -15,7 +15,7 @@ from thunder_memsave.planner.caching_allocator.settings import AllocatorSettings
 from thunder_memsave.planner.reserved import ReservedMemory
 from thunder_memsave.planner.step_events import Inside, training_events
 
-BETWEEN = (0.1, 0.4, 0.8)
+BETWEEN = (0.2, 0.6, 1.0)
 """Budgets, as parts of the way from the smallest peak of tensors to what keeping all reserves."""
 ALWAYS = {("gpt2", True)}
 CASES = [
