@@ -5,6 +5,7 @@
 #   make test       the test suite, two tests at a time (WORKERS=4 for four)
 #   make soak       the long tests, and a table of what they show (hours); a second one goes on
 #   make gpu        on a machine with an NVIDIA GPU: gpu-correct, gpu-speed, gpu-product, each under 10 minutes
+#   make gpu-ranks  the same for 2 to 8 GPUs over nccl, in one part
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.12.1' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
 #   make lock       write constraints.txt from what is installed
@@ -31,10 +32,10 @@ BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share i
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-wheels versions check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels versions check lint imports typing types wheel lock clean FORCE
 
 help:
-	@sed -n '3,16s/^# *//p' Makefile
+	@sed -n '3,17s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -58,7 +59,7 @@ soak: $(STAMP)
 
 gpu: gpu-correct gpu-speed gpu-product  # `make -k gpu` goes on after a part that failed
 
-gpu-correct gpu-speed gpu-product: typing
+gpu-correct gpu-speed gpu-product gpu-ranks: typing
 	@PYTHON='$(PYTHON)' bash .ci/gpu $(@:gpu-%=%) $(GPU_ARGS)
 
 gpu-wheels: $(STAMP)

@@ -1,4 +1,4 @@
-"""`python -m gpu correct`, `speed` or `product`: run one part, and write its results."""
+"""`python -m gpu correct`, `speed`, `product` or `ranks`: run one part, and write its results."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ MODULES = {
     "correct": ("kernels", "plans", "fp8", "system", "memory"),
     "speed": ("rates", "speed", "anchors"),
     "product": ("product",),
+    "ranks": ("ranks",),
 }
 """The modules that have the checks of a part."""
 RESULTS = Path(__file__).parents[1] / "results"

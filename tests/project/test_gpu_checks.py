@@ -60,7 +60,7 @@ def run_part(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    printed, errors = process.communicate(timeout=300)
+    printed, errors = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
@@ -185,9 +185,31 @@ def test_measured_memory_goes_between_the_markers_of_the_page(
         assert "on one NVIDIA H200 with torch 2.11.0" in written
 
 
+@pytest.mark.soak
+def test_every_check_of_ranks_is_reported_on_a_cpu(tmp_path: Path) -> None:
+    run = run_part("ranks", tmp_path)
+    found = {name: (o["state"], o["reason"]) for name, o in outcomes(tmp_path).items()}
+    assert run.returncode == 0, (found, run.stderr)
+    assert found["overlap"] == found["a rank out of memory"] == ("not run", "needs CUDA")
+    assert {state for state, _ in found.values()} == {"passed", "not run"}
+    assert found["a rank that hangs"][1].endswith("told by the other ranks")
+
+
+def test_communication_is_hidden_where_something_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu.rank_steps import hidden_part
+
+    sent = (True, 10.0, 20.0)
+    assert hidden_part([sent]) == 0.0
+    assert hidden_part([(False, 0.0, 30.0)]) == 0.0
+    computed = [(False, 8.0, 12.0), (False, 11.0, 13.0), (False, 18.0, 40.0)]
+    assert hidden_part([sent, *computed]) == 0.5
+    assert hidden_part([sent, (True, 30.0, 40.0), *computed]) == 0.75
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_one_line_says_what_is_missing(tmp_path: Path) -> None:
-    for part in ("correct", "speed", "product"):
+    for part in ("correct", "speed", "product", "ranks"):
         run = run_part(part, tmp_path, device="cuda")
         assert run.returncode == 1
         assert run.stdout == ""
