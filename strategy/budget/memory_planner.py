@@ -174,19 +174,14 @@ class MemoryPlanner:
             torch.cuda.empty_cache()  # operations were run alone, on tensors of all sizes
         return replace(traces, actions=call.actions, room=call.given_room, added=added)
 
-    def hold_pool(self, more_bytes: Callable[[], int]) -> str | None:
-        """Let the last call hold its tensors in a pool of its own, and `more_bytes`. A collective.
-
-        Returns:
-            Why there is no room, on all ranks alike; None if there is.
-        """
-        held = with_pool(self.calls[-1], more_bytes=more_bytes())
-        missing = 0
-        if self._budget_bytes is not None:
-            missing = largest(held.peak_bytes - self._budget_bytes, self._data_parallel)
-        if missing > 0:
-            return f"they take {held.added_bytes:,} bytes more, and memory.budget lacks {missing:,} of them"
-        self.calls[-1], self._pool_bytes = held.call, held.pool_bytes
+    def hold_pool(self, more_bytes: int) -> str | None:
+        """Let the last call hold a pool of its own, or say why there is no room, on all ranks alike. A collective."""
+        if self._memory.limits == "reserved":
+            return "memory.limits is reserved, and what is reserved for pools of graphs is not simulated"
+        found = with_pool(self.calls[-1], more_bytes, self._budget_bytes, self._data_parallel)
+        if isinstance(found, str):
+            return found
+        self.calls[-1], self._pool_bytes = found.call, found.pool_bytes
         return None
 
     def _planned(self, attempt: Attempt) -> PlannedCall:

@@ -22,6 +22,12 @@ class Launches:
     kernel_us: float
     """At the rates that kernels sustain, however small they are."""
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_ops:,} launches take {self.launch_us / 1e3:.1f} ms, their kernels "
+            f"{self.kernel_us / 1e3:.1f} ms"
+        )
+
     @property
     def bound(self) -> bool:
         """Whether the device waits for the host."""

@@ -18,7 +18,7 @@ def step_of_one(directory: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    module, optimizer = fabric.setup(model, optimizer)  # type: ignore[assignment]
+    module, optimizer = fabric.setup(model, optimizer)
     fabric.backward(module(torch.ones(3, 4, dtype=torch.bfloat16)).sum())
     assert isinstance(fabric.strategy, ThunderMemsaveStrategy)
     captures = [c for m in fabric.strategy._modules for c in m.captures]

@@ -16,7 +16,7 @@ from thunder_memsave.compiler.cuda_graphs.graphed_call import GraphedCall
 from thunder_memsave.compiler.cuda_graphs.refusals import reasons
 from thunder_memsave.compiler.cuda_graphs.runtime import Runtime
 from thunder_memsave.errors import CompileError
-from thunder_memsave.planner.launches import launches_of
+from thunder_memsave.planner.launches import Launches, launches_of
 
 _WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS has a workspace for each stream and thread that it is called on: captures have one of their own."""
@@ -73,20 +73,20 @@ class CudaGraphs:
                 "another shape of its batch came, for which there is no memory of its own; pad or pack to one shape"
             )
             return None
-        found = list(
-            reasons(
-                forward,
-                backward,
-                keeps_gradients=keeps_gradients,
-                device_type=self.runtime.device_type,
-            )
+        staying, launches = set(fixed), self._launches()
+        found = reasons(
+            forward,
+            backward,
+            fixed=staying,
+            keeps_gradients=keeps_gradients,
+            device_type=self.runtime.device_type,
         )
-        staying = set(fixed)
-        why = "; ".join(found) or self._why_not_worth_it()
+        why = "; ".join(found) or self._why_not_worth_it(launches)
         why = why or self._why_no_room(lambda: _bytes_of_graphs(forward, backward, staying))
         if why:
             self._without(name, why)
             return None
+        _log.info("CUDA graphs of %s: %s", name, launches or "asked for")
         self.call = GraphedCall(
             self.runtime,
             name=name,
@@ -102,28 +102,26 @@ class CudaGraphs:
             )
         _log.info("no CUDA graphs of %s: %s", name, why)
 
-    def _why_not_worth_it(self) -> str | None:
-        """Return why `auto` makes none; it counts the operations of the plan."""
+    def _launches(self) -> Launches | None:
+        """Count the launches of the plan; None without one."""
+        if self.planner is None or not self.planner.calls:
+            return None
+        ops = [step.op for step in self.planner.calls[-1].program.steps]
+        return launches_of(ops, self.planner.device)
+
+    def _why_not_worth_it(self, launches: Launches | None) -> str | None:
+        """Return why `auto` makes none."""
         if self.setting is True:
             return None
-        if self.planner is None or not self.planner.calls:
+        if launches is None:
             return "nothing is planned, so nothing says whether the host is slower than the device"
-        call = self.planner.calls[-1]
-        launches = launches_of([s.op for s in call.program.steps], self.planner.device)
-        text = (
-            f"{launches.num_ops:,} launches take {launches.launch_us / 1e3:.1f} ms, their kernels "
-            f"{launches.kernel_us / 1e3:.1f} ms"
-        )
-        if not launches.bound:
-            return text
-        _log.info("CUDA graphs: %s", text)
-        return None
+        return None if launches.bound else str(launches)
 
     def _why_no_room(self, more_bytes: Callable[[], int]) -> str | None:
         """Count the bytes of graphs in the plan, or return why there are too many."""
         if self.planner is None or not self.planner.calls:
             return None
-        return self.planner.hold_pool(more_bytes)
+        return self.planner.hold_pool(more_bytes())
 
 
 def _bytes_of_graphs(forward: TraceCtx, backward: TraceCtx, fixed: Collection[str]) -> int:

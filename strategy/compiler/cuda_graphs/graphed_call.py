@@ -131,7 +131,9 @@ class GraphedCall:
         if self._waits:
             self._end(f"it makes the host wait: {', '.join(self._waits)}")
         elif self._captured is None and self._num_captures == _MOST_CAPTURES:
-            self._end(f"it was captured {_MOST_CAPTURES} times, because weights were moved")
+            self._end(
+                f"it was captured {_MOST_CAPTURES} times: weights were moved, or a forward had no backward"
+            )
         return self.why_off is None
 
     def _ordinary(self, run: Callable[[], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch.distributed as dist
 from thunder.core import devices
@@ -13,6 +13,8 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.ops.added_gradients import added_names
 from thunder_memsave.ops.families.collectives import is_all_gather, is_all_reduce, is_reduce_scatter
+from thunder_memsave.passes.repeatable import roots
+from thunder_memsave.passes.symbols import written_in_place
 
 _CAPTURABLE = "nccl"
 """Backend of process groups whose collectives run on the device alone."""
@@ -20,13 +22,19 @@ _REPLAYS = "_replaying"
 
 
 def reasons(
-    forward: TraceCtx, backward: TraceCtx, *, keeps_gradients: bool, device_type: str
+    forward: TraceCtx,
+    backward: TraceCtx,
+    *,
+    fixed: Collection[str],
+    keeps_gradients: bool,
+    device_type: str,
 ) -> Iterator[str]:
     """Yield what cannot be captured.
 
     Args:
         forward: The trace that runs.
         backward: Its backward.
+        fixed: Names of the arguments that stay where they are.
         keeps_gradients: Whether another backward keeps whole gradients between micro-batches.
         device_type: Type of the device of the graphs.
     """
@@ -39,6 +47,7 @@ def reasons(
             "backward adds to gradients of earlier micro-batches, wherever these are; strategy.cuda_graphs: true "
             "leaves that to autograd"
         )
+    yield from _writes_to_the_batch(forward, {a.name for a in forward.args} - set(fixed))
     symbols = [*forward.bound_symbols, *backward.bound_symbols]
     found = dict.fromkeys(backend for b in symbols for backend in _backends(b))
     for backend in found:
@@ -48,6 +57,16 @@ def reasons(
         yield from _on_the_host(symbols)
     for name in dict.fromkeys(b.sym.name for b in symbols if b.sym.id is PrimIDs.ITEM):
         yield f"{name} reads a value on the host; keep it in a tensor"
+
+
+def _writes_to_the_batch(forward: TraceCtx, batch: Collection[str]) -> Iterator[str]:
+    """Yield the first write to an argument that is copied: the caller would not see it."""
+    memory = roots(forward.bound_symbols)
+    for bsym in forward.bound_symbols:
+        written = written_in_place(bsym)
+        if written is not None and (changed := memory[written] & set(batch)):
+            yield f"forward changes {min(changed)} of the batch in place; let it change a copy"
+            return
 
 
 def _on_the_host(symbols: list[BoundSymbol]) -> Iterator[str]:

@@ -192,7 +192,6 @@ class _Planner(MemoryPlanner):
             device_type="" if device.name == "cpu" else "cuda",
         )
         self.refusal: BudgetError | None = None
-        self.device = device
         self._sharding = "none" if data_parallel is None else data_parallel.mode
 
     @property

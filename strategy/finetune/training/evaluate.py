@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from thunder_memsave.finetune.data.batches import Sharding, make_batch, ordered_rows
 from thunder_memsave.finetune.data.row_set import RowSet
 from thunder_memsave.finetune.objectives.objective import BatchT, Objective
+from thunder_memsave.finetune.training.ahead import to_device
 
 _BATCHES_BETWEEN = 4
 """Forward passes between two checks whether to go on; each check is a collective."""
@@ -48,7 +49,7 @@ def evaluate(
         if number and number % _BATCHES_BETWEEN == 0 and is_cut_short():
             model.train(was_training)
             return None
-        batch = fabric.to_device(make_batch(rows, chosen))
+        batch = to_device(fabric, make_batch(rows, chosen))
         total = total + objective.sums(objective.output(model, batch), batch)
     total = sum_over_ranks(fabric, total)
     model.train(was_training)

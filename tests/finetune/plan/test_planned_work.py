@@ -118,3 +118,18 @@ def check_work(plan: RunPlan, config: RunConfig) -> None:
         in_fp8 = 1.0 if config.fp8 is None else MOST_IN_FP8
         most = in_fp8 * MOST_MOVED_BYTES * plan.num_rows * LENGTH * widths * NUM_LAYERS
         assert work.moved_bytes <= most
+
+
+def test_a_plan_counts_the_memory_of_cuda_graphs() -> None:
+    (path,) = (p.values[0] for p in CONFIGS[:1])
+    config = short(load_run_config(path, ["--devices=1"]))
+    peaks = []
+    for setting in (False, True):
+        strategy = dataclasses.replace(config.strategy, cuda_graphs=setting)
+        asked = dataclasses.replace(config, strategy=strategy)
+        plan = plan_run.plan_run(asked, device=device("h200"), num_ranks=1, has_curve=False)
+        peaks.append(plan.call.profile.peak_bytes)
+        assert plan.call.plan is not None
+        assert plan.call.plan.predicted_peak_bytes == peaks[-1]
+        assert sum(plan.call.profile.peak_bytes_by_kind.values()) == peaks[-1]
+    assert peaks[1] - peaks[0] > 64 * 2**20
