@@ -21,7 +21,7 @@ enters each file once:
           |  split.py         keep_gradients *, delete_last_used *
           |  run.py           run                             two callables
           v
-    autograd.py          what then runs at each call of the module
+    autograd.py          what then runs at each call of the module; cuda_graphs/: as two graphs, where they are asked for
 
 `explain_steps.py` prints the list as it was done. Importing the package imports Thunder.
 """

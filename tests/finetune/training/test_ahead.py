@@ -9,6 +9,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import sample_of
 from thunder_memsave.finetune.data.batches import Sharding
 from thunder_memsave.finetune.data.packing import Batch, Rows, pad
@@ -85,3 +86,26 @@ def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> N
     assert pinned(WithAMethod(one)).tensor is copies[-1]
     assert pinned({"a": [one, 2]})["a"] == [copies[-1], 2]
     assert pinned(one) is copies[-1]
+
+
+def test_ranks_agree_on_their_hosts_whatever_the_backend_of_their_devices() -> None:
+    run_on_fabric_ranks(check_agreement, 2)
+
+
+@on_fabric_rank
+def check_agreement() -> None:
+    fabric = make_fabric(devices=2)
+    rows = pad([sample_of([n, n + 1, n + 2]) for n in range(8)], length=3, pad_id=0)
+    sharding = Sharding(
+        global_batch_size=4, micro_batch_size=2, rank=fabric.global_rank, world_size=2
+    )
+    objective = SupervisedFineTuning(mask="none", length=3)
+    for config, has_own in (("cpu:gloo,cuda:gloo", False), ("cpu:nccl,cuda:nccl", True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "get_backend_config", lambda config=config: config)
+            ahead = DataAhead(
+                fabric=fabric, rows=rows, sharding=sharding, seed=0, objective=objective
+            )
+        assert (ahead._sum._group is not None) is has_own
+        work = ahead.take(0, (fabric.global_rank == 1, False))
+        assert (int(work.weight), work.is_stopped, work.is_signalled) == (4 * 2, True, False)
