@@ -23,7 +23,7 @@ def _of_values_put(call: Call) -> str | None:
 
 
 def _of_windows(call: Call) -> str:
-    """Its rule refuses all but images."""
+    """Its executor takes it for the function of images that has the same name."""
     return "what the windows are of"
 
 
@@ -41,5 +41,10 @@ OPERATIONS = (
         functions=(torch.index_put, Tensor.index_put, torch.ops.aten.index_put),
         wrong_gradient=_of_values_put,
     ),
-    Operation(name="unfold", functions=(Tensor.unfold,), wrong_gradient=_of_windows),
+    Operation(
+        name="unfold",
+        functions=(Tensor.unfold,),
+        runs_torchs_own=True,
+        wrong_gradient=_of_windows,
+    ),
 )
