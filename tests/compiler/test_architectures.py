@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness import models
+from harness import families, models
 from harness.memory import measured_peak_bytes
 from harness.parity import Twins
 from thunder_memsave.budget import plan_request
@@ -127,6 +127,15 @@ def test_planned_training_and_evaluation_are_those_of_eager(name: str) -> None:
         with mode():
             twins.assert_equal(input_ids=ids, labels=ids, rtol=0.0, atol=0.0)
     assert twins.num_captures == 3
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")
+@pytest.mark.parametrize("name", first_at_once(families.of_torchs_own()))
+def test_models_with_functions_of_torchs_own_have_the_gradients_of_eager(name: str) -> None:
+    sample = families.sample(name)
+    sample.module(**sample.arguments)  # transformers puts its hooks in place, which Dynamo refuses
+    twins = Twins(sample.module, planner=keep_all())
+    twins.assert_equal(**sample.arguments, loss=sample.loss)
 
 
 @pytest.mark.parametrize("name", first_at_once(WITH_CONVOLUTIONS))

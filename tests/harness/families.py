@@ -84,6 +84,12 @@ def _drawn(hidden: Tensor, x: Tensor) -> Tensor:
     )
 
 
+def _differentiated(hidden: Tensor, x: Tensor) -> Tensor:
+    """With a gradient, unlike the others: complex numbers, several results, random ones."""
+    values, indices = hidden.cummax(0)
+    return torch.fft.irfft(torch.fft.rfft(values)) + indices * F.gumbel_softmax(hidden)
+
+
 def _all(hidden: Tensor, x: Tensor) -> Tensor:
     parts = [compute for name, compute in UNKNOWN.items() if name != "all"]
     return torch.stack([compute(hidden, x).expand(6, 8) for compute in parts]).mean(0)
@@ -97,6 +103,7 @@ UNKNOWN = {
     "polar": _rotated,
     "in place": _overwritten,
     "random": _drawn,
+    "differentiated": _differentiated,
     "all": _all,
 }
 """Functions with an operation that Thunder does not know."""
@@ -155,8 +162,51 @@ _FROM_TEXT_TO_TEXT: dict[str, dict[str, Any]] = {
 }
 
 
+_STATE_SPACE: dict[str, Any] = {
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "intermediate_size": None,
+    "max_position_embeddings": None,
+    "state_size": 4,
+}
+_LATENT: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 2,
+}
+_OF_TORCHS_OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _LATENT,
+    "llama4_text": {
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 24,
+        "interleave_moe_layer_step": 1,
+        "attention_chunk_size": 4,
+    },
+    "mamba": _STATE_SPACE,
+    "falcon_mamba": _STATE_SPACE,
+    "deepseek_v2": _LATENT,
+}
+
+
+def of_torchs_own() -> list[str]:
+    """Models with functions of which Thunder has no derivative: changed views, complex numbers, scans in a vmap."""
+    return list(_OF_TORCHS_OWN)
+
+
 def names() -> list[str]:
-    """All samples."""
+    """All samples but those of `of_torchs_own`."""
     return [*UNKNOWN, *_CAUSAL, *_MASKED, *_FROM_TEXT_TO_TEXT]
 
 
@@ -170,12 +220,12 @@ def sample(name: str) -> Sample:
 
 
 def _transformer(name: str) -> nn.Module:
-    changes = {**_CAUSAL, **_MASKED, **_FROM_TEXT_TO_TEXT}[name]
+    changes = {**_CAUSAL, **_MASKED, **_FROM_TEXT_TO_TEXT, **_OF_TORCHS_OWN}[name]
     sizes = {key: value for key, value in {**_SIZES, **changes}.items() if value is not None}
     config = transformers.AutoConfig.for_model(name, **sizes)
     if name in _FROM_TEXT_TO_TEXT:
         return transformers.AutoModelForSeq2SeqLM.from_config(config)
-    config.loss_type = "ForCausalLM" if name in _CAUSAL else "ForMaskedLM"
+    config.loss_type = "ForMaskedLM" if name in _MASKED else "ForCausalLM"
     if name in _MASKED:
         return transformers.AutoModelForMaskedLM.from_config(config)
     model = transformers.AutoModelForCausalLM.from_config(config)
