@@ -34,7 +34,7 @@ from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.search.solve import solve
 
 HASH_SEEDS = (1, 2)
-QUICK = ("bucketize", "in place")
+QUICK = ("bucketize", "differentiated", "in place")
 QUICK_AND_TIGHT = ("in place",)
 NUM_PARTS = 3
 _AMPLE_BYTES = 2**30
