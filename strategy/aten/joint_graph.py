@@ -91,39 +91,39 @@ def joint_graph(
         UntraceableError: its operators, or the shapes of its results, depend on numbers; it has no derivative; or it
             changes a tensor that it is given.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         tensors = [_fake(o) for o in operands]
         try:
             leaves, structure = tree_flatten(function(*_as_leaves(tensors, operands)))
             wanted = [i for i, o in enumerate(leaves) if _needs_grad(o) and is_used(i)]
             cotangents = [torch.empty_like(leaves[i]) for i in wanted]
-            joint = _Joint(function, operands, wanted)
-            module = make_fx(joint)(*tensors, *cotangents)
-            if any(map(_writes, module.graph.nodes)):
-                pure = torch.func.functionalize(module, remove="mutations")
-                module = make_fx(pure)(*tensors, *cotangents)
+            module = _traced(_Joint(function, operands, wanted), [*tensors, *cotangents])
         except Exception as error:  # torch raises many types for what fake tensors cannot do
             raise UntraceableError(_first_line(error)) from error
     _refuse_writes(module.graph)
     results: Any = module.graph.output_node().args[0]
     placeholders = module.graph.find_nodes(op="placeholder")
-    num_outputs = len(leaves)
+    pairs = zip(leaves, results[: len(leaves)], strict=True)
     found = JointGraph(
         graph=module.graph,
         module=module,
         operands=tuple(placeholders[: len(operands)]),
         cotangents=tuple(placeholders[len(operands) :]),
-        outputs=tuple(
-            r if isinstance(leaf, Tensor) else leaf
-            for leaf, r in zip(leaves, results[:num_outputs], strict=True)
-        ),
+        outputs=tuple(r if isinstance(leaf, Tensor) else leaf for leaf, r in pairs),
         structure=structure,
         differentiable=tuple(wanted),
-        gradients=tuple(results[num_outputs:]),
+        gradients=tuple(results[len(leaves) :]),
     )
     _refuse_draws_of_backward(found)
     return found
+
+
+def _traced(joint: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """Return a graph of operators, functional where they were in place."""
+    module = make_fx(joint)(*tensors)
+    if any(map(_writes, module.graph.nodes)):
+        module = make_fx(torch.func.functionalize(module, remove="mutations"))(*tensors)
+    return module
 
 
 @dataclass(frozen=True, slots=True)

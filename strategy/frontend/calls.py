@@ -78,9 +78,8 @@ class Calls:
             return self._call_opaque(node_callable(node), expected, args, kwargs)
         if needs_grad and (reason := _why_not_thunders(node, row, call)) is not None:
             return self.as_torchs_own(node, args, kwargs, reason=reason)
-        if row.rewrite is not None:
-            call = row.rewrite(call)
-        return self._call_thunders(node, call.args, call.kwargs)
+        rewritten = call if row.rewrite is None else row.rewrite(call)
+        return self._call_thunders(node, rewritten, call)
 
     def _fact(self, node: fx.Node) -> Any:
         """Return an attribute that is no tensor, such as `is_cuda`, which deterministic code reads."""
@@ -100,11 +99,11 @@ class Calls:
         """Whether it is a function of PyTorch of which Thunder knows nothing but the shape of the result."""
         return bsym.sym.executor is self.opaque or _is_auto_registered(bsym.sym)
 
-    def _call_thunders(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record Thunder's symbol or method; torch's own function, where there is none or it has no derivative."""
+    def _call_thunders(self, node: fx.Node, call: Call, own: Call) -> Any:
+        """Record Thunder's symbol or method; torch's `own` call, where there is none or it has no derivative."""
         num_scopes, num_symbols = len(self.trace.scopes), len(self.trace.scopes[-1])
         try:
-            result = _run_thunders(node, args, kwargs)
+            result = _run_thunders(node, call.args, call.kwargs)
         except CompileError:
             raise
         except Exception as error:
@@ -116,7 +115,7 @@ class Calls:
                 return result
             reason = f"Thunder has no derivative of {lacking.sym.name}"
         del self.trace.scopes[-1][num_symbols:]
-        return self.as_torchs_own(node, args, kwargs, reason=reason)
+        return self.as_torchs_own(node, own.args, own.kwargs, reason=reason)
 
     def as_torchs_own(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, reason: str

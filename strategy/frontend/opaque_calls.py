@@ -59,18 +59,19 @@ def call_with_derivative(
         UntraceableError: PyTorch cannot trace it without numbers.
     """
     leaves, structure = tree_flatten((list(args), dict(kwargs)))
+    pairs = list(_pairs((node.args, node.kwargs), (args, kwargs)))
+    examples = _examples(pairs)
     tensors = list({v.name: v for v in leaves if isinstance(v, TensorProxy)}.values())
-    position = {t.name: i for i, t in enumerate(tensors)}
+    is_trained = node_needs_grad(node)
+    operands = [_operand(t, examples.get(t.name), is_trained=is_trained) for t in tensors]
 
     def run(*given: Tensor) -> Any:
-        filled = [given[position[v.name]] if isinstance(v, TensorProxy) else v for v in leaves]
+        values = dict(zip((t.name for t in tensors), given, strict=True))
+        filled = [_filled(v, values) for v in leaves]
         run_args, run_kwargs = tree_unflatten(filled, structure)
         with as_eager():
             return function(*run_args, **run_kwargs)
 
-    pairs = list(_pairs((node.args, node.kwargs), (args, kwargs)))
-    examples = _examples(pairs)
-    operands = [_operand(t, examples.get(t.name)) for t in tensors]
     joint = joint_graph(run, operands, is_used=_is_used(node))
     reached = {t.name for t, g in zip(tensors, joint.gradients, strict=True) if g is not None}
     node.meta[UNREACHED] = _unreached(pairs, reached)
@@ -79,6 +80,13 @@ def call_with_derivative(
     filled = [next(results) if isinstance(o, fx.Node) else o for o in joint.outputs]
     result = tree_unflatten(filled, joint.structure)
     return tuple(result) if isinstance(result, tuple) else result
+
+
+def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the tensor of a proxy; and of a device, which may be one that is planned for, where the tensors are."""
+    if isinstance(value, torch.device):
+        return next((t.device for t in tensors.values()), value)
+    return tensors[value.name] if isinstance(value, TensorProxy) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +199,7 @@ def _pairs(argument: Any, value: Any) -> Iterator[tuple[fx.Node, Any]]:
             yield from _pairs(a, value[key])
 
 
-def _operand(proxy: TensorProxy, example: Tensor | None) -> Operand:
+def _operand(proxy: TensorProxy, example: Tensor | None, *, is_trained: bool) -> Operand:
     """Describe an operand: with the dtype that it has here, which a cast of autocast may have changed."""
     shape = tuple(proxy.shape)
     is_alike = example is not None and tuple(example.shape) == shape
@@ -202,7 +210,7 @@ def _operand(proxy: TensorProxy, example: Tensor | None) -> Operand:
         stride=tuple(like.stride()),
         dtype=dtypes.to_torch_dtype(proxy.dtype),
         device=devices.to_torch_device(proxy.device) if example is None else example.device,
-        requires_grad=example is not None and example.requires_grad,
+        requires_grad=is_trained and example is not None and example.requires_grad,
     )
 
 

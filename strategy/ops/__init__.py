@@ -15,7 +15,8 @@ To add one that PyTorch, or you, have a fused kernel for, such as RMS norm:
 5. Nothing else but `frontend/autocast.py`, if autocast treats it in its own way: lowering, executors, measurements and
    replays of random numbers read the table.
 
-What is made of Thunder's own operations needs no row.
+What is made of Thunder's own operations needs no row, nor does what Thunder does not know: that runs as torch's own
+operators (`aten_operators.py`) with torch's own derivative.
 
 Importing the package imports Thunder with its work-arounds; so do the packages below that say so.
 """
