@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from gpu.checks import Target
 from gpu.models import Shape, llama
@@ -51,6 +52,8 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         mean = self.fabric.all_reduce(loss.detach(), reduce_op="mean")
+        assert isinstance(mean, Tensor)
+        assert norm is not None
         return float(mean), float(norm)
 
 

@@ -18,10 +18,10 @@ enters each file once:
           |  joint_steps.py   fuse, python_operations
           |  split.py         split *, check_gradients *      two traces
           |  passes/overlap/  schedule *
-          |  split.py         keep_gradients *, delete_last_used *
+          |  split.py         keep_gradients *, add_gradients *, delete_last_used *
           |  run.py           run                             two callables
           v
-    autograd.py          what then runs at each call of the module; cuda_graphs/: as two graphs, where they are asked for
+    autograd.py          what then runs at each call of the module; cuda_graphs/: as two graphs, where asked for
 
 `explain_steps.py` prints the list as it was done. Importing the package imports Thunder.
 """

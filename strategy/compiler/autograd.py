@@ -26,7 +26,7 @@ from thunder_memsave.compat.foreign_messages import (
 
 _log = logging.getLogger(__name__)
 
-_ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad
+_ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

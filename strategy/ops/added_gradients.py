@@ -23,7 +23,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
-from thunder_memsave.ops.running_backward import RunningBackward, running_backward
+from thunder_memsave.ops.running_backward import running_backward
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
 _executor = OperatorExecutor("thunder_memsave_added_gradients", version="0")
@@ -41,16 +41,12 @@ def _add_gradient(grad: Tensor, name: str) -> None:
     parameter = backward.parameters.get(name)
     if parameter is None:  # not reached by what is differentiated
         return
-    if _is_added(parameter, name, backward):
-        as_rows(parameter.grad).add_(grad)
-    else:
+    total = parameter.grad
+    is_added = name in backward.accumulating and not is_watched(parameter)
+    if total is None or not is_added:
         backward.given[name] = grad
-
-
-def _is_added(parameter: Tensor, name: str, backward: RunningBackward) -> bool:
-    return (
-        name in backward.accumulating and parameter.grad is not None and not is_watched(parameter)
-    )
+    else:
+        as_rows(total).add_(grad)
 
 
 _add = _executor.register_operator(

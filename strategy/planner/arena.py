@@ -82,7 +82,8 @@ def plan_arena(found: Sequence[Lifetime], *, most_rounds: int = 16) -> Arena:
     least_bytes = _peak_bytes(found)
     orders = [sorted(range(len(found)), key=lambda i: order(found[i])) for order in _ORDERS]
     tried = [(*_placed(found, order), order) for order in orders]
-    offsets, nbytes, order = min(tried, key=lambda each: each[1])
+    offsets, nbytes, first = min(tried, key=lambda each: each[1])
+    order: Sequence[int] = first
     last_offsets = offsets
     for _ in range(most_rounds):
         if nbytes == least_bytes:

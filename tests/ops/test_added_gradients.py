@@ -174,7 +174,7 @@ def test_a_hook_sees_every_gradient(fresh: tuple[Run, Run], kind: str) -> None:
     seen: list[list[Tensor]] = [[], []]
     for run, calls in zip(fresh, seen, strict=True):
         run.accumulate()
-        weight = run.net.hidden[1].weight
+        weight = run.net.first.weight
         if kind == "gradient":
             handle = weight.register_hook(_remember(calls))
         else:
