@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from harness.parity import Twins, weighted_sum
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.errors import CompileError
 
 
 class WritesOut(nn.Module):
@@ -35,3 +38,15 @@ def test_a_spectral_norm_trains_as_in_eager() -> None:
         twins.assert_equal(torch.randn(4, 8), loss=weighted_sum)
     twins.change(lambda m: m.eval())
     twins.assert_equal(torch.randn(4, 8), loss=weighted_sum)
+
+
+class OfAnotherDtype(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros(3, dtype=torch.float64)
+        torch.add(x, 1, out=y)
+        return y * 2
+
+
+def test_a_result_of_another_dtype_is_refused_with_file_and_line() -> None:
+    with pytest.raises(CompileError, match=r"written to out= at .*test_out_arguments\.py:\d+"):
+        CompiledModule(OfAnotherDtype())(torch.randn(3))
