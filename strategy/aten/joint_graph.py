@@ -20,6 +20,12 @@ from torch.utils._pytree import tree_flatten
 
 from thunder_memsave.aten.record import draws
 
+_READS_MEMORY = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_scatter.default,
+)
+"""They read elements by their place in memory."""
+
 _WRITES_STATISTICS = (
     torch.ops.aten.native_batch_norm.default,
     torch.ops.aten.cudnn_batch_norm.default,
@@ -61,6 +67,11 @@ class JointGraph:
     """Indices of the outputs that need a gradient."""
     gradients: tuple[fx.Node | None, ...]
     """One for each operand; None if autograd gives none."""
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether results depend on the strides of what it reads."""
+        return any(node.target in _READS_MEMORY for node in self.graph.nodes)
 
     def nodes_for(self, results: Sequence[Any], *, known: set[fx.Node]) -> Iterator[fx.Node]:
         """Yield the nodes that results need beside `known`, in the order of the graph."""

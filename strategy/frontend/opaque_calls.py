@@ -106,7 +106,7 @@ class _Recorded:
         tensors_only = [i for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)]
         of_leaf = dict(zip(tensors_only, outputs, strict=True))
         for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
-            values[node] = prims.get_grad(of_leaf[index])
+            values[node] = self._laid_out(node, prims.get_grad(of_leaf[index]))
         self._run(self.joint.gradients, values)
         for tensor, gradient in zip(tensors, self.joint.gradients, strict=True):
             if gradient is not None:
@@ -114,9 +114,25 @@ class _Recorded:
         return outputs
 
     def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[fx.Node, Any]:
-        values: dict[fx.Node, Any] = dict(zip(self.joint.operands, tensors, strict=True))
+        pairs = zip(self.joint.operands, tensors, strict=True)
+        values: dict[fx.Node, Any] = {node: self._laid_out(node, t) for node, t in pairs}
         self._run(self.joint.outputs, values)
         return values
+
+    def _laid_out(self, node: fx.Node, tensor: TensorProxy) -> TensorProxy:
+        """Record a copy with the strides that the graph was traced with, where its results depend on them."""
+        if not self.joint.reads_memory:
+            return tensor
+        traced: Tensor = node.meta["val"]
+        stride = tuple(traced.stride())
+
+        def laid_out(value: Tensor) -> Tensor:
+            if value.stride() == stride:
+                return value
+            new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+            return new.copy_(value)
+
+        return self.opaque.call(laid_out, traced, (tensor,), {}, device=self.device)  # type: ignore[no-any-return]
 
     def _run(self, results: Sequence[Any], values: dict[fx.Node, Any]) -> None:
         """Record what results need beside the values."""

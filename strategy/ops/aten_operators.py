@@ -30,8 +30,11 @@ register_executor(aten_executor)
 
 
 def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return the numbers of `source` in new memory; PyTorch would copy all that the target is a view of."""
-    return torch.empty_like(target, memory_format=torch.contiguous_format).copy_(source)
+    """Return the numbers of `source`, laid out as the target; PyTorch would copy all that the target is a view of."""
+    new = torch.empty_strided(
+        target.shape, target.stride(), dtype=target.dtype, device=target.device
+    )
+    return new.copy_(source, non_blocking)
 
 
 def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:

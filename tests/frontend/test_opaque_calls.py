@@ -90,6 +90,7 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "solved": (torch.linalg.solve, ((4, 4), (4, 2))),
     "bilinear": (F.bilinear, ((4, 8), (4, 7), (5, 8, 7), (5,))),
     "experts": (_experts, ((16, 16), (3, 16, 32))),
+    "memory": (lambda x: torch.diagonal(x).as_strided((2, 2), (9, 18)) * x[0, 0], (MATRIX,)),
     "renorm": (lambda x: torch.ops.aten.renorm(x, 2, 0, 1.0), (MATRIX,)),
 }
 
