@@ -29,6 +29,14 @@ aten_executor = OperatorExecutor("thunder_memsave_aten", version="0")
 register_executor(aten_executor)
 
 
+def _complex_view(value: Tensor) -> Tensor:
+    """View pairs of numbers as complex ones; a copy of those that do not lie side by side, as they did in eager."""
+    *others, last = value.stride()
+    side_by_side = last == 1 and not any(n % 2 for n in (*others, value.storage_offset()))
+    pairs = value if side_by_side else value.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_complex(pairs)
+
+
 def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Return the numbers of `source`, laid out as the target; PyTorch would copy all that the target is a view of."""
     new = torch.empty_strided(
@@ -66,6 +74,7 @@ _INSTEAD: Mapping[OpOverload, Callable[..., Any]] = {
     # PyTorch chose a view by strides, which may be others here.
     torch.ops.aten.view.default: torch.reshape,
     torch.ops.aten._unsafe_view.default: torch.reshape,
+    torch.ops.aten.view_as_complex.default: _complex_view,
     # Thunder's own operators do not know bits that say how to read the memory.
     torch.ops.aten._conj.default: torch.conj_physical,
     torch.ops.aten._neg_view.default: torch.neg,

@@ -48,6 +48,16 @@ def test_views_may_share_memory_by_their_schema() -> None:
     assert [makes_new_memory(b) for b in trace.scopes[-1]] == [False, True]
 
 
+def test_views_work_with_other_strides_than_those_that_were_traced() -> None:
+    view, complex_view = (_INSTEAD[o] for o in (ATEN.view.default, ATEN.view_as_complex.default))
+    x = torch.randn(2, 6)
+    for value in (x, torch.randn(2, 2, 3).permute(2, 1, 0), torch.randn(13)[1:].view(6, 2)):
+        assert torch.equal(view(value, [12]), value.flatten())
+        pairs = value if value.shape[-1] == 2 else value.view(6, 2)
+        assert torch.equal(complex_view(pairs), torch.view_as_complex(pairs.contiguous().clone()))
+    assert complex_view(x.view(6, 2)).data_ptr() == x.data_ptr()
+
+
 def test_the_workspace_of_a_recurrent_layer_has_the_bytes_of_a_run() -> None:
     operator = ATEN.mkldnn_rnn_layer.default
     run = _INSTEAD[operator]
