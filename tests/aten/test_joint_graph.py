@@ -28,7 +28,11 @@ def names(joint: JointGraph) -> tuple[list[str], list[str]]:
     known = {*forward, *joint.operands, *joint.cotangents}
     backward = joint.nodes_for(joint.gradients, known=known)
     return tuple(  # type: ignore[return-value]
-        [n.target.__name__ for n in nodes if n.op == "call_function" and "detach" not in n.name]
+        [
+            getattr(n.target, "__name__", "")
+            for n in nodes
+            if n.op == "call_function" and "detach" not in n.name
+        ]
         for nodes in (forward, backward)
     )
 

@@ -17,6 +17,7 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError, CompileError
 from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.graph import Plan
 
 Function = Callable[..., Any]
 
@@ -40,7 +41,7 @@ def _rotated(x: Tensor) -> Tensor:
 
 def _pooled(x: Tensor) -> Tensor:
     values, indices = F.max_pool2d(x, 2, return_indices=True)
-    return F.max_unpool2d(values, indices, 2)
+    return F.max_unpool2d(values, indices, [2, 2])
 
 
 def _in_place(x: Tensor, y: Tensor) -> Tensor:
@@ -183,6 +184,12 @@ class Stepped:
         return [loss.detach(), *gradients]
 
     @property
+    def plan(self) -> Plan:
+        plan = self.planner.calls[-1].plan
+        assert plan is not None
+        return plan
+
+    @property
     def predicted_bytes(self) -> int:
         call = self.planner.calls[-1]
         held_bytes = sum(call.program.storages[s].nbytes for s in call.program.held)
@@ -207,10 +214,10 @@ def test_every_budget_gives_the_bits_of_keeping_all_in_the_bytes_that_were_predi
         Stepped(1)
     smallest_bytes = error.value.smallest_bytes
     assert smallest_bytes is not None
-    largest_bytes = kept.planner.calls[-1].plan.predicted_peak_bytes
+    largest_bytes = kept.plan.predicted_peak_bytes
     for budget_bytes in (smallest_bytes, (smallest_bytes + largest_bytes) // 2):
         planned = Stepped(budget_bytes)
-        plan = planned.planner.calls[-1].plan
+        plan = planned.plan
         assert plan.recompute_us > 0
         assert plan.predicted_peak_bytes <= budget_bytes < largest_bytes
         assert all(map(torch.equal, planned.computed, kept.computed))

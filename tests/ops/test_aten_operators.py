@@ -63,7 +63,7 @@ def test_the_workspace_of_a_recurrent_layer_has_the_bytes_of_a_run() -> None:
     run = _INSTEAD[operator]
     layer = torch.nn.LSTM(8, 6)
     state = torch.zeros(1, 2, 6)
-    settings = (False, [], 2, 6, 1, True, False, False, True)
+    settings: tuple[object, ...] = (False, [], 2, 6, 1, True, False, False, True)
     tensors = [torch.randn(5, 2, 8), *layer.parameters(), state, state.clone()]
     workspace = run(*tensors, *settings)[3]
     mode = FakeTensorMode()

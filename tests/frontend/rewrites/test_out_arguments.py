@@ -12,6 +12,8 @@ from thunder_memsave.errors import CompileError
 
 
 class WritesOut(nn.Module):
+    sums: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3))
