@@ -132,7 +132,7 @@ class _Recorded:
             new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
             return new.copy_(value)
 
-        return self.opaque.call(laid_out, traced, (tensor,), {}, device=self.device)  # type: ignore[no-any-return]
+        return self.opaque.call(laid_out, traced, (tensor,), {}, device=self.device)
 
     def _run(self, results: Sequence[Any], values: dict[fx.Node, Any]) -> None:
         """Record what results need beside the values."""
