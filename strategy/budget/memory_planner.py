@@ -176,9 +176,11 @@ class MemoryPlanner:
 
     def hold_pool(self, more_bytes: int) -> str | None:
         """Let the last call hold a pool of its own, or say why there is no room, on all ranks alike. A collective."""
-        if self._memory.limits == "reserved":
-            return "memory.limits is reserved, and what is reserved for pools of graphs is not simulated"
-        found = with_pool(self.calls[-1], more_bytes, self._budget_bytes, self._data_parallel)
+        call = self.calls[-1]
+        if call.empties_cache:
+            return "the plan counts on an allocator that gives cached memory back, which a pool does not"
+        limited_bytes = self._limit.bytes_of(call)
+        found = with_pool(call, more_bytes, limited_bytes, self._budget_bytes, self._data_parallel)
         if isinstance(found, str):
             return found
         self.calls[-1], self._pool_bytes = found.call, found.pool_bytes

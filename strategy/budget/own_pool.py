@@ -22,6 +22,7 @@ class WithPool:
 def with_pool(
     call: PlannedCall,
     more_bytes: int,
+    limited_bytes: int,
     budget_bytes: int | None,
     data_parallel: DataParallel | None,
 ) -> WithPool | str:
@@ -33,14 +34,15 @@ def with_pool(
     Args:
         call: A call with a backward.
         more_bytes: Bytes that are held besides, such as copies of what goes in and out.
-        budget_bytes: The largest peak of a step; None: no limit.
+        limited_bytes: Bytes of the call without a pool that the budget limits: of tensors, or reserved.
+        budget_bytes: The most of these; None: no limit.
         data_parallel: The ranks that must decide alike.
     """
     memory = call.memory
     added_bytes = more_bytes + memory.between_bytes + memory.update_peak_bytes
     peak_bytes = call.profile.peak_bytes + added_bytes
     if budget_bytes is not None:
-        missing_bytes = largest(peak_bytes - budget_bytes, data_parallel)
+        missing_bytes = largest(limited_bytes + added_bytes - budget_bytes, data_parallel)
         if missing_bytes > 0:
             return f"they take {added_bytes:,} bytes more, and memory.budget lacks {missing_bytes:,} of them"
     staying_bytes = memory.gradient_bytes + memory.optimizer_bytes + memory.other_bytes

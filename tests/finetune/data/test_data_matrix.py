@@ -38,7 +38,7 @@ from thunder_memsave.finetune.run_file.config import (
     RunConfig,
     TrainConfig,
 )
-from thunder_memsave.finetune.training import loop
+from thunder_memsave.finetune.training import ahead, loop
 
 NUM_DOCUMENTS = 23
 FORMATS = ("TextJSONL", "PromptJSONL", "ChatJSONL")
@@ -224,7 +224,7 @@ def _train_and_record(model_directory: Path, path: Path) -> None:
     """Run two epochs of the loop, with accumulation and a learning rate of 0."""
     rows = read(model_directory, path, "pack").train
     recorder = Recorder()
-    setattr(loop, "make_batch", recorder.make_batch)  # noqa: B010 - in this process only
+    setattr(ahead, "make_batch", recorder.make_batch)  # noqa: B010 - in this process only
     fabric = make_fabric(devices=2)
     fabric._callbacks.append(recorder)
     model = AutoModelForCausalLM.from_pretrained(model_directory)
