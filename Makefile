@@ -6,6 +6,7 @@
 #   make soak       the long tests, and a table of what they show (hours); a second one goes on
 #   make gpu        on a machine with an NVIDIA GPU: gpu-correct, gpu-speed, gpu-product, each under 10 minutes
 #   make gpu-ranks  the same for 2 to 8 GPUs over nccl, in one part
+#   make architectures  train each causal language model of transformers beside eager, and write the table
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.12.1' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
 #   make lock       write constraints.txt from what is installed
@@ -32,10 +33,10 @@ BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share i
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels versions check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures versions check lint imports typing types wheel lock clean FORCE
 
 help:
-	@sed -n '3,17s/^# *//p' Makefile
+	@sed -n '3,18s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -64,6 +65,10 @@ gpu-correct gpu-speed gpu-product gpu-ranks: typing
 
 gpu-wheels: $(STAMP)
 	@bash .ci/gpu wheels
+
+architectures: $(STAMP) typing
+	PYTHONPATH=.typing $(BIN)/python -W ignore benchmarks/architectures.py --workers $(WORKERS) \
+	  --save benchmarks/results/architectures.md $(ARCHITECTURES_ARGS)
 
 versions:
 	@PYTHON='$(PYTHON)' bash .ci/versions '$(CONSTRAINTS)' '$(VERSIONS)' -n $(WORKERS) $(PYTEST_ARGS)
