@@ -133,7 +133,6 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             config=config,
             process_group_backend=process_group_backend,
         )
-        self.available_bytes: int | None = None  # None on the CPU, and before processes are set up
         self._backward_sync_control = self._accumulation = Accumulation()
         self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()

@@ -101,8 +101,6 @@ def training_graph(
     returned = returned_by(trace)
     gradients = values.storages_of(returned.gradients) - values.inputs
     values.set_kind(gradients, "gradient")
-    pairs = itertools.zip_longest(trace.args, returned.gradients)
-    stay = [g for a, g in pairs if not (isinstance(a, Proxy) and a.name in added)]
     return TrainingGraph(
         storages=tuple(values.storages),
         ops=tuple(_with_unrepeatable(ops, symbols, values.written_at)),
@@ -110,9 +108,15 @@ def training_graph(
         storage_of={name: v.storage for name, v in values.by_name.items()},
         inputs=frozenset(values.inputs),
         outputs=values.storages_of(returned.outputs),
-        gradients=values.storages_of(stay) - values.inputs,
+        gradients=values.storages_of(_staying(trace, returned.gradients, added)) - values.inputs,
         cotangents=frozenset(cotangents),
     )
+
+
+def _staying(trace: TraceCtx, gradients: Sequence[Any], added: Collection[str]) -> Sequence[Any]:
+    """Return the gradients that do not die where they are added to earlier ones."""
+    pairs = itertools.zip_longest(trace.args, gradients)
+    return [g for a, g in pairs if not (isinstance(a, Proxy) and a.name in added)]
 
 
 def memory_of(

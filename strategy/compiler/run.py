@@ -114,13 +114,37 @@ def training(
             return compute_outputs(*inputs)
         return graphed.forward(compute_outputs, inputs)
 
+    run_backward_of = _running_backward(differentiate, unreduced, graphed)
     named = {*accumulated_names(backward), *added_names(backward)}
     slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in named]
+    depends_on = dependencies(lowered, forward, backward)
+    planned_gradients = differentiated(forward.output[0]["output"])
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         # Not `inputs`: the batch is not kept until backward.
         parameters = [(i, name, inputs[i]) for i, name in slots]
+        function = autograd.Differentiable(
+            forward=run_forward,
+            backward=run_backward_of(parameters),
+            output_depends_on=depends_on,
+            planned_gradients=planned_gradients,
+        )
+        computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))
+        return lowered.outputs(inputs, computed)
 
+    return run
+
+
+_Parameters = Sequence[tuple[int, str, Tensor]]
+"""Places among the inputs, names in the trace, and the parameters themselves."""
+
+
+def _running_backward(
+    differentiate: Callable[..., Any], unreduced: UnreducedGradients, graphed: GraphedCall | None
+) -> Callable[[_Parameters], Callable[..., Any]]:
+    """Return what makes, of a call's parameters, the backward that autograd calls."""
+
+    def of_call(parameters: _Parameters) -> Callable[..., Any]:
         def run_backward(saved: Any, cotangents: Any, reached: autograd.Reached) -> Any:
             of_run = RunningBackward(
                 gradients=unreduced,
@@ -135,16 +159,9 @@ def training(
                 gradients[i] = of_run.given.get(name, gradients[i])
             return gradients
 
-        function = autograd.Differentiable(
-            forward=run_forward,
-            backward=run_backward,
-            output_depends_on=dependencies(lowered, forward, backward),
-            planned_gradients=differentiated(forward.output[0]["output"]),
-        )
-        computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))
-        return lowered.outputs(inputs, computed)
+        return run_backward
 
-    return run
+    return of_call
 
 
 def _differentiate(

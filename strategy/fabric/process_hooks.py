@@ -64,6 +64,8 @@ class ProcessHooks(ParallelStrategy):
         )
         self.config = config
         self.data_parallel: DataParallel | None = None
+        self.available_bytes: int | None = None
+        """Bytes that this process can have on each rank's device; None on the CPU, and before set-up."""
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
 

@@ -75,8 +75,7 @@ def call_with_derivative(
     joint = joint_graph(run, operands, is_used=_is_used(node))
     reached = {t.name for t, g in zip(tensors, joint.gradients, strict=True) if g is not None}
     node.meta[UNREACHED] = _unreached(pairs, reached)
-    recorded = _Recorded(joint, opaque, device)
-    results = iter(_symbol(recorded, function, opaque)(*tensors))
+    results = iter(_symbol(_Recorded(joint, opaque, device), function, opaque)(*tensors))
     filled = [next(results) if isinstance(o, fx.Node) else o for o in joint.outputs]
     result = tree_unflatten(filled, joint.structure)
     return tuple(result) if isinstance(result, tuple) else result

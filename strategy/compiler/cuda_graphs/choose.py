@@ -21,6 +21,8 @@ from thunder_memsave.planner.launches import Launches, launches_of
 _WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS has a workspace for each stream and thread that it is called on: captures have one of their own."""
 
+_OTHER_SHAPE = "another shape of its batch came, for which there is no memory of its own; pad or pack to one shape"
+
 _log = logging.getLogger(__name__)
 
 
@@ -65,13 +67,10 @@ class CudaGraphs:
         Raises:
             CompileError: graphs were asked for, and the call cannot have any.
         """
-        if not self.is_possible:
+        if self.runtime is None or self.setting is False:
             return None
-        assert self.runtime is not None
         if self.call is not None:
-            self.call.drop(
-                "another shape of its batch came, for which there is no memory of its own; pad or pack to one shape"
-            )
+            self.call.drop(_OTHER_SHAPE)
             return None
         staying, launches = set(fixed), self._launches()
         found = reasons(
@@ -87,13 +86,12 @@ class CudaGraphs:
             self._without(name, why)
             return None
         _log.info("CUDA graphs of %s: %s", name, launches or "asked for")
-        self.call = GraphedCall(
-            self.runtime,
-            name=name,
-            is_fixed=[a.name in staying for a in forward.args],
-            is_required=self.setting is True,
-        )
+        self.call = self._graphed(self.runtime, name, [a.name in staying for a in forward.args])
         return self.call
+
+    def _graphed(self, runtime: Runtime, name: str, is_fixed: Sequence[bool]) -> GraphedCall:
+        required = self.is_required
+        return GraphedCall(runtime, name=name, is_fixed=list(is_fixed), is_required=required)
 
     def _without(self, name: str, why: str) -> None:
         if self.setting is True:

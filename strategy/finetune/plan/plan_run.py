@@ -106,10 +106,7 @@ def plan_run(
         CompileError: it cannot be compiled.
         BudgetError: no plan was found at all.
     """
-    sections = StrategySections(strategy=config.strategy, memory=config.memory, fp8=config.fp8)
-    strategy = sections.together
-    refuse_without_fp8(strategy.fp8, device)
-    refuse_own_scales(strategy.fp8, num_ranks=num_ranks)
+    strategy = _strategy(config, device, num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
     budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
     objective = objective_of(config)
@@ -136,6 +133,13 @@ def plan_run(
         reserved=_reserved(planner.call, device, config.memory),
         limits_reserved=limits_reserved(config.memory, device),
     )
+
+
+def _strategy(config: RunConfig, device: Device, num_ranks: int) -> StrategyConfig:
+    sections = StrategySections(strategy=config.strategy, memory=config.memory, fp8=config.fp8)
+    refuse_without_fp8(config.fp8, device)
+    refuse_own_scales(config.fp8, num_ranks=num_ranks)
+    return sections.together
 
 
 def _reserved(
