@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten
 
 from thunder_memsave.aten.record import draws
+from thunder_memsave.errors import ThunderMemsaveError
 
 _READS_MEMORY = (
     torch.ops.aten.as_strided.default,
@@ -34,8 +35,10 @@ _WRITES_STATISTICS = (
 """They change running statistics, which their schemas do not say."""
 
 
-class UntraceableError(ValueError):
+class UntraceableError(ThunderMemsaveError, ValueError):
     """A function cannot be traced without numbers; the text says why."""
+
+    code = None
 
 
 @dataclass(frozen=True, slots=True)

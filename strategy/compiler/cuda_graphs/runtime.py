@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from thunder_memsave.errors import ThunderMemsaveError
+
 
 class Graph(Protocol):
     """Operations that were captured."""
@@ -43,5 +45,7 @@ class Runtime(Protocol):
         """
 
 
-class NotCapturableError(Exception):
+class NotCapturableError(ThunderMemsaveError, RuntimeError):
     """A function did what a graph cannot: it waited for the device, or allocated elsewhere."""
+
+    code = None
