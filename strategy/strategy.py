@@ -213,7 +213,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
         Raises:
             ValueError: the model is compiled, distributed or set up already.
-            RankMismatchError: the ranks' models differ, or their settings.
+            RankMismatchError: the ranks' models differ in more than values, or their settings.
             OtherRankError: another rank's model could not be set up.
         """
         forward = self._module_setup.set_up(module)

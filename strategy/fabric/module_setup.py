@@ -27,6 +27,7 @@ from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.sharding.local_state import hide_padding
+from thunder_memsave.sharding.rank_zero_values import take_rank_zero_values
 from thunder_memsave.sharding.rows import shard_module
 from thunder_memsave.sharding.same_on_all_ranks import check_choices_agree, check_ranks_agree
 
@@ -60,12 +61,12 @@ class ModuleSetup:
 
         Raises:
             ValueError: the model is compiled, distributed or set up already.
-            RankMismatchError: the ranks' models differ, or their settings.
+            RankMismatchError: the ranks' models differ in more than values, or their settings.
             OtherRankError: another rank's model could not be set up.
         """
         self._on_all_ranks(lambda: refuse_unsuitable(module))
         check_pins(self.config.memory, [name for name, _ in module.named_modules()])
-        check_ranks_agree(module, config=self.config, data_parallel=self.data_parallel)
+        self._agree(module)
         fp8 = self.config.fp8
         backend = None if fp8 is None else self._backend(fp8)
         self._place(module, self._frozen_in_fp8(module))
@@ -76,6 +77,12 @@ class ModuleSetup:
             planner=self._planner(),
             fp8=None if fp8 is None or backend is None else self._linears(module, fp8, backend),
         )
+
+    def _agree(self, module: nn.Module) -> None:
+        """Refuse models that differ between ranks; where only values do, all ranks take rank 0's."""
+        data_parallel = self.data_parallel
+        names = check_ranks_agree(module, config=self.config, data_parallel=data_parallel)
+        take_rank_zero_values(module, names, device=self.device, data_parallel=data_parallel)
 
     def _place(self, module: nn.Module, frozen: FrozenInFp8 | None) -> None:
         """Give every tensor its values, this rank's rows of them, on the device."""

@@ -1,4 +1,4 @@
-"""Checks before training that all ranks built the same model with the same settings."""
+"""Checks before training that all ranks built the same model with the same settings, and finds other values."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ _PACKAGES = (
 T = TypeVar("T")
 _CHUNK = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SEED_ADVICE = (
-    "call fabric.seed_everything(seed) with one seed on every rank before building the model, "
-    "or load the same weights everywhere"
-)
 
 
 class RankMismatchError(ThunderMemsaveError, ValueError):
@@ -63,22 +59,26 @@ class Digest:
 
 def check_ranks_agree(
     module: nn.Module, *, config: object, data_parallel: DataParallel | None
-) -> None:
+) -> list[str]:
     """Compare all ranks' digests. One collective, on `data_parallel.everyone`.
 
     Random seeds are not compared: ranks may draw different dropout masks and data.
 
+    Returns:
+        Names of the tensors (of `compared_tensors`) whose values differ between ranks; the same list on every rank.
+
     Raises:
-        RankMismatchError: Two ranks differ; raised on every rank, naming the first that differs and how.
+        RankMismatchError: Two ranks differ otherwise; raised on every rank, naming the first that differs and how.
     """
     if data_parallel is None or data_parallel.num_ranks == 1:
-        return
+        return []
     own = make_digest(module, config=config)
     first, *others = _of_all_ranks(own, "comparison of the models", data_parallel)
     for rank, other in enumerate(others, start=1):
         found = differences(first, other, rank=rank)
         if found:
             raise RankMismatchError(_message(found, rank))
+    return [n for n in first.tensors if any(has_other_values(n, first, o) for o in others)]
 
 
 def check_choices_agree(
@@ -113,13 +113,27 @@ def _of_all_ranks(own: T, purpose: str, data_parallel: DataParallel) -> list[T]:
 
 
 def make_digest(module: nn.Module, *, config: object) -> Digest:
-    """Return this rank's digest. Tied parameters appear under their first name."""
-    tensors = {f"parameter {n!r}": _facts(p) for n, p in module.named_parameters()}
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(prefix, recurse=False):
-            persistent = name.rpartition(".")[2] not in owner._non_persistent_buffers_set
-            tensors[f"buffer {name!r}"] = _facts(buffer, values=persistent)
+    """Return this rank's digest."""
+    caches = _caches(module)
+    tensors = {
+        name: _facts(t, values=id(t) not in caches) for name, t in compared_tensors(module).items()
+    }
     return Digest(settings={**_versions(), **_flatten(config, "config")}, tensors=tensors)
+
+
+def compared_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by kind and name, such as `parameter 'head.weight'`; tied ones once."""
+    parameters = {f"parameter {n!r}": p for n, p in module.named_parameters()}
+    return {**parameters, **{f"buffer {n!r}": b for n, b in module.named_buffers()}}
+
+
+def _caches(module: nn.Module) -> set[int]:
+    """Return the ids of the buffers that no checkpoint has."""
+    return {
+        id(owner._buffers.get(name))
+        for owner in module.modules()
+        for name in owner._non_persistent_buffers_set
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,12 +145,20 @@ class Difference:
 
 
 def differences(first: Digest, other: Digest, *, rank: int) -> Sequence[Difference]:
-    """Return the differences between rank 0 and `rank`: settings, then names, then each tensor."""
+    """Return the differences between rank 0 and `rank`: settings, then names, then each tensor's facts.
+
+    Values that differ are not among them: `has_other_values`.
+    """
     return [
         *_different_settings(first, other, rank),
         *_different_names(list(first.tensors), list(other.tensors), rank),
         *_different_tensors(first, other, rank),
     ]
+
+
+def has_other_values(name: str, first: Digest, other: Digest) -> bool:
+    """Return whether two ranks, whose models differ in nothing else, have other values for the tensor `name`."""
+    return first.tensors[name].checksum != other.tensors[name].checksum
 
 
 def checksum(t: Tensor) -> int:
@@ -218,11 +240,9 @@ def _different_names(first: list[str], other: list[str], rank: int) -> list[Diff
 
 
 def _different_tensors(first: Digest, other: Digest, rank: int) -> list[Difference]:
-    """Return differences of shapes, dtypes and `requires_grad`, then of values, for which the advice is the seed."""
     shared = [n for n in first.tensors if n in other.tensors]
     found = [_different_fact(n, first.tensors[n], other.tensors[n], rank) for n in shared]
-    values = [_different_values(n, first.tensors[n], other.tensors[n], rank) for n in shared]
-    return [d for d in [*found, *values] if d is not None]
+    return [d for d in found if d is not None]
 
 
 def _different_fact(name: str, a: TensorFacts, b: TensorFacts, rank: int) -> Difference | None:
@@ -238,18 +258,11 @@ def _different_fact(name: str, a: TensorFacts, b: TensorFacts, rank: int) -> Dif
         what = f"{name} is {trained[a.requires_grad]} "
         what += on_ranks.format(trained[b.requires_grad])
         return Difference(what=what, advice="freeze the same parameters on every rank")
-    return None
-
-
-def _different_values(name: str, a: TensorFacts, b: TensorFacts, rank: int) -> Difference | None:
-    if a.shape != b.shape or a.checksum == b.checksum:
-        return None
-    if a.checksum is None or b.checksum is None:
+    if (a.checksum is None) is not (b.checksum is None):
         without = 0 if a.checksum is None else rank
         what = f"{name} has no comparable values (it is on meta, or sharded) on rank {without} only"
         return Difference(what=what, advice="build the model in the same way on every rank")
-    what = f"{name} has other initial values on rank {rank} than on rank 0"
-    return Difference(what=what, advice=_SEED_ADVICE)
+    return None
 
 
 def _message(found: Sequence[Difference], rank: int) -> str:

@@ -187,8 +187,12 @@ def check_that_all_ranks_agree() -> None:
     other = build()
     with torch.no_grad():
         other.up.weight.add_(float(fabric.global_rank == 2))
-    with pytest.raises(RankMismatchError, match=r"'up.weight' has other initial values on rank 2"):
-        fabric.setup(other)
+    whole = strategy_of(fabric).get_module_state_dict(fabric.setup(other))
+    assert torch.equal(whole["up.weight"], build().up.weight)
+    frozen = build()
+    frozen.up.weight.requires_grad_(fabric.global_rank != 2)
+    with pytest.raises(RankMismatchError, match=r"'up.weight' is trainable on rank 0 and frozen"):
+        fabric.setup(frozen)
     compiled = build()
     if fabric.global_rank == 3:
         compiled.compile()

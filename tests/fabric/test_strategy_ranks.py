@@ -88,7 +88,7 @@ def check_sharded() -> None:
     check_whole_weights(fabric)
     check_optimizer_implementations(fabric)
     check_optimizers_with_whole_state_are_refused(fabric)
-    check_ranks_that_differ_are_refused(fabric)
+    check_other_initial_values_become_rank_zeros(fabric)
     check_a_model_that_one_rank_cannot_set_up(fabric)
     check_optimizers_that_see_only_shards_are_refused(fabric)
     check_copies(fabric)
@@ -207,10 +207,18 @@ def check_optimizers_with_whole_state_are_refused(fabric: Fabric) -> None:
         fabric.setup(model, optimizer)
 
 
-def check_ranks_that_differ_are_refused(fabric: Fabric) -> None:
+def check_other_initial_values_become_rank_zeros(fabric: Fabric) -> None:
     torch.manual_seed(fabric.global_rank)
-    with pytest.raises(RankMismatchError, match=r"'up.weight' has other initial values on rank 1"):
-        fabric.setup(Odd())
+    model = fabric.setup(Odd())
+    torch.manual_seed(0)
+    expected = Odd()
+    for p, full in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p.data, padded_own(fabric, full.detach()))
+    odd = nn.Linear(4, 4 + fabric.global_rank)
+    with pytest.raises(
+        RankMismatchError, match=r"'weight' has shape \(4, 4\) on rank 0 and \(5, 4\)"
+    ):
+        fabric.setup(odd)
 
 
 def check_a_model_that_one_rank_cannot_set_up(fabric: Fabric) -> None:

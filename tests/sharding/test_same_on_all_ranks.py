@@ -1,10 +1,11 @@
-"""Ranks that would train different models are told apart before they start."""
+"""Ranks that would train different models are told apart before they start; other values become rank 0's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 from harness.distributed import run_on_ranks
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.sharding import rank_zero_values
+from thunder_memsave.sharding.rank_zero_values import take_rank_zero_values
 from thunder_memsave.sharding.rows import shard_module
 from thunder_memsave.sharding.same_on_all_ranks import (
     Digest,
@@ -20,6 +23,7 @@ from thunder_memsave.sharding.same_on_all_ranks import (
     check_ranks_agree,
     checksum,
     differences,
+    has_other_values,
     make_digest,
 )
 
@@ -42,16 +46,16 @@ def make_net(*, rows: int = 5, seed: int = 0, dtype: torch.dtype = torch.float32
 def check_digest(rank: int) -> None:
     dp = DataParallel(mode="zero2", group=dist.new_group(timeout=timedelta(seconds=60)))
 
-    def agree(net: nn.Module, config: Config | None = None) -> None:
-        check_ranks_agree(net, config=config or Config(), data_parallel=dp)
+    def agree(net: nn.Module, config: Config | None = None) -> list[str]:
+        return check_ranks_agree(net, config=config or Config(), data_parallel=dp)
 
-    agree(make_net())
+    assert agree(make_net()) == []
     same_model_other_seed = make_net()
     torch.manual_seed(rank)
-    agree(same_model_other_seed)
+    assert agree(same_model_other_seed) == []
     sharded = make_net()
     shard_module(sharded, dp)
-    agree(sharded)
+    assert agree(sharded) == []
     message = (
         r"^rank 1 disagrees with rank 0 before training starts: parameter 'head.weight' has shape "
         r"\(5, 4\) on rank 0 and \(6, 4\) on rank 1; build the same model on every rank\.$"
@@ -60,8 +64,46 @@ def check_digest(rank: int) -> None:
         agree(make_net(rows=5 + rank))
     with pytest.raises(RankMismatchError, match=r"config.sharding is 'zero2' .* 'none' on rank 1"):
         agree(make_net(), Config(sharding=["zero2", "none"][rank]))
-    with pytest.raises(RankMismatchError, match=r"other initial values.*\(2 more.*seed_everything"):
-        agree(make_net(seed=rank))
+    check_values_of_rank_zero(rank, dp)
+
+
+def check_values_of_rank_zero(rank: int, dp: DataParallel) -> None:
+    odd = make_odd(seed=rank)
+    names = check_ranks_agree(odd, config=None, data_parallel=dp)
+    assert names == [
+        "parameter 'body.weight'",
+        "parameter 'body.bias'",
+        "parameter 'head.weight'",
+        "buffer 'step'",
+        "buffer 'mask'",
+        "buffer 'spectrum'",
+        "buffer 'fp8'",
+    ]
+    pointers = [p.data_ptr() for p in odd.parameters()]
+    with mock.patch.object(rank_zero_values._log, "warning") as warning:
+        take_rank_zero_values(odd, names, device=torch.device("cpu"), data_parallel=dp)
+    assert [p.data_ptr() for p in odd.parameters()] == pointers
+    assert check_ranks_agree(odd, config=None, data_parallel=dp) == []
+    expected = make_odd(seed=0).state_dict()
+    assert all(checksum(t) == checksum(expected[n]) for n, t in odd.state_dict().items())
+    assert warning.call_count == (1 if rank == 0 else 0)
+    if rank == 0:
+        message, *values = warning.call_args.args
+        assert (message % tuple(values)).startswith(
+            "the ranks had other initial values for 7 of the model's 8 tensors"
+        )
+
+
+def make_odd(*, seed: int) -> nn.Module:
+    """Return a model in dtypes that backends do not know, and with a weight that is not contiguous."""
+    net = make_net(seed=seed)
+    head = net.get_submodule("head")
+    head.weight = nn.Parameter(head.weight.detach().t().contiguous().t())
+    net.get_buffer("step").fill_(seed)
+    net.register_buffer("mask", torch.tensor([True, seed == 0]))
+    net.register_buffer("spectrum", torch.full((2,), 1j * (seed + 1)))
+    net.register_buffer("fp8", torch.full((2,), 1.0 + seed).to(torch.float8_e4m3fn))
+    return net
 
 
 def test_two_ranks_that_differ_both_get_one_error_naming_the_difference(tmp_path: Path) -> None:
@@ -106,10 +148,12 @@ def test_another_order_of_the_same_parameters_is_a_difference() -> None:
 
 def test_persistent_buffers_are_compared_by_value_and_caches_are_not() -> None:
     other = make_net()
+    first = make_digest(make_net(), config=None)
     other.get_buffer("cache").fill_(3.0)
-    assert first_difference(other) == ""
     other.get_buffer("step").fill_(3.0)
-    assert "buffer 'step' has other initial values" in first_difference(other)
+    digest = make_digest(other, config=None)
+    assert [n for n in first.tensors if has_other_values(n, first, digest)] == ["buffer 'step'"]
+    assert first_difference(other) == ""
 
 
 def test_meta_parameters_have_no_values_to_compare() -> None:
