@@ -7,7 +7,7 @@ storage: the result would silently differ from eager's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ _IN_PLACE_OPERATORS = frozenset(
         ),
     }
 )
+
+_RENORMALISING = (F.embedding, F.embedding_bag)
 
 
 def changed_operand(node: fx.Node) -> fx.Node | None:
@@ -142,6 +144,38 @@ def _refuse_other_changes(node: fx.Node) -> None:
             f"instance_norm updates running statistics at {_where(node)}; Thunder would lose the update. Use "
             "track_running_stats=False, or batch_norm."
         )
+    if node.target in _RENORMALISING and _argument(node, 3, "max_norm") is not None:
+        raise CompileError(
+            f"The embedding at {_where(node)} has max_norm, which changes its weight in place in forward; compiled "
+            "code would lose the change. Leave max_norm out, and at first and after each optimizer step call "
+            "`p.data.copy_(torch.renorm(p.data, norm_type, 0, max_norm))` for the embedding's weight p."
+        )
+
+
+def _argument(node: fx.Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def refuse_changed_weights(graph: fx.GraphModule, weights: Mapping[fx.Node, str]) -> None:
+    """Refuse graphs that change a trained parameter in place.
+
+    Args:
+        graph: The captured graph.
+        weights: Names of the trained parameters, by placeholder.
+
+    Raises:
+        CompileError: The graph does so; the message names the user's line.
+    """
+    names = {storage(node): name for node, name in weights.items()}
+    for node in graph.graph.nodes:
+        operand = changed_operand(node)
+        name = None if operand is None else names.get(storage(operand))
+        if name is not None:
+            raise CompileError(
+                f"The forward changes the parameter {name!r} in place (at {_where(node)}), and compiled code would "
+                "compute no gradient for it. Make it a buffer, freeze it, or change it outside of the compiled "
+                "forward, inside `with torch.no_grad(), fabric.strategy.summon_full(model, writeback=True):`."
+            )
 
 
 def _where(node: fx.Node) -> str:

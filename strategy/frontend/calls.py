@@ -64,6 +64,7 @@ class Calls:
         Raises:
             CompileError: Neither Thunder nor PyTorch can make operations of it without numbers.
         """
+        _refuse_numbers(node)
         if _picks_result(node, args):
             return args[0][args[1]]
         if (fact := self._fact(node)) is not NotImplemented:
@@ -170,6 +171,7 @@ class Calls:
         return self.opaque.call(function, expected, args, kwargs, device=self.target)
 
 
+_UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NOT_IN_THE_TABLE = Operation(name="unknown")
 
 
@@ -185,14 +187,30 @@ def _eager_arguments(node: fx.Node) -> tuple[Any, Any]:
     return fx.node.map_arg(node.args, eager), fx.node.map_arg(node.kwargs, eager)
 
 
+def _refuse_numbers(node: fx.Node) -> None:
+    """Refuse what reads a number from a tensor, or makes a shape of its numbers: both differ from call to call."""
+    values = list(tree_iter(node.meta.get("example_value")))
+    sizes = [size for v in values if isinstance(v, Tensor) for size in v.shape]
+    if any(isinstance(v, _UNKNOWN) for v in values):
+        why = "it reads a number from a tensor, which differs from call to call"
+        advice = "Compute with the tensor itself"
+    elif any(isinstance(size, _UNKNOWN) for size in sizes):
+        why = "the shape of its result depends on numbers"
+        advice = "Use torch.where or a mask, which keep the shape"
+    else:
+        return
+    raise CompileError(
+        f"{function_name(node_callable(node))} (at {where(node)}) cannot be compiled: {why}. {advice}, or keep it out "
+        "of the compiled model."
+    )
+
+
 def _refuse_untraceable(node: fx.Node, reason: str) -> None:
-    """Refuse what returns no tensor, such as what changes a setting of torch, and unknown shapes."""
+    """Refuse what returns no tensor, such as what changes a setting of torch."""
     found = tree_iter(node.meta.get("example_value"))
     tensors = [v for v in found if isinstance(v, Tensor)]
     if not tensors and changed_operand(node) is None:
         why = "it returns no tensor"
-    elif any(not isinstance(size, int) for v in tensors for size in v.shape):
-        why = "the shape of its result depends on numbers"
     else:
         return
     raise CompileError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -376,8 +377,15 @@ def _capture_message(call: Call, error: TorchDynamoException) -> str:
     where = user_frame(getattr(error, "real_stack", None))
     what = str(error.msg if isinstance(error, Unsupported) else error).strip().splitlines()
     summary = " ".join(line.strip() for line in what[:3] if line.strip())
+    start = f"{_describe(call)} cannot be captured as one graph"
+    if re.search("data[- ]dependent", summary, re.IGNORECASE):
+        return (
+            f"{start}: the code depends on the numbers in a tensor (at {where}), which differ from call to call. "
+            "Compute with torch.where or a mask instead of a branch, or move that code out of the compiled method. "
+            f"PyTorch says: {summary}"
+        )
     return (
-        f"{_describe(call)} cannot be captured as one graph: {summary} (at {where}). "
+        f"{start}: {summary} (at {where}). "
         "Move that code out of the compiled method, or make it independent of tensor values; "
         "strategy.frontend: interpreter traces the Python code instead, at a higher cost."
     )

@@ -26,7 +26,11 @@ from torch.utils._pytree import tree_map
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
-from thunder_memsave.frontend.aliasing import changed_operand, refuse_lost_changes
+from thunder_memsave.frontend.aliasing import (
+    changed_operand,
+    refuse_changed_weights,
+    refuse_lost_changes,
+)
 from thunder_memsave.frontend.autocast import Autocast
 from thunder_memsave.frontend.calls import Calls, where
 from thunder_memsave.frontend.capture import Capture
@@ -106,6 +110,7 @@ def lower(
     split_out_arguments(capture.graph)
     join_view_writes(capture.graph)
     refuse_lost_changes(capture.graph)
+    refuse_changed_weights(capture.graph, _trained_on_this_rank(capture))
     _refuse_gradients_under_no_grad(capture)
     changed = changed_storages(capture.graph)
     simplify_attention(capture.graph, changed=changed)
@@ -120,6 +125,14 @@ def _whole_inputs(capture: Capture) -> frozenset[fx.Node]:
     placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
     pairs = zip(placeholders, capture.inputs, strict=True)
     return frozenset(node for node, graph_input in pairs if graph_input.is_whole)
+
+
+def _trained_on_this_rank(capture: Capture) -> dict[fx.Node, str]:
+    """Return the names of trained parameters that are not sharded; `passes/lost_writes.py` looks at the others."""
+    placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
+    pairs = zip(placeholders, capture.inputs, strict=True)
+    is_trained = lambda i: i.kind == "parameter" and i.is_whole and i.tensor.requires_grad  # noqa: E731
+    return {node: i.name for node, i in pairs if is_trained(i)}
 
 
 def _refuse_gradients_under_no_grad(capture: Capture) -> None:
