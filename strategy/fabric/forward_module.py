@@ -8,8 +8,14 @@ from typing import Any
 from typing_extensions import override
 
 from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.fabric.forward_methods import take_redirection
 from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
+
+_EAGER = (
+    "To run {name}() as it is, in eager PyTorch, call it on every rank with whole weights: "
+    "`with torch.no_grad(), fabric.strategy.summon_full(model): model.module.{name}(...)`."
+)
 
 
 class ForwardModule(CompiledModule):
@@ -18,7 +24,13 @@ class ForwardModule(CompiledModule):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
-        return self.call_method(take_redirection(self.module), *args, **kwargs)
+        name = take_redirection(self.module)
+        try:
+            return self.call_method(name, *args, **kwargs)
+        except (CaptureError, CompileError) as error:
+            if name != "forward":
+                error.advice = _EAGER.format(name=name)
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:
         """Copy the model, to be compiled anew: compiled graphs refer to the model that they were captured from."""

@@ -28,6 +28,7 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import ConfigError
 from thunder_memsave.distributed.agreement import is_rank_zero
 from thunder_memsave.fabric.process_hooks import ProcessHooks
+from thunder_memsave.sharding.sharded_parameter import StateRows
 from thunder_memsave.sharding.summon import summon_full
 
 _log = logging.getLogger(__name__)
@@ -145,7 +146,13 @@ class StateHooks(ProcessHooks):
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Copy whole tensors into the model, each rank its own rows."""
+        """Copy whole tensors into the model, each rank its own rows.
+
+        Raises:
+            ValueError: a tensor is of a sharded model's `state_dict()`: one rank's rows.
+            StateMismatchError: names, shapes or dtypes differ.
+        """
+        _refuse_rows(state_dict)
         load_state_dict(_original(module), state_dict, strict=strict)
 
     def summon_full(
@@ -169,6 +176,17 @@ def _warn_of_gradients_left_out(state: Mapping[str, Any]) -> None:
                 "Save after optimizer.step().",
                 name,
                 num_waiting,
+            )
+
+
+def _refuse_rows(state_dict: Mapping[str, Any]) -> None:
+    for name, value in state_dict.items():
+        if isinstance(value, StateRows) and value.shape != value.unsharded_shape:
+            raise ValueError(
+                f"load_module_state_dict() got one rank's {value.shape[0]} rows of {name!r}, which has the shape "
+                f"{tuple(value.unsharded_shape)}; load rows into the model that they are from with "
+                "model.load_state_dict(state_dict), or gather whole weights before with "
+                "fabric.strategy.get_module_state_dict(model)."
             )
 
 

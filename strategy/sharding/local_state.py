@@ -47,20 +47,22 @@ def _add_padding(
         )
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if isinstance(parameter, ShardedParameter) and isinstance(value, Tensor):
+        # Also what reads a file as it is copied, such as litgpt's `lazy_load`.
+        if isinstance(parameter, ShardedParameter) and hasattr(value, "shape"):
             state_dict[prefix + name] = _padded(value, parameter, prefix + name)
 
 
-def _padded(value: Tensor, parameter: ShardedParameter, name: str) -> Tensor:
+def _padded(value: Any, parameter: ShardedParameter, name: str) -> Any:
     real = local_rows(parameter, parameter)
-    if value.shape == real.shape:
+    if value.shape == real.shape and isinstance(value, Tensor):
         padded = parameter.detach().new_zeros(parameter.shape)
         padded[: real.shape[0]] = value
         return padded
-    if value.shape == parameter.unsharded_shape:
+    if value.shape in (real.shape, parameter.unsharded_shape):
         raise ValueError(
             f"load_state_dict() got the whole weight {name!r} of shape {tuple(value.shape)}, but "
-            f"this rank holds {real.shape[0]} of its rows; load whole weights with "
-            "strategy.load_module_state_dict(module, state_dict), on every rank."
+            f"this rank holds {real.shape[0]} of its rows; load whole weights on every rank with "
+            "fabric.load_raw(path, model) from their file, or with "
+            "fabric.strategy.load_module_state_dict(model, state_dict) from memory."
         )
     return value  # load_state_dict reports the mismatch with all the others

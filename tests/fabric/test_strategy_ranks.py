@@ -23,6 +23,7 @@ from harness.fabric import (
 )
 from thunder_memsave.config import ConfigError
 from thunder_memsave.distributed.agreement import OtherRankError
+from thunder_memsave.errors import CaptureError
 from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
 from thunder_memsave.sharding.sharded_parameter import as_rows
@@ -43,8 +44,25 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
 
+    def until_small(self, x: Tensor) -> Tensor:
+        y = self(x)
+        while y.abs().sum() > 1:
+            y = y / 2
+        return y
+
     def doubled(self, x: Tensor) -> Tensor:
         return 2 * self(x)
+
+
+class Lazy:
+    """A tensor in a file, read when it is copied, as litgpt's `lazy_load` returns them."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.shape = whole.shape
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is read")
 
 
 def build() -> Odd:
@@ -123,8 +141,17 @@ def check_state_dicts(fabric: Fabric) -> None:
         torch.testing.assert_close(value, own(fabric, whole[name]))
     for p, full in zip(model.parameters(), whole.values(), strict=True):
         assert p.data[len(own(fabric, full)) :].eq(0).all()  # padding stays zero
-    with pytest.raises(ValueError, match=r"got the whole weight 'up.weight'"):
-        model.load_state_dict(whole)
+    lazy = {name: Lazy(value) for name, value in whole.items()}
+    for weights in (whole, lazy):
+        with pytest.raises(
+            ValueError,
+            match=r"got the whole weight 'up.weight'.*fabric\.load_raw\(path, model\).*load_module_state_dict\(model",
+        ):
+            model.load_state_dict(weights)
+    with pytest.raises(
+        ValueError, match=r"rows of 'up.weight'.*model\.load_state_dict\(state_dict\)"
+    ):
+        strategy.load_module_state_dict(model, local)
     with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\) would replace"):
         model.load_state_dict(local, assign=True)
     with pytest.raises(RuntimeError, match=r"size mismatch for up.weight"):
@@ -166,6 +193,15 @@ def check_methods(fabric: Fabric) -> None:
     for _ in range(2):
         torch.testing.assert_close(model.doubled(batch(0)), 2 * reference(batch(0)))
         torch.testing.assert_close(model(batch(0)), reference(batch(0)))
+    model.mark_forward_method("until_small")
+    advice = (
+        r"`with torch.no_grad\(\), fabric.strategy.summon_full\(model\): model.module.until_small\("
+    )
+    with pytest.raises(CaptureError, match=advice):
+        model.until_small(batch(0))
+    with torch.no_grad(), strategy_of(fabric).summon_full(model):
+        result = model.module.until_small(batch(0))
+    torch.testing.assert_close(result, reference.until_small(batch(0)))
 
 
 def check_whole_weights(fabric: Fabric) -> None:
