@@ -131,8 +131,11 @@ def _trained_on_this_rank(capture: Capture) -> dict[fx.Node, str]:
     """Return the names of trained parameters that are not sharded; `passes/lost_writes.py` looks at the others."""
     placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
     pairs = zip(placeholders, capture.inputs, strict=True)
-    is_trained = lambda i: i.kind == "parameter" and i.is_whole and i.tensor.requires_grad  # noqa: E731
-    return {node: i.name for node, i in pairs if is_trained(i)}
+    return {
+        node: i.name
+        for node, i in pairs
+        if i.kind == "parameter" and i.is_whole and i.tensor.requires_grad
+    }
 
 
 def _refuse_gradients_under_no_grad(capture: Capture) -> None:
