@@ -26,8 +26,10 @@ from thunder_memsave.compiler.step_records import StepRecord
 from thunder_memsave.compiler.trace_files import TraceFiles
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.errors import CaptureError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.frontend.capture import Call, Capture, capture
+from thunder_memsave.frontend.fx_nodes import GraphCode, graph_code
 from thunder_memsave.frontend.interpret import Interpretation, interpret
 from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor
@@ -56,6 +58,33 @@ class Compiled:
     seconds: float
     run: Callable[..., Any]
     """The method, with its tensor work compiled."""
+    run_graph: Callable[..., Any]
+    """The tensor work alone."""
+    code: GraphCode | None
+    """The graph as it was captured; None: it cannot be compared with another."""
+
+    def after_its_call(self, module: nn.Module, call: Call, *, is_of_mode: bool) -> Capture | None:
+        """Return the guards under which the same graph is valid, if `call`, which ran, changed what its guards read.
+
+        Classifiers of transformers set `config.problem_type` in their first call. Traced again, they give the same
+        graph, which is not compiled again.
+
+        Args:
+            module: The module whose method was called.
+            call: The call that this was compiled for, with the same settings of torch.
+            is_of_mode: As for `capture`.
+
+        Returns:
+            The new capture; None if nothing changed, or the call gives another graph now.
+        """
+        old = self.capture
+        if not isinstance(old, Capture) or self.code is None or old.matches(call):
+            return None
+        try:
+            new = capture(module, call, reason=old.why_not(call), is_of_mode=is_of_mode)
+        except CaptureError:  # the next call raises it
+            return None
+        return new if graph_code(new.graph) == self.code and _read_the_same(old, new) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +139,8 @@ class CallCompiler:
             number=next(_numbers),
             seconds=time.perf_counter() - start,
             run=traced.capture.callable(state.run),
+            run_graph=state.run,
+            code=traced.code,
         )
 
     def _dynamo(self, module: nn.Module, call: Call, reason: str) -> _Traced:
@@ -121,6 +152,7 @@ class CallCompiler:
             is_guarded=self.target is None,
             is_of_mode=self.fp8 is not None,
         )
+        code = graph_code(captured.graph)  # lowering rewrites it
         stage("lower")
         opaque = OpaqueExecutor()
         compile_data = CompileData(
@@ -138,7 +170,7 @@ class CallCompiler:
                 target=self.target,
                 fp8=self.fp8,
             )
-        return _Traced(captured, lowered, compile_data)
+        return _Traced(captured, lowered, compile_data, code)
 
     def _interpreter(self, module: nn.Module, call: Call, reason: str) -> _Traced:
         assert self.target is None, "only Dynamo captures for another device"
@@ -150,7 +182,7 @@ class CallCompiler:
             executors=executors_of(self.config),
             data_parallel=self.data_parallel,
         )
-        return _Traced(interpretation, interpretation.lowered, interpretation.compile_data)
+        return _Traced(interpretation, interpretation.lowered, interpretation.compile_data, None)
 
     def _facts(self, module: nn.Module, traced: _Traced, *, name: str) -> Facts:
         data_parallel = self.data_parallel
@@ -184,6 +216,15 @@ class _Traced:
     capture: Capture | Interpretation
     lowered: Lowered
     compile_data: CompileData
+    code: GraphCode | None
+
+
+def _read_the_same(old: Capture, new: Capture) -> bool:
+    """Whether two captures of one call read the same parameters and buffers."""
+    if [i.kind for i in old.inputs] != [i.kind for i in new.inputs]:
+        return False
+    pairs = zip(old.inputs, new.inputs, strict=True)
+    return all(a.kind == "user" or a.tensor is b.tensor for a, b in pairs)
 
 
 def _arguments(module: nn.Module, traced: _Traced) -> Arguments:

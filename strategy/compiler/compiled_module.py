@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -61,6 +63,8 @@ class CompiledModule(nn.Module):
         self.planner = planner
         self.fp8 = fp8
         self._compiled: dict[str, list[Compiled]] = {}
+        self._also: dict[str, list[Compiled]] = {}
+        """The same graphs, for calls after one that changed what its own guards read."""
         self.unreduced = UnreducedGradients(data_parallel)
         self.graphs: CudaGraphs | None = None
         """Known from the first call on, when the module is where it stays."""
@@ -83,8 +87,16 @@ class CompiledModule(nn.Module):
         """
         target = self.module if name == "forward" else getattr(self.module, name)
         call = Call.of(target, args, kwargs)
-        compiled = self._find(name, call) or self._compile(name, call)
-        return compiled.run(*args, **kwargs)
+        known = self._find(name, call)
+        if known is not None:
+            return known.run(*args, **kwargs)
+        compiled = self._compile(name, call)
+        result = compiled.run(*args, **kwargs)
+        changed = compiled.after_its_call(self.module, call, is_of_mode=self.fp8 is not None)
+        if changed is not None:
+            run = changed.callable(compiled.run_graph)
+            self._also.setdefault(name, []).insert(0, replace(compiled, capture=changed, run=run))
+        return result
 
     def _graphs(self) -> CudaGraphs:
         if self.graphs is None:
@@ -97,7 +109,8 @@ class CompiledModule(nn.Module):
         return self.graphs
 
     def _find(self, name: str, call: Call) -> Compiled | None:
-        return next((c for c in self._compiled.get(name, ()) if c.capture.matches(call)), None)
+        known = chain(self._compiled.get(name, ()), self._also.get(name, ()))
+        return next((c for c in known if c.capture.matches(call)), None)
 
     def _compile(self, name: str, call: Call) -> Compiled:
         known = self._compiled.setdefault(name, [])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,3 +58,28 @@ def value_needs_grad(expected: Any) -> bool:
     if isinstance(expected, (tuple, list)):
         return any(value_needs_grad(e) for e in expected)
     return isinstance(expected, Tensor) and expected.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCode:
+    """The code of a graph and of the graphs in it: equal for graphs that do the same with the same inputs."""
+
+    source: str
+    functions: Mapping[str, Any]
+    """What the source's names stand for."""
+    inner: Mapping[str, GraphCode]
+
+
+def graph_code(graph: fx.GraphModule) -> GraphCode | None:
+    """Return the graph's code; None if it holds tensors, whose values no code tells."""
+    inner: dict[str, GraphCode] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        held = operator.attrgetter(node.target)(graph)
+        code = graph_code(held) if isinstance(held, fx.GraphModule) else None
+        if code is None:
+            return None
+        inner[node.target] = code
+    if any(node.op == "call_module" for node in graph.graph.nodes):
+        return None
+    code = graph.graph.python_code("self")
+    return GraphCode(code.src, code.globals, inner)
