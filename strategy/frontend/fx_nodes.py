@@ -81,5 +81,5 @@ def graph_code(graph: fx.GraphModule) -> GraphCode | None:
         inner[node.target] = code
     if any(node.op == "call_module" for node in graph.graph.nodes):
         return None
-    code = graph.graph.python_code("self")
-    return GraphCode(code.src, code.globals, inner)
+    python = graph.graph.python_code("self")
+    return GraphCode(python.src, python.globals, inner)
