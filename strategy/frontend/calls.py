@@ -76,7 +76,7 @@ class Calls:
         needs_grad = node_needs_grad(node)
         expected = node.meta.get("example_value")
         if row.runs_torchs_own and not needs_grad and isinstance(expected, Tensor):
-            return self._call_opaque(node_callable(node), expected, args, kwargs)
+            return self.as_torchs_own(node, args, kwargs, reason="Thunder's own differs")
         if needs_grad and (reason := _why_not_thunders(node, row, call)) is not None:
             return self.as_torchs_own(node, args, kwargs, reason=reason)
         rewritten = call if row.rewrite is None else row.rewrite(call)
@@ -128,7 +128,8 @@ class Calls:
         """
         function, expected = node_callable(node), node.meta.get("example_value")
         _refuse_untraceable(node, reason)
-        is_changing = changed_operand(node) is not None
+        # `out_of_place` asks for a new result, where `inplace=True` did.
+        is_changing = changed_operand(node) is not None and inplace_position(node) is None
         run = _on_a_copy(function) if is_changing else function
         if isinstance(expected, Tensor) and not node_needs_grad(node):
             result = self._call_opaque(run, expected, args, kwargs)

@@ -33,6 +33,8 @@ from thunder_memsave.frontend.fx_nodes import UNREACHED, node_needs_grad
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
 from thunder_memsave.ops.aten_operators import record
 
+_CONJUGATES = (torch.ops.aten._conj.default, torch.ops.aten.conj_physical.default)
+
 
 def call_with_derivative(
     node: fx.Node,
@@ -147,6 +149,10 @@ class _Recorded:
             return args[0][args[1]]
         if node.target is torch.ops.aten.detach.default:
             return args[0]
+        if node.target in _CONJUGATES and isinstance(args[0], complex):
+            return args[
+                0
+            ].conjugate()  # a factor that is no tensor, which PyTorch would make one of
         args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
         assert isinstance(node.target, OpOverload), "the graph has no others"
         return record(node.target, args, kwargs, expected=node.meta["val"], device=self.device)

@@ -79,6 +79,11 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
         lambda x: torch.zeros(4).index_put((torch.tensor([1]),), x[0, :1]),
         (MATRIX,),
     ),
+    "values_added": (
+        lambda x: torch.zeros(5, 8).index_put_((torch.tensor([0, 2, 2, 4]),), x, accumulate=True),
+        (MATRIX,),
+    ),
+    "turned": (lambda x: (x * 1j / (2 + 1j)).abs(), (MATRIX,)),
     "infinities": (
         lambda x: torch.ops.aten.masked_fill(x, x > 0, float("-inf")).softmax(1),
         (MATRIX,),
@@ -102,6 +107,31 @@ def test_values_and_gradients_have_the_bits_of_eager(name: str) -> None:
     twins = Twins(Applies(function, *shapes))
     ours = twins.assert_equal(loss=weighted_sum, rtol=0.0, atol=0.0)
     assert ours.stride() == twins.eager().stride()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout2d(x * 2, 0.4, inplace=True),
+        lambda x: F.dropout3d(x[None] * 2, 0.4, True, True),
+        lambda x: F.alpha_dropout(x * 2, 0.4, True, True),
+        lambda x: F.feature_alpha_dropout(x * 2, 0.4, True, True),
+        lambda x: nn.RReLU(inplace=True)(x * 2),
+        lambda x: F.rrelu(x, training=True),
+        lambda x: x + torch.empty_like(x).exponential_(2.0),
+    ],
+    ids=["dropout2d", "dropout3d", "alpha", "feature_alpha", "rrelu_", "rrelu", "exponential"],
+)
+def test_what_is_drawn_is_what_eager_draws_also_in_place(function: Function) -> None:
+    twins = Twins(Applies(function, IMAGE))
+    found = []
+    for model, run in ((twins.model, twins.compiled), (twins.eager, twins.eager)):
+        torch.manual_seed(0)
+        result = run()
+        result.square().sum().backward()
+        (parameter,) = model.parameters()
+        found.append([result.detach(), parameter.grad, torch.get_rng_state()])
+    assert all(map(torch.equal, *found))
 
 
 class Layer(nn.Module):

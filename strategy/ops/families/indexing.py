@@ -38,7 +38,13 @@ OPERATIONS = (
     ),
     Operation(
         name="index_put",
-        functions=(torch.index_put, Tensor.index_put, torch.ops.aten.index_put),
+        functions=(
+            torch.index_put,
+            torch.index_put_,
+            Tensor.index_put,
+            Tensor.index_put_,
+            torch.ops.aten.index_put,
+        ),
         wrong_gradient=_of_values_put,
     ),
     Operation(
