@@ -109,7 +109,7 @@ class Calls:
             raise
         except Exception as error:
             del self.trace.scopes[num_scopes:]  # those of the symbols that were left by the error
-            reason = f"Thunder cannot compile it: {error}"
+            reason = f"Thunder cannot compile it: {str(error) or type(error).__name__}"
         else:
             recorded = self.trace.scopes[-1][num_symbols:]
             if not node_needs_grad(node) or (lacking := without_derivative(recorded)) is None:

@@ -7,8 +7,12 @@ live together. A trace that adds them itself frees each one at once:
     add_gradient(t8, "t_weight")                    # parameter.grad += t8
     return (None, ...)
 
-The sum and its order are autograd's. Where the engine must get a gradient, such as for `torch.autograd.grad`, a hook or
-a first one, which becomes `.grad`, it does get it (`RunningBackward.given`).
+The sum and its order are autograd's where a parameter gets one gradient per backward. Where it gets several, from two
+calls of the module or from a term of the loss outside of it, autograd sums these before it adds them to `.grad`; here
+each is added on its own, so the last bits may differ.
+
+Where the engine must get a gradient, such as for `torch.autograd.grad`, a hook or a first one, which becomes `.grad`,
+it does get it (`RunningBackward.given`). Hooks on a parameter's `AccumulateGrad` node cannot be seen: they get None.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ def _symbol(operator: OpOverload) -> Symbol:
     if operator not in _symbols:
         namespace, _, name = operator._schema.name.partition("::")
         overload = operator._schema.overload_name
-        text = "_".join(part for part in (namespace, name.strip("_"), overload) if part)
+        name = name.strip("_") if namespace == "aten" else name
+        text = "_".join(part for part in (namespace, name, overload) if part)
+        assert text not in _operators, f"{operator} would run as {_operators[text]}"
         _symbols[operator] = aten_executor.register_operator(
             text, meta=_meta(operator), fn=_INSTEAD.get(operator, operator)
         )

@@ -39,6 +39,20 @@ def test_an_operator_is_one_symbol_whose_meta_gives_what_was_recorded() -> None:
         assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
 
 
+def test_operators_of_a_library_whose_names_differ_by_an_underscore_are_two() -> None:
+    with torch.library._scoped_library("memsave_names", "DEF") as library:
+        for name in ("scaled", "_scaled"):
+            library.define(f"{name}(Tensor x) -> Tensor")
+        trace = TraceCtx()
+        with tracectx(trace):
+            x = proxy_like(torch.empty(3))
+            for name in ("scaled", "_scaled"):
+                operator = getattr(torch.ops.memsave_names, name).default
+                record(operator, (x,), {}, expected=torch.empty(3))
+        first, second = trace.scopes[-1]
+    assert first.sym.name != second.sym.name
+
+
 def test_views_may_share_memory_by_their_schema() -> None:
     trace = TraceCtx()
     with tracectx(trace):
