@@ -68,7 +68,7 @@ gpu-wheels: $(STAMP)
 
 architectures: $(STAMP) typing
 	PYTHONPATH=.typing $(BIN)/python -W ignore benchmarks/architectures.py --workers $(WORKERS) \
-	  --save benchmarks/results/architectures.md $(ARCHITECTURES_ARGS)
+	  --save benchmarks/results/architectures_$$(date +%F)_cpu.md $(ARCHITECTURES_ARGS)
 
 versions:
 	@PYTHON='$(PYTHON)' bash .ci/versions '$(CONSTRAINTS)' '$(VERSIONS)' -n $(WORKERS) $(PYTEST_ARGS)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+REGION = "checkpoint_region"
+"""Key in a node's meta of the number of its outermost checkpointed region."""
 UNREACHED = "unreached"
 """Key in a node's meta: those of its operands that its derivative gives no gradient to."""
 

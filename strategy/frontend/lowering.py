@@ -36,6 +36,7 @@ from thunder_memsave.frontend.calls import Calls, where
 from thunder_memsave.frontend.capture import Capture
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.fx_nodes import (
+    REGION,
     example_values,
     function_name,
     node_callable,
@@ -49,7 +50,11 @@ from thunder_memsave.frontend.graph_outputs import (
     graph_outputs,
     output_dependencies,
 )
-from thunder_memsave.frontend.higher_order import HIGHER_ORDER, REGION, inline_checkpoints
+from thunder_memsave.frontend.higher_order import (
+    HIGHER_ORDER,
+    inline_checkpoints,
+    join_custom_changes,
+)
 from thunder_memsave.frontend.modes import differentiated, in_language, no_ambient_autocast
 from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
@@ -106,6 +111,7 @@ def lower(
             would have another shape or dtype than PyTorch's; the message names the user's line.
     """
     inline_checkpoints(capture.graph)
+    join_custom_changes(capture.graph)
     join_vmaps(capture.graph)
     split_out_arguments(capture.graph)
     join_view_writes(capture.graph)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._functorch.predispatch import _vmap_decrement_nesting
 
-from thunder_memsave.frontend.higher_order import REGION
+from thunder_memsave.frontend.fx_nodes import REGION
 
 _OF_THE_FIRST = ("stack_trace", "nn_module_stack", REGION)
 """Keys in a node's meta that hold for all that is joined."""
