@@ -66,5 +66,7 @@ def test_a_classifier_that_chooses_its_loss_is_captured_once_with_the_bits_of_ea
         loss.backward()
         expected.backward()
     for (name, p), q in zip(net.named_parameters(), eager.parameters(), strict=True):
+        assert p.grad is not None, name
+        assert q.grad is not None, name
         assert torch.equal(p.grad, q.grad), name
     assert len(compiled.captures) == 1

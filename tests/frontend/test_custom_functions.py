@@ -41,7 +41,7 @@ class Router(nn.Module):
         scores = self.linear(x)
         gates = torch.softmax(scores, -1)
         index = gates.detach().argmax(-1, keepdim=True)
-        routed: Tensor = Routed.apply(scores, gates, index)
+        routed: Tensor = Routed.apply(scores, gates, index)  # type: ignore[no-untyped-call]
         return routed * x
 
 

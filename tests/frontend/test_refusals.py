@@ -27,7 +27,7 @@ class Net(nn.Module):
         self.code = code
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count.add_(1)
+        self.get_buffer("count").add_(1)
         return self.code(self, F.dropout(self.linear(x), 0.5, training=True))
 
 

@@ -98,7 +98,8 @@ def make_odd(*, seed: int) -> nn.Module:
     """Return a model in dtypes that backends do not know, and with a weight that is not contiguous."""
     net = make_net(seed=seed)
     head = net.get_submodule("head")
-    head.weight = nn.Parameter(head.weight.detach().t().contiguous().t())
+    weight = net.get_parameter("head.weight").detach()
+    head.weight = nn.Parameter(weight.t().contiguous().t())
     net.get_buffer("step").fill_(seed)
     net.register_buffer("mask", torch.tensor([True, seed == 0]))
     net.register_buffer("spectrum", torch.full((2,), 1j * (seed + 1)))
