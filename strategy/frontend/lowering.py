@@ -50,14 +50,11 @@ from thunder_memsave.frontend.graph_outputs import (
     graph_outputs,
     output_dependencies,
 )
-from thunder_memsave.frontend.higher_order import (
-    HIGHER_ORDER,
-    inline_checkpoints,
-    join_custom_changes,
-)
+from thunder_memsave.frontend.higher_order import HIGHER_ORDER, inline_checkpoints
 from thunder_memsave.frontend.modes import differentiated, in_language, no_ambient_autocast
 from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
+from thunder_memsave.frontend.rewrites.custom_functions import join_custom_changes
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
 from thunder_memsave.frontend.rewrites.out_arguments import split_out_arguments
 from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
