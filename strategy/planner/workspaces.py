@@ -16,6 +16,8 @@ VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _KIB = 2**10
 _NUM_THREADS = 2
 _LARGE_BYTES = 32 * 2**20
+MOST_BYTES = _NUM_THREADS * _LARGE_BYTES
+"""Workspaces of a training step on the devices where they are largest."""
 _SMALL_BYTES = (2 * 4096 + 8 * 16) * _KIB
 
 

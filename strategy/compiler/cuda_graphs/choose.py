@@ -17,9 +17,7 @@ from thunder_memsave.compiler.cuda_graphs.refusals import reasons
 from thunder_memsave.compiler.cuda_graphs.runtime import Runtime
 from thunder_memsave.errors import CompileError
 from thunder_memsave.planner.launches import Launches, launches_of
-
-_WORKSPACE_BYTES = 2 * 32 * 2**20
-"""cuBLAS has a workspace for each stream and thread that it is called on: captures have one of their own."""
+from thunder_memsave.planner.workspaces import MOST_BYTES
 
 _OTHER_SHAPE = "another shape of its batch came, for which there is no memory of its own; pad or pack to one shape"
 
@@ -35,11 +33,6 @@ class CudaGraphs:
     """None: the device has no graphs."""
     planner: MemoryPlanner | None
     call: GraphedCall | None = None
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether any call may get graphs."""
-        return self.setting is not False and self.runtime is not None
 
     @property
     def is_required(self) -> bool:
@@ -81,20 +74,18 @@ class CudaGraphs:
             device_type=self.runtime.device_type,
         )
         why = "; ".join(found) or self._why_not_worth_it(launches)
-        why = why or self._why_no_room(lambda: _bytes_of_graphs(forward, backward, staying))
-        if why:
+        if why := why or self._why_no_room(forward, backward, staying):
             self._without(name, why)
             return None
         _log.info("CUDA graphs of %s: %s", name, launches or "asked for")
-        self.call = self._graphed(self.runtime, name, [a.name in staying for a in forward.args])
+        is_fixed = [a.name in staying for a in forward.args]
+        self.call = GraphedCall(
+            self.runtime, name=name, is_fixed=is_fixed, is_required=self.is_required
+        )
         return self.call
 
-    def _graphed(self, runtime: Runtime, name: str, is_fixed: Sequence[bool]) -> GraphedCall:
-        required = self.is_required
-        return GraphedCall(runtime, name=name, is_fixed=list(is_fixed), is_required=required)
-
     def _without(self, name: str, why: str) -> None:
-        if self.setting is True:
+        if self.is_required:
             raise CompileError(
                 f"strategy.cuda_graphs is true, but {name} can be no CUDA graph: {why}. Set it to auto or false."
             )
@@ -109,17 +100,19 @@ class CudaGraphs:
 
     def _why_not_worth_it(self, launches: Launches | None) -> str | None:
         """Return why `auto` makes none."""
-        if self.setting is True:
+        if self.is_required:
             return None
         if launches is None:
             return "nothing is planned, so nothing says whether the host is slower than the device"
         return None if launches.bound else str(launches)
 
-    def _why_no_room(self, more_bytes: Callable[[], int]) -> str | None:
+    def _why_no_room(
+        self, forward: TraceCtx, backward: TraceCtx, fixed: Collection[str]
+    ) -> str | None:
         """Count the bytes of graphs in the plan, or return why there are too many."""
         if self.planner is None or not self.planner.calls:
             return None
-        return self.planner.hold_pool(more_bytes())
+        return self.planner.hold_pool(_bytes_of_graphs(forward, backward, fixed))
 
 
 def _bytes_of_graphs(forward: TraceCtx, backward: TraceCtx, fixed: Collection[str]) -> int:
@@ -128,7 +121,8 @@ def _bytes_of_graphs(forward: TraceCtx, backward: TraceCtx, fixed: Collection[st
     # Outputs stay in the pool beside the caller's copies, and have a buffer for their gradients.
     outputs = 2 * sum(map(_nbytes, forward.output[0]["output"]))
     gradients = sum(map(_nbytes, backward.output))
-    return batch + outputs + gradients + _WORKSPACE_BYTES
+    # cuBLAS has workspaces for each stream that it is called on, and captures have a stream of their own.
+    return batch + outputs + gradients + MOST_BYTES
 
 
 def _nbytes(value: Any) -> int:
