@@ -42,6 +42,8 @@ class Differentiable:
     """For each output, the inputs it has a gradient with respect to; empty: not differentiable."""
     planned_gradients: frozenset[int] | None = None
     """Outputs whose gradients the memory plan counts as the caller's; None: all."""
+    adds_to: frozenset[int] = frozenset()
+    """Inputs to whose `.grad` the backward may add their gradients itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Reached:
 
     inputs: frozenset[int]
     accumulating: frozenset[int]
-    """Parameters among them to whose `.grad` autograd will add their gradients: not those of `torch.autograd.grad`,
-    of `backward(inputs=...)` without them, and what is computed from parameters."""
+    """Those of them that `adds_to` names and to whose `.grad` autograd would add: not for `torch.autograd.grad`,
+    `backward(inputs=...)` without them, and what is computed from parameters."""
 
 
 def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -94,7 +96,8 @@ class _Compiled(torch.autograd.Function):
             _cotangent(gradient, like)
             for gradient, like in zip(grad_outputs, ctx.like, strict=True)
         ]
-        reached = Reached(wanted, wanted & _accumulating(ctx.places, ctx.next_functions))
+        adds_to = wanted & function.adds_to
+        reached = Reached(wanted, _accumulating(ctx, adds_to) if adds_to else adds_to)
         saved = _take_saved(ctx)
         gradients = function.backward([saved, ctx.numbers], cotangents, reached)
         return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
@@ -167,10 +170,10 @@ def _reached(
     return frozenset().union(*with_gradient)
 
 
-def _accumulating(places: Sequence[int], next_functions: Sequence[Any]) -> frozenset[int]:
-    """Return the inputs whose gradients autograd adds to `.grad`; `places` are those that are tensors."""
-    nodes = (node for node, _ in next_functions)
-    return frozenset(i for i, node in zip(places, nodes, strict=True) if _will_accumulate(node))
+def _accumulating(ctx: Any, inputs: frozenset[int]) -> frozenset[int]:
+    """Return those of the inputs to whose `.grad` autograd adds their gradients."""
+    pairs = zip(ctx.places, ctx.next_functions, strict=True)
+    return frozenset(i for i, (node, _) in pairs if i in inputs and _will_accumulate(node))
 
 
 def _will_accumulate(node: Any) -> bool:

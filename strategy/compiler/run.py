@@ -115,10 +115,12 @@ def training(
         return graphed.forward(compute_outputs, inputs)
 
     run_backward_of = _running_backward(differentiate, unreduced, graphed)
-    named = {*accumulated_names(backward), *added_names(backward)}
+    added = set(added_names(backward))
+    named = {*accumulated_names(backward), *added}
     slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in named]
     depends_on = dependencies(lowered, forward, backward)
     planned_gradients = differentiated(forward.output[0]["output"])
+    adds_to = frozenset(i for i, name in slots if name in added)
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         # Not `inputs`: the batch is not kept until backward.
@@ -128,6 +130,7 @@ def training(
             backward=run_backward_of(parameters),
             output_depends_on=depends_on,
             planned_gradients=planned_gradients,
+            adds_to=adds_to,
         )
         computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))
         return lowered.outputs(inputs, computed)
