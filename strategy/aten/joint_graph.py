@@ -61,11 +61,11 @@ class JointGraph:
     """Has the tensors that the graph holds itself."""
     operands: tuple[fx.Node, ...]
     cotangents: tuple[fx.Node, ...]
-    """Of those outputs that `differentiable` names, in their order."""
+    """Gradients of the outputs that `differentiable` names, in their order."""
     outputs: tuple[Any, ...]
     """Leaves of what the function returns: nodes for tensors."""
     structure: Any
-    """Of what the function returns, as a tree of `torch.utils._pytree`."""
+    """The structure of what the function returns, as a tree of `torch.utils._pytree`."""
     differentiable: tuple[int, ...]
     """Indices of the outputs that need a gradient."""
     gradients: tuple[fx.Node | None, ...]

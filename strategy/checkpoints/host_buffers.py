@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 512
-"""Of each tensor, as on a GPU: no dtype needs more, and copies of aligned memory are the fastest."""
+"""Each tensor begins at a multiple of it, as on a GPU: no dtype needs more, and aligned copies are the fastest."""
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices."""

@@ -47,9 +47,9 @@ class Facts:
     is_run: bool
     """Whether the result is to be run here; if not, `run` refuses."""
     name: str
-    """Of the call, for messages."""
+    """The call's name, for messages."""
     graphs: CudaGraphs | None = None
-    """Of the module; None: it has none."""
+    """The module's graphs; None: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -68,7 +68,7 @@ class GraphCode:
 
     source: str
     functions: Mapping[str, Any]
-    """What the source's names stand for."""
+    """The values that the source's names stand for."""
     inner: Mapping[str, GraphCode]
 
 

@@ -81,7 +81,7 @@ _INSTEAD: Mapping[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.copy.default: _copied,
     torch.ops.aten.mkldnn_rnn_layer.default: _recurrent_layer,
 }
-"""What runs instead of an operator."""
+"""The functions that run instead of operators."""
 
 
 def _one_group(arguments: Sequence[Tensor]) -> None:

@@ -27,7 +27,7 @@ class CapturedCall:
     is_fixed: Sequence[bool]
     """For each input, whether the graphs read it where it is: a weight, a buffer, a constant, or state of fp8."""
     addresses: tuple[int, ...]
-    """Those of the fixed inputs."""
+    """The addresses of the fixed inputs."""
     static_inputs: list[Any]
     """For each other input the buffer that it is copied to; for a fixed one None."""
     forward: Graph
@@ -36,7 +36,7 @@ class CapturedCall:
     read_by_backward: Sequence[int]
     """The fixed inputs that backward reads, which autograd must see, to notice when they are changed before."""
     saved: list[Any] | None
-    """What forward saved, until the backward is captured; the pool holds it from then on."""
+    """The tensors that forward saved, until the backward is captured; the pool holds them from then on."""
     numbers: Any
     """The saved values that are no tensors: the same at each call."""
     backward: Graph | None = None

@@ -1,4 +1,4 @@
-"""What in the traces of a call forbids graphs of it, by name and with what to do."""
+"""Finds what in the traces of a call forbids graphs of it, by name and with what to do."""
 
 from __future__ import annotations
 

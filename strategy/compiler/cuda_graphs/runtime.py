@@ -1,4 +1,4 @@
-"""What graphs need of a device; the implementations are torch.cuda's, and one that checks the rules on a CPU."""
+"""Names what graphs need of a device; torch.cuda implements it, and tests do on a CPU, where the rules are checked."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Unread:
     """Ranks whose gradients are not finite."""
 
     metrics: dict[str, Any]
-    """What the step's callbacks get: loss and norm are these tensors until they are read, then numbers."""
+    """The metrics that the step's callbacks get: loss and norm are these tensors until they are read, then numbers."""
 
     @classmethod
     def of(
@@ -95,7 +95,7 @@ class UnreadSteps:
     max_nonfinite_skips: int | None
     loop_state: LoopState
     state: dict[str, Any]
-    """What checkpoints hold."""
+    """The state that checkpoints hold."""
     _steps: list[Unread] = field(default_factory=list)
     _is_bad: Tensor | None = None
     """1 on the device if one of the steps is bad, else 0."""
