@@ -16,6 +16,7 @@ import os
 import resource
 import select
 import signal
+import site
 import sys
 import time
 import traceback
@@ -36,6 +37,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
+ROOT = Path(__file__).parents[1]
 LIMIT_S = 240.0
 MEMORY_BYTES = 10 * 2**30
 MOST_PARAMETERS = 30_000_000
@@ -92,7 +94,7 @@ def outcome_of(name: str) -> Outcome:
 
     def ended(state: str, reason: object = "", difference: float | None = None) -> Outcome:
         seconds = round(time.monotonic() - start, 1)
-        line = " ".join(str(reason).split())[:400]
+        line = _without_directories(" ".join(str(reason).split()))[:400]
         return Outcome(name=name, state=state, reason=line, seconds=seconds, difference=difference)
 
     try:
@@ -111,6 +113,13 @@ def outcome_of(name: str) -> Outcome:
     if worst > CLOSE:
         return ended("differs", f"{where} by {worst:.1e}", worst)
     return ended("trains", difference=worst)
+
+
+def _without_directories(text: str) -> str:
+    """Leave out where packages and this checkout are: results say nothing of the machine."""
+    for directory in (*site.getsitepackages(), ROOT):
+        text = text.replace(f"{directory}/", "")
+    return text
 
 
 def toy(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
