@@ -24,6 +24,7 @@ def join_custom_changes(graph: fx.GraphModule) -> None:
         body = operator.attrgetter(node.target)(graph)
         if isinstance(body, fx.GraphModule):
             refuse_changed_inputs(body, where="A custom autograd function")
+            join_custom_changes(body)
             _join_changes(body)
 
 
