@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+from thunder_memsave.planner.workspaces import VARIABLE
 
 
 @contextmanager
@@ -18,14 +18,14 @@ def deterministic_kernels() -> Iterator[None]:
     cuBLAS reads its variable when CUDA starts, so this must be entered before; a value that the user has set stays
     (docs.nvidia.com/cuda/cublas, "Results reproducibility").
     """
-    given = os.environ.get(_WORKSPACE)
+    given = os.environ.get(VARIABLE)
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    os.environ.setdefault(VARIABLE, ":4096:8")
     torch.use_deterministic_algorithms(mode=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(mode=before, warn_only=warned)
         if given is None:
-            del os.environ[_WORKSPACE]
+            del os.environ[VARIABLE]
