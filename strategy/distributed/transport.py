@@ -1,5 +1,8 @@
 """Starts all-gathers and reduce-scatters along dim 0, and all-reduces, of one tensor or of several together.
 
+Reductions give the sum over the ranks, or with `mean` the mean. nccl computes means itself, without another pass over
+the numbers (`ncclAvg`); gloo has no means, so there what is received, or reduced in place, is divided before the sum.
+
 Each start returns one `(handle, result)` per tensor; the result may be read after `handle.wait()`, which may be called
 once per result. The caller need not keep the inputs: gloo's works hold them, and nccl's do until they are waited for
 (`stashed_for_allocator_safety_` in torch's ProcessGroupNCCL.hpp; before it was the default, `record_stream` did that).
@@ -59,9 +62,9 @@ def start_all_gather(
 
 
 def start_reduce_scatter(
-    whole: Sequence[Tensor], group: dist.ProcessGroup
+    whole: Sequence[Tensor], group: dist.ProcessGroup, *, mean: bool = False
 ) -> list[tuple[Handle, Tensor]]:
-    """Sum each of `whole` over the ranks and keep this rank's rows; all have one dtype and device.
+    """Reduce each of `whole` over the ranks and keep this rank's rows; all have one dtype and device.
 
     On the CPU every element is summed from rank 0 to the last one, in a bucket or alone; gloo's own order depends on
     an element's place in the buffer, and it sends everything to everyone.
@@ -70,35 +73,46 @@ def start_reduce_scatter(
     shards = [w.new_empty((w.shape[0] // group.size(), *w.shape[1:])) for w in whole]
     name = _named("reduce-scatter", whole)
     if whole[0].device.type == "cpu":
-        handle: Handle = _sum_parts(whole, shards, group, name)
+        handle: Handle = _sum_parts(whole, shards, group, name, mean=mean)
     elif len(whole) == 1:
-        work = reduce_scatter_single(shards[0], whole[0], dist.ReduceOp.SUM, group, True)
+        work = reduce_scatter_single(shards[0], whole[0], _operation(mean), group, True)
         handle = NoticingHandle(work, name, group)
     else:
-        work = group.reduce_scatter_tensor_coalesced(shards, whole)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _operation(mean)
+        work = group.reduce_scatter_tensor_coalesced(shards, whole, options)
         handle = NoticingHandle(work, name, group)
     return [(handle, s) for s in shards]
 
 
 def start_all_reduce(
-    values: Sequence[Tensor], group: dist.ProcessGroup
+    values: Sequence[Tensor], group: dist.ProcessGroup, *, mean: bool = False
 ) -> list[tuple[Handle, Tensor]]:
-    """Sum each of `values` over the ranks, in place; all have one dtype and device.
+    """Reduce each of `values` over the ranks, in place; all have one dtype and device.
 
     On the CPU every element is summed from rank 0 to the last one, as in `start_reduce_scatter`.
     """
     name, on_cpu = _named("all-reduce", values), values[0].device.type == "cpu"
+    if on_cpu and mean:
+        torch._foreach_div_(values, float(group.size()))
     if on_cpu and (len(values) > 1 or group.size() > 2):
         handle: Handle = _sum_joined(values, group, name)
         return [(handle, v) for v in values]
     if len(values) == 1:
-        work = dist.all_reduce(values[0], group=group, async_op=True)
+        operation = dist.ReduceOp.SUM if on_cpu else _operation(mean)
+        work = dist.all_reduce(values[0], operation, group, async_op=True)
         assert work is not None
     else:  # one launch of nccl, without copies
-        summed = [torch.view_as_real(v) if v.is_complex() else v for v in values]
-        work = group.allreduce_coalesced(summed, dist.AllreduceCoalescedOptions())
+        reduced = [torch.view_as_real(v) if v.is_complex() else v for v in values]
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = _operation(mean)
+        work = group.allreduce_coalesced(reduced, options)
     handle = _started(NoticingHandle(work, name, group), values[0])
     return [(handle, v) for v in values]
+
+
+def _operation(mean: bool) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 
 
 class _Ended:
@@ -133,7 +147,7 @@ def _sum_flat(flat: Tensor, group: dist.ProcessGroup, name: str) -> tuple[Handle
         return _started(NoticingHandle(work, name, group), flat), flat
     sums = nn.functional.pad(flat, (0, -flat.numel() % group.size()))
     part = sums.new_empty(sums.numel() // group.size())
-    _sum_parts([sums], [part], group, name)
+    _sum_parts([sums], [part], group, name, mean=False)
     gathered = NoticingHandle(all_gather_single(sums, part, group, True), name, group)
     return _started(gathered, sums), sums[: flat.numel()]
 
@@ -153,7 +167,12 @@ def _gather_joined(
 
 
 def _sum_parts(
-    whole: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup, name: str
+    whole: Sequence[Tensor],
+    shards: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    name: str,
+    *,
+    mean: bool,
 ) -> Handle:
     """Exchange rows all-to-all, and sum the received ones in the order of ranks."""
     by_rank = [w.view(group.size(), -1) for w in whole]
@@ -162,6 +181,8 @@ def _sum_parts(
     # gloo takes bytes of any type; it asks for flat tensors.
     work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
     handle = _started(NoticingHandle(work, name, group), sent)
+    if mean:
+        received.div_(float(group.size()))  # before the sum, which could overflow in float16
     parts = received.split([s.numel() for s in shards], dim=1)
     for shard, (first, *others) in zip(shards, parts, strict=True):
         shard.view(-1).copy_(first)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
+from thunder.distributed.prims import DistributedReduceOps
 from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten.record import storage_id
@@ -102,6 +103,7 @@ class CollectiveRules:
         if self._is_on_cpu(given[0]):
             # Every rank sends each other rank its rows, several tensors as one, and sums the rows that it receives.
             inside_bytes += self._cpu_bytes(whole) * (1 if len(whole) == 1 else 2)
+            inside_bytes += self._divisor_bytes(bsym, given[0].dtype)
         return self._new_results(
             _results(bsym),
             arguments,
@@ -116,9 +118,13 @@ class CollectiveRules:
     ) -> OpProfile:
         given = [a.layout for a in arguments]
         is_bucket = bsym.sym.name == all_reduce_bucket.name
-        is_in_place = bsym.args[2] if is_bucket else reduces_in_place(bsym)
+        is_in_place = bsym.args[3] if is_bucket else reduces_in_place(bsym)
         values = given if is_in_place else list(map(_cloned, given))
-        inside_bytes = self._gloo_sum(values, group) if self._is_on_cpu(given[0]) else 0
+        inside_bytes = 0
+        if self._is_on_cpu(given[0]):
+            inside_bytes = max(
+                self._gloo_sum(values, group), self._divisor_bytes(bsym, given[0].dtype)
+            )
         sent_bytes = 2 * _received(sum(map(_nbytes, given)), group)
         if is_in_place:
             return _in_place(arguments, sent_bytes=sent_bytes, peak_bytes=inside_bytes, writes=True)
@@ -141,6 +147,13 @@ class CollectiveRules:
         part_bytes = -(-flat_bytes // (itemsize * num_ranks)) * itemsize
         # The padded copy, and as much for the result: first of all_to_all, then of the all-gather.
         return flat_bytes + max(reshaped, 2 * part_bytes * num_ranks + part_bytes)
+
+    def _divisor_bytes(self, bsym: BoundSymbol, dtype: torch.dtype) -> int:
+        """Return the bytes of what a mean is divided by: PyTorch makes a float64 tensor of it, and casts that."""
+        if not any(a is DistributedReduceOps.AVG for a in bsym.args):
+            return 0
+        cast_bytes = 0 if dtype is torch.float64 else self._allocated(dtype.itemsize, "cpu")
+        return self._allocated(torch.float64.itemsize, "cpu") + cast_bytes
 
     def _new_results(
         self,

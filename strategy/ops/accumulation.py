@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_map
@@ -33,8 +32,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.distributed.lost_ranks import collective
-from thunder_memsave.distributed.transport import start_reduce_scatter
+from thunder_memsave.distributed.transport import Handle, start_all_reduce, start_reduce_scatter
 from thunder_memsave.ops.running_backward import running_backward
 from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
@@ -45,7 +43,7 @@ register_executor(_executor)
 
 @dataclass(slots=True, weakref_slot=True)
 class _Kept:
-    """One parameter's unreduced gradient sum, already divided by the number of ranks."""
+    """The sum of one parameter's unreduced gradients on this rank."""
 
     parameter: Tensor
     total: Tensor
@@ -177,15 +175,17 @@ def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> T
     dtype = parameter.dtype if wanted is None else torch.promote_types(parameter.dtype, wanted)
     grad = total.to(dtype)
     if not is_sharded(parameter):
-        with collective("sum of a kept gradient", data_parallel.everyone):
-            dist.all_reduce(grad, group=data_parallel.everyone)
-        return grad
-    ((handle, rows),) = start_reduce_scatter([grad], data_parallel.group)
+        return _ended(start_all_reduce([grad], data_parallel.everyone, mean=True))
+    rows = _ended(start_reduce_scatter([grad], data_parallel.group, mean=True))
+    if data_parallel.replicas is None:
+        return rows
+    return _ended(start_all_reduce([rows], data_parallel.replicas, mean=True))
+
+
+def _ended(started: Sequence[tuple[Handle, Tensor]]) -> Tensor:
+    ((handle, result),) = started
     handle.wait()
-    if data_parallel.replicas is not None:
-        with collective("sum of a kept gradient's rows", data_parallel.replicas):
-            dist.all_reduce(rows, group=data_parallel.replicas)
-    return rows
+    return result
 
 
 def _with_unreduced(grad: Tensor, name: str) -> Tensor:

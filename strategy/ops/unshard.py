@@ -15,13 +15,15 @@ from torch.distributed import ProcessGroup
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.ops.accumulation import with_unreduced
 
+_MEAN = dist_prims.DistributedReduceOps.AVG
+
 
 def unshard(
     proxy: TensorProxy, data_parallel: DataParallel, kind: DistParallelType, *, training: bool
 ) -> TensorProxy:
     """Return the whole parameter, padding included.
 
-    If it is trained, its gradient is this rank's rows of the mean over all ranks, summed in
+    If it is trained, its gradient is this rank's rows of the mean over all ranks, computed in
     `data_parallel.reduce_dtype`: first within the group, then across the replicas if there are several.
     """
     if training and proxy.requires_grad:
@@ -75,7 +77,6 @@ def _grad_transform(
     # A copy of what is replicated: an input that is an output has no gradient of its own.
     full = _gathered(proxy, group) if sharded else prims.shallow_copy(proxy)
     grad = clang.maybe_convert_to_dtype(prims.get_grad(full), reduce_dtype)
-    grad = grad / everyone.size()
     if accumulates:
         grad = with_unreduced(grad, proxy.name)
     if sharded:
@@ -106,11 +107,9 @@ def _gathered(proxy: TensorProxy, group: ProcessGroup) -> TensorProxy:
 
 
 def _reduce_scatter(grad: TensorProxy, group: ProcessGroup) -> TensorProxy:
-    return dist_prims.reduce_scatter(grad, dist_prims.DistributedReduceOps.SUM, group, True).wait()
+    return dist_prims.reduce_scatter(grad, _MEAN, group, True).wait()
 
 
 def _all_reduce(grad: TensorProxy, group: ProcessGroup, *, owned: bool) -> TensorProxy:
-    """Sum `grad` over the group; `owned`: it may be overwritten, so it is not copied."""
-    return dist_prims.all_reduce(
-        grad, dist_prims.DistributedReduceOps.SUM, group, True, owned
-    ).wait()
+    """Average `grad` over the group; `owned`: it may be overwritten, so it is not copied."""
+    return dist_prims.all_reduce(grad, _MEAN, group, True, owned).wait()

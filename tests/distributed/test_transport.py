@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ def check_all(rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         check_reduce_scatter(rank, dtype, group)
         check_all_reduce(rank, dtype, group)
+        check_means(rank, dtype, group)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         check_all_gather(rank, dtype, group)
     check_several_in_flight(rank, group)
@@ -74,6 +76,55 @@ def check_all_reduce(rank: int, dtype: torch.dtype, group: dist.ProcessGroup) ->
         total = reduce(torch.add, (tensors[number] for tensors in everyone))
         assert torch.equal(joined, total), (dtype, number)
         assert torch.equal(single, total), (dtype, number)
+
+
+def check_means(rank: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    """Each rank's numbers are divided before they are summed: large ones do not overflow."""
+    largest = 0.9 * torch.finfo(dtype).max
+    everyone = [[*whole(r, dtype), torch.full((6,), largest, dtype=dtype)] for r in range(WORLD)]
+    parts = [[t / WORLD for t in tensors] for tensors in everyone]
+    expected = [reduce(torch.add, same) for same in zip(*parts, strict=True)]
+    for tensors in (everyone[rank], everyone[rank][-1:]):
+        scattered = start_reduce_scatter(tensors, group, mean=True)
+        reduced = start_all_reduce([t.clone() for t in tensors], group, mean=True)
+        wanted = expected[-len(tensors) :]
+        for (waiting, shard), (other, mean), total in zip(scattered, reduced, wanted, strict=True):
+            waiting.wait()
+            other.wait()
+            assert bits_equal(shard, rows(total, rank)), dtype
+            assert bits_equal(mean, total), dtype
+
+
+class Recorder:
+    """Stands in for a group of nccl: notes how it is to reduce, and computes nothing."""
+
+    def __init__(self, asked: list[object]) -> None:
+        self._asked = asked
+
+    def size(self) -> int:
+        return WORLD
+
+    def reduce_scatter_tensor_coalesced(
+        self, shards: object, whole: object, options: dist.ReduceScatterOptions
+    ) -> dist.Work:
+        self._asked.append(options.reduceOp)
+        return dist.Work()
+
+    def allreduce_coalesced(
+        self, values: object, options: dist.AllreduceCoalescedOptions
+    ) -> dist.Work:
+        self._asked.append(options.reduceOp)
+        return dist.Work()
+
+
+def test_off_the_cpu_the_collective_computes_the_mean() -> None:
+    asked: list[object] = []
+    tensors = [t.to("meta") for t in whole(0, torch.float32)]
+    group = cast(dist.ProcessGroup, Recorder(asked))
+    for mean in (True, False):
+        start_reduce_scatter(tensors, group, mean=mean)
+        start_all_reduce(tensors, group, mean=mean)
+    assert asked == [dist.ReduceOp.AVG] * 2 + [dist.ReduceOp.SUM] * 2
 
 
 def check_all_gather(rank: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:

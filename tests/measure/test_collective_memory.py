@@ -35,7 +35,7 @@ from thunder_memsave.ops.families.collectives import (
 )
 from thunder_memsave.planner.simulate import simulate
 
-SUM = DistributedReduceOps.SUM
+MEAN = DistributedReduceOps.AVG
 WAIT = torch_executor.opmap["torch_wait_prim_impl"]
 ADD = torch_executor.opmap["add"]
 SHAPES = ((6, 5), (12, 7), (6,))
@@ -66,23 +66,27 @@ def cast_gather_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) 
 
 
 def reduce_scatter(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [named("reduce_scatter_rows")(values[0], SUM, group, True)]
+    return [named("reduce_scatter_rows")(values[0], MEAN, group, True)]
 
 
 def all_reduce(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [named("all_reduce_values")(values[0], SUM, group, True)]
+    return [named("all_reduce_values")(values[0], MEAN, group, True)]
 
 
 def all_reduce_in_place(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [named("all_reduce_values")(values[0], SUM, group, True, True)]
+    return [named("all_reduce_values")(values[0], MEAN, group, True, True)]
 
 
 def reduce_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return all_reduce_bucket(values, group, False)
+    return all_reduce_bucket(values, MEAN, group, False)
 
 
 def reduce_bucket_in_place(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return all_reduce_bucket(values, group, True)
+    return all_reduce_bucket(values, MEAN, group, True)
+
+
+def scatter_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
+    return reduce_scatter_bucket(values, MEAN, group)
 
 
 ROWS: tuple[Start, ...] = (
@@ -91,7 +95,7 @@ ROWS: tuple[Start, ...] = (
     gather_bucket,
     cast_gather_bucket,
     reduce_scatter,
-    reduce_scatter_bucket,
+    scatter_bucket,
 )
 VALUES: tuple[Start, ...] = (
     all_reduce,
@@ -163,9 +167,7 @@ def test_three_ranks_take_the_bytes_of_the_rules(tmp_path: Path) -> None:
     run_on_ranks(check_all, 3, tmp_path / "rendezvous")
 
 
-@pytest.mark.parametrize(
-    "start", [reduce_scatter, reduce_scatter_bucket, all_gather, gather_bucket]
-)
+@pytest.mark.parametrize("start", [reduce_scatter, scatter_bucket, all_gather, gather_bucket])
 def test_on_cuda_sent_tensors_are_held_until_the_wait(start: Start) -> None:
     """Nccl holds its inputs, although the trace frees them: the other operation runs while both are live."""
     value = torch.ones(256, 4)
@@ -193,7 +195,7 @@ def test_one_wait_ends_a_collective_of_several_and_frees_storages_without_a_name
 
     def sums(values: Sequence[TensorProxy]) -> Any:
         first, second = (ADD(v, v) for v in values)
-        futures = reduce_scatter_bucket([first, second], group)
+        futures = reduce_scatter_bucket([first, second], MEAN, group)
         reduced = WAIT(futures[0])
         return reduced, ADD(first, first), WAIT(futures[1])
 

@@ -41,9 +41,14 @@ _REDUCE_SCATTER_BUCKET = "reduce_scatter_bucket"
 _ALL_REDUCE = "all_reduce_values"
 _ALL_REDUCE_BUCKET = "all_reduce_bucket"
 _WAIT = "torch_wait_prim_impl"  # Thunder's own
+_SUM_OR_MEAN = (dist_prims.DistributedReduceOps.SUM, dist_prims.DistributedReduceOps.AVG)
 
 collectives_executor = OperatorExecutor("thunder_memsave_collectives", version="0")
 register_executor(collectives_executor)
+
+
+def _is_mean(op: Any) -> bool:
+    return op is dist_prims.DistributedReduceOps.AVG
 
 
 def _all_gather(
@@ -59,8 +64,8 @@ def _all_gather(
 def _reduce_scatter(
     whole: Tensor, op: Any, group: dist.ProcessGroup, do_async: bool, dim: int | None = None
 ) -> Tensor | tuple[Handle, Tensor]:
-    if do_async and op is dist_prims.DistributedReduceOps.SUM:
-        return start_reduce_scatter([whole], group)[0]
+    if do_async and op in _SUM_OR_MEAN:
+        return start_reduce_scatter([whole], group, mean=_is_mean(op))[0]
     shard = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
     reduce_op = ltorch.to_torch_distributed_reduce_op(op)
     work = reduce_scatter_single(shard, whole.contiguous(), reduce_op, group, bool(do_async))
@@ -71,8 +76,8 @@ def _all_reduce(
     values: Tensor, op: Any, group: dist.ProcessGroup, do_async: bool, skip_clone: bool = False
 ) -> Tensor | tuple[Handle, Tensor]:
     reduced = values if skip_clone else values.clone()
-    if do_async and op is dist_prims.DistributedReduceOps.SUM:
-        return start_all_reduce([reduced], group)[0]
+    if do_async and op in _SUM_OR_MEAN:
+        return start_all_reduce([reduced], group, mean=_is_mean(op))[0]
     reduce_op = ltorch.to_torch_distributed_reduce_op(op)
     work = dist.all_reduce(reduced, reduce_op, group, async_op=bool(do_async))
     return (work, reduced) if do_async else reduced
@@ -85,15 +90,16 @@ def _all_gather_bucket(
 
 
 def _reduce_scatter_bucket(
-    whole: Sequence[Tensor], group: dist.ProcessGroup
+    whole: Sequence[Tensor], op: Any, group: dist.ProcessGroup
 ) -> tuple[tuple[Handle, Tensor], ...]:
-    return tuple(start_reduce_scatter(whole, group))
+    return tuple(start_reduce_scatter(whole, group, mean=_is_mean(op)))
 
 
 def _all_reduce_bucket(
-    values: Sequence[Tensor], group: dist.ProcessGroup, skip_clone: bool
+    values: Sequence[Tensor], op: Any, group: dist.ProcessGroup, skip_clone: bool
 ) -> tuple[tuple[Handle, Tensor], ...]:
-    return tuple(start_all_reduce(values if skip_clone else [v.clone() for v in values], group))
+    reduced = values if skip_clone else [v.clone() for v in values]
+    return tuple(start_all_reduce(reduced, group, mean=_is_mean(op)))
 
 
 def _cast_and_all_gather(
@@ -130,18 +136,18 @@ all_gather_bucket = collectives_executor.register_operator(
 
 reduce_scatter_bucket = collectives_executor.register_operator(
     _REDUCE_SCATTER_BUCKET,
-    meta=lambda whole, group: tuple(_rows(w, group) for w in whole),
+    meta=lambda whole, op, group: tuple(_rows(w, group) for w in whole),
     fn=_reduce_scatter_bucket,
 )
-"""`([whole, ...], group) -> (future, ...)` of this rank's rows of the sums, in one collective."""
+"""`([whole, ...], op, group) -> (future, ...)` of this rank's rows of the sums or means, in one collective."""
 
 
 all_reduce_bucket = collectives_executor.register_operator(
     _ALL_REDUCE_BUCKET,
-    meta=lambda values, group, skip_clone: tuple(map(_same, values)),
+    meta=lambda values, op, group, skip_clone: tuple(map(_same, values)),
     fn=_all_reduce_bucket,
 )
-"""`([values, ...], group, skip_clone) -> (future, ...)` of the sums, in one collective; `skip_clone`: in place."""
+"""`([values, ...], op, group, skip_clone) -> (future, ...)` of the sums or means; `skip_clone`: in place."""
 
 
 def is_all_gather(bsym: BoundSymbol) -> bool:
@@ -156,17 +162,17 @@ def is_all_gather(bsym: BoundSymbol) -> bool:
 
 
 def is_reduce_scatter(bsym: BoundSymbol) -> bool:
-    """Return whether an executed trace's symbol starts a reduce-scatter (sum) of its first argument."""
+    """Return whether an executed trace's symbol starts a reduce-scatter (sum or mean) of its first argument."""
     if bsym.sym.name != _REDUCE_SCATTER or not isinstance(bsym.output, FutureTensorProxy):
         return False
-    return bool(bsym.args[1] is dist_prims.DistributedReduceOps.SUM)
+    return bsym.args[1] in _SUM_OR_MEAN
 
 
 def is_all_reduce(bsym: BoundSymbol) -> bool:
-    """Return whether an executed trace's symbol starts an all-reduce (sum) of its first argument."""
+    """Return whether an executed trace's symbol starts an all-reduce (sum or mean) of its first argument."""
     if bsym.sym.name != _ALL_REDUCE or not isinstance(bsym.output, FutureTensorProxy):
         return False
-    return bool(bsym.args[1] is dist_prims.DistributedReduceOps.SUM)
+    return bsym.args[1] in _SUM_OR_MEAN
 
 
 def reduces_in_place(all_reduce: BoundSymbol) -> bool:

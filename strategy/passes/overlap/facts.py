@@ -16,7 +16,7 @@ from thunder_memsave.ops.families.collectives import (
 )
 from thunder_memsave.passes.symbols import is_tensor
 
-Kind = tuple[Any, ...]  # whether and how it sums, dtype, device, the group's id
+Kind = tuple[Any, ...]  # whether and how it sums, or averages, dtype, device, the group's id
 
 
 def operations_of(symbols: Sequence[BoundSymbol]) -> Mapping[int, int]:
@@ -46,7 +46,7 @@ def _only_source(bsym: BoundSymbol, source_of: Mapping[str, str]) -> str | None:
 
 
 def is_reduction(bsym: BoundSymbol) -> bool:
-    """Return whether it sums over ranks."""
+    """Return whether it sums or averages over ranks."""
     return is_reduce_scatter(bsym) or is_all_reduce(bsym)
 
 
@@ -58,8 +58,8 @@ def largest_reduction(symbols: Sequence[BoundSymbol]) -> int:
 def kind_of(bsym: BoundSymbol) -> Kind:
     """Return the key of a gather or reduction; those with equal keys can share a collective."""
     sums = is_all_reduce(bsym) and ("in place" if reduces_in_place(bsym) else "in a copy")
-    group = bsym.args[2 if is_reduction(bsym) else 1]
-    return sums, bsym.output.dtype, bsym.output.device, id(group)
+    op, group = bsym.args[1:3] if is_reduction(bsym) else (None, bsym.args[1])
+    return sums, op, bsym.output.dtype, bsym.output.device, id(group)
 
 
 def nbytes_of(tensor: TensorProxy | FutureTensorProxy) -> int:

@@ -133,7 +133,8 @@ class Reductions:
 
 def _reduction_bucket(symbols: Sequence[BoundSymbol]) -> BoundSymbol:
     first, values = symbols[0], [b.args[0] for b in symbols]
+    op, group = first.args[1:3]
     output = tuple(b.output for b in symbols)
     if is_reduce_scatter(first):
-        return reduce_scatter_bucket.bind(values, first.args[2], output=output)
-    return all_reduce_bucket.bind(values, first.args[2], reduces_in_place(first), output=output)
+        return reduce_scatter_bucket.bind(values, op, group, output=output)
+    return all_reduce_bucket.bind(values, op, group, reduces_in_place(first), output=output)
