@@ -20,6 +20,7 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
+from thunder_memsave.budget.target_autocast import autocast_of_cuda
 from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
 from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
@@ -167,7 +168,7 @@ def _compile(
         fp8=planned_fp8(model, strategy),
         graphs=_graphs(strategy, planner),
     )
-    with _precision(config):
+    with _precision(config, planner.device):
         compiler.compile(model, Call.of(model, (), inputs), name="forward", reason="plan")
 
 
@@ -282,10 +283,12 @@ def _target(device: Device) -> torch.device:
     return torch.device("cpu") if device.name == "cpu" else torch.device("cuda", 0)
 
 
-def _precision(config: RunConfig) -> AbstractContextManager[object]:
-    """Return Fabric's precision context, for tensors that claim to be on the CPU."""
+def _precision(config: RunConfig, device: Device) -> AbstractContextManager[object]:
+    """Return Fabric's precision context of the device, for tensors that claim to be on the CPU."""
     dtype = autocast_of(config)
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=dtype) if device.name == "cpu" else autocast_of_cuda(dtype)
 
 
 def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:
