@@ -1,0 +1,254 @@
+"""Trains a small model beside eager PyTorch: alone, evaluated, under half the budget, and sharded over two ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import site
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.wrappers import _FabricModule
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from toy_architectures import Batch, toys
+
+from thunder_memsave.distributed.process_group import destroy_groups
+from thunder_memsave.errors import BudgetError, ThunderMemsaveError
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+ROOT = Path(__file__).parents[1]
+CLOSE = 1e-5
+"""Largest difference of a number, as a part of the largest one of its tensor."""
+NUM_RANKS = 2
+CHECKS = ("train", "evaluate", "budget", "zero3")
+
+Values = dict[str, Tensor]
+Made = tuple[nn.Module, Callable[[int], Batch]]
+
+
+class DiffersError(Exception):
+    """A number is not eager's, or not the one of another plan; the message says which and by how much."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of one architecture."""
+
+    name: str
+    state: str = "trains"
+    """`trains`, `differs`, `refused`, `fails`, `hangs`; or `not here`: eager itself does not train it so."""
+    check: str = ""
+    """The check of `CHECKS` that did not pass."""
+    reason: str = ""
+    seconds: float = 0.0
+    difference: float | None = None
+    """The largest one of training alone, as `CLOSE` counts."""
+    passed: list[str] = field(default_factory=list)
+
+
+def checked(name: str, checks: tuple[str, ...]) -> Outcome:
+    """Make the checks in this process, but that of several ranks; the first that does not pass ends them."""
+    start = time.monotonic()
+    outcome = Outcome(name=name)
+    try:
+        made, expected = eager(name)
+    except Exception as error:
+        outcome.state, outcome.reason = "not here", f"{type(error).__name__}: {error}"
+        return _ended(outcome, start)
+    run: Mapping[str, Callable[[], None]] = {
+        "train": lambda: _train(made, expected, outcome),
+        "evaluate": lambda: _evaluate(made),
+        "budget": lambda: _budget(made),
+    }
+    for check in checks:
+        if check in run and not _passes(outcome, check, run[check]):
+            break
+    return _ended(outcome, start)
+
+
+def checked_on_rank(name: str, rank: int, port: int) -> Outcome:
+    """Train under `zero3` as one of two ranks, each with a batch of its own."""
+    start = time.monotonic()
+    outcome = Outcome(name=name)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_RUN_ID"] = "architectures"
+    _passes(outcome, "zero3", lambda: _zero3(name, rank))
+    destroy_groups()
+    return _ended(outcome, start)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def eager(name: str) -> tuple[Made, Values]:
+    """Return a model that eager trains, and its loss and gradients.
+
+    Raises:
+        Exception: that of the last way to make it, if eager trains none.
+    """
+    *others, last = toys(name)
+    for make in others:
+        try:
+            made = make()
+            return made, stepped(made[0], made[1](1))
+        except Exception:
+            continue
+    made = last()
+    return made, stepped(made[0], made[1](1))
+
+
+def stepped(model: nn.Module, batch: Batch) -> Values:
+    """Return the loss and all gradients of one step; the model is left without gradients."""
+    torch.manual_seed(1)
+    loss = loss_of(model(**batch))
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {n: _rows(p.grad) for n, p in _named(model) if p.grad is not None}
+    model.zero_grad()
+    return {"the loss": loss.detach(), **found}
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the model's loss; if it has none, the mean square of its floating outputs."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = tree_leaves(dict(output) if hasattr(output, "keys") else vars(output))
+    floating = [v for v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
+    return torch.stack([v.float().square().mean() for v in floating if v.requires_grad]).sum()
+
+
+def relative(expected: Tensor, found: Tensor) -> float:
+    """Return the largest difference as a part of the largest expected number; tiny tensors count as 1e-6."""
+    if not expected.numel():
+        return 0.0
+    largest = max(float(expected.abs().max()), 1e-6)
+    difference = float((expected - found).abs().max())
+    return difference / largest if difference == difference else float("inf")
+
+
+def _ended(outcome: Outcome, start: float) -> Outcome:
+    outcome.seconds = round(time.monotonic() - start, 1)
+    text = " ".join(outcome.reason.split())
+    for directory in (*site.getsitepackages(), ROOT):
+        text = text.replace(f"{directory}/", "")
+    outcome.reason = text[:400]
+    return outcome
+
+
+def _passes(outcome: Outcome, check: str, run: Callable[[], None]) -> bool:
+    outcome.check = check
+    try:
+        run()
+    except DiffersError as error:
+        outcome.state, outcome.reason = "differs", str(error)
+    except ThunderMemsaveError as error:
+        outcome.state, outcome.reason = "refused", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        outcome.state, outcome.reason = "fails", f"{type(error).__name__}: {error}"
+    else:
+        outcome.check = ""
+        outcome.passed.append(check)
+    return not outcome.check
+
+
+def _train(made: Made, expected: Values, outcome: Outcome) -> None:
+    model, batch = made
+    found = stepped(_set_up(model), batch(1))
+    outcome.difference = _refuse_far(expected, found)
+
+
+def _evaluate(made: Made) -> None:
+    model, batch = copy.deepcopy(made[0]).eval(), made[1](1)
+    with torch.no_grad():
+        expected = tree_leaves(dict(model(**batch)))
+        found = tree_leaves(dict(_set_up(model)(**batch)))
+    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        if isinstance(theirs, Tensor) and theirs.is_floating_point():
+            _refuse_far({f"output {index}": theirs}, {f"output {index}": ours})
+
+
+def _budget(made: Made) -> None:
+    model, batch = made
+    free = _strategy(memory={"budget": 2**40})
+    expected = stepped(kept := _set_up(model, free), batch(1))
+    assert kept is not None, "the strategy knows the plans of models that are alive"
+    assert free.plan is not None, "a budget makes a plan"
+    smallest_bytes = _smallest_bytes(model, batch(1))
+    half = max(smallest_bytes, (smallest_bytes + free.plan.keep_all_peak_bytes) // 2)
+    found = stepped(_set_up(model, _strategy(memory={"budget": half})), batch(1))
+    for name, values in expected.items():
+        if not torch.equal(values, found[name]):
+            raise DiffersError(f"{name} has other bits, by {relative(values, found[name]):.1e}")
+
+
+def _smallest_bytes(model: nn.Module, batch: Batch) -> int:
+    try:
+        stepped(_set_up(model, _strategy(memory={"budget": 1})), batch)
+    except BudgetError as error:
+        if error.smallest_bytes is None:
+            raise
+        return error.smallest_bytes
+    raise AssertionError("no step takes one byte")
+
+
+def _zero3(name: str, rank: int) -> None:
+    (model, batch), _ = eager(name)
+    steps = [stepped(model, batch(seed)) for seed in range(1, NUM_RANKS + 1)]
+    names = dict.fromkeys(n for step in steps for n in step)
+    whole = {n: sum(step[n] for step in steps if n in step) / NUM_RANKS for n in names}
+    sharded = _set_up(model, _strategy(sharding={"mode": "zero3"}), devices=NUM_RANKS)
+    found = stepped(sharded, batch(rank + 1))
+    parts = {n for n, p in _named(sharded) if is_sharded(p)}
+    for key, ours in found.items():
+        expected = steps[rank][key] if key == "the loss" else whole[key]
+        if key in parts:
+            first = rank * ours.shape[0]
+            expected = expected[first : first + ours.shape[0]]
+            ours = ours[: expected.shape[0]]
+        largest = max(float(torch.as_tensor(whole[key]).abs().max()), 1e-6)
+        if expected.numel() and (off := float((expected - ours).abs().max()) / largest) > CLOSE:
+            raise DiffersError(f"{key} on rank {rank} by {off:.1e}")
+
+
+def _strategy(**settings: Any) -> ThunderMemsaveStrategy:
+    return ThunderMemsaveStrategy(**settings)
+
+
+def _set_up(
+    model: nn.Module, strategy: ThunderMemsaveStrategy | None = None, *, devices: int = 1
+) -> Any:
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy or _strategy())
+    fabric.launch()
+    return fabric.setup(copy.deepcopy(model))
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    return (model.module if isinstance(model, _FabricModule) else model).named_parameters()
+
+
+def _rows(grad: Tensor) -> Tensor:
+    return as_rows(grad).detach().clone()
+
+
+def _refuse_far(expected: Values, found: Values) -> float:
+    if missing := sorted(expected.keys() ^ found.keys()):
+        raise DiffersError(f"the gradient of {missing[0]} is there on one side only")
+    worst, where = max((relative(a, found[n]), n) for n, a in expected.items())
+    if not worst <= CLOSE:
+        raise DiffersError(f"{where} by {worst:.1e}")
+    return worst
