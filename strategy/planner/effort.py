@@ -11,7 +11,7 @@ good for.
 | drop | 0.2 | the fastest | the plan fits |
 | improve | 0.6 | the fastest | no move makes the plan faster |
 | bisect | 1.0 | the smallest | the smallest plan is near its lower bound, or small enough |
-| shrink | 0.3 | the smallest | no move makes the plan smaller, or it is small enough |
+| improve smallest | 0.6 | the smallest | no move makes the plan smaller |
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ SHARE_OF_PROOF = 0.2
 SHARE_OF_DROP = 0.2
 SHARE_OF_IMPROVE = 0.6
 SHARE_OF_BISECT = 1.0
-SHARE_OF_SHRINK = 0.3
 
 GOOD_GAP = 8e-3
 """Gap to the lower bound at which a plan is good enough."""
@@ -49,6 +48,3 @@ BISECTION_SHARE = 0.3
 """Most of the limit for one of them."""
 NEAR_BOUND = 2e-3
 """Gap to the lower bound at which the smallest plan is small enough."""
-SHRINKS = 12
-"""Most targets of shrinking; each is below the peak by the next factor."""
-SHRINK_TARGET = 0.97

@@ -1,7 +1,7 @@
 """Searches plans step by step: whether results of equal layers are kept changes in all, in one half, or in one of them.
 
-`drop` begins with the plan that keeps all, `improve` with the fastest that fits, and `shrink` with the smallest. Steps
-are judged by the exact simulation.
+`drop` begins with the plan that keeps all, and `improve` with the fastest that fits, or with the smallest. Steps are
+judged by the exact simulation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 
 from thunder_memsave.planner.choices import Needs
-from thunder_memsave.planner.effort import SHRINK_TARGET, SHRINKS
 from thunder_memsave.planner.linear.model import Model
 from thunder_memsave.planner.search.evaluate import Evaluated
 from thunder_memsave.planner.search.task import Task
@@ -75,28 +74,6 @@ def _given_up(
         else:
             best, excess = found, excess - less
     return best
-
-
-def shrink(task: Task, work: Work) -> None:
-    """Lower the smallest plan's bytes above a target a little below its peak, summed over all moments.
-
-    Many moments are as high as the peak, and a step seldom lowers all of them: the peak alone would show no progress.
-    """
-    evaluate, best, moves = task.evaluate, task.smallest, _moves(task.model)
-    for _ in range(SHRINKS):
-        before, target_bytes = best, SHRINK_TARGET * best.peak_bytes
-        excess = evaluate.excess_bytes(best.keep, over_bytes=target_bytes)
-        for move in moves:
-            for keep in (best.keep - set(move), best.keep | set(move)):
-                if work.is_over or task.smallest.peak_bytes <= task.budget_bytes:
-                    return
-                if keep == best.keep:
-                    continue
-                now = evaluate.excess_bytes(keep, over_bytes=target_bytes)
-                if now < excess:
-                    best, excess = evaluate(keep), now
-        if best is before:
-            return
 
 
 def _filled(task: Task, work: Work) -> Evaluated:

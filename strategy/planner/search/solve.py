@@ -20,7 +20,7 @@ from thunder_memsave.planner.search.all_plans import (
 )
 from thunder_memsave.planner.search.by_moments import search_moments
 from thunder_memsave.planner.search.evaluate import Evaluated
-from thunder_memsave.planner.search.local_moves import drop, improve, shrink
+from thunder_memsave.planner.search.local_moves import drop, improve
 from thunder_memsave.planner.search.problem import Problem, problem_of
 from thunder_memsave.planner.search.smallest import bisect
 from thunder_memsave.planner.search.task import Task, highest_moments
@@ -48,7 +48,6 @@ SEARCHES = (
     Search("drop", "fastest", effort.SHARE_OF_DROP, drop),
     Search("improve", "fastest", effort.SHARE_OF_IMPROVE, improve),
     Search("bisect", "smallest", effort.SHARE_OF_BISECT, bisect),
-    Search("shrink", "smallest", effort.SHARE_OF_SHRINK, shrink),
     Search("improve smallest", "smallest", effort.SHARE_OF_IMPROVE, improve),
 )
 """All searches, in the order in which they run."""

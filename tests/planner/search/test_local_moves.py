@@ -7,8 +7,7 @@ from harness.training_graphs import llama_like, random_graph
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.linear.model import Model
-from thunder_memsave.planner.search.local_moves import drop, improve, shrink
-from thunder_memsave.planner.search.task import Task
+from thunder_memsave.planner.search.local_moves import drop, improve
 from thunder_memsave.planner.work import Work
 
 
@@ -18,20 +17,16 @@ def layers() -> Model:
     return model_of(graph, costs_us(graph, device("cpu")))
 
 
-def shrunk(part: float, work: Work) -> Task:
-    task = task_of(layers(), part=part)
-    shrink(task, work)
-    return task
-
-
-def test_shrinking_finds_a_smaller_plan() -> None:
-    task = shrunk(0.0, Work())
+def test_while_nothing_fits_the_smallest_plan_gets_smaller() -> None:
+    task = task_of(layers(), part=0.0)
+    improve(task, Work())
     assert task.smallest.peak_bytes < 0.99 * task.free.peak_bytes
 
 
-def test_shrinking_stops_at_once_where_enough_is_known_or_the_work_is_over() -> None:
-    for task in (shrunk(1.0, Work()), shrunk(0.0, Work(until=0.0))):
-        assert task.smallest.peak_bytes == task.free.peak_bytes
+def test_without_work_the_smallest_plan_stays() -> None:
+    task = task_of(layers(), part=0.0)
+    improve(task, Work(until=0.0))
+    assert task.smallest.peak_bytes == task.free.peak_bytes
 
 
 def test_a_plan_that_fits_is_found_by_giving_up_storages_and_gets_faster_by_other_steps() -> None:
