@@ -19,7 +19,12 @@ from thunder_memsave.config import CompileConfig
 from thunder_memsave.measure.layouts import Value, layout_of
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
-from thunder_memsave.ops.families import attention_kernels, packed_kernels, rms_norm
+from thunder_memsave.ops.families import (
+    attention_kernels,
+    packed_kernels,
+    rms_norm,
+    windowed_attention,
+)
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
 _MIB = 2**20
@@ -81,8 +86,8 @@ def attention(
     settings, allowed = _settings(masked, length, dtype, target)
     kernel = cuda if target.is_cuda else _on_cpu(cuda)
     backward = kernel.derivatives[0].run
-    output, logsumexp = kernel.run(query, key, value, *settings, None)
-    grads = backward(grad, query, key, value, output, logsumexp, *settings, None)
+    output, logsumexp = kernel.run(query, key, value, *settings)
+    grads = backward(grad, query, key, value, output, logsumexp, *settings)
     exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
     expected = reference(exact[0], exact[1], exact[2], allowed)
     expected_grads = torch.autograd.grad(expected, exact, grad.double())
@@ -100,24 +105,30 @@ def _on_cpu(cuda: Any) -> Any:
 def _settings(
     masked: str, length: int, dtype: torch.dtype, target: Target
 ) -> tuple[Sequence[Any], Tensor]:
-    """Return a kernel's arguments besides the operands and the scale, and where attention is allowed."""
+    """Return a kernel's arguments besides the operands, and where attention is allowed."""
     causal = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
+    window = length // 4 if "window" in masked else None
     if not masked:
-        return (None, True), causal
+        return (None, True, None), causal
+    if masked == "window":
+        allowed = causal.triu(1 - length // 4)
+        return ((window, None) if target.is_cuda else _added(allowed, dtype)), allowed
     third, last = length // 3, length - length // 10
     ends = torch.tensor([[third, last, last], [length, length, length]], dtype=torch.int32)
     boundaries = boundaries_of(ends.to(target.device), length)
-    allowed = packed_mask(boundaries, 2, length)
-    if masked == "boundaries":
+    allowed = packed_mask(boundaries, 2, length, window)
+    if "boundaries" in masked:
         inside = torch.arange(length, device=target.device) < ends[:, -1:].to(target.device)
-        return (boundaries,), allowed & inside[:, None, :, None]
+        return (boundaries, None, window), allowed & inside[:, None, :, None]
     if masked == "dead":
         allowed = allowed.clone()
         allowed[:, :, :5] = False
-    mask = allowed
-    if not target.is_cuda:  # the CPU's kernel takes added masks alone
-        mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, -math.inf)
-    return (mask, False), allowed
+    return ((allowed, False, None) if target.is_cuda else _added(allowed, dtype)), allowed
+
+
+def _added(allowed: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool, None]:
+    """Return the arguments of the CPU's kernel, which takes added masks alone."""
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, -math.inf), False, None
 
 
 def rms(target: Target, *, weighted: str) -> str:
@@ -212,6 +223,7 @@ def flops(target: Target) -> str:
 _causal = partial(attention, cuda=attention_kernels.cuda_flash)
 _masked = partial(attention, cuda=attention_kernels.cuda_efficient, masked="mask")
 _packed = partial(attention, cuda=packed_kernels.cuda_packed, masked="boundaries")
+_windowed = partial(attention, cuda=windowed_attention.cuda_windowed, masked="window")
 _SAME: dict[str, Any] = {"heads": 8, "key_heads": 8}
 _SHARED: dict[str, Any] = {"heads": 8, "key_heads": 2}
 
@@ -230,6 +242,12 @@ _RUNS: dict[str, Callable[[Target], str]] = {
     ),
     "packed attention": partial(_packed, **_SAME, length=100, width=64),
     "packed attention, grouped queries": partial(_packed, **_SHARED, length=1000, width=128),
+    "packed attention in a window": partial(
+        _packed, **_SHARED, length=1000, width=128, masked="boundaries, window"
+    ),
+    "attention in a window": partial(_windowed, **_SAME, length=100, width=64),
+    "attention in a window, grouped queries": partial(_windowed, **_SHARED, length=1000, width=128),
+    "attention in a window, 256 wide": partial(_windowed, **_SHARED, length=500, width=256),
     "rms norm": partial(rms, weighted="bfloat16"),
     "rms norm, float32 weight": partial(rms, weighted="float32"),
     "casts that are folded": fold_casts,

@@ -34,6 +34,7 @@ from thunder_memsave.frontend.interpret import Interpretation, interpret
 from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor
 from thunder_memsave.ops.accumulation import UnreducedGradients
+from thunder_memsave.ops.cuda_device import planned_for
 from thunder_memsave.planner.graph import StorageKind
 from thunder_memsave.progress import stage
 
@@ -161,7 +162,7 @@ class CallCompiler:
             disable_preprocessing=True,
             using_jit=True,
         )
-        with compile_data_and_stats(compile_data, CompileStats()):
+        with compile_data_and_stats(compile_data, CompileStats()), planned_for(self._capability):
             lowered = lower(
                 captured,
                 compile_data=compile_data,
@@ -171,6 +172,12 @@ class CallCompiler:
                 fp8=self.fp8,
             )
         return _Traced(captured, lowered, compile_data, code)
+
+    @property
+    def _capability(self) -> tuple[int, int] | None:
+        """The compute capability of an absent device; None: the device is here, or the plan does not say."""
+        is_absent = self.target is not None and self.planner is not None
+        return self.planner.device.compute_capability if is_absent and self.planner else None
 
     def _interpreter(self, module: nn.Module, call: Call, reason: str) -> _Traced:
         assert self.target is None, "only Dynamo captures for another device"

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from thunder_memsave.ops.families.packed_attention import packed_attention
+from thunder_memsave.ops.families.windowed_attention import windowed_attention
 
 _LOWER_PRECISION: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -30,6 +31,7 @@ _LOWER_PRECISION: frozenset[Callable[..., Any]] = frozenset(
         F.scaled_dot_product_attention,
         operator.matmul,
         packed_attention,
+        windowed_attention,
         torch.addbmm,
         torch.addmm,
         torch.addmv,

@@ -116,7 +116,7 @@ def lower(
     refuse_changed_weights(capture.graph, _trained_on_this_rank(capture))
     _refuse_gradients_under_no_grad(capture)
     changed = changed_storages(capture.graph)
-    simplify_attention(capture.graph, changed=changed)
+    simplify_attention(capture.graph, changed=changed, target=target)
     join_rms_norms(capture.graph, changed=changed)
     lowering = _Lowering(capture, compile_data, data_parallel, opaque, target, fp8)
     scale_smaller_operands(capture.graph, changed=changed, stays=lowering.in_fp8)

@@ -23,6 +23,7 @@ from thunder_memsave.ops.families import (
     random_numbers,
     rms_norm,
     softmax,
+    windowed_attention,
 )
 from thunder_memsave.ops.families.collectives import collectives_executor
 from thunder_memsave.ops.operation import Derivative, Foreign, Kernel, Operand, Operation
@@ -30,6 +31,7 @@ from thunder_memsave.ops.operation import Derivative, Foreign, Kernel, Operand, 
 OPERATIONS: tuple[Operation, ...] = (
     *attention.OPERATIONS,
     *packed_kernels.OPERATIONS,
+    *windowed_attention.OPERATIONS,
     *cross_entropy.OPERATIONS,
     *activations.OPERATIONS,
     *softmax.OPERATIONS,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
+from thunder_memsave.aten.attention_flops import attention_flops
 from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.ops.families.attention_kernels import (
     _efficient_backward,
@@ -77,6 +78,32 @@ def test_packed_rows_count_each_document_alone() -> None:
     pairs = HEADS * squares // 2
     backward = cpu_packed.derivatives[0].run
     flops = both(cpu_packed.run, backward, HEADS, boundaries, None)
+    assert flops == (2 * 2 * pairs * WIDTH, 2 * 5 * pairs * WIDTH)
+
+
+def test_documents_within_a_window_count_its_pairs() -> None:
+    ends = torch.tensor([[4, 8, 8], [2, 12, 16]], dtype=torch.int32)
+    # The kernel takes the padding after the first row's documents for a document of 8.
+    doubled = sum(n * n for n in (4, 4, 2, 4)) + 6 * (2 * 8 - 6) + 6 * (2 * 10 - 6)
+    given = {
+        "query": torch.empty(ROWS * LENGTH, HEADS, WIDTH),
+        "key": torch.empty(ROWS * LENGTH, HEADS, WIDTH),
+        "value": torch.empty(ROWS * LENGTH, HEADS, WIDTH),
+        "cum_seq_q": boundaries_of(ends, LENGTH),
+        "cum_seq_k": boundaries_of(ends, LENGTH),
+        "is_causal": True,
+        "window_size_left": 5,
+    }
+    flops = attention_flops(torch.ops.aten._flash_attention_forward, given)
+    assert flops == 2 * 2 * WIDTH * HEADS * doubled // 2
+
+
+def test_documents_that_are_not_known_fill_rows_within_a_window_too() -> None:
+    with FakeTensorMode():
+        boundaries = torch.empty(ROWS * 4 + 1, dtype=torch.int32)
+        backward = cuda_packed.derivatives[0].run
+        flops = both(cuda_packed.run, backward, HEADS, boundaries, None, 4)
+    pairs = ROWS * HEADS * 4 * (2 * LENGTH - 4) // 2
     assert flops == (2 * 2 * pairs * WIDTH, 2 * 5 * pairs * WIDTH)
 
 

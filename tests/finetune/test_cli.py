@@ -321,7 +321,8 @@ def test_packing_is_refused_for_a_sliding_window_that_it_would_widen(
         "num_key_value_heads": 2,
         "vocab_size": 320,
     }
-    values = run_values(tmp_path, model_directory, model={"config": config}, data={"packing": True})
+    model = {"config": config, "attn_implementation": "eager"}
+    values = run_values(tmp_path, model_directory, model=model, data={"packing": True})
     assert main(["train", str(write_run_file(tmp_path, values))]) == 2
     assert "the model's sliding window of 8 tokens" in capsys.readouterr().err
 

@@ -31,8 +31,9 @@ ELSEWHERE = {
     "rrelu": "frontend/test_opaque_calls.py",
     "random": "compiler/test_random_replay.py",
     "wait_tensor": "passes/overlap/test_zero3_calls.py",
+    "windowed_attention": "ops/families/test_windowed_attention.py",
 }
-"""Rows that need more than one call, with the tests that have it."""
+"""Rows that need more than one call, or none of torch's, with the tests that have it."""
 
 KERNELS = {k.name: k for operation in OPERATIONS for k in operation.kernels}
 WITH_KERNELS = [name for name, sample in SAMPLES.items() if sample.kernel]

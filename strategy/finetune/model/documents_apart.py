@@ -6,10 +6,12 @@ compiled graph hands the boundaries to attention (`frontend/rewrites/attention_m
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from thunder_memsave.finetune.model.windows import Windows, windows_of
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.ops.families.packed_attention import packed_mask
 
@@ -32,14 +34,23 @@ def mask_kind(config: RunConfig) -> MaskKind:
 
 def take_boundaries(model: nn.Module) -> None:
     """Let the model's `attention_mask` be boundaries, too: int32 numbers of one dimension, see `boundaries_of`."""
-    model.register_forward_pre_hook(_mask_of_boundaries, with_kwargs=True)
+    hook = partial(_mask_of_boundaries, windows=windows_of(model) or {"": None})
+    model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _mask_of_boundaries(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, windows: Windows
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     boundaries = kwargs.get("attention_mask")
     if not isinstance(boundaries, Tensor) or boundaries.ndim != 1:
         return None
     num_rows, length = kwargs["input_ids"].shape
-    return args, {**kwargs, "attention_mask": packed_mask(boundaries, num_rows, length)}
+    masks = {
+        kind: packed_mask(boundaries, num_rows, length, _shorter(window, length))
+        for kind, window in windows.items()
+    }
+    return args, {**kwargs, "attention_mask": masks.get("", masks)}
+
+
+def _shorter(window: int | None, length: int) -> int | None:
+    return window if window is not None and window < length else None

@@ -9,13 +9,15 @@ the mask is made of can be looked at:
     scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 becomes `scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)`, and a mask made by `packed_mask` gives
-way to its boundaries. All other masks, such as those of padding or of sliding windows, stay.
+way to its boundaries. That of a sliding window gives way to its number on CUDA, where a kernel takes one. All other
+masks, such as those of padding, stay.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
+from collections import defaultdict
 from collections.abc import Set
 from typing import Any
 
@@ -33,67 +35,84 @@ from thunder_memsave.frontend.rewrites.nodes import (
     shape_of,
 )
 from thunder_memsave.ops.families.packed_attention import PACKED_MASK, packed_attention
+from thunder_memsave.ops.families.windowed_attention import windowed_attention
 from thunder_memsave.ops.location import module_name
 
 _log = logging.getLogger(__name__)
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_OF_THE_MASK = ("boundaries", "num_rows", "length")
+_OF_THE_MASK = ("boundaries", "num_rows", "length", "window")
+_OTHER_MASK = "has a mask, neither causal nor of a window or packed rows, so that no flash kernel for CUDA takes it,"
 _LARGEST = 2**30
 """Elements of a mask that is looked at, which needs a few bytes of the host's memory for each."""
 _KEPT = 2**16
 """Elements up to which a value is not computed again for each that reads it."""
 
 
-def simplify_attention(graph: fx.GraphModule, *, changed: Set[Any]) -> None:
-    """Replace causal masks, those of packed rows, and repeated heads by what they mean, and erase what made them.
+def simplify_attention(
+    graph: fx.GraphModule, *, changed: Set[Any], target: torch.device | None = None
+) -> None:
+    """Replace masks that kernels know, and repeated heads, by what they mean, and erase what made them.
 
     Args:
         graph: The graph.
         changed: The storages that it changes in place, from `changed_storages`.
+        target: The device of every tensor, for a plan; None: each tensor's own.
     """
     constants = _Constants(changed)
-    masked: list[str] = []
+    masked: dict[str, list[str]] = defaultdict(list)
     for node in graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         before = node.all_input_nodes
-        if not _simplify(node, constants):
-            masked.append(module_name(node.meta.get("nn_module_stack")) or "a function")
+        if reason := _simplify(node, constants, target):
+            place = module_name(node.meta.get("nn_module_stack")) or "a function"
+            masked[reason].append(place)
         erase_unused(before)
-    if masked:
-        _log.info(
-            "attention has a mask of another kind than causal or of packed rows, so no flash kernel for CUDA takes it, "
-            "in %s",
-            ", ".join(masked),
-        )
+    for reason, places in masked.items():
+        _log.info("attention %s in %s", reason, ", ".join(places))
 
 
-def _simplify(node: fx.Node, constants: _Constants) -> bool:
-    """Return whether the call has no mask then."""
+def _simplify(node: fx.Node, constants: _Constants, target: torch.device | None) -> str:
+    """Return why the call still has a mask; empty: no kernel needs one."""
     call = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
     mask = call.pop("attn_mask", None)
     if isinstance(mask, fx.Node):
         if (boundaries := _boundaries(mask, call)) is not None:
             node.target = packed_attention
-            call = {k: v for k, v in call.items() if k != "is_causal"}
-            call["boundaries"] = boundaries
-        elif not call.get("is_causal") and constants.is_causal(mask, _length(call)):
+            call = {**{k: v for k, v in call.items() if k != "is_causal"}, **boundaries}
+        elif call.get("is_causal") or (window := constants.window(mask, _length(call))) is None:
+            return _OTHER_MASK
+        elif window == _length(call):
             call["is_causal"] = True
+        elif _device_type(call, target) == "cuda":
+            node.target = windowed_attention
+            call = {k: v for k, v in call.items() if k != "is_causal"}
+            call |= {"attn_mask": mask, "window": window}
         else:
-            return False
+            return (
+                f"has a mask, because its window of {window} positions is a kernel's only on CUDA,"
+            )
     call = _without_repeats(call)
     node.args = tuple(call.pop(name) for name in ("query", "key", "value"))
     node.kwargs = call
-    return True
+    return ""
 
 
-def _boundaries(mask: fx.Node, call: dict[str, Any]) -> fx.Node | None:
-    """Return the boundaries of a mask of packed rows, if they are the rows of queries and of keys."""
+def _device_type(call: dict[str, Any], target: torch.device | None) -> str:
+    device: torch.device = target or call["query"].meta["example_value"].device
+    return device.type
+
+
+def _boundaries(mask: fx.Node, call: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the boundaries and the window of a mask of packed rows, if they are the rows of queries and of keys."""
     if mask.target is not PACKED_MASK or call.get("is_causal"):
         return None
-    given: dict[str, Any] = {**dict(zip(_OF_THE_MASK, mask.args, strict=False)), **mask.kwargs}
-    boundaries, *rows = (given[name] for name in _OF_THE_MASK)
+    given = {**dict(zip(_OF_THE_MASK, mask.args, strict=False)), **mask.kwargs}
+    rows, window = [given["num_rows"], given["length"]], given.get("window")
     shapes = [shape_of(call[name]) for name in ("query", "key")]
-    return boundaries if all([s[0], s[-2]] == rows and len(s) == 4 for s in shapes) else None
+    if not all([s[0], s[-2]] == rows and len(s) == 4 for s in shapes):
+        return None
+    boundaries = {"boundaries": given["boundaries"]}
+    return boundaries if window is None else {**boundaries, "window": window}
 
 
 def _length(call: dict[str, Any]) -> int:
@@ -152,15 +171,18 @@ class _Constants:
     def __init__(self, changed: Set[Any]) -> None:
         self._changed = changed
         self._known: dict[fx.Node, Tensor | None] = {}
-        self._causal: dict[tuple[fx.Node, int], bool] = {}
+        self._windows: dict[tuple[fx.Node, int], int | None] = {}
 
-    def is_causal(self, mask: fx.Node, length: int) -> bool:
-        """Return whether a mask allows each of `length` positions exactly itself and the ones before."""
-        if (mask, length) not in self._causal:
-            self._causal[mask, length] = self._allows_the_past(mask, length)
-        return self._causal[mask, length]
+    def window(self, mask: fx.Node, length: int) -> int | None:
+        """Return how many positions a mask lets each of `length` attend to: itself and those just before it.
 
-    def _allows_the_past(self, mask: fx.Node, length: int) -> bool:
+        `length`: it is causal. None: it is another mask.
+        """
+        if (mask, length) not in self._windows:
+            self._windows[mask, length] = self._band(mask, length)
+        return self._windows[mask, length]
+
+    def _band(self, mask: fx.Node, length: int) -> int | None:
         example = mask.meta["example_value"]
         if (
             example.dtype is not torch.bool
@@ -168,9 +190,12 @@ class _Constants:
             or example.numel() > _LARGEST
             or (value := self._value(mask)) is None
         ):
-            return False
-        past = torch.ones(length, length, dtype=torch.bool).tril()
-        return all(torch.equal(each, past) for each in value.reshape(-1, length, length))
+            return None
+        masks = value.reshape(-1, length, length)
+        if (window := int(masks[0, -1].sum())) == 0:
+            return None
+        band = torch.ones(length, length, dtype=torch.bool).tril_().triu_(1 - window)
+        return window if all(torch.equal(each, band) for each in masks) else None
 
     def _value(self, node: fx.Node) -> Tensor | None:
         if node in self._known:

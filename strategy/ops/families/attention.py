@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 
 import thunder.torch as ltorch
-import torch
 import torch.nn.functional as F
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 
+from thunder_memsave.ops.cuda_device import Capability, capability_of
 from thunder_memsave.ops.families.attention_kernels import (
     cpu_flash,
     cuda_efficient,
@@ -24,7 +24,6 @@ from thunder_memsave.ops.families.attention_kernels import (
 from thunder_memsave.ops.operation import Call, Operation
 
 _FLASH_DTYPES = (dtypes.bfloat16, dtypes.float16)
-_FLASH_LARGEST_HEAD = 192  # more is not differentiable on all GPUs
 _FLASH_CAPABILITY = (8, 0)
 
 
@@ -69,10 +68,16 @@ def cuda_flash_applies(
         and query.dtype in _FLASH_DTYPES
         and _share_heads(query, key, value)
         and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= _FLASH_LARGEST_HEAD
         and not (is_causal and query.shape[-2] != key.shape[-2])
-        and _capability(query.device) >= _FLASH_CAPABILITY
+        and (capability := capability_of(query.device.index)) >= _FLASH_CAPABILITY
+        and _flash_differentiates(query.shape[-1], capability)
     )
+
+
+def _flash_differentiates(head_dim: int, capability: Capability) -> bool:
+    """Return whether flash attention has a gradient for heads of this width (sdp_utils.cpp, sm86 to sm89 and sm12x)."""
+    has_small_blocks = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    return head_dim <= 256 and not (has_small_blocks and 192 < head_dim <= 224)
 
 
 def _share_heads(query: TensorProxy, key: TensorProxy, value: TensorProxy) -> bool:
@@ -104,13 +109,6 @@ def _cuda_efficient_applies(
         and all(t.shape[:2] == query.shape[:2] for t in operands)
         and (mask is None or dtypes.is_boolean_dtype(mask.dtype) or mask.dtype is query.dtype)
     )
-
-
-def _capability(device: devices.Device) -> tuple[int, int]:
-    """Return this machine's GPU capability; without a GPU the trace is a plan, for a device that supports flash."""
-    if not torch.cuda.is_available():
-        return _FLASH_CAPABILITY
-    return torch.cuda.get_device_capability(device.index)
 
 
 def cpu_flash_applies(

@@ -35,8 +35,8 @@ from thunder_memsave.ops.operation import (
 # The kernel wants rows of the mask to start at multiples of 16 bytes; PyTorch pads to as many columns.
 _MASK_COLUMNS = 16
 
-_ROWS, _COLUMNS = 128, 32
-"""Flash attention's backward rounds sequences and head dimensions up to these (flash_attn/flash_api.cpp)."""
+_ROWS = 128
+"""Flash attention's backward rounds sequences up to this (flash_attn/flash_api.cpp)."""
 
 Shape = tuple[int, ...]
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -251,7 +251,7 @@ def cpu_blocks_bytes(operands: Sequence[Operand]) -> int:
     return torch.get_num_threads() * (4 * per_thread + 2 * rows * columns)
 
 
-def _cuda_backward_bytes(operands: Sequence[Operand]) -> int:
+def cuda_backward_bytes(operands: Sequence[Operand]) -> int:
     """Bound what flash attention's backward allocates inside (pytorch's flash_api.cpp, `mha_bwd`).
 
     That is a float32 gradient of the query, a float32 number per row, both with rounded sizes, and where key heads are
@@ -269,7 +269,8 @@ def _cuda_backward_bytes(operands: Sequence[Operand]) -> int:
 def flash_backward_bytes(query: Operand, key: Operand, *, num_rows: int) -> int:
     """Return the bytes of flash attention's backward for so many rows of queries per head."""
     _, heads, _, head_dim = query.shape
-    accumulated = 4 * num_rows * heads * (_rounded(head_dim, _COLUMNS) + 1)
+    columns = _rounded(head_dim, 32 if head_dim <= 128 else 64)
+    accumulated = 4 * num_rows * heads * (columns + 1)
     shares_keys = math.prod(key.shape) < math.prod(query.shape)
     expanded = 2 * query.dtype.itemsize * math.prod(query.shape) if shares_keys else 0
     return accumulated + expanded
@@ -284,7 +285,7 @@ def _of_other_executors(operator: str, operands: Sequence[Operand]) -> int:
     if operands[0].device.startswith("cpu"):
         return cpu_blocks_bytes(operands)
     is_backward = "backward" in operator or "bwd" in operator
-    return _cuda_backward_bytes(operands) if is_backward else 0
+    return cuda_backward_bytes(operands) if is_backward else 0
 
 
 def _drops_out(bsym: BoundSymbol) -> bool:
@@ -309,7 +310,7 @@ cuda_flash = attention_kernel(
     "cuda_flash_attention",
     forward=_flash_forward,
     backward=_flash_backward,
-    backward_scratch={"cuda": _cuda_backward_bytes},
+    backward_scratch={"cuda": cuda_backward_bytes},
 )
 """CUDA flash kernel: takes no mask; keys and values may have fewer heads than queries (grouped queries)."""
 
@@ -318,7 +319,7 @@ cuda_efficient = attention_kernel(
     forward=_efficient_forward,
     backward=_efficient_backward,
     logsumexp=lambda query: (*query[:-2], _rounded(query[-2], 32)),
-    backward_scratch={"cuda": _cuda_backward_bytes},
+    backward_scratch={"cuda": cuda_backward_bytes},
 )
 """For CUDA: any mask, boolean or added."""
 

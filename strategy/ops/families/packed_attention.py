@@ -79,6 +79,20 @@ def paddings(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Documen
                 yield Document(row, start - row * length, length)
 
 
+def band_of(document: Document, window: int | None, like: Tensor) -> Tensor | None:
+    """Return what a window adds to the scores of a document, (length, length) in the dtype and on the device of `like`.
+
+    None: the document is no longer than the window, so that it is causal.
+    """
+    length = document.end - document.start
+    if window is None or length <= window:
+        return None
+    allowed = (
+        torch.ones(length, length, dtype=torch.bool, device=like.device).tril().triu(1 - window)
+    )
+    return torch.zeros_like(allowed, dtype=like.dtype).masked_fill_(~allowed, -torch.inf)
+
+
 def _has_no_numbers(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
@@ -89,7 +103,9 @@ def _num_entries(num_boundaries: int, num_rows: int) -> int:
 
 
 @torch.library.custom_op("thunder_memsave::packed_mask", mutates_args=())
-def packed_mask(boundaries: Tensor, num_rows: int, length: int) -> Tensor:
+def packed_mask(
+    boundaries: Tensor, num_rows: int, length: int, window: int | None = None
+) -> Tensor:
     """Return the mask that keeps the documents of packed rows apart; padding attends to padding.
 
     Captured as an argument of attention, it is never made: its boundaries are read instead.
@@ -98,17 +114,19 @@ def packed_mask(boundaries: Tensor, num_rows: int, length: int) -> Tensor:
         boundaries: See `boundaries_of`.
         num_rows: Rows.
         length: Positions of a row.
+        window: Positions that each attends to at most, itself included; None: all of its document before it.
 
     Returns:
         Booleans (rows, 1, length, length), true where attention is allowed.
     """
     positions = torch.arange(num_rows * length, dtype=torch.int32, device=boundaries.device)
     of = torch.searchsorted(boundaries[1:], positions, right=True).view(num_rows, length)
-    return (of[:, :, None] == of[:, None, :]).tril()[:, None]
+    allowed = (of[:, :, None] == of[:, None, :]).tril()
+    return (allowed if window is None else allowed.triu(1 - window))[:, None]
 
 
 @packed_mask.register_fake
-def _(boundaries: Tensor, num_rows: int, length: int) -> Tensor:
+def _(boundaries: Tensor, num_rows: int, length: int, window: int | None = None) -> Tensor:
     return boundaries.new_empty((num_rows, 1, length, length), dtype=torch.bool)
 
 
@@ -125,6 +143,7 @@ def packed_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     """Compute causal attention of each document to itself; zero in the padding after a row's last document.
 
@@ -136,16 +155,19 @@ def packed_attention(
         dropout_p: As in `scaled_dot_product_attention`, like the next two.
         scale: Factor of the scores.
         enable_gqa: Whether several heads of queries share one of keys and values.
+        window: Positions that each attends to at most, itself included; None: all of its document before it.
     """
     num_rows, _, length, _ = query.shape
     result = torch.zeros_like(query)
     for document in documents(boundaries, num_rows, length):
+        band = band_of(document, window, query)
         attended = F.scaled_dot_product_attention(
             document.of(query),
             document.of(key),
             document.of(value),
+            attn_mask=band,
             dropout_p=dropout_p,
-            is_causal=True,
+            is_causal=band is None,
             scale=scale,
             enable_gqa=enable_gqa,
         )

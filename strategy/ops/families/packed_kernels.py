@@ -1,7 +1,7 @@
 """Kernels of attention within the documents of packed rows: one call of PyTorch's on CUDA, one per document on a CPU.
 
-Both take `(query, key, value, boundaries, scale)`. On CUDA no number leaves the device: the longest document is taken
-to be as long as a row.
+Both take `(query, key, value, boundaries, scale, window)`. On CUDA no number leaves the device: the longest document is
+taken to be as long as a row. A window is the kernel's own on CUDA; on a CPU documents that are longer have a mask.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from thunder_memsave.ops.families.attention_kernels import (
     no_dropout,
 )
 from thunder_memsave.ops.families.packed_attention import (
+    band_of,
     documents,
     packed_attention,
     padding_starts,
     paddings,
     whole_rows,
 )
+from thunder_memsave.ops.families.windowed_attention import window_sizes
 from thunder_memsave.ops.operation import Call, Operand, Operation
 
 _log = logging.getLogger(__name__)
@@ -42,7 +44,12 @@ _ROWS = 128
 
 
 def _cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, _, length, _ = query.shape
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
@@ -51,8 +58,12 @@ def _cpu_forward(
     results = output.transpose(1, 2), query.new_empty(query.shape[:-1], dtype=dtype)
     _write_zeros_into_padding(results, boundaries)
     for document in documents(boundaries, num_rows, length):
+        band = band_of(document, window, query)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(document.of(t) for t in (query, key, value)), 0.0, True, scale=scale
+            *(document.of(t) for t in (query, key, value)),
+            *(0.0, band is None),
+            attn_mask=band,
+            scale=scale,
         )
         for result, part in zip(results, parts, strict=True):
             document.of(result).copy_(part)
@@ -69,14 +80,16 @@ def _cpu_backward(
     logsumexp: Tensor,
     boundaries: Tensor,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, _, length, _ = query.shape
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     _write_zeros_into_padding(grads, boundaries)
     for document in documents(boundaries, num_rows, length):
         operands = (document.of(t) for t in (grad, query, key, value, output, logsumexp))
+        band = band_of(document, window, query)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *operands, 0.0, True, scale=scale
+            *operands, 0.0, band is None, attn_mask=band, scale=scale
         )
         for whole, part in zip(grads, parts, strict=True):
             document.of(whole).copy_(part)
@@ -92,7 +105,12 @@ def _write_zeros_into_padding(results: Sequence[Tensor], boundaries: Tensor) -> 
 
 
 def _cuda_forward(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     length = query.shape[-2]
     results = torch.ops.aten._flash_attention_forward(
@@ -102,6 +120,7 @@ def _cuda_forward(
         True,
         False,
         scale=scale,
+        **window_sizes(window),
     )
     output = _by_rows(results[0], query)
     return _without_padding(output, boundaries), results[1]
@@ -116,6 +135,7 @@ def _cuda_backward(
     logsumexp: Tensor,
     boundaries: Tensor,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     length = query.shape[-2]
     grads = torch.ops.aten._flash_attention_backward(
@@ -126,6 +146,7 @@ def _cuda_backward(
         True,
         *no_dropout(query),
         scale=scale,
+        **window_sizes(window),
     )
     of_query, of_key, of_value = (
         _without_padding(_by_rows(g, like), boundaries)
@@ -169,7 +190,7 @@ cpu_packed = attention_kernel(
     "cpu_packed_attention",
     forward=_cpu_forward,
     backward=_cpu_backward,
-    settings=("boundaries", "scale"),
+    settings=("boundaries", "scale", "window"),
     scratch={"cpu": cpu_blocks_bytes},
     backward_scratch={"cpu": cpu_blocks_bytes},
     numbers=_whole_rows,
@@ -179,7 +200,7 @@ cuda_packed = attention_kernel(
     "cuda_packed_attention",
     forward=_cuda_forward,
     backward=_cuda_backward,
-    settings=("boundaries", "scale"),
+    settings=("boundaries", "scale", "window"),
     logsumexp=lambda query: (query[1], query[0] * query[2]),
     backward_scratch={"cuda": _cuda_backward_bytes},
     numbers=_whole_rows,
@@ -199,33 +220,37 @@ def _packed_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
 ) -> TensorProxy:
     """Record `packed_attention` on proxies; where no kernel takes the operands, attention under a mask."""
     operands = (query, key, value)
     if query.device.devicetype is devices.DeviceType.CUDA:
         if cuda_flash_applies(*operands, dropout_p, is_causal=True):
-            return cuda_packed.symbol(*operands, boundaries, scale)
+            return cuda_packed.symbol(*operands, boundaries, scale, window)
     elif cpu_flash_applies(*operands, None, dropout_p):
-        return cpu_packed.symbol(*operands, boundaries, scale)
+        return cpu_packed.symbol(*operands, boundaries, scale, window)
     _log.info(
         "no kernel takes packed rows of %s with %s numbers per head and dropout %s: they have a mask",
         query.dtype,
         query.shape[-1],
         dropout_p,
     )
-    mask = _mask(boundaries, query.shape[0], query.shape[2])
+    mask = _mask(boundaries, query.shape[0], query.shape[2], window)
     return scaled_dot_product_attention(
         *operands, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def _mask(boundaries: TensorProxy, num_rows: int, length: int) -> TensorProxy:
+def _mask(boundaries: TensorProxy, num_rows: int, length: int, window: int | None) -> TensorProxy:
     """Record `packed_mask`: the document of a position is how many end before it."""
     positions = ltorch.arange(num_rows * length, device=boundaries.device, dtype=dtypes.int32)
     ended = positions[:, None] >= boundaries[1:][None, :]
     document = ended.to(dtypes.int32).sum(-1).reshape(num_rows, length)
     same = document[:, :, None] == document[:, None, :]
     past = ltorch.ones(length, length, device=boundaries.device, dtype=dtypes.bool8).tril()
+    if window is not None:
+        before = ltorch.ones(length, length, device=boundaries.device, dtype=dtypes.bool8)
+        past = past & ~before.tril(-window)
     return (same & past)[:, None]
 
 

@@ -16,11 +16,13 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import StrategySection
 from thunder_memsave.finetune.data.packing import Rows, pack, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED
+from thunder_memsave.finetune.model import windows
 from thunder_memsave.finetune.model.documents_apart import (
     MaskKind,
     mask_kind,
     take_boundaries,
 )
+from thunder_memsave.finetune.model.packable import check_packable
 from thunder_memsave.finetune.run_file.config import DataConfig, ModelConfig, RunConfig
 
 LENGTH = 26  # like no other dimension
@@ -36,11 +38,44 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
 }
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "cohere2": _LAYERS,
+    "exaone4": _LAYERS,
+    "gemma3_text": {"head_dim": 8, **_LAYERS},
+    "ministral": {"head_dim": 8, **_LAYERS},
+    "ministral3": {"head_dim": 8},
+    "mistral": {},
+    "mixtral": _EXPERTS,
+    "olmo3": _LAYERS,
+    "phi3": {},
+    "phimoe": _EXPERTS,
+    "qwen2": {"use_sliding_window": True, **_LAYERS},
+    "qwen2_moe": {
+        "use_sliding_window": True,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        **_EXPERTS,
+        **_LAYERS,
+    },
+    "qwen3": {"head_dim": 8, "use_sliding_window": True, **_LAYERS},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "moe_intermediate_size": 16,
+        **_EXPERTS,
+    },
+    "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 1], **_LAYERS},
+    "starcoder2": {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+WINDOW = 4
 LENGTHS = (5, 9, 3, 12, 2, 8)
 
 
-def model_of(model_type: str) -> Any:
-    architecture = AutoConfig.for_model(model_type, **{**TINY_DECODER, **MODELS[model_type]})
+def model_of(model_type: str, **values: Any) -> Any:
+    values = values or MODELS[model_type]
+    architecture = AutoConfig.for_model(model_type, **{**TINY_DECODER, **values})
     set_seed(0)
     model = AutoModelForCausalLM.from_config(architecture, attn_implementation="sdpa").double()
     with torch.no_grad():
@@ -74,7 +109,29 @@ def names_and_squares(compiled: CompiledModule) -> tuple[list[str], set[str]]:
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_packed_rows_have_the_loss_and_gradients_of_their_documents_alone(model_type: str) -> None:
-    model = model_of(model_type)
+    operators, squares = compare_with_documents_alone(model_of(model_type))
+    assert operators == ["cpu_packed_attention"] * 2 + ["cpu_packed_attention_backward"] * 2
+    assert not squares
+
+
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_packed_rows_keep_the_windows_of_their_layers(model_type: str) -> None:
+    model = model_of(model_type, sliding_window=WINDOW, **WINDOWED[model_type])
+    assert WINDOW in (windows.windows_of(model) or {}).values()
+    if "num_experts" in WINDOWED[model_type]:
+        model.float()  # torch's grouped products take no float64
+    check_packable(model, RunConfig(data=DataConfig(max_seq_length=LENGTH)))
+    operators, squares = compare_with_documents_alone(model)
+    assert operators == ["cpu_packed_attention"] * 2 + ["cpu_packed_attention_backward"] * 2
+    assert not squares
+
+
+def test_all_models_whose_masks_can_have_a_window_are_tried() -> None:
+    assert set(WINDOWED) == windows._OF_ALL_LAYERS | windows._BY_KIND
+
+
+def compare_with_documents_alone(model: Any) -> tuple[list[str], set[str]]:
+    """Compare packed rows with documents in rows of their own; return `names_and_squares` of the packed ones."""
     alone, packed = copy.deepcopy(model), rows_of(packed=True)
     take_boundaries(model)
     compiled = CompiledModule(model)
@@ -86,13 +143,12 @@ def test_packed_rows_have_the_loss_and_gradients_of_their_documents_alone(model_
     expected = sum(loss_sum(alone, apart.lay_out([k]), mask="none") for k in range(len(apart)))
     cast(Tensor, expected).backward()
     # transformers computes norms and the loss in float32, whatever the model's numbers are.
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    rtol = 1e-6 if model.dtype is torch.float64 else 1e-5
+    torch.testing.assert_close(loss, expected, rtol=rtol, atol=1e-6)
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
     assert len(compiled.captures) == 1  # rows have 2 to 3 documents
-    operators, squares = names_and_squares(compiled)
-    assert operators == ["cpu_packed_attention"] * 2 + ["cpu_packed_attention_backward"] * 2
-    assert not squares
+    return names_and_squares(compiled)
 
 
 @pytest.mark.parametrize("mask", ["boundaries", "boolean"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from harness.language_model import TINY_DECODER, loss_sum, sample_of
+from thunder_memsave.config import StrategySection
 from thunder_memsave.finetune.data.packing import pack, pad
 from thunder_memsave.finetune.model.documents_apart import MaskKind
 from thunder_memsave.finetune.model.packable import check_packable
-from thunder_memsave.finetune.run_file.config import DataConfig, RunConfig
+from thunder_memsave.finetune.run_file.config import DataConfig, ModelConfig, RunConfig
 from thunder_memsave.settings.problems import ConfigError
 
 MASKS: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
@@ -71,7 +73,7 @@ def test_packed_rows_have_the_loss_of_unpacked_ones(
 @pytest.mark.parametrize(
     ("model_type", "values", "message"),
     [
-        ("mistral", {"sliding_window": 16}, "sliding window of 16 tokens is shorter than data.max"),
+        ("gpt_oss", {"sliding_window": 16}, "sliding window of 16 tokens is shorter than data.max"),
         ("bloom", {}, "takes no position_ids, which start anew"),
         ("falcon", {"alibi": True}, "computes distances from the row"),
         ("jamba", {}, "its layers pass a state from token to token"),
@@ -89,3 +91,23 @@ def test_packing_is_refused_where_documents_would_mix(
     ):
         check_packable(model, run())
     check_packable(model, run(packing=False))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            RunConfig(model=ModelConfig(attn_implementation="eager")),
+            "the mask of packed rows cannot have it with attn_implementation: eager",
+        ),
+        (RunConfig(strategy=StrategySection(frontend="interpreter")), "and frontend: interpreter"),
+    ],
+)
+def test_a_window_needs_the_mask_that_can_have_it(config: RunConfig, message: str) -> None:
+    with torch.device("meta"):
+        architecture = AutoConfig.for_model("mistral", **{**TINY_DECODER, "sliding_window": 16})
+        model: Any = AutoModelForCausalLM.from_config(architecture)
+    check_packable(model, run())
+    with pytest.raises(ConfigError, match=message):
+        check_packable(model, replace(config, data=DataConfig(max_seq_length=24)))
+    check_packable(model, replace(config, data=DataConfig(max_seq_length=16)))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from thunder.core.devices import Device
-from thunder.core.dtypes import to_dtype
-from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
 
+from harness.on_cuda import facts, on_cuda
 from thunder_memsave.ops.claim import own_executor
 from thunder_memsave.ops.families.attention import scaled_dot_product_attention
 from thunder_memsave.ops.families.attention_kernels import (
@@ -33,16 +30,6 @@ KERNELS: dict[str, tuple[Any, Any]] = {
 
 def heads(num: int, length: int, width: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.empty(2, num, length, width, device="meta", dtype=dtype)
-
-
-def on_cuda(tensor: Tensor) -> TensorProxy:
-    return TensorProxy(
-        shape=tuple(tensor.shape), device=Device("cuda:0"), dtype=to_dtype(tensor.dtype)
-    )
-
-
-def facts(results: Sequence[Tensor | TensorProxy]) -> list[tuple[tuple[int, ...], object]]:
-    return [(tuple(r.shape), to_dtype(r.dtype)) for r in results]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +67,8 @@ def test_what_the_trace_says_of_a_kernel_is_what_pytorch_says(
         (HALF, 2, 64, False, 0.0, ["cuda_flash_attention_prim"]),
         (HALF, 4, 64, True, 0.0, ["cuda_efficient_attention_prim"]),
         (torch.float32, 4, 64, False, 0.0, ["cuda_efficient_attention_prim"]),
-        (HALF, 4, 256, False, 0.0, ["cuda_efficient_attention_prim"]),
+        (HALF, 4, 256, False, 0.0, ["cuda_flash_attention_prim"]),
+        (HALF, 4, 264, False, 0.0, ["cuda_efficient_attention_prim"]),
         (torch.float64, 4, 64, False, 0.0, ["scaled_dot_product_attention"]),
         (HALF, 4, 12, False, 0.0, ["scaled_dot_product_attention"]),
         (HALF, 4, 64, False, 0.1, ["scaled_dot_product_attention"]),

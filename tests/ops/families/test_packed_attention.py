@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from thunder.core.devices import Device
-from thunder.core.dtypes import to_dtype
-from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
 
+from harness.flash_kernels import band, flash_on_cpu
+from harness.on_cuda import facts, on_cuda
+from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.measure.layouts import Layout, Value
 from thunder_memsave.measure.op_profile import Operation
 from thunder_memsave.measure.run_alone import ready_to_run
 from thunder_memsave.ops.claim import own_executor
 from thunder_memsave.ops.families.packed_attention import (
+    Document,
+    band_of,
     boundaries_of,
     documents,
     packed_attention,
@@ -38,14 +41,13 @@ def operands(num_keys: int = KEYS, dtype: torch.dtype = torch.float64) -> list[T
     return [torch.randn(ROWS, n, LENGTH, WIDTH, dtype=dtype) for n in (HEADS, num_keys, num_keys)]
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def alone(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
     """Softmax of the scores of each document, by its definition."""
     result = torch.zeros_like(query)
     for row, start, end in PARTS:
         q, k, v = (t[row, :, start:end] for t in (query, key, value))
         k, v = (t.repeat_interleave(HEADS // t.shape[0], 0) for t in (k, v))
-        future = torch.ones(end - start, end - start).triu(1).bool()
-        scores = (q @ k.mT / WIDTH**0.5).masked_fill(future, -torch.inf)
+        scores = (q @ k.mT / WIDTH**0.5).masked_fill(~band(end - start, window), -torch.inf)
         result[row, :, start:end] = scores.softmax(-1) @ v
     return result
 
@@ -56,56 +58,36 @@ def differentiated(run: Any, heads: list[Tensor], grad: Tensor) -> tuple[Tensor,
     return (output.detach(), *torch.autograd.grad(output, leaves, grad))
 
 
-def kernel_results(kernel: Any, heads: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    output, logsumexp = kernel.run(*heads, BOUNDARIES, None)
-    grads = kernel.derivatives[0].run(grad, *heads, output, logsumexp, BOUNDARIES, None)
+def kernel_results(
+    kernel: Any, heads: list[Tensor], grad: Tensor, window: int | None = None
+) -> tuple[Tensor, ...]:
+    output, logsumexp = kernel.run(*heads, BOUNDARIES, None, window)
+    grads = kernel.derivatives[0].run(grad, *heads, output, logsumexp, BOUNDARIES, None, window)
     return (output, *grads)
-
-
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **_: Any) -> Any:
-    """What CUDA's operator does, on the CPU; backward is given what autograd needs by way of the logsumexp."""
-    starts, same, *longest, dropout_p, is_causal, debug = settings
-    assert (longest, dropout_p, is_causal, debug) == ([LENGTH, LENGTH], 0.0, True, False)
-    assert torch.equal(starts, same)
-    assert starts.dtype is torch.int32
-    output = torch.full_like(query, torch.nan)  # which nobody wrote
-    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        if start < end:
-            q, k, v = (t[start:end].transpose(0, 1)[None] for t in (query, key, value))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            output[start:end] = attended[0].transpose(0, 1)
-    return output, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
-
-
-def flash_backward(grad: Tensor, *arguments: Any, **_: Any) -> Any:
-    *heads, _output, logsumexp, starts, same, long, longest, dropout_p, is_causal, _, _ = arguments
-    assert logsumexp.shape == (HEADS, ROWS * LENGTH)
-    leaves = [t.detach().clone().requires_grad_() for t in heads]
-    with torch.enable_grad():
-        again = flash_forward(*leaves, starts, same, long, longest, dropout_p, is_causal, False)[0]
-    return torch.autograd.grad(again, leaves, grad)
 
 
 @pytest.fixture
 def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    flash_on_cpu(monkeypatch)
 
 
 @pytest.mark.usefixtures("_flash_on_cpu")
 @pytest.mark.parametrize("num_keys", [HEADS, KEYS], ids=["heads", "grouped queries"])
 @pytest.mark.parametrize("how", ["cpu kernel", "cuda kernel", "eager", "mask"])
-def test_values_and_gradients_are_those_of_each_document_alone(how: str, num_keys: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 4, 8])
+def test_values_and_gradients_are_those_of_each_document_alone(
+    how: str, num_keys: int, window: int | None
+) -> None:
     heads, grad = operands(num_keys), torch.randn(ROWS, HEADS, LENGTH, WIDTH, dtype=torch.float64)
-    expected = differentiated(alone, heads, grad)
+    expected = differentiated(partial(alone, window=window), heads, grad)
     if how == "eager":
         found = differentiated(
-            lambda *t: packed_attention(*t, BOUNDARIES, enable_gqa=True), heads, grad
+            lambda *t: packed_attention(*t, BOUNDARIES, enable_gqa=True, window=window), heads, grad
         )
     elif how == "mask":
-        mask = packed_mask(BOUNDARIES, ROWS, LENGTH)
+        mask = packed_mask(BOUNDARIES, ROWS, LENGTH, window)
         grad[0, :, 8:] = 0  # under a mask, padding attends to padding
-        expected = differentiated(alone, heads, grad)
+        expected = differentiated(partial(alone, window=window), heads, grad)
         found = differentiated(
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
             heads,
@@ -113,7 +95,8 @@ def test_values_and_gradients_are_those_of_each_document_alone(how: str, num_key
         )
         found[0][0, :, 8:] = 0
     else:
-        found = kernel_results(cpu_packed if how == "cpu kernel" else cuda_packed, heads, grad)
+        kernel = cpu_packed if how == "cpu kernel" else cuda_packed
+        found = kernel_results(kernel, heads, grad, window)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -132,12 +115,42 @@ def test_padding_and_other_documents_get_exactly_nothing(kernel: Any) -> None:
         assert bool((found == 0).all())
 
 
+@pytest.mark.usefixtures("_flash_on_cpu")
+@pytest.mark.parametrize("kernel", [cpu_packed, cuda_packed], ids=lambda k: k.name)
+def test_keys_outside_of_the_window_get_exactly_nothing(kernel: Any) -> None:
+    heads, grad = operands(), torch.zeros(ROWS, HEADS, LENGTH, WIDTH, dtype=torch.float64)
+    grad[1, :, 7] = 1  # of the second document of the second row, from 1 to 9
+    _, _, *of_keys = kernel_results(kernel, heads, grad, window=3)
+    for found in of_keys:
+        assert bool((found[1, :, 5:8] != 0).all())
+        found[1, :, 5:8] = 0
+        assert bool((found == 0).all())
+
+
+def test_on_a_cpu_only_documents_longer_than_the_window_have_a_mask() -> None:
+    heads = operands()
+    with AtenRecord() as record:
+        cpu_packed.run(*heads, BOUNDARIES, None, 8)
+    causal = sum((end - start) ** 2 for _, start, end in PARTS)
+    assert record.flops == 2 * HEADS * WIDTH * causal
+    assert band_of(Document(1, 1, 9), 8, heads[0]) is None
+    added = band_of(Document(1, 1, 9), 7, heads[0])
+    assert added is not None
+    assert torch.equal(added == 0, band(8, 7))
+    assert torch.equal(added == -torch.inf, ~band(8, 7))
+
+
 def test_boundaries_are_cumulative_lengths_over_all_rows() -> None:
     assert BOUNDARIES.tolist() == [0, 3, 8, 8, 12, 13, 21, 24, 24]
     assert BOUNDARIES.dtype is torch.int32
     assert list(documents(BOUNDARIES, ROWS, LENGTH)) == PARTS
     empty = boundaries_of(torch.zeros(1, 3, dtype=torch.int32), LENGTH)
     assert list(documents(empty, 1, LENGTH)) == []
+
+
+def test_the_mask_of_a_window_lets_a_position_see_only_so_many() -> None:
+    mask = packed_mask(boundaries_of(torch.tensor([[3, 4]], dtype=torch.int32), 4), 1, 4, 2)
+    assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]]]
 
 
 def test_the_mask_lets_a_position_see_its_own_document_up_to_itself() -> None:
@@ -179,16 +192,6 @@ def test_what_the_trace_says_of_cudas_kernel_is_what_pytorch_says(num_keys: int)
     assert facts(said_grads) == facts(grads)
 
 
-def on_cuda(tensor: Tensor) -> TensorProxy:
-    return TensorProxy(
-        shape=tuple(tensor.shape), device=Device("cuda:0"), dtype=to_dtype(tensor.dtype)
-    )
-
-
-def facts(results: Any) -> list[tuple[tuple[int, ...], object]]:
-    return [(tuple(r.shape), to_dtype(r.dtype)) for r in results]
-
-
 @pytest.mark.parametrize(
     ("dtype", "symbol"),
     [
@@ -203,7 +206,8 @@ def test_without_a_kernel_that_takes_the_operands_there_is_a_mask(
     trace = TraceCtx(None)
     with tracectx(trace):
         query, key, value = (on_cuda(t) for t in operands(dtype=dtype))
-        output = _packed_attention(query, key, value, on_cuda(BOUNDARIES), enable_gqa=True)
+        boundaries = on_cuda(BOUNDARIES)
+        output = _packed_attention(query, key, value, boundaries, enable_gqa=True, window=4)
     assert output.shape == (ROWS, HEADS, LENGTH, WIDTH)
     assert trace.bound_symbols[-1].sym.name == symbol
     said = "no kernel takes packed rows of thunder.dtypes.float32 with 8 numbers per head"

@@ -1,0 +1,155 @@
+"""Causal attention within a sliding window: on CUDA one kernel that takes no mask, elsewhere attention under the mask.
+
+A position attends to itself and to the `window - 1` before it. PyTorch's flash kernels for CUDA take such a window, and
+do no work outside of it; `scaled_dot_product_attention` has no argument for it, nor have the kernels for the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from thunder.core import devices
+from thunder.core.proxies import TensorProxy
+from torch import Tensor
+
+from thunder_memsave.ops.families.attention import (
+    cuda_flash_applies,
+    scaled_dot_product_attention,
+)
+from thunder_memsave.ops.families.attention_kernels import (
+    attention_kernel,
+    cuda_backward_bytes,
+    no_dropout,
+)
+from thunder_memsave.ops.operation import Call, Operation
+
+_log = logging.getLogger(__name__)
+
+
+def windowed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    *,
+    window: int,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute `scaled_dot_product_attention` under a mask that is a sliding window.
+
+    Args:
+        query: (rows, heads, length, width).
+        key: As `query`; with `enable_gqa`, with fewer heads.
+        value: As `key`.
+        attn_mask: Booleans, broadcast to (rows, heads, length, length): true from `window - 1` positions before to
+            the position itself.
+        window: Number of positions that each attends to, itself included.
+        dropout_p: As in `scaled_dot_product_attention`, like the next two.
+        scale: Factor of the scores.
+        enable_gqa: Whether several heads of queries share one of keys and values.
+    """
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def window_sizes(window: int | None) -> dict[str, int]:
+    """Return the flash kernels' arguments for a causal window.
+
+    Both count positions besides the query's own (github.com/Dao-AILab/flash-attention, "sliding window": a query
+    attends to keys from `window_size_left` before to `window_size_right` after it, both included).
+    """
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    results = torch.ops.aten._flash_attention_forward(
+        *(t.transpose(1, 2) for t in (query, key, value)),
+        *(None, None, query.shape[2], key.shape[2]),
+        0.0,
+        True,
+        False,
+        scale=scale,
+        **window_sizes(window),
+    )
+    return results[0].transpose(1, 2), results[1]
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    window: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.ops.aten._flash_attention_backward(
+        *(t.transpose(1, 2) for t in (grad, query, key, value, output)),
+        logsumexp,
+        *(None, None, query.shape[2], key.shape[2]),
+        0.0,
+        True,
+        *no_dropout(query),
+        scale=scale,
+        **window_sizes(window),
+    )
+    of_query, of_key, of_value = (g.transpose(1, 2) for g in grads)
+    return of_query, of_key, of_value
+
+
+cuda_windowed = attention_kernel(
+    "cuda_windowed_attention",
+    forward=_forward,
+    backward=_backward,
+    settings=("window", "scale"),
+    backward_scratch={"cuda": cuda_backward_bytes},
+)
+
+
+def _lower(call: Call) -> TensorProxy:
+    return _windowed_attention(*call.args, **call.kwargs)
+
+
+def _windowed_attention(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    attn_mask: TensorProxy,
+    *,
+    window: int,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> TensorProxy:
+    """Record `windowed_attention` on proxies; where no kernel takes the operands, attention under the mask."""
+    if query.device.devicetype is devices.DeviceType.CUDA:
+        if cuda_flash_applies(query, key, value, dropout_p, is_causal=True):
+            return cuda_windowed.symbol(query, key, value, window, scale)
+        _log.info(
+            "no kernel takes a window of %s positions of %s with %s numbers per head and dropout %s: it has a mask",
+            window,
+            query.dtype,
+            query.shape[-1],
+            dropout_p,
+        )
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+OPERATIONS = (
+    Operation(
+        name="windowed_attention",
+        functions=(windowed_attention,),
+        lower=_lower,
+        kernels=(cuda_windowed,),
+    ),
+)
