@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from thunder_memsave.planner.cost import flops_per_s
 from thunder_memsave.planner.graph import Device, Op, Program
+from thunder_memsave.planner.report.attention_work import attention_lines
 
 KINDS = ("products", "attention", "collectives", "other operations")
 _LAYER = re.compile(r"^(.*?)\.(\d+)(?=\.|$)")
@@ -88,6 +89,7 @@ def work_table(program: Program, device: Device) -> str:
         lines.append(
             f"each of {num_layers} layers moves {gb:.2f} GB in {ops_each:.0f} other operations"
         )
+    lines += attention_lines(program)
     return "\n".join(lines)
 
 

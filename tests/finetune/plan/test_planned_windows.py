@@ -16,6 +16,7 @@ from thunder_memsave.finetune.plan import plan_run
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.report.step_work import work_table
 
 TINY = Path(str(files("thunder_memsave.configs"))) / "tiny_pretrain.yaml"
 LENGTH, WINDOW, HEADS, WIDTH = 1344, 256, 4, 64  # a length like no other dimension
@@ -97,3 +98,14 @@ def test_heads_that_a_gpu_has_no_kernel_for_keep_the_mask(compiled: list[Compile
     ]
     assert names[0][0] == "cuda_windowed_attention"
     assert names[1] == ["cuda_efficient_attention"] * 2
+
+
+def test_the_work_of_a_plan_says_why_scores_are_in_memory() -> None:
+    shape = {**GEMMA, "model_type": "gemma2"}
+    for architecture, implementation, line in (
+        (shape, "eager", "scores in memory, soft-capped (tanh), which no kernel of PyTorch does: "),
+        (GEMMA, "sdpa", "kernels of attention: cuda_flash_attention 1, cuda_windowed_attention 1"),
+    ):
+        config = run_of(architecture, attn_implementation=implementation)
+        plan = plan_run.plan_run(config, device=device("h200"), num_ranks=1, has_curve=False)
+        assert line in work_table(plan.call.program, plan.device)
