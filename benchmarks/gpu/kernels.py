@@ -19,6 +19,8 @@ from thunder_memsave.config import CompileConfig
 from thunder_memsave.measure.layouts import Value, layout_of
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
+from thunder_memsave.ops.attention_choice import prefers_cudnn
+from thunder_memsave.ops.cuda_device import planned_for
 from thunder_memsave.ops.families import (
     attention_kernels,
     packed_kernels,
@@ -173,9 +175,20 @@ def fold_casts(target: Target) -> str:
     return "output and both gradients have the same bits with and without the casts"
 
 
-def scratch(target: Target, *, packed: bool) -> str:
+_SCRATCH = {
+    "flash": attention_kernels.cuda_flash,
+    "cuDNN": attention_kernels.cuda_cudnn,
+    "packed": packed_kernels.cuda_packed,
+}
+
+
+def scratch(target: Target, *, kernel: str) -> str:
     """Compare the bytes that attention's backward takes inside with their bound."""
-    length, kernel = 4096, packed_kernels.cuda_packed if packed else attention_kernels.cuda_flash
+    return _scratch(target, _SCRATCH[kernel], packed=kernel == "packed")
+
+
+def _scratch(target: Target, kernel: Any, *, packed: bool) -> str:
+    length = 4096
     query = heads_of(target, 1, 32, length, 128, torch.bfloat16)
     key = heads_of(target, 1, 8, length, 128, torch.bfloat16)
     ends = torch.tensor([[length // 2, length]], dtype=torch.int32, device=target.device)
@@ -220,7 +233,32 @@ def flops(target: Target) -> str:
     return f"{record.flops:,} as expected: two products forward, five backward, half of the square"
 
 
+def choice(target: Target) -> str:
+    """Compare PyTorch's choice of cuDNN on this GPU with the rules by which a plan chooses."""
+    from thunder.core.devices import Device  # after `thunder_memsave.compat`
+    from thunder.core.dtypes import bfloat16
+    from thunder.core.proxies import TensorProxy
+    from thunder.core.trace import TraceCtx, tracectx
+
+    chosen = {}
+    for width in (64, 128, 192, 256):
+        with tracectx(TraceCtx(None)):
+            query, key = (
+                TensorProxy(shape=(1, n, 512, width), device=Device("cuda:0"), dtype=bfloat16)
+                for n in (8, 2)
+            )
+            asked = prefers_cudnn(query, key, key, is_causal=True)
+            with planned_for(torch.cuda.get_device_capability()):
+                planned = prefers_cudnn(query, key, key, is_causal=True)
+        chosen[width] = (asked, planned)
+    line = ", ".join(f"{width} wide: {'cuDNN' if a else 'not'}" for width, (a, _) in chosen.items())
+    differing = [width for width, (a, b) in chosen.items() if a != b]
+    require(not differing, f"plans choose otherwise for heads of {differing} numbers: {line}")
+    return f"plans choose as PyTorch does; {line}"
+
+
 _causal = partial(attention, cuda=attention_kernels.cuda_flash)
+_cudnn = partial(attention, cuda=attention_kernels.cuda_cudnn)
 _masked = partial(attention, cuda=attention_kernels.cuda_efficient, masked="mask")
 _packed = partial(attention, cuda=packed_kernels.cuda_packed, masked="boundaries")
 _windowed = partial(attention, cuda=windowed_attention.cuda_windowed, masked="window")
@@ -233,6 +271,8 @@ _RUNS: dict[str, Callable[[Target], str]] = {
     "causal attention, float16, 192 wide": partial(
         _causal, **_SHARED, length=129, width=192, dtype=torch.float16
     ),
+    "cuDNN's attention": partial(_cudnn, **_SAME, length=100, width=64),
+    "cuDNN's attention, grouped queries": partial(_cudnn, **_SHARED, length=1000, width=128),
     "masked attention": partial(_masked, **_SAME, length=1000, width=128),
     "masked attention, rows that attend to nothing": partial(
         _masked, **_SAME, length=77, width=64, masked="dead"
@@ -258,11 +298,12 @@ CHECKS = [
     *(Check(name=name, run=run, group="kernels", limit_s=40) for name, run in _RUNS.items()),
     *(
         Check(
-            name=f"scratch of {'packed' if packed else 'flash'} attention's backward",
-            run=partial(scratch, packed=packed),
+            name=f"scratch of {kernel} attention's backward",
+            run=partial(scratch, kernel=kernel),
             group="kernels",
             needs_cuda=True,
         )
-        for packed in (False, True)
+        for kernel in ("flash", "cuDNN", "packed")
     ),
+    Check(name="cuDNN or flash", run=choice, group="kernels", needs_cuda=True),
 ]

@@ -104,13 +104,11 @@ def _efficient(query: Tensor, key: Tensor) -> Runs:
 
 
 def _cudnn(query: Tensor, key: Tensor) -> Runs:
-    aten = torch.ops.aten
+    kernel = attention_kernels.cuda_cudnn
+    backward: Any = kernel.derivatives[0].run
     return (
-        lambda: aten._scaled_dot_product_cudnn_attention(query, key, key, None, True, 0.0, True),
-        lambda s: aten._scaled_dot_product_cudnn_attention_backward(
-            *(query, query, key, key, s[0], s[1], s[6], s[7], None),
-            *(s[2], s[3], s[4], s[5], 0.0, True),
-        ),
+        lambda: kernel.run(query, key, key, None, True, None),
+        lambda saved: backward(query, query, key, key, *saved, None, True, None),
     )
 
 

@@ -26,6 +26,11 @@ def planned_for(capability: Capability | None) -> Iterator[None]:
         _planned.reset(token)
 
 
+def is_here() -> bool:
+    """Return whether the GPU that is traced for is in this machine, and none was named for a plan."""
+    return _planned.get() is None and torch.cuda.is_available()
+
+
 def capability_of(index: int | None) -> Capability:
     """Return the compute capability that is planned for, or else that of a GPU by its index."""
     planned = _planned.get()

@@ -16,6 +16,8 @@ from torch.utils.flop_counter import flop_registry
 from thunder_memsave.aten.attention_flops import attention_flops
 from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.ops.families.attention_kernels import (
+    _cudnn_backward,
+    _cudnn_forward,
     _efficient_backward,
     _efficient_forward,
     _flash_backward,
@@ -67,6 +69,8 @@ def test_kernels_for_cuda_count_half_of_the_square_where_they_are_causal(is_caus
             assert (
                 both(_flash_forward, _flash_backward, num_keys, None, is_causal, None) == expected
             )
+            cudnn = both(_cudnn_forward, _cudnn_backward, num_keys, None, is_causal, None)
+            assert cudnn == expected
         efficient = both(_efficient_forward, _efficient_backward, HEADS, None, is_causal, None)
     assert efficient == expected
 

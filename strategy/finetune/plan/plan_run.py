@@ -168,7 +168,7 @@ def _compile(
         fp8=planned_fp8(model, strategy),
         graphs=_graphs(strategy, planner),
     )
-    with _precision(config, planner.device):
+    with _precision(config, planner.device), _determinism(config):
         compiler.compile(model, Call.of(model, (), inputs), name="forward", reason="plan")
 
 
@@ -289,6 +289,22 @@ def _precision(config: RunConfig, device: Device) -> AbstractContextManager[obje
     if dtype is None:
         return nullcontext()
     return torch.autocast("cpu", dtype=dtype) if device.name == "cpu" else autocast_of_cuda(dtype)
+
+
+@contextmanager
+def _determinism(config: RunConfig) -> Iterator[None]:
+    """Choose kernels as a run does that asks for deterministic ones; memory is not filled, there is none."""
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(mode=True)
+        memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=before[0], warn_only=warned)
+        memory.fill_uninitialized_memory = before[1]
 
 
 def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 
 import thunder.torch as ltorch
+import torch
 import torch.nn.functional as F
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 
+from thunder_memsave.ops.attention_choice import prefers_cudnn
 from thunder_memsave.ops.cuda_device import Capability, capability_of
 from thunder_memsave.ops.families.attention_kernels import (
     cpu_flash,
+    cuda_cudnn,
     cuda_efficient,
     cuda_flash,
     of_other_executors,
@@ -44,10 +47,14 @@ def scaled_dot_product_attention(
     `mask_needs_grad`: whether the mask is trained, as a position bias is. The kernels compute no gradient for it.
     """
     if query.device.devicetype is devices.DeviceType.CUDA and not mask_needs_grad:
-        if attn_mask is None and cuda_flash_applies(query, key, value, dropout_p, is_causal):
+        if attn_mask is None and _cudnn_applies(query, key, value, dropout_p, is_causal):
+            return cuda_cudnn.symbol(query, key, value, None, is_causal, scale)
+        may_be_flash = attn_mask is None and torch.backends.cuda.flash_sdp_enabled()
+        if may_be_flash and cuda_flash_applies(query, key, value, dropout_p, is_causal):
             return cuda_flash.symbol(query, key, value, None, is_causal, scale)
         key, value = (repeat_heads(t, query) if enable_gqa else t for t in (key, value))
-        if _cuda_efficient_applies(query, key, value, attn_mask, dropout_p):
+        may_be_efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
+        if may_be_efficient and _cuda_efficient_applies(query, key, value, attn_mask, dropout_p):
             return cuda_efficient.symbol(query, key, value, attn_mask, is_causal, scale)
         return ltorch.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
@@ -71,6 +78,17 @@ def cuda_flash_applies(
         and not (is_causal and query.shape[-2] != key.shape[-2])
         and (capability := capability_of(query.device.index)) >= _FLASH_CAPABILITY
         and _flash_differentiates(query.shape[-1], capability)
+    )
+
+
+def _cudnn_applies(
+    query: TensorProxy, key: TensorProxy, value: TensorProxy, dropout_p: float, is_causal: bool
+) -> bool:
+    """Return whether cuDNN's kernel takes the operands, and PyTorch prefers it to flash."""
+    return (
+        dropout_p == 0.0
+        and _share_heads(query, key, value)
+        and prefers_cudnn(query, key, value, is_causal=is_causal)
     )
 
 
@@ -172,7 +190,7 @@ OPERATIONS = (
         name="attention",
         functions=(F.scaled_dot_product_attention,),
         lower=_lower,
-        kernels=(cpu_flash, cuda_flash, cuda_efficient),
+        kernels=(cpu_flash, cuda_flash, cuda_cudnn, cuda_efficient),
         foreign=of_other_executors,
     ),
 )

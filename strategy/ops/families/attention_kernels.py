@@ -183,6 +183,37 @@ def no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
     return seed, torch.empty((), dtype=torch.uint64, device=query.device)
 
 
+def _cudnn_forward(
+    query: Tensor, key: Tensor, value: Tensor, _: None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return results[0], results[1]
+
+
+def _cudnn_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    _: None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Read for dropout only (native/cudnn/MHA.cpp).
+    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+    no_mask_and_no_documents = (None, None, None)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        *(grad, query, key, value, output, logsumexp, seed, offset),
+        *no_mask_and_no_documents,
+        *(query.shape[-2], key.shape[-2], 0.0, is_causal),
+        scale=scale,
+    )
+
+
 def _efficient_forward(
     query: Tensor,
     key: Tensor,
@@ -252,11 +283,12 @@ def cpu_blocks_bytes(operands: Sequence[Operand]) -> int:
 
 
 def cuda_backward_bytes(operands: Sequence[Operand]) -> int:
-    """Bound what flash attention's backward allocates inside (pytorch's flash_api.cpp, `mha_bwd`).
+    """Bound what flash attention's backward allocates inside (pytorch's flash_api.cpp, `mha_bwd`), and cuDNN's.
 
     That is a float32 gradient of the query, a float32 number per row, both with rounded sizes, and where key heads are
-    shared one gradient of key and value per query head. The first three of four dimensions are batch, heads and rows,
-    in either order.
+    shared one gradient of key and value per query head. cuDNN's workspace has the same parts, not rounded
+    (cudnn-frontend, `SDPABackwardNodeBase`: `dQ_accum`, `softmax_sum`, `dK_fullhead`, `dV_fullhead`). The first three
+    of four dimensions are batch, heads and rows, in either order.
     """
     of_four = [v for v in operands if len(v.shape) == 4]
     if len(of_four) < 4:
@@ -313,6 +345,16 @@ cuda_flash = attention_kernel(
     backward_scratch={"cuda": cuda_backward_bytes},
 )
 """CUDA flash kernel: takes no mask; keys and values may have fewer heads than queries (grouped queries)."""
+
+cuda_cudnn = attention_kernel(
+    "cuda_cudnn_attention",
+    forward=_cudnn_forward,
+    backward=_cudnn_backward,
+    logsumexp=lambda query: (*query[:-1], 1),
+    backward_scratch={"cuda": cuda_backward_bytes},
+)
+"""cuDNN's, for CUDA: as `cuda_flash`. With a mask its gradients may not be numbers, and a mask of another dtype is
+misread, silently (github.com/pytorch/pytorch/issues/196678 and /pull/191612), so masks are left to `cuda_efficient`."""
 
 cuda_efficient = attention_kernel(
     "cuda_efficient_attention",

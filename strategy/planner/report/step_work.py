@@ -42,8 +42,10 @@ def sustained_us(op: Op, device: Device) -> float:
     rates = device.sustained
     of_products = rates.products
     if kind_of(op) == "attention":
-        is_backward = "backward" in op.symbol or "bwd" in op.symbol
-        of_products = rates.attention_backward if is_backward else rates.attention_forward
+        forward, backward = rates.attention_forward, rates.attention_backward
+        if "cudnn" in op.symbol:
+            forward, backward = rates.cudnn_forward, rates.cudnn_backward
+        of_products = backward if "backward" in op.symbol or "bwd" in op.symbol else forward
     seconds = max(
         op.flops / (flops_per_s(op, device) * of_products),
         op.moved_bytes / (device.memory_bytes_per_s * rates.memory),

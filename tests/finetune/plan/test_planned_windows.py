@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from thunder.core.proxies import TensorProxy
 
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
@@ -104,8 +105,23 @@ def test_the_work_of_a_plan_says_why_scores_are_in_memory() -> None:
     shape = {**GEMMA, "model_type": "gemma2"}
     for architecture, implementation, line in (
         (shape, "eager", "scores in memory, soft-capped (tanh), which no kernel of PyTorch does: "),
-        (GEMMA, "sdpa", "kernels of attention: cuda_flash_attention 1, cuda_windowed_attention 1"),
+        (GEMMA, "sdpa", "kernels of attention: cuda_cudnn_attention 1, cuda_windowed_attention 1"),
     ):
         config = run_of(architecture, attn_implementation=implementation)
         plan = plan_run.plan_run(config, device=device("h200"), num_ranks=1, has_curve=False)
         assert line in work_table(plan.call.program, plan.device)
+
+
+def test_a_run_of_deterministic_kernels_is_planned_with_flash(compiled: list[Compiled]) -> None:
+    config = run_of({**GEMMA, "layer_types": ["full_attention"] * 2})
+    repeated = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, deterministic=True)
+    )
+    for each in (config, repeated):
+        plan_run.plan_run(each, device=device("h200"), num_ranks=1, has_curve=False)
+    names = [
+        {b.sym.name for b in each.forward_traces[-1].bound_symbols if "attention" in b.sym.name}
+        for each in compiled
+    ]
+    assert names == [{"cuda_cudnn_attention"}, {"cuda_flash_attention"}]
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,7 +1,7 @@
 """Each shipped run file, cut to two layers, does the work that a fast step on a GPU does, and no more.
 
-It attends by a flash kernel: causal, and without scores or masks. A layer's other operations keep to a budget of bytes
-and of launches, and no product is computed in float32.
+It attends by a flash kernel, or cuDNN's: causal, and without scores or masks. A layer's other operations keep to a
+budget of bytes and of launches, and no product is computed in float32.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_a_shipped_file_runs_causal_flash_within_its_budget_of_work(
     plan = plan_run.plan_run(config, device=device("h200"), num_ranks=1, has_curve=False)
     forward, backward = compiled[0].forward_traces[-1], compiled[0].backward_traces[-1]
     symbols = [*forward.bound_symbols, *backward.bound_symbols]
-    kernel = "cuda_packed_attention" if config.data.packing else "cuda_flash_attention"
+    kernel = "cuda_packed_attention" if config.data.packing else "cuda_cudnn_attention"
     names = [b.sym.name for b in symbols if "attention" in b.sym.name]
     assert names == [kernel] * NUM_LAYERS + [f"{kernel}_backward"] * NUM_LAYERS
     proxies = [p for b in symbols for p in (*b.flat_proxy_args, *b.flat_proxy_outs)]

@@ -15,6 +15,8 @@ from thunder_memsave.ops.claim import own_executor
 from thunder_memsave.ops.families.attention import scaled_dot_product_attention
 from thunder_memsave.ops.families.attention_kernels import (
     _bias,
+    _cudnn_backward,
+    _cudnn_forward,
     _efficient_backward,
     _efficient_forward,
     _flash_backward,
@@ -24,6 +26,7 @@ from thunder_memsave.ops.families.attention_kernels import (
 HALF = torch.bfloat16
 KERNELS: dict[str, tuple[Any, Any]] = {
     "cuda_flash_attention": (_flash_forward, _flash_backward),
+    "cuda_cudnn_attention": (_cudnn_forward, _cudnn_backward),
     "cuda_efficient_attention": (_efficient_forward, _efficient_backward),
 }
 
@@ -37,6 +40,8 @@ def heads(num: int, length: int, width: int, dtype: torch.dtype = HALF) -> Tenso
     [
         ("cuda_flash_attention", 4, HALF, None),
         ("cuda_flash_attention", 2, HALF, None),
+        ("cuda_cudnn_attention", 4, HALF, None),
+        ("cuda_cudnn_attention", 2, HALF, None),
         ("cuda_efficient_attention", 4, HALF, (2, 1, 40, 40)),
         ("cuda_efficient_attention", 4, torch.float32, (40, 40)),
         ("cuda_efficient_attention", 4, torch.float32, None),

@@ -63,6 +63,8 @@ def test_work_is_added_up_by_kind_without_views() -> None:
         (op("mul", moved_bytes=48 * 10**8), 1 / 0.79),
         (op("cuda_packed_attention", flops=989 * 10**9), 1 / 0.35),
         (op("cuda_packed_attention_backward", flops=989 * 10**9), 1 / 0.30),
+        (op("cuda_cudnn_attention", flops=989 * 10**9), 1 / 0.53),
+        (op("cuda_cudnn_attention_backward", flops=989 * 10**9), 1 / 0.43),
         (op("all_gather_rows", sent_bytes=4 * 10**8), 1.0),
         (op("mul", moved_bytes=8), 0.002),
     ],
