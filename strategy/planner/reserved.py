@@ -71,12 +71,14 @@ def least_reserved_bytes(
 ) -> int:
     """Return the least limit under which the allocator finds memory by giving back what is cached.
 
+    The limit is one of `torch.cuda.set_per_process_memory_fraction`.
+
     Args:
         program: As for `reserved_memory`.
         memory: As for `reserved_memory`.
         environment: As for `reserved_memory`.
         wanted_bytes: A limit that is returned if it is enough.
-        enough_bytes: A limit that is known to be.
+        enough_bytes: The peak of the reserved bytes without a limit.
 
     Returns:
         Bytes, less than 2 MiB or 1 % above the least.
@@ -85,6 +87,11 @@ def least_reserved_bytes(
     if _finds_memory(program, memory, settings, wanted_bytes):
         return wanted_bytes
     too_few = wanted_bytes
+    # What is reserved without a limit may not be enough as one: where a segment grows, a request counts whole.
+    while settings.expandable_segments and not _finds_memory(
+        program, memory, settings, enough_bytes
+    ):
+        too_few, enough_bytes = enough_bytes, 2 * enough_bytes
     while enough_bytes - too_few > max(_NEAR_BYTES, enough_bytes // 100):
         middle = (too_few + enough_bytes) // 2
         if _finds_memory(program, memory, settings, middle):
@@ -97,11 +104,13 @@ def least_reserved_bytes(
 def _finds_memory(
     program: Program, memory: StepMemory, settings: AllocatorSettings, limit_bytes: int
 ) -> bool:
-    """Return whether two steps run on a device of so many bytes, in each order of an operation's allocations."""
+    """Return whether two steps reserve no more than what is allowed, in each order of an operation's allocations."""
     try:
         for inside in get_args(Inside):
-            allocator = CachingAllocator(settings, limit_bytes=limit_bytes)
-            replay(training_events(program, memory, inside=inside), allocator)
+            allocator = CachingAllocator(settings, allowed_bytes=limit_bytes)
+            replayed = replay(training_events(program, memory, inside=inside), allocator)
+            if replayed.peak_reserved_bytes > limit_bytes:
+                return False
     except SimulatedOutOfMemoryError:
         return False
     return True

@@ -9,7 +9,12 @@ from thunder_memsave.planner.caching_allocator.environment import NotSimulatedEr
 from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.order import order
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
-from thunder_memsave.planner.reserved import ReservedMemory, reserved_memory, reserved_or_reason
+from thunder_memsave.planner.reserved import (
+    ReservedMemory,
+    least_reserved_bytes,
+    reserved_memory,
+    reserved_or_reason,
+)
 from thunder_memsave.planner.simulate import simulate
 
 M = 2**20
@@ -75,3 +80,21 @@ def test_the_text_compares_with_the_peak() -> None:
     ]
     same = ReservedMemory(allocated_bytes=M, reserved_bytes=2 * M, expandable_bytes=2 * M)
     assert "expandable" not in describe_reserved(same, peak_bytes=M)
+
+
+def test_a_limit_counts_a_growing_segment_as_torch_does() -> None:
+    b = GraphBuilder()
+    b.input("x", 12 * M, "batch")
+    b.op("x", {"a": 30 * M})
+    b.op("a", {"y": 30 * M})
+    b.backward(g=12 * M)
+    b.op("g y", {"dx": 12 * M}, kind="gradient")
+    program = order(b.graph(outputs="y", gradients="dx"))
+    conf = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    peak = reserved_memory(program, StepMemory(), environment=conf).reserved_bytes
+    assert peak == 80 * M
+    least = least_reserved_bytes(
+        program, StepMemory(), environment=conf, wanted_bytes=peak, enough_bytes=peak
+    )
+    # For y one page is mapped to the 60 MiB of x, a and a free tail, but its 30 MiB are what the limit is asked for.
+    assert 90 * M <= least < 92 * M

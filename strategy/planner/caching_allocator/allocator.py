@@ -34,6 +34,7 @@ class CachingAllocator:
         settings: AllocatorSettings = _DEFAULT,
         *,
         limit_bytes: int | None = None,
+        allowed_bytes: int | None = None,
         device_bytes: int = _UNLIMITED_BYTES,
     ) -> None:
         """Begin with nothing reserved.
@@ -41,9 +42,13 @@ class CachingAllocator:
         Args:
             settings: As torch reads them from the environment.
             limit_bytes: Bytes that the device gives to segments; None: it never runs out.
+            allowed_bytes: Bytes that `torch.cuda.set_per_process_memory_fraction` allows; None: as many as there are.
+                Where segments are expandable, a request counts whole and its pages do not, so that more than this may
+                be reserved, and a request refused for which little would have to be mapped.
             device_bytes: The device's memory, by which an expandable segment's addresses are counted.
         """
-        self._settings, self._limit_bytes, self._device_bytes = settings, limit_bytes, device_bytes
+        self._settings, self._device_bytes = settings, device_bytes
+        self._limit_bytes, self._allowed_bytes = limit_bytes, allowed_bytes
         self._small, self._large = Pool(is_small=True), Pool(is_small=False)
         self._allocated: set[Block] = set()
         self._next_address = 0
@@ -131,17 +136,21 @@ class CachingAllocator:
             self.empty_cache()
             block = self._grown(pool, size, stream)
         if block is None:
+            limits = (self._limit_bytes, self._allowed_bytes)
+            limit_bytes = min(limit for limit in limits if limit is not None)
             raise SimulatedOutOfMemoryError(
-                f"{size} bytes cannot be allocated: {self.reserved_bytes} bytes of {self._limit_bytes} are reserved, "
+                f"{size} bytes cannot be allocated: {self.reserved_bytes} bytes of {limit_bytes} are reserved, "
                 f"{self.allocated_bytes} of them allocated"
             )
         return block
 
     def _grown(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Return a free block in no pool, of a new segment or an expandable one that grew (`alloc_block`)."""
+        nbytes = self._settings.segment_bytes(size)
+        if self._allowed_bytes is not None and self.reserved_bytes + nbytes > self._allowed_bytes:
+            return None
         if self._settings.expandable_segments:
             return self._expanded(pool, size, stream)
-        nbytes = self._settings.segment_bytes(size)
         if not self._has(nbytes):
             return None
         self._count_reserved(nbytes)
