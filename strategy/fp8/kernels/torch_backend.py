@@ -4,7 +4,8 @@ The arithmetic is bit-identical to TransformerEngine's kernels, on the CPU too: 
 float32, saturates at the largest finite number of the fp8 dtype, and stays NaN if it was; the largest magnitude (amax)
 includes infinities and ignores NaN (`fmaxf` in transformer_engine/common/cast/fp8/quantize_fp8.cuh).
 
-Matrices are contiguous, with the contracted dim last.
+Matrices are contiguous, with the contracted dim last. On CUDA, `one_launch` casts and transposes, in the same bits,
+where it can; otherwise a cast runs in chunks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thunder_memsave.aten.record import once_through_memory
+from thunder_memsave.fp8.kernels import one_launch
 from thunder_memsave.fp8.kernels.cublas_gemm import cuda_gemm
 
 BLOCK = 128
@@ -104,6 +106,10 @@ def quantize_block(
     Returns:
         x in fp8, and the inverse scales, float32 of shape `block_scales_shape`.
     """
+    if one_launch.applies(x):
+        return one_launch.quantize_block(
+            x, dtype, block_rows, block_cols, amax_epsilon, force_pow_2_scales
+        )
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scales = x.new_empty(
         block_scales_shape(x.shape[0], x.shape[1], block_rows, block_cols), dtype=torch.float32
@@ -166,7 +172,7 @@ def transpose(q: Tensor) -> Tensor:
 
     For scales of the whole tensor; with scales of blocks, x.t() is quantised instead.
     """
-    return q.t().contiguous()
+    return one_launch.transpose(q) if one_launch.applies(q) else q.t().contiguous()
 
 
 def gemm(
@@ -221,6 +227,8 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
 
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of the elements that are not NaN, 0-dim float32; 0 if there is none."""
+    if one_launch.applies(x):
+        return one_launch.amax(x)
     largest = x.new_zeros((), dtype=torch.float32)
     flat = x.reshape(-1)
     with once_through_memory(x):
@@ -262,6 +270,8 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None 
         dtype: The fp8 dtype.
         raised: An amax to raise to at least x's, in the same pass over x.
     """
+    if one_launch.applies(x):
+        return one_launch.cast(x, scale, dtype, raised=raised)
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     source, target = x.reshape(-1), quantized.view(-1)
     with once_through_memory(x, quantized):

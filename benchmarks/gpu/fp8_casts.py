@@ -1,0 +1,133 @@
+"""Checks that fp8 casts in one launch have the bits of PyTorch's arithmetic on a CPU, whatever is cast.
+
+On a CPU it runs under Triton's interpreter, where Triton is installed and `TRITON_INTERPRET=1` is set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from gpu.checks import Check, NotRunError, Target, require
+from thunder_memsave.fp8.kernels import one_launch, torch_backend
+
+_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = (1.0, 3.0, 0.37, 2.0**-20, 2.0**30)
+_NAN, _INF = float("nan"), float("inf")
+
+
+def casts(target: Target) -> str:
+    """Cast every 16-bit number, float32 ones, and matrices in several layouts, with one scale."""
+    _require_triton(target)
+    compared = 0
+    for name, x in {**_numbers(), **_layouts()}.items():
+        for dtype in _DTYPES:
+            for factor in _SCALES:
+                scale, amax = torch.tensor([factor]), torch.tensor(0.25)
+                recorded = amax.to(target.device)
+                on_device = _moved(x, target)
+                found = one_launch.cast(on_device, scale.to(target.device), dtype, raised=recorded)
+                about = f"{name} as {dtype} with scale {factor}"
+                _require_same(about, found, torch_backend.cast(x, scale, dtype, raised=amax))
+                _require_same(f"amax of {about}", recorded, amax)
+                largest = one_launch.amax(on_device)
+                _require_same(f"amax of {name}", largest, torch_backend.amax(x))
+                compared += x.numel()
+    return f"{compared:,} numbers and their amaxes have the CPU's bits"
+
+
+def blocks(target: Target) -> str:
+    """Cast blocks with scales of their own, and transpose the result."""
+    _require_triton(target)
+    compared = 0
+    for name, x in _matrices():
+        for dtype in _DTYPES:
+            for rows in (1, 128):
+                for epsilon, powers in ((0.0, True), (0.0, False), (1e-3, False)):
+                    on_device = _moved(x, target)
+                    arguments = (dtype, rows, 128, epsilon, powers)
+                    found = one_launch.quantize_block(on_device, *arguments)
+                    expected = torch_backend.quantize_block(x, *arguments)
+                    about = f"{name} as {dtype} in blocks of {rows} rows"
+                    for of, a, b in zip(("numbers", "scales"), found, expected, strict=True):
+                        _require_same(f"{of} of {about}", a, b)
+                    transposed = one_launch.transpose(found[0])
+                    _require_same(f"transpose of {about}", transposed, expected[0].t())
+                    compared += x.numel()
+    return f"{compared:,} numbers, their scales and transposes have the CPU's bits"
+
+
+def _require_triton(target: Target) -> None:
+    if target.is_cuda:
+        reason = one_launch.why_not()
+        if reason is not None:
+            raise NotRunError(reason)
+    elif importlib.util.find_spec("triton") is None:
+        raise NotRunError("Triton is not installed")
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        raise NotRunError("TRITON_INTERPRET is not 1, and Triton launches nothing on a CPU")
+
+
+def _numbers() -> Mapping[str, Tensor]:
+    """Return all numbers of 16 bits, and float32 ones: special, ties, and of every magnitude."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    generator = torch.Generator().manual_seed(0)
+    float32 = [
+        torch.tensor([_NAN, -_NAN, _INF, -_INF, 0.0, -0.0, 2.0**-149, -(2.0**-149)]),
+        torch.arange(-4096, 4096) / 64,  # ties of either format, and the numbers beside them
+        torch.logspace(-46, 38, 2**13),
+        -torch.logspace(-46, 38, 2**13),
+        torch.randn(2**14 + 7, generator=generator) * 100,
+    ]
+    return {
+        "every bfloat16": bits.view(torch.bfloat16),
+        "every float16": bits.view(torch.float16),
+        "float32": torch.cat(float32),
+        "none": torch.empty(0),
+        "NaN alone": torch.full((3,), _NAN),
+    }
+
+
+def _layouts() -> Mapping[str, Tensor]:
+    matrix = torch.randn(67, 131, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return {
+        "an odd matrix": matrix,
+        "every second column": matrix[:, ::2],
+        "a transpose": matrix.t(),
+        "an expanded row": matrix[:1].expand(5, -1),
+        "three dims": matrix[:66].reshape(3, 22, 131)[:, 1:-1],
+    }
+
+
+def _matrices() -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    for shape in ((130, 300), (5, 7), (1, 1), (256, 256)):
+        for dtype, top in ((torch.float32, 30), (torch.bfloat16, 30), (torch.float16, 4)):
+            x = torch.randn(shape, generator=generator) * torch.logspace(-40, top, shape[1])
+            x[0, 0], x[-1, -1] = _NAN, -_INF
+            x[:, 128:200] = 0.0
+            yield f"{dtype} {shape}", x.to(dtype)
+            yield f"transposed {dtype} {shape}", x.to(dtype).t()
+
+
+def _moved(x: Tensor, target: Target) -> Tensor:
+    """Return the tensor on the device, in its own layout."""
+    there = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
+    there.set_(x.untyped_storage())
+    return there.to(target.device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _require_same(about: str, found: Tensor, expected: Tensor) -> None:
+    a, b = (t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in (found, expected))
+    differing = int((a != b).sum())
+    require(differing == 0, f"{about}: {differing} of {b.numel()} bytes differ")
+
+
+CHECKS = [
+    Check(name=f"fp8, {name} in one launch", run=run, group="fp8 casts", limit_s=300)
+    for name, run in {"casts": casts, "blocks": blocks}.items()
+]
