@@ -133,8 +133,10 @@ def _appending(name: str, with_dtype: str) -> Callable[..., Any]:
     def kernel(value: Tensor, *rest: Any) -> Tensor:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             if value.dtype not in _CASTABLE:
-                return run(value, *rest)
-            given: Sequence[Any] = (*rest, *defaults[1 + len(rest) :])
-            return in_float32(value, *given, dtype=torch.float32)
+                found: Tensor = run(value, *rest)
+            else:
+                given: Sequence[Any] = (*rest, *defaults[1 + len(rest) :])
+                found = in_float32(value, *given, dtype=torch.float32)
+            return found
 
     return kernel

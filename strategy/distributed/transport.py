@@ -15,7 +15,7 @@ joined here, not by torch: its gloo corrupts the heap if coalesced gathers end a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -94,12 +94,12 @@ def start_all_reduce(
     """
     name, on_cpu = _named("all-reduce", values), values[0].device.type == "cpu"
     if on_cpu and mean:
-        torch._foreach_div_(values, float(group.size()))
+        torch._foreach_div_(list(values), float(group.size()))
     if on_cpu and (len(values) > 1 or group.size() > 2):
         handle: Handle = _sum_joined(values, group, name)
         return [(handle, v) for v in values]
     if len(values) == 1:
-        operation = dist.ReduceOp.SUM if on_cpu else _operation(mean)
+        operation = _operation(mean and not on_cpu)
         work = dist.all_reduce(values[0], operation, group, async_op=True)
         assert work is not None
     else:  # one launch of nccl, without copies
@@ -111,8 +111,9 @@ def start_all_reduce(
     return [(handle, v) for v in values]
 
 
-def _operation(mean: bool) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+def _operation(mean: bool) -> dist.ReduceOp:
+    operation: Any = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    return cast(dist.ReduceOp, operation)
 
 
 class _Ended:
