@@ -60,9 +60,7 @@ def why_not() -> str | None:
                 one = torch.ones(1, device="cuda")
                 cast(one, one, torch.float8_e4m3fn)
                 torch.cuda.synchronize()
-        except (
-            Exception
-        ) as error:  # Triton compiles with the machine's C compiler, which may be missing
+        except Exception as error:  # such as a missing C compiler, which Triton starts
             reason = f"Triton does not run ({error})"
     if reason is not None:
         _log.warning(
@@ -82,25 +80,73 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None 
         dtype: The fp8 dtype.
         raised: An amax, float32 of one element, to raise to at least x's in the same launch.
     """
+    return _cast(x, scale, dtype, raised=raised)
+
+
+def quantize_delayed(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, raised: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Cast as `cast` does, and return the inverse scale, float32 `[1]`, of the same launch too."""
+    scale_inv = torch.empty_like(scale)
+    return _cast(x, scale, dtype, raised=raised, scale_inv=scale_inv), scale_inv
+
+
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, amax_epsilon: float, force_pow_2_scales: bool
+) -> tuple[Tensor, Tensor]:
+    """Cast with the scale of x's own amax: arguments and results of `torch_backend.quantize_current`."""
+    largest = amax(x).reshape(1)
+    scale_inv = torch.empty_like(largest)
+    quantized = _cast(
+        x,
+        largest,
+        dtype,
+        scale_inv=scale_inv,
+        is_amax=True,
+        amax_epsilon=amax_epsilon,
+        force_pow_2_scales=force_pow_2_scales,
+    )
+    return quantized, scale_inv
+
+
+def _cast(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    raised: Tensor | None = None,
+    scale_inv: Tensor | None = None,
+    is_amax: bool = False,
+    amax_epsilon: float = 0.0,
+    force_pow_2_scales: bool = False,
+) -> Tensor:
+    """Cast by one launch, which fills `scale_inv`; with `is_amax`, `scale` is the amax to compute the scale from."""
     source = x.reshape(-1)
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     with once_through_memory(x, quantized):
         if not _has_numbers(x):
             if raised is not None:
                 raised.zero_()  # tells the planner that it is written
-        elif x.numel():
-            with torch.cuda.device_of(x):
-                _kernels().cast_kernel[(-(-x.numel() // _ELEMENTS),)](
-                    source,
-                    scale,
-                    _bytes(quantized),
-                    scale if raised is None else raised,
-                    x.numel(),
-                    RAISES=raised is not None,
-                    BLOCK=_ELEMENTS,
-                    **_EXACT,
-                    **_format(dtype),
-                )
+            return quantized
+        with torch.cuda.device_of(x):
+            # One program at least, which writes the inverse scale.
+            _kernels().cast_kernel[(max(-(-x.numel() // _ELEMENTS), 1),)](
+                source,
+                scale,
+                _bytes(quantized),
+                scale if scale_inv is None else scale_inv,
+                scale if raised is None else raised,
+                x.numel(),
+                amax_epsilon,
+                INSTEAD_OF_INF=torch.finfo(torch.float32).max,
+                INVERTS=scale_inv is not None,
+                RAISES=raised is not None,
+                BLOCK=_ELEMENTS,
+                OF_AMAX=is_amax,
+                POWER_OF_2=force_pow_2_scales,
+                **_EXACT,
+                **_format(dtype),
+            )
     return quantized
 
 

@@ -19,21 +19,37 @@ def cast_kernel(
     x_ptr,
     scale_ptr,
     q_ptr,
+    scale_inv_ptr,
     raised_ptr,
     num_elements,
+    amax_epsilon,
     MAX: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     BIAS: tl.constexpr,
+    OF_AMAX: tl.constexpr,
+    INSTEAD_OF_INF: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    INVERTS: tl.constexpr,
     RAISES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cast `num_elements` with one scale; with `RAISES`, raise the float32 at `raised_ptr` to their amax."""
+    """Cast `num_elements` with the scale at `scale_ptr`, or with `OF_AMAX` that of the amax there.
+
+    With `INVERTS`, write its inverse to `scale_inv_ptr`; with `RAISES`, raise the float32 at `raised_ptr` to the amax.
+    """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     is_inside = at < num_elements - first
     x = tl.load(x_ptr + first + at, mask=is_inside, other=0.0)
-    q = _to_fp8(x, _float32(x) * tl.load(scale_ptr), MAX, MANTISSA_BITS, BIAS)
+    one = tl.arange(0, 1)
+    scale = tl.load(scale_ptr + one)
+    if OF_AMAX:
+        scale = _scale_of(scale, amax_epsilon, INSTEAD_OF_INF, POWER_OF_2, MAX)
+    q = _to_fp8(x, _float32(x) * scale, MAX, MANTISSA_BITS, BIAS)
     tl.store(q_ptr + first + at, q, mask=is_inside)
+    if INVERTS:
+        inverse = tl.div_rn(tl.full([1], 1.0, tl.float32), scale)
+        tl.store(scale_inv_ptr + one, inverse, mask=one + first == 0)
     if RAISES:
         _raise(raised_ptr, tl.max(_magnitude(x), axis=0))
 
