@@ -4,7 +4,8 @@
 
 One row of 4096 tokens has 8 documents of 512. The steps are interleaved, and the median of each kind is reported. Goal:
 with boundaries, a step takes at most two thirds of the time with the mask. On a machine that others use too, look at
-the processor's seconds, those of all threads.
+the processor's seconds, those of all threads; with as many threads as cores, each operation there waits for a thread
+that does not run, so OMP_NUM_THREADS=1 measures the work.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ def _report(
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("torch", "transformers", "thunder-memsave")},
+        "threads": torch.get_num_threads(),
         "row": f"{LENGTH} tokens, documents of {DOCUMENT}; hidden size {arguments.hidden_size}",
         "repeats": arguments.repeats,
         "median_seconds": {k: round(v, 3) for k, v in seconds.items()},

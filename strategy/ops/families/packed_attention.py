@@ -11,7 +11,7 @@ rows of 8 positions, of the documents 3 + 2 and 8, with room for two:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,22 @@ class Document(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         """Return its part of (rows, heads, length, ...)."""
         return tensor[self.row : self.row + 1, :, self.start : self.end]
+
+
+class Run(NamedTuple):
+    """Documents of one row and one length, one after the other, which one call of a kernel takes as a batch."""
+
+    row: int
+    start: int
+    length: int
+    """Of each document."""
+    num: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return its part of (rows, heads, length, ...) as a view of (num, heads, length of a document, ...)."""
+        part: Tensor = tensor[self.row, :, self.start : self.start + self.num * self.length]
+        each: Tensor = part.unflatten(1, (self.num, self.length))
+        return each.transpose(0, 1)
 
 
 def boundaries_of(document_ends: Tensor, length: int) -> Tensor:
@@ -71,6 +87,14 @@ def documents(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Docume
             yield Document(row, start - row * length, end - row * length)
 
 
+def runs(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Run]:
+    """Yield all documents, neighbours of one length together: fewer and larger calls give each the same bits."""
+    found = documents(boundaries, num_rows, length)
+    for (row, each), group in groupby(found, key=lambda d: (d.row, d.end - d.start)):
+        members = list(group)
+        yield Run(row, members[0].start, each, len(members))
+
+
 def paddings(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Document]:
     """Yield the padding of each row that has some; none without numbers."""
     if not _has_no_numbers(boundaries):
@@ -79,12 +103,11 @@ def paddings(boundaries: Tensor, num_rows: int, length: int) -> Iterator[Documen
                 yield Document(row, start - row * length, length)
 
 
-def band_of(document: Document, window: int | None, like: Tensor) -> Tensor | None:
+def band_of(length: int, window: int | None, like: Tensor) -> Tensor | None:
     """Return what a window adds to the scores of a document, (length, length) in the dtype and on the device of `like`.
 
     None: the document is no longer than the window, so that it is causal.
     """
-    length = document.end - document.start
     if window is None or length <= window:
         return None
     allowed = (
@@ -160,7 +183,7 @@ def packed_attention(
     num_rows, _, length, _ = query.shape
     result = torch.zeros_like(query)
     for document in documents(boundaries, num_rows, length):
-        band = band_of(document, window, query)
+        band = band_of(document.end - document.start, window, query)
         attended = F.scaled_dot_product_attention(
             document.of(query),
             document.of(key),

@@ -1,7 +1,8 @@
-"""Kernels of attention within the documents of packed rows: one call of PyTorch's on CUDA, one per document on a CPU.
+"""Kernels of attention within the documents of packed rows: one call of PyTorch's on CUDA, a few on a CPU.
 
 Both take `(query, key, value, boundaries, scale, window)`. On CUDA no number leaves the device: the longest document is
-taken to be as long as a row. A window is the kernel's own on CUDA; on a CPU documents that are longer have a mask.
+taken to be as long as a row. On a CPU, neighbours of one length are a batch. A window is the kernel's own on CUDA; on a
+CPU documents that are longer have a mask.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from thunder_memsave.ops.families.attention_kernels import (
 )
 from thunder_memsave.ops.families.packed_attention import (
     band_of,
-    documents,
     packed_attention,
     padding_starts,
     paddings,
+    runs,
     whole_rows,
 )
 from thunder_memsave.ops.families.windowed_attention import window_sizes
@@ -57,17 +58,17 @@ def _cpu_forward(
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
     results = output.transpose(1, 2), query.new_empty(query.shape[:-1], dtype=dtype)
     _write_zeros_into_padding(results, boundaries)
-    for document in documents(boundaries, num_rows, length):
-        band = band_of(document, window, query)
+    for run in runs(boundaries, num_rows, length):
+        band = band_of(run.length, window, query)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(document.of(t) for t in (query, key, value)),
+            *(run.of(t) for t in (query, key, value)),
             *(0.0, band is None),
             attn_mask=band,
             scale=scale,
         )
         for result, part in zip(results, parts, strict=True):
-            document.of(result).copy_(part)
-        del parts, part  # before the next document's
+            run.of(result).copy_(part)
+        del parts, part  # before the next run's
     return results
 
 
@@ -85,14 +86,14 @@ def _cpu_backward(
     num_rows, _, length, _ = query.shape
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     _write_zeros_into_padding(grads, boundaries)
-    for document in documents(boundaries, num_rows, length):
-        operands = (document.of(t) for t in (grad, query, key, value, output, logsumexp))
-        band = band_of(document, window, query)
+    for run in runs(boundaries, num_rows, length):
+        operands = (run.of(t) for t in (grad, query, key, value, output, logsumexp))
+        band = band_of(run.length, window, query)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *operands, 0.0, band is None, attn_mask=band, scale=scale
         )
         for whole, part in zip(grads, parts, strict=True):
-            document.of(whole).copy_(part)
+            run.of(whole).copy_(part)
         del parts, part
     return grads
 

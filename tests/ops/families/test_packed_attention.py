@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from harness.flash_kernels import band, flash_on_cpu
 from harness.on_cuda import facts, on_cuda
@@ -19,13 +20,14 @@ from thunder_memsave.measure.layouts import Layout, Value
 from thunder_memsave.measure.op_profile import Operation
 from thunder_memsave.measure.run_alone import ready_to_run
 from thunder_memsave.ops.claim import own_executor
+from thunder_memsave.ops.families.attention_kernels import cpu_flash
 from thunder_memsave.ops.families.packed_attention import (
-    Document,
     band_of,
     boundaries_of,
     documents,
     packed_attention,
     packed_mask,
+    runs,
 )
 from thunder_memsave.ops.families.packed_kernels import _packed_attention, cpu_packed, cuda_packed
 from thunder_memsave.ops.table import scratch_bytes
@@ -133,11 +135,49 @@ def test_on_a_cpu_only_documents_longer_than_the_window_have_a_mask() -> None:
         cpu_packed.run(*heads, BOUNDARIES, None, 8)
     causal = sum((end - start) ** 2 for _, start, end in PARTS)
     assert record.flops == 2 * HEADS * WIDTH * causal
-    assert band_of(Document(1, 1, 9), 8, heads[0]) is None
-    added = band_of(Document(1, 1, 9), 7, heads[0])
+    assert band_of(8, 8, heads[0]) is None
+    added = band_of(8, 7, heads[0])
     assert added is not None
     assert torch.equal(added == 0, band(8, 7))
     assert torch.equal(added == -torch.inf, ~band(8, 7))
+
+
+def test_neighbours_of_one_length_are_one_call_with_the_bits_of_each_alone() -> None:
+    torch.manual_seed(0)
+    length = 96
+    ends = torch.tensor([[32, 64, 96, 96], [16, 32, 80, 90]], dtype=torch.int32)
+    boundaries = boundaries_of(ends, length)
+    assert list(runs(boundaries, 2, length)) == [
+        (0, 0, 32, 3),
+        (1, 0, 16, 2),
+        (1, 32, 48, 1),
+        (1, 80, 10, 1),
+    ]
+    # In the order of memory that models have.
+    heads = [torch.randn(2, length, n, WIDTH).transpose(1, 2) for n in (HEADS, KEYS, KEYS)]
+    grad = torch.randn(2, length, HEADS, WIDTH).transpose(1, 2)
+    output, logsumexp = cpu_packed.run(*heads, boundaries, None)
+    grads = cpu_packed.derivatives[0].run(grad, *heads, output, logsumexp, boundaries, None)
+    for document in documents(boundaries, 2, length):
+        own = [document.of(t) for t in heads]
+        alone = cpu_flash.run(*own, None, True, None)
+        for found, expected in zip((output, logsumexp), alone, strict=True):
+            assert torch.equal(document.of(found), expected)
+        gradients = cpu_flash.derivatives[0].run(document.of(grad), *own, *alone, None, True, None)
+        for found, expected in zip(grads, gradients, strict=True):
+            assert torch.equal(document.of(found), expected)
+
+
+def test_eight_documents_of_a_row_are_two_calls_in_all() -> None:
+    query = torch.randn(1, 4096, 2, 8).transpose(1, 2)
+    boundaries = boundaries_of(torch.arange(512, 4097, 512, dtype=torch.int32)[None], 4096)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        results = cpu_packed.run(query, query, query, boundaries, None)
+        backward = cpu_packed.derivatives[0].run
+        backward(query, query, query, query, *results, boundaries, None)
+    calls = {e.key: e.count for e in seen.key_averages() if "_flash_attention_for_cpu" in e.key}
+    operator = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert calls == {operator: 1, f"{operator}_backward": 1}
 
 
 def test_boundaries_are_cumulative_lengths_over_all_rows() -> None:
