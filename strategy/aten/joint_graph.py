@@ -24,8 +24,22 @@ from thunder_memsave.errors import ThunderMemsaveError
 _READS_MEMORY = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_scatter.default,
+    torch.ops.aten.view.default,
 )
-"""They read elements by their place in memory."""
+"""They read elements by their place in memory, or refuse strides that they cannot view."""
+
+_TAKES_ANY_STRIDES = (torch.Tag.core, torch.Tag.pointwise)
+"""Tags of operators that stand for a function of numbers alone. Kernels behind others may take strides for granted:
+PyTorch's formulas call `contiguous()` before them, which leaves no trace on tensors that are contiguous already."""
+
+_TAKE_ANY_STRIDES = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("_softmax_backward_data", "_log_softmax_backward_data", "slice_backward"),
+        *("select_backward", "nll_loss_forward", "nll_loss_backward", "index_add", "index_copy"),
+    )
+)
+"""Further ones, without a tag."""
 
 _WRITES_STATISTICS = (
     torch.ops.aten.native_batch_norm.default,
@@ -73,8 +87,8 @@ class JointGraph:
 
     @property
     def reads_memory(self) -> bool:
-        """Whether results depend on the strides of what it reads."""
-        return any(node.target in _READS_MEMORY for node in self.graph.nodes)
+        """Whether results may depend on the strides of what it reads."""
+        return any(map(_may_depend_on_strides, self.graph.nodes))
 
     def nodes_for(self, results: Sequence[Any], *, known: set[fx.Node]) -> Iterator[fx.Node]:
         """Yield the nodes that results need beside `known`, in the order of the graph."""
@@ -184,6 +198,16 @@ def _first_line(error: Exception) -> str:
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _may_depend_on_strides(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if target in _READS_MEMORY:
+        return True
+    is_free = target.is_view or target in _TAKE_ANY_STRIDES
+    return not (is_free or any(tag in target.tags for tag in _TAKES_ANY_STRIDES))
 
 
 def _refuse_writes(graph: fx.Graph) -> None:

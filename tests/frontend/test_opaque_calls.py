@@ -53,6 +53,12 @@ def _experts(x: Tensor, w: Tensor) -> Tensor:
     return F.grouped_mm(x.bfloat16(), w.bfloat16(), offs=ends)
 
 
+def _weight_norm(v: Tensor, g: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the weight has other strides than the weight, which its kernel takes for granted."""
+    weight = torch._weight_norm(v, g, 0)
+    return (weight.permute(2, 0, 1) @ x[0]).permute(1, 2, 0)
+
+
 def _shared(x: Tensor) -> Tensor:
     """The same operand twice, a result that is a view, and one that nothing reads."""
     windows = x.unfold(1, 2, 1)
@@ -97,6 +103,8 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "bilinear": (F.bilinear, ((4, 8), (4, 7), (5, 8, 7), (5,))),
     "experts": (_experts, ((16, 16), (3, 16, 32))),
     "memory": (lambda x: torch.diagonal(x).as_strided((2, 2), (9, 18)) * x[0, 0], (MATRIX,)),
+    "weight_norm": (_weight_norm, ((6, 4, 3), (6, 1, 1), (2, 4, 8))),
+    "distances": (lambda x, y: torch.cdist(x.t(), y.t()).t(), (MATRIX, MATRIX)),
     "renorm": (lambda x: torch.ops.aten.renorm(x, 2, 0, 1.0), (MATRIX,)),
 }
 

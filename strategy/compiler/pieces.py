@@ -1,0 +1,196 @@
+"""Runs a method that cannot be one graph in eager PyTorch, and the submodules that it calls as compiled graphs.
+
+    pieces = Pieces(model, make)
+    pieces.run(model.forward, args, kwargs)      # eager: a branch on the numbers of a tensor, print, .item()
+        layer(x)                                 # a child with children: compiled, or in pieces itself
+        self.dropout(x) + self.scale             # leaves and the model's own parameters: eager, gathered before
+
+The border is that of modules, so what is eager is what the source of one `forward` says. Where ranks share the
+parameters and that source reads those of a submodule itself, such as `F.linear(x, self.layer.weight)`, the submodules
+are eager too, with whole weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.errors import CaptureError
+from thunder_memsave.sharding.eager_parameter import whole_for_eager
+from thunder_memsave.sharding.row_errors import ShardedParameterError
+
+_log = logging.getLogger(__name__)
+
+_FORWARD = "forward"
+Run = Callable[..., Any]
+
+
+class Pieces:
+    """The submodules of one module that run compiled while its own code runs in eager PyTorch."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make: Callable[[nn.Module], Run],
+        data_parallel: DataParallel | None,
+    ) -> None:
+        """Compile nothing yet.
+
+        Args:
+            module: The module whose own code is eager.
+            make: Returns what runs in the place of a submodule's `forward`.
+            data_parallel: The ranks that share the parameters; None on one device.
+        """
+        self._data_parallel = data_parallel
+        self._module = module
+        compiled, self._eager = _divided(module)
+        self._runs = {child: make(child) for child in compiled}
+        self._has_run = False
+
+    @property
+    def num_compiled(self) -> int:
+        """The number of submodules that are compiled."""
+        return len(self._runs)
+
+    def run(self, function: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call `function`, the module's own method.
+
+        Raises:
+            CaptureError: it changes a sharded parameter in place, which would be lost.
+        """
+        if self._data_parallel is None or self._has_run:
+            return self._run(function, args, kwargs)
+        before = _State.of(self._module)
+        try:
+            result = self._run(function, args, kwargs)
+        except ShardedParameterError as error:
+            before.restore(self._module)
+            self._make_all_eager(error)
+            result = self._run(function, args, kwargs)
+        self._has_run = True
+        return result
+
+    def _run(self, function: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with self._gathered(), _redirected(self._runs):
+            return function(*args, **kwargs)
+
+    def _make_all_eager(self, reason: ShardedParameterError) -> None:
+        self._runs = {}
+        self._eager = dict(self._module.named_parameters(remove_duplicate=False))
+        _log.warning(
+            "All of %s runs in eager PyTorch, with whole weights: %s",
+            type(self._module).__name__,
+            reason,
+        )
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Give eager code whole parameters whose gradients are averaged over the ranks."""
+        if self._data_parallel is None:
+            yield
+            return
+        whole: dict[int, Tensor] = {}
+        for p in self._eager.values():
+            if id(p) not in whole:
+                whole[id(p)] = whole_for_eager(p, self._data_parallel)
+        versions = {key: w._version for key, w in whole.items()}
+        given = {name: whole[id(p)] for name, p in self._eager.items()}
+        with _reparametrize_module(self._module, given):
+            yield
+        for name, p in self._eager.items():
+            if whole[id(p)]._version != versions[id(p)]:
+                raise CaptureError(
+                    f"{type(self._module).__name__} changes its parameter {name!r} in place in code that cannot be "
+                    "captured, and the change would be lost: every rank keeps only rows of it. Change it outside of "
+                    "the call, within fabric.strategy.summon_full(model, writeback=True)."
+                )
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a run changes besides its results: the generators of random numbers, and buffers."""
+
+    generators: tuple[Tensor, Sequence[Tensor]]
+    buffers: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _State:
+        """Copy the state."""
+        on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+        return cls((torch.get_rng_state(), on_cuda), buffers)
+
+    def restore(self, module: nn.Module) -> None:
+        """Give it back."""
+        on_cpu, on_cuda = self.generators
+        torch.set_rng_state(on_cpu)
+        if on_cuda:
+            torch.cuda.set_rng_state_all(on_cuda)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(self.buffers[name])
+
+
+def _divided(module: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
+    """Return the submodules to compile, and by name the parameters that eager code reads."""
+    compiled: dict[nn.Module, None] = {}
+    eager = dict(module.named_parameters(recurse=False))
+    for name, child in module.named_children():
+        if not any(True for _ in child.children()):
+            eager |= {f"{name}.{n}": p for n, p in child.named_parameters()}
+        elif _is_called(child):
+            compiled[child] = None
+        else:  # a list of modules: what is in it is called
+            inner, parameters = _divided(child)
+            compiled |= dict.fromkeys(inner)
+            eager |= {f"{name}.{n}": p for n, p in parameters.items()}
+    return list(compiled), eager
+
+
+def _is_called(module: nn.Module) -> bool:
+    return getattr(type(module), _FORWARD) is not nn.Module.forward
+
+
+@contextmanager
+def _redirected(runs: Mapping[nn.Module, Run]) -> Iterator[None]:
+    """Run other functions in the place of the `forward` of modules.
+
+    While one of them runs, all modules have their own again: what it captures must not see the functions.
+    """
+    own = {module: vars(module).get(_FORWARD) for module in runs}
+
+    def redirect() -> None:
+        for module, run in runs.items():
+            vars(module)[_FORWARD] = _between(restore, run, redirect)
+
+    def restore() -> None:
+        for module, before in own.items():
+            if before is None:
+                vars(module).pop(_FORWARD, None)
+            else:
+                vars(module)[_FORWARD] = before
+
+    redirect()
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _between(before: Callable[[], None], run: Run, after: Callable[[], None]) -> Run:
+    def runs(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            after()
+
+    return runs

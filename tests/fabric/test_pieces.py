@@ -1,0 +1,209 @@
+"""What cannot be one graph runs in eager PyTorch, and its submodules compiled: with eager's numbers, on ranks too."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from thunder_memsave.errors import CaptureError
+from thunder_memsave.sharding.rows import gather_full
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
+
+# Dynamo looks at it, and hides the warning unless warnings are errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Branching(Block):
+    """Cannot be captured either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x if x.abs().max().item() < 1e3 else x / 2)
+
+
+class Net(nn.Module):
+    """Its own parameter, leaves, one of them read directly, a list, and a shared block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.blocks = nn.ModuleList([Block(), Branching()])
+        self.again = self.blocks[0]
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 4, bias=False)
+        self.last.weight = nn.Parameter(self.first.weight.detach().t().clone())
+        self.num_hooks = 0
+        self.blocks[0].register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num_hooks += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) * self.scale
+        for block in self.blocks:
+            h = block(h)
+            if h.sum().item() > 1e6:
+                h = h.clamp(-1.0, 1.0)
+        return F.linear(self.norm(self.again(h)), self.last.weight)
+
+
+class ReadsInside(nn.Module):
+    """Reads a weight within a submodule that has submodules, which are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.norm(x), 0.5)
+        if x.sum().item() > 1e6:
+            return x
+        return F.linear(self.block(x), self.block.up.weight)
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def batch(seed: int, width: int = 4) -> Tensor:
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(seed))
+
+
+def stepped(model: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_gradients_buffers_and_hooks_are_eagers(caplog: pytest.LogCaptureFixture) -> None:
+    eager = made(Net)
+    model = copy.deepcopy(eager)
+    called = make_fabric().setup(model)
+    with caplog.at_level(logging.WARNING, logger="thunder_memsave"):
+        for seed in range(3):
+            assert torch.equal(stepped(called, batch(seed)), stepped(eager, batch(seed)))
+    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+    assert all(map(torch.equal, model.buffers(), eager.buffers()))
+    assert model.num_hooks == eager.num_hooks == 6
+    assert [r.message.partition(":")[0] for r in caplog.records] == [
+        "Net.forward runs in eager PyTorch, 2 of its submodules compiled",
+        "Branching.forward runs in eager PyTorch, 1 of its submodules compiled",
+    ]
+    assert all("test_pieces.py" in r.message for r in caplog.records)
+
+
+def test_modules_are_as_before_also_after_an_error() -> None:
+    model = made(Net)
+    called = make_fabric().setup(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        called(batch(0, width=7))
+    called(batch(0))
+    assert not [m for m in model.modules() if "forward" in vars(m)]
+
+
+def test_in_evaluation_what_can_be_one_graph_is() -> None:
+    class InTraining(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else self.last(self.first(x))
+
+    model = made(InTraining)
+    called = make_fabric().setup(model)
+    stepped(called, batch(0))
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(called(batch(0)), model.last(model.first(batch(0))))
+    assert [c.forward_traces[-1].bound_symbols is not None for c in called._forward_module.captures]
+    assert len(called._forward_module._compiled["forward"]) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"fullgraph": True}, {"memory": {"budget": "1GiB"}}],
+    ids=["fullgraph", "budget"],
+)
+def test_where_a_promise_would_not_hold_it_is_refused(settings: dict[str, Any]) -> None:
+    called = make_fabric(**settings).setup(made(Net))
+    with pytest.raises(CaptureError, match="numbers in a tensor"):
+        called(batch(0))
+
+
+class Rescales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() < 1e6:
+            with torch.no_grad():
+                self.scale.mul_(0.5)
+        return x * self.scale
+
+
+def check_gradients(mode: str) -> None:
+    for build, width in ((Net, 4), (ReadsInside, 6)):
+        fabric = make_fabric(devices=2, sharding=mode)
+        eager, model = made(build), made(build)
+        called = fabric.setup(model)
+        if build is ReadsInside:  # its dropout draws the same on both ranks
+            steps = [stepped(copy.deepcopy(eager), batch(rank, width)) for rank in (0, 1)]
+            torch.testing.assert_close(
+                steps[fabric.global_rank], stepped(called, batch(fabric.global_rank, width))
+            )
+            model.zero_grad()
+            return
+        for seed in (0, 2):
+            stepped(called, batch(seed + fabric.global_rank))
+        for seed in (0, 1, 2, 3):
+            (eager(batch(seed)).square().mean() / 2).backward()
+        data_parallel = fabric.strategy.data_parallel
+        for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+            if q.grad is None:
+                assert p.grad is None, name
+                continue
+            found = as_rows(p.grad)
+            if is_sharded(p):
+                first = found.shape[0] * fabric.global_rank
+                expected = q.grad[first : first + found.shape[0]]
+                found = found[: expected.shape[0]]
+            else:
+                expected = q.grad
+            torch.testing.assert_close(found, expected, msg=f"{mode} {name}")
+        assert gather_full(model.scale, data_parallel).shape == (6,)
+
+
+@on_fabric_rank
+def check_ranks() -> None:
+    for mode in ("none", "zero2", "zero3"):
+        check_gradients(mode)
+    called = make_fabric(devices=2, sharding="zero3").setup(Rescales())
+    with pytest.raises(CaptureError, match=r"changes its parameter 'scale' in place.*summon_full"):
+        called(batch(0))
+
+
+def test_gradients_are_the_means_of_two_ranks() -> None:
+    run_on_fabric_ranks(check_ranks, 2)
