@@ -74,6 +74,11 @@ class CompileConfig(Section):
     longer than its kernels and nothing forbids it; `true` is an error where something does. Other shapes of
     the batch run without. Not yet run on a GPU, and therefore off."""
 
+    fullgraph: bool = False
+    """Refuse a `forward` that cannot be captured as one graph, with the line that prevents it. Otherwise its
+    own code runs in eager PyTorch and the submodules that it calls are compiled, and the log says so. With
+    a `memory.budget` in bytes, fp8 or `cuda_graphs: true` it is refused all the same: no promise would hold."""
+
     leave_out: tuple[str, ...] = ()
     """Steps of a compilation that are not done, for an experiment: `out_of_place`,
     `gather_in_compute_dtype`, `regather`, `schedule`. Gradients stay the same; memory and time do not."""

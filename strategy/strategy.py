@@ -80,14 +80,14 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         executors: Names of Thunder executors; None means the defaults.
         cuda_graphs: Whether forward and backward are a CUDA graph each: `"auto"`, True or False.
         trace_dir: Directory for the traces after each step of a compilation; None writes none.
+        fullgraph: Whether to refuse a forward that is not one graph; else it runs in compiled and eager pieces.
         leave_out: Steps of a compilation to leave out, for an experiment.
         nonfinite_gradients: What happens to a step with non-finite gradients: `"ignore"`, `"skip"` or `"stop"`.
         timeout: Longest wait of a collective for the other ranks, such as `"30min"`.
         state_dict_type: What `fabric.save` writes: `"sharded"` or `"full"`.
         memory: The memory budget and the planner's settings: a mapping such as `{"budget": "60GiB"}`, or a
             `MemoryConfig`; None means the defaults.
-        fp8: Which linears compute in fp8, and how: a mapping such as `{"recipe": "delayed"}`, `{}` for
-            the defaults, or an `Fp8Config`; None turns fp8 off.
+        fp8: Which linears compute in fp8, and how: `{"recipe": "delayed"}`, `{}`, an `Fp8Config`; None: none do.
         process_group_backend: None means `nccl` on CUDA devices and `gloo` on the CPU.
 
     Raises:
@@ -111,6 +111,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         executors: list[str] | tuple[str, ...] | None = None,
         trace_dir: str | None = None,
         cuda_graphs: str | bool = False,
+        fullgraph: bool = False,
         leave_out: list[str] | tuple[str, ...] = (),
         nonfinite_gradients: str = "ignore",
         timeout: str | timedelta = "30min",

@@ -85,8 +85,7 @@ class CompiledModule(nn.Module):
             CaptureError: it cannot be captured as one graph.
             CompileError: it cannot be compiled to what eager PyTorch computes.
         """
-        target = self.module if name == "forward" else getattr(self.module, name)
-        call = Call.of(target, args, kwargs)
+        call = Call.of(self._target(name), args, kwargs)
         known = self._find(name, call)
         if known is not None:
             return known.run(*args, **kwargs)
@@ -97,6 +96,10 @@ class CompiledModule(nn.Module):
             run = changed.callable(compiled.run_graph)
             self._also.setdefault(name, []).insert(0, replace(compiled, capture=changed, run=run))
         return result
+
+    def _target(self, name: str) -> Any:
+        """Return what is called: with the module's hooks for `forward`."""
+        return self.module if name == "forward" else getattr(self.module, name)
 
     def _graphs(self) -> CudaGraphs:
         if self.graphs is None:

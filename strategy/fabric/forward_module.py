@@ -7,29 +7,33 @@ from typing import Any
 
 from typing_extensions import override
 
-from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.compiler.piecewise_module import PiecewiseModule
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.fabric.forward_methods import take_redirection
 from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
 
+_IN_PIECES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+"""Methods that run in pieces where they cannot be one graph: `forward`, and those of Lightning's modules. Others, such
+as `generate`, would be compiled for each length of a sequence."""
 _EAGER = (
     "To run {name}() as it is, in eager PyTorch, call it on every rank with whole weights: "
     "`with torch.no_grad(), fabric.strategy.summon_full(model): model.module.{name}(...)`."
 )
 
 
-class ForwardModule(CompiledModule):
+class ForwardModule(PiecewiseModule):
     """The module that Fabric calls: runs the compiled `forward`, or the method that Fabric redirects through it."""
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
         name = take_redirection(self.module)
+        if name in _IN_PIECES:
+            return self.call(name, *args, **kwargs)
         try:
             return self.call_method(name, *args, **kwargs)
         except (CaptureError, CompileError) as error:
-            if name != "forward":
-                error.advice = _EAGER.format(name=name)
+            error.advice = _EAGER.format(name=name)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:
@@ -40,7 +44,12 @@ class ForwardModule(CompiledModule):
         planner = None if self.planner is None else self.planner.for_copy()
         fp8 = None if self.fp8 is None else self.fp8.for_copy(module)
         copied = ForwardModule(
-            module, config=self._config, data_parallel=self._data_parallel, planner=planner, fp8=fp8
+            module,
+            may_be_split=self._may_be_split,
+            config=self._config,
+            data_parallel=self._data_parallel,
+            planner=planner,
+            fp8=fp8,
         )
         copied.training = self.training
         memo[id(self)] = copied

@@ -72,11 +72,19 @@ class ModuleSetup:
         self._place(module, self._frozen_in_fp8(module))
         return ForwardModule(
             module,
+            may_be_split=self._may_be_split,
             config=self.config,
             data_parallel=self._accumulating(module),
             planner=self._planner(),
             fp8=None if fp8 is None or backend is None else self._linears(module, fp8, backend),
         )
+
+    @property
+    def _may_be_split(self) -> bool:
+        """Whether what cannot be one graph runs in pieces: not where a promise would not hold."""
+        config = self.config
+        has_promise = config.memory.budget != "auto" or config.cuda_graphs is True
+        return not (config.fullgraph or has_promise or config.fp8 is not None)
 
     def _agree(self, module: nn.Module) -> None:
         """Refuse models that differ between ranks; where only values do, all ranks take rank 0's."""
