@@ -6,7 +6,7 @@
 #   make soak       the long tests, and a table of what they show (hours); a second one goes on
 #   make gpu        on a machine with an NVIDIA GPU: gpu-correct, gpu-speed, gpu-product, each under 10 minutes
 #   make gpu-ranks  the same for 2 to 8 GPUs over nccl, in one part
-#   make architectures  train each causal language model of transformers beside eager, and write the table
+#   make architectures  train models of transformers and diffusers beside eager, and write the table (hours)
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.12.1' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
 #   make lock       write constraints.txt from what is installed
@@ -66,8 +66,12 @@ gpu-correct gpu-speed gpu-product gpu-ranks: typing
 gpu-wheels: $(STAMP)
 	@bash .ci/gpu wheels
 
+# diffusers and what it needs beside our packages, not among them: tests know nothing of it.
+DIFFUSERS := diffusers==0.42.1 importlib_metadata zipp requests charset-normalizer urllib3 idna certifi
+
 architectures: $(STAMP) typing
-	PYTHONPATH=.typing $(BIN)/python -W ignore benchmarks/architectures.py --workers $(WORKERS) \
+	@test -d $(VENV)/diffusers || $(BIN)/pip install --quiet --no-deps --target $(VENV)/diffusers $(DIFFUSERS)
+	PYTHONPATH=.typing:$(VENV)/diffusers $(BIN)/python -W ignore benchmarks/architectures.py --workers $(WORKERS) \
 	  --save benchmarks/results/architectures_$$(date +%F)_cpu.md $(ARCHITECTURES_ARGS)
 
 versions:

@@ -24,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def outcome_of(name: str, checks: tuple[str, ...]) -> Outcome:
     """Make the checks; those on two ranks in two further processes, which are there before anything is computed."""
     port = free_port()
     ranks = [
-        Forked(lambda rank=rank: checked_on_rank(name, rank, port), waits=True)
+        Forked(partial(checked_on_rank, name, rank, port), waits=True)
         for rank in range(NUM_RANKS if "zero3" in checks else 0)
     ]
     outcome = checked(name, checks)
@@ -121,7 +122,7 @@ def outcomes(names: Sequence[str], checks: tuple[str, ...], *, workers: int) -> 
     while waiting or running:
         while waiting and len(running) < workers:
             name = waiting.pop(0)
-            forked = Forked(lambda name=name: outcome_of(name, checks))
+            forked = Forked(partial(outcome_of, name, checks))
             running[forked.pipe] = name, forked
         ready, _, _ = select.select(list(running), [], [], 1.0)
         for pipe, (name, forked) in list(running.items()):
