@@ -23,6 +23,8 @@ enters each file once:
           v
     autograd.py          what then runs at each call of the module; cuda_graphs/: as two graphs, where asked for
 
+    pieces/              where it ends in an error instead: eager code, and each submodule of it on this way
+
 `explain_steps.py` prints the list as it was done. Importing the package imports Thunder.
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from thunder_memsave.compiler.piecewise_module import PiecewiseModule
+from thunder_memsave.compiler.pieces.piecewise_module import PiecewiseModule
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.fabric.forward_methods import take_redirection
 from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction

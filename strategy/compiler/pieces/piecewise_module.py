@@ -1,4 +1,4 @@
-"""A compiled module that runs in pieces where it cannot be one graph (`pieces.py`)."""
+"""A compiled module that runs in pieces where it cannot be one graph (`run_pieces.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.compiler.pieces import Pieces
+from thunder_memsave.compiler.pieces.run_pieces import Pieces
 from thunder_memsave.errors import CaptureError, CompileError
 
 _log = logging.getLogger(__name__)
