@@ -103,6 +103,10 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "bilinear": (F.bilinear, ((4, 8), (4, 7), (5, 8, 7), (5,))),
     "experts": (_experts, ((16, 16), (3, 16, 32))),
     "memory": (lambda x: torch.diagonal(x).as_strided((2, 2), (9, 18)) * x[0, 0], (MATRIX,)),
+    "nll_loss": (
+        lambda x: F.nll_loss(x.log_softmax(1).view(-1, 8), torch.tensor([1, -100, 0, 7])),
+        (MATRIX,),
+    ),
     "weight_norm": (_weight_norm, ((6, 4, 3), (6, 1, 1), (2, 4, 8))),
     "distances": (lambda x, y: torch.cdist(x.t(), y.t()).t(), (MATRIX, MATRIX)),
     "renorm": (lambda x: torch.ops.aten.renorm(x, 2, 0, 1.0), (MATRIX,)),

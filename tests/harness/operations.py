@@ -107,6 +107,7 @@ SAMPLES: Mapping[str, Sample] = {
         shapes=(*_heads(), (ROWS, ROWS)),
     ),
     "cross_entropy": Sample(of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x))),
+    "nll_loss": Sample(of="nll_loss", run=lambda x: F.nll_loss(F.log_softmax(x, -1), _classes(x))),
     "cross_entropy_of_rows": Sample(
         of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x), reduction="none")
     ),

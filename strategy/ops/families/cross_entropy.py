@@ -80,4 +80,17 @@ def _lower(call: Call) -> TensorProxy:
     return cross_entropy(*call.args, **call.kwargs)
 
 
-OPERATIONS = (Operation(name="cross_entropy", functions=(F.cross_entropy,), lower=_lower),)
+def _of_log_probabilities(call: Call) -> str:
+    """Its derivative takes no missing weight."""
+    return "the log-probabilities"
+
+
+OPERATIONS = (
+    Operation(name="cross_entropy", functions=(F.cross_entropy,), lower=_lower),
+    Operation(
+        name="nll_loss",
+        functions=(F.nll_loss,),
+        runs_torchs_own=True,
+        wrong_gradient=_of_log_probabilities,
+    ),
+)
