@@ -34,6 +34,8 @@ class PiecewiseModule(CompiledModule):
         self._may_be_split = may_be_split
         self._pieces: dict[_Key, Pieces] = {}
         self._submodules: dict[nn.Module, _Submodule] = {}
+        self._said: set[tuple[type[nn.Module], _Key]] = set()
+        """What the log has said; layers of one class are told about once."""
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the bound method `name` of the module.
@@ -55,7 +57,9 @@ class PiecewiseModule(CompiledModule):
     def _split(self, key: _Key, reason: Exception) -> None:
         pieces = Pieces(self.module, self._compiled_forward, self._data_parallel)
         self._pieces[key] = pieces
-        _log.warning(
+        kind = type(self.module), key
+        _log.log(
+            logging.DEBUG if kind in self._said else logging.WARNING,
             "%s.%s runs in eager PyTorch, %d of its submodules compiled: %s (strategy.fullgraph refuses this; %s.)",
             type(self.module).__name__,
             key[0],
@@ -63,6 +67,7 @@ class PiecewiseModule(CompiledModule):
             reason,
             _NO_PROMISE,
         )
+        self._said.add(kind)
 
     def _compiled_forward(self, module: nn.Module) -> Any:
         if module not in self._submodules:
@@ -73,7 +78,7 @@ class PiecewiseModule(CompiledModule):
                 data_parallel=self._data_parallel,
                 planner=self.planner,
             )
-            submodule.unreduced = self.unreduced
+            submodule.unreduced, submodule._said = self.unreduced, self._said
             self._submodules[module] = submodule
         return self._submodules[module]
 
