@@ -116,6 +116,15 @@ def test_gradients_buffers_and_hooks_are_eagers(caplog: pytest.LogCaptureFixture
     assert all("test_pieces.py" in r.message for r in caplog.records)
 
 
+def test_a_wrong_batch_raises_what_eager_raises_and_the_next_one_is_one_graph() -> None:
+    model = made(Block)
+    called = make_fabric().setup(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        called(batch(0, width=7))
+    called(batch(0, width=6))
+    assert len(called._forward_module._compiled["forward"]) == 1
+
+
 def test_modules_are_as_before_also_after_an_error() -> None:
     model = made(Net)
     called = make_fabric().setup(model)

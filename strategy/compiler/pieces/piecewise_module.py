@@ -45,18 +45,21 @@ class PiecewiseModule(CompiledModule):
             CompileError: it cannot be compiled to what eager PyTorch computes, and may not be split.
         """
         key = name, self.module.training, torch.is_grad_enabled()
-        if key not in self._pieces:
-            try:
-                return self.call_method(name, *args, **kwargs)
-            except (CaptureError, CompileError) as error:
-                if not self._may_be_split:
-                    raise
-                self._split(key, error)
-        return self._pieces[key].run(self._target(name), args, kwargs)
-
-    def _split(self, key: _Key, reason: Exception) -> None:
-        pieces = Pieces(self.module, self._compiled_forward, self._data_parallel)
+        if key in self._pieces:
+            return self._pieces[key].run(self._target(name), args, kwargs)
+        try:
+            return self.call_method(name, *args, **kwargs)
+        except (CaptureError, CompileError) as error:
+            if not self._may_be_split:
+                raise
+            pieces = self._split(key, error)
+        # Kept if eager code can run it: a wrong batch is no reason to run the next one in pieces.
+        result = pieces.run(self._target(name), args, kwargs)
         self._pieces[key] = pieces
+        return result
+
+    def _split(self, key: _Key, reason: Exception) -> Pieces:
+        pieces = Pieces(self.module, self._compiled_forward, self._data_parallel)
         kind = type(self.module), key
         _log.log(
             logging.DEBUG if kind in self._said else logging.WARNING,
@@ -68,6 +71,7 @@ class PiecewiseModule(CompiledModule):
             _NO_PROMISE,
         )
         self._said.add(kind)
+        return pieces
 
     def _compiled_forward(self, module: nn.Module) -> Any:
         if module not in self._submodules:
