@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from thunder_memsave.distributed.data_parallel import DataParallel
@@ -40,6 +41,17 @@ def broadcast(value: T, data_parallel: DataParallel | None) -> T:
     with collective("broadcast of rank 0's values", data_parallel.everyone):
         dist.broadcast_object_list(values, group=data_parallel.everyone, group_src=0)
     return values[0]
+
+
+def numbers_of_all(number: int, data_parallel: DataParallel) -> list[int]:
+    """Return each rank's number, in the order of ranks. A collective, of a tensor: a few of them per step are cheap."""
+    group = data_parallel.everyone
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    own = torch.tensor([number], dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with collective("agreement on a number", group):
+        dist.all_gather(found, own, group=group)
+    return [int(n) for n in torch.cat(found).tolist()]
 
 
 def together(

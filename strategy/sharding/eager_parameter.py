@@ -1,57 +1,85 @@
-"""Gathers a parameter for eager code, and averages its gradient over the ranks in backward."""
+"""Gathers parameters for eager code, and averages their gradients over the ranks in backward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.distributed.transport import start_all_reduce, start_reduce_scatter
 from thunder_memsave.sharding.rows import gather_full
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 
-def whole_for_eager(p: nn.Parameter, data_parallel: DataParallel) -> Tensor:
-    """Return the whole parameter, differentiable: its gradient becomes this rank's rows of the mean over all ranks.
+def whole_for_eager(
+    parameters: Sequence[nn.Parameter], data_parallel: DataParallel
+) -> Sequence[Tensor]:
+    """Return the whole parameters, differentiable: gradients become this rank's rows of the means over all ranks.
 
-    A collective, and another one in backward, which all ranks must reach in the same order.
+    Collectives; those of backward begin when the gradients of all are there. A parameter that only some ranks used has
+    a gradient of zero on the others, and one that none used has none.
     """
-    whole: Tensor = _Whole.apply(p, data_parallel)  # type: ignore[no-untyped-call]
+    if not parameters:
+        return ()
+    whole: Sequence[Tensor] = _Wholes.apply(data_parallel, *parameters)  # type: ignore[no-untyped-call]
     return whole
 
 
-class _Whole(torch.autograd.Function):
+class _Wholes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, p: Tensor, data_parallel: DataParallel) -> Tensor:
-        ctx.data_parallel, ctx.is_sharded = data_parallel, is_sharded(p)
-        ctx.shape, ctx.dtype = as_rows(p).shape, p.dtype
+    def forward(ctx: Any, data_parallel: DataParallel, *parameters: nn.Parameter) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.data_parallel, ctx.parameters = data_parallel, parameters
         with torch._C.DisableTorchFunctionSubclass():
-            whole = gather_full(p, data_parallel)
-            # No view: eager code that writes to it is told about the write, not about views.
-            gathered = whole._base if ctx.is_sharded else None
-            return (
-                gathered
-                if gathered is not None and gathered.shape == whole.shape
-                else whole.clone()
-            )
+            whole = tuple(_whole(p, data_parallel) for p in parameters)
+        ctx.shapes = [w.shape for w in whole]
+        return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         data_parallel: DataParallel = ctx.data_parallel
-        wanted = data_parallel.reduce_dtype or ctx.dtype
-        grad = grad.to(torch.promote_types(ctx.dtype, wanted))
-        if not ctx.is_sharded:
-            reduced = _ended(start_all_reduce([grad.clone()], data_parallel.everyone, mean=True))
-            return reduced.to(ctx.dtype), None
-        padding = ctx.shape[0] * data_parallel.world_size - grad.shape[0]
-        grad = F.pad(grad, (0, 0) * (grad.dim() - 1) + (0, padding))
-        rows = _ended(start_reduce_scatter([grad], data_parallel.group, mean=True))
-        if data_parallel.replicas is not None:
-            rows = _ended(start_all_reduce([rows], data_parallel.replicas, mean=True))
-        return rows.to(ctx.dtype), None
+        used = _used_anywhere([g is not None for g in grads], ctx.parameters[0], data_parallel)
+        return None, *(
+            _reduced(grad, p, shape, data_parallel) if is_used and p.requires_grad else None
+            for grad, p, shape, is_used in zip(grads, ctx.parameters, ctx.shapes, used, strict=True)
+        )
+
+
+def _whole(p: nn.Parameter, data_parallel: DataParallel) -> Tensor:
+    whole = gather_full(p, data_parallel)
+    # No view: eager code that writes to it is told about the write, not about views.
+    base = whole._base if is_sharded(p) else None
+    return base if base is not None and base.shape == whole.shape else whole.clone()
+
+
+def _used_anywhere(used: Sequence[bool], like: Tensor, data_parallel: DataParallel) -> list[bool]:
+    flags = torch.tensor(used, dtype=torch.int32, device=like.device)
+    with collective("agreement on used parameters", data_parallel.everyone):
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=data_parallel.everyone)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def _reduced(
+    grad: Tensor | None, p: nn.Parameter, shape: torch.Size, data_parallel: DataParallel
+) -> Tensor:
+    rows = as_rows(p)
+    wanted = torch.promote_types(rows.dtype, data_parallel.reduce_dtype or rows.dtype)
+    grad = rows.new_zeros(shape, dtype=wanted) if grad is None else grad.to(wanted)
+    if not is_sharded(p):
+        mean = _ended(start_all_reduce([grad.clone()], data_parallel.everyone, mean=True))
+        return mean.to(rows.dtype)
+    padding = rows.shape[0] * data_parallel.world_size - shape[0]
+    grad = F.pad(grad, (0, 0) * (grad.dim() - 1) + (0, padding))
+    mean = _ended(start_reduce_scatter([grad], data_parallel.group, mean=True))
+    if data_parallel.replicas is not None:
+        mean = _ended(start_all_reduce([mean], data_parallel.replicas, mean=True))
+    return mean.to(rows.dtype)
 
 
 def _ended(started: Any) -> Tensor:

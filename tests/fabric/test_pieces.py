@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave.errors import CaptureError
+from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 # Dynamo looks at it, and hides the warning unless warnings are errors.
@@ -204,11 +205,57 @@ def check_weights_that_are_read_inside() -> None:
     assert all(map(torch.equal, model.buffers(), eager.buffers()))
 
 
+class OtherBlocks(nn.Module):
+    """Ranks call different submodules, or one of them none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 0:
+            x = self.one(x)
+        return x if x.sum().item() > 100 else self.other(x)
+
+
+class OtherLeaves(nn.Module):
+    """Ranks use different weights of eager code; one is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.none = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.one(x) if x.sum().item() > 0 else self.other(x)
+        return result
+
+
+def check_ranks_that_go_other_ways(rank: int) -> None:
+    sign = 1 if rank == 0 else -1
+    x = sign * batch(0, width=6).abs()
+    called = make_fabric(devices=2, sharding="zero3").setup(made(OtherBlocks))
+    with pytest.raises(RankMismatchError, match="rank 0 one, rank 1 other"):
+        called(x)
+    for mode in ("none", "zero2"):
+        eager, model = made(OtherLeaves), made(OtherLeaves)
+        stepped(make_fabric(devices=2, sharding=mode).setup(model), x)
+        own = (-1, 1)[rank == 0]
+        for each in (own, -own):
+            (eager(own * each * x).square().mean() / 2).backward()
+        for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == name.startswith("none"), name
+            if p.grad is not None and q.grad is not None:
+                found = as_rows(p.grad)
+                first = found.shape[0] * rank if is_sharded(p) else 0
+                torch.testing.assert_close(found, q.grad[first : first + found.shape[0]], msg=name)
+
+
 @on_fabric_rank
 def check_ranks() -> None:
     for mode in ("none", "zero2", "zero3"):
         check_gradients(mode)
     check_weights_that_are_read_inside()
+    check_ranks_that_go_other_ways(make_fabric(devices=2).global_rank)
     called = make_fabric(devices=2, sharding="zero3").setup(Rescales())
     with pytest.raises(CaptureError, match=r"changes its parameter 'scale' in place.*summon_full"):
         called(batch(0))

@@ -22,14 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from thunder_memsave.distributed.agreement import numbers_of_all
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CaptureError
 from thunder_memsave.sharding.eager_parameter import whole_for_eager
 from thunder_memsave.sharding.row_errors import ShardedParameterError
+from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
 
 _log = logging.getLogger(__name__)
 
 _FORWARD = "forward"
+_ENDS = -1
 Run = Callable[..., Any]
 
 
@@ -65,6 +68,7 @@ class Pieces:
 
         Raises:
             CaptureError: it changes a sharded parameter in place, which would be lost.
+            RankMismatchError: the ranks call different submodules.
         """
         if self._data_parallel is None or self._has_run:
             return self._run(function, args, kwargs)
@@ -79,8 +83,38 @@ class Pieces:
         return result
 
     def _run(self, function: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with self._gathered(), _redirected(self._runs):
-            return function(*args, **kwargs)
+        numbered = enumerate(self._runs.items())
+        runs = {child: self._agreed(number, run) for number, (child, run) in numbered}
+        with self._gathered(), _redirected(runs):
+            result = function(*args, **kwargs)
+        self._agree(_ENDS)
+        return result
+
+    def _agreed(self, number: int, run: Run) -> Run:
+        def runs(*args: Any, **kwargs: Any) -> Any:
+            self._agree(number)
+            return run(*args, **kwargs)
+
+        return runs
+
+    def _agree(self, number: int) -> None:
+        """Refuse that ranks go on with different submodules: their collectives would be of different parameters."""
+        if self._data_parallel is None:
+            return
+        numbers = numbers_of_all(number, self._data_parallel)
+        if len(set(numbers)) > 1:
+            at = ", ".join(f"rank {rank} {self._named(n)}" for rank, n in enumerate(numbers))
+            raise RankMismatchError(
+                f"the ranks call different submodules of {type(self._module).__name__} at the same point: {at}. Every "
+                "rank must call the same ones in the same order, because gathering parameters and averaging gradients "
+                "are steps of all; use a mask or torch.where in the place of a branch that depends on a rank's numbers."
+            )
+
+    def _named(self, number: int) -> str:
+        if number == _ENDS:
+            return "ends"
+        child = list(self._runs)[number]
+        return next(name for name, m in self._module.named_modules() if m is child)
 
     def _make_all_eager(self, reason: ShardedParameterError) -> None:
         self._runs = {}
@@ -97,10 +131,9 @@ class Pieces:
         if self._data_parallel is None:
             yield
             return
-        whole: dict[int, Tensor] = {}
-        for p in self._eager.values():
-            if id(p) not in whole:
-                whole[id(p)] = whole_for_eager(p, self._data_parallel)
+        parameters = list({id(p): p for p in self._eager.values()}.values())
+        gathered = whole_for_eager(parameters, self._data_parallel)
+        whole = {id(p): w for p, w in zip(parameters, gathered, strict=True)}
         versions = {key: w._version for key, w in whole.items()}
         given = {name: whole[id(p)] for name, p in self._eager.items()}
         with _reparametrize_module(self._module, given):

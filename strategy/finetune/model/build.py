@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,7 @@ def _refuse_other_architecture(
 
 def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
     settings = config.model
+    _refuse_absent_attention(architecture, settings)
     try:
         with torch.device("meta"):
             model = CAUSAL_LM.auto_class.from_config(
@@ -176,6 +178,17 @@ def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
             key="model.name_or_path" if settings.config is None else "model.config",
         ) from error
     return model
+
+
+def _refuse_absent_attention(architecture: Any, settings: ModelConfig) -> None:
+    """Refuse `sdpa` for models that transformers has no such attention of, such as gpt-oss, with its sinks."""
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(architecture), None)
+    if settings.attn_implementation == "sdpa" and not getattr(kind, "_supports_sdpa", True):
+        raise ConfigError(
+            f"model.attn_implementation is sdpa, which transformers does not have for {architecture.model_type!r} "
+            "models; write model.attn_implementation: eager, whose scores are as long as the sequence squared.",
+            key="model.attn_implementation",
+        )
 
 
 def _keep_generation_config(model: Any, directory: Path) -> None:
@@ -213,11 +226,25 @@ def _inline_config(values: dict[str, Any], *, key: str) -> Any:
     config_class = transformers.CONFIG_MAPPING[model_type]
     signature = inspect.signature(config_class)
     known = ["model_type", *signature.parameters, *config_class.attribute_map]
+    if not set(values) <= set(known):
+        known += _read_if_there(config_class)
     refuse_unknown(values, known=known, where=key)
     try:
         return transformers.AutoConfig.for_model(**values)
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"transformers refuses {key}: {error}", key=key) from error
+
+
+def _read_if_there(config_class: type) -> list[str]:
+    """Return the keys that the model's code reads although its config does not declare them.
+
+    Such as Qwen3-MoE's `head_dim`, which the published config.json has: `getattr(config, "head_dim", ...)`.
+    """
+    if config_class not in transformers.MODEL_MAPPING:
+        return []
+    module = inspect.getmodule(transformers.MODEL_MAPPING[config_class])
+    assert module is not None, "a class of transformers is of a module"
+    return re.findall(r'getattr\((?:self\.)?config, "(\w+)"', inspect.getsource(module))
 
 
 def _check_fit(architecture: Any, config: RunConfig) -> None:
