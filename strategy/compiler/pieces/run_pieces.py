@@ -114,7 +114,8 @@ class Pieces:
         if number == _ENDS:
             return "ends"
         child = list(self._runs)[number]
-        return next(name for name, m in self._module.named_modules() if m is child)
+        name: str = next(n for n, m in self._module.named_modules() if m is child)
+        return name
 
     def _make_all_eager(self, reason: ShardedParameterError) -> None:
         self._runs = {}

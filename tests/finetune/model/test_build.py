@@ -226,3 +226,29 @@ def test_a_model_of_another_shape_than_the_run_file_says_is_refused(
 def test_an_architecture_is_checked_as_a_config_is() -> None:
     with pytest.raises(ConfigError, match=r"model\.architecture\.model_type is 'lama', which"):
         describe_model(run_config(Path("org/a"), lora=None, architecture={"model_type": "lama"}))
+
+
+MIXTURE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_keys_that_only_the_models_code_reads_are_taken() -> None:
+    """Qwen3-MoE's published config.json has a `head_dim`, which its config class does not declare."""
+    shape = {**MIXTURE, "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4}
+    model: Any = describe_model(run_config(Path("org/a"), lora=None, architecture=shape))
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (64, 32)
+    wrong = {**shape, "head_dims": 16}
+    with pytest.raises(ConfigError, match="head_dims"):
+        describe_model(run_config(Path("org/a"), lora=None, architecture=wrong))
+
+
+def test_attention_that_transformers_does_not_have_is_named() -> None:
+    shape = {**MIXTURE, "model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 32}
+    with pytest.raises(ConfigError, match="attn_implementation: eager") as error:
+        describe_model(run_config(Path("org/a"), lora=None, architecture=shape))
+    assert error.value.key == "model.attn_implementation"
