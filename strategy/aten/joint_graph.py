@@ -48,6 +48,11 @@ _WRITES_STATISTICS = (
 )
 """They change running statistics, which their schemas do not say."""
 
+_NORM_BACKWARDS = (
+    torch.ops.aten.native_batch_norm_backward.default,
+    torch.ops.aten.batch_norm_backward.default,
+)
+
 
 class UntraceableError(ThunderMemsaveError, ValueError):
     """A function cannot be traced without numbers; the text says why."""
@@ -129,6 +134,7 @@ def joint_graph(
         except Exception as error:  # torch raises many types for what fake tensors cannot do
             raise UntraceableError(_first_line(error)) from error
     _refuse_writes(module.graph)
+    _read_no_statistics(module.graph)
     results: Any = module.graph.output_node().args[0]
     placeholders = module.graph.find_nodes(op="placeholder")
     pairs = zip(leaves, results[: len(leaves)], strict=True)
@@ -217,6 +223,16 @@ def _refuse_writes(graph: fx.Graph) -> None:
             raise UntraceableError(f"it runs {node.target}, which is no operator with a schema")
         if _writes(node) or _updates_statistics(node):
             raise UntraceableError(f"{node.target} changes a tensor in place that it is given")
+
+
+def _read_no_statistics(graph: fx.Graph) -> None:
+    """Let the backward of BatchNorm in training not read running statistics: no kernel does, and they are overwritten.
+
+    The schema, and cuDNN's call, of PyTorch (aten/src/ATen/native/Normalization.cpp) take none instead.
+    """
+    for node in graph.nodes:
+        if node.target in _NORM_BACKWARDS and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _updates_statistics(node: fx.Node) -> bool:

@@ -227,6 +227,8 @@ def _picks_result(node: fx.Node, args: Sequence[Any]) -> bool:
 
 def _why_not_thunders(node: fx.Node, row: Operation, call: Call) -> str | None:
     """Say why Thunder's derivative is not used; None if it is."""
+    if row.has_whole_derivative:
+        return "Thunder would take it apart"
     if _is_auto_registered(_torch_to_thunder_function_map.get(node_callable(node))):
         return "Thunder has no derivative of its own"
     values = [node.meta.get("example_value"), *example_values(node.all_input_nodes)]

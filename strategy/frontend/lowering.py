@@ -54,6 +54,7 @@ from thunder_memsave.frontend.higher_order import HIGHER_ORDER, inline_checkpoin
 from thunder_memsave.frontend.modes import differentiated, in_language, no_ambient_autocast
 from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
+from thunder_memsave.frontend.rewrites.batch_norms import split_batch_norms
 from thunder_memsave.frontend.rewrites.custom_functions import join_custom_changes
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
 from thunder_memsave.frontend.rewrites.out_arguments import split_out_arguments
@@ -111,6 +112,7 @@ def lower(
     join_custom_changes(capture.graph)
     join_vmaps(capture.graph)
     split_out_arguments(capture.graph)
+    split_batch_norms(capture.graph)
     join_view_writes(capture.graph)
     refuse_lost_changes(capture.graph)
     refuse_changed_weights(capture.graph, _trained_on_this_rank(capture))

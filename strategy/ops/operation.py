@@ -170,6 +170,8 @@ class Operation:
     """The call that Thunder's own symbol gets instead."""
     runs_torchs_own: bool = False
     """Whether torch's function runs as it is where no gradient is needed, though Thunder knows it."""
+    has_whole_derivative: bool = False
+    """Whether torch's operators run where a gradient is needed: Thunder takes the function apart, which is slower."""
     wrong_gradient: Callable[[Call], str | None] | None = None
     """`(call) -> what is wrong with Thunder's derivative, in words`; None if it is right."""
     kernels: tuple[Kernel, ...] = ()

@@ -23,6 +23,7 @@ from thunder_memsave.ops.families import (
     random_numbers,
     rms_norm,
     softmax,
+    whole_kernels,
     windowed_attention,
 )
 from thunder_memsave.ops.families.collectives import collectives_executor
@@ -36,6 +37,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *activations.OPERATIONS,
     *softmax.OPERATIONS,
     *norms.OPERATIONS,
+    *whole_kernels.OPERATIONS,
     *rms_norm.OPERATIONS,
     *indexing.OPERATIONS,
     *no_arithmetic.OPERATIONS,
