@@ -54,6 +54,8 @@ def _of_value(
 ) -> Tensor:
     if _has_kernel(value, weight):
         return _by_kernel(grad, value, num_dims, rstd, weight, [True, False])[0]
+    if _is_of_one_dtype(value, weight):
+        return _by_operators(grad, value, num_dims, weight, eps)
     shape = value.shape[-num_dims:]
     return _differentiated(lambda leaf: torch.rms_norm(leaf, shape, weight, eps), value, grad)
 
@@ -69,7 +71,32 @@ def _of_weight(
     if _has_kernel(value, weight):
         return _by_kernel(grad, value, num_dims, rstd, weight, [False, True])[1]
     shape = value.shape[-num_dims:]
+    if _is_of_one_dtype(value, weight) and value.ndim > num_dims:
+        of_rows = grad * torch.rms_norm(value, shape, None, eps)
+        return of_rows.sum(tuple(range(value.ndim - num_dims)))
     return _differentiated(lambda leaf: torch.rms_norm(value, shape, leaf, eps), weight, grad)
+
+
+def _is_of_one_dtype(value: Tensor, weight: Tensor | None) -> bool:
+    """Whether PyTorch casts nothing, so that its derivative is the one of the formula alone."""
+    wide = (torch.float32, torch.float64)
+    return value.dtype in wide and (weight is None or weight.dtype is value.dtype)
+
+
+def _by_operators(
+    grad: Tensor, value: Tensor, num_dims: int, weight: Tensor | None, eps: float | None
+) -> Tensor:
+    """Return the gradient of the value, by the operators that autograd runs, in its order: half the time of autograd.
+
+    As in PyTorch (`rms_norm_composite` in aten/src/ATen/native/layer_norm.cpp, derivatives.yaml).
+    """
+    dims = tuple(range(value.ndim - num_dims, value.ndim))
+    eps = torch.finfo(value.dtype).eps if eps is None else eps
+    rstd = value.pow(2).mean(dims, keepdim=True).add_(eps).rsqrt_()
+    grad = grad if weight is None else grad * weight
+    of_mean = -0.5 * (grad * value).sum(dims, keepdim=True) * rstd.pow(3)
+    of_squares = of_mean.expand_as(value) / math.prod(value.shape[-num_dims:])
+    return (grad * rstd).add_(of_squares * (value * 2))
 
 
 def _differentiated(run: Callable[[Tensor], Tensor], operand: Tensor, grad: Tensor) -> Tensor:

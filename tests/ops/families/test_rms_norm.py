@@ -16,10 +16,12 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.ops.claim import own_executor
+from thunder_memsave.ops.families.rms_norm import OPERATIONS, rms_norm
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.planner.devices import device
 
 WIDTH = 16
+OPERATORS = {name: o for row in OPERATIONS for k in row.kernels for name, o in k.operators.items()}
 
 
 class Block(nn.Module):
@@ -68,3 +70,33 @@ def test_its_results_are_new_memory() -> None:
         results = own_executor.opmap["rms_norm_kernel"](value, 1, None, None)
     found = roots(trace.bound_symbols)
     assert [found[r.name] for r in results] == [{r.name} for r in results]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("lead", [(2, 16), (7,), (3, 5, 33), (1, 1), (300,)], ids=str)
+@pytest.mark.parametrize("eps", [1e-6, None])
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_the_formula_of_its_gradients_has_the_bits_of_autograd(
+    dtype: torch.dtype,
+    lead: tuple[int, ...],
+    eps: float | None,
+    is_weighted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does backward run autograd again, where nothing is cast."""
+    torch.manual_seed(0)
+    shape = (4, 6)
+    value = (torch.randn(*lead, *shape, dtype=dtype) * 3).requires_grad_()
+    weight = torch.rand(shape, dtype=dtype, requires_grad=True) if is_weighted else None
+    operands = [value] if weight is None else [value, weight]
+    result = torch.rms_norm(value, shape, weight, eps)
+    grad = torch.randn_like(result)
+    expected = torch.autograd.grad(result, operands, grad)
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    x, w = value.detach(), None if weight is None else weight.detach()
+    _, rstd = rms_norm(x, len(shape), w, eps)
+    found = [
+        OPERATORS[name].run(grad, x, len(shape), rstd, w, eps)
+        for name in ("rms_norm_kernel_backward", "rms_norm_kernel_weight_backward")[: len(operands)]
+    ]
+    assert all(map(torch.equal, found, expected))
