@@ -61,11 +61,11 @@ def assert_bits(model: nn.Module, *, policy: str | None = None, steps: int = STE
                 (y * torch.arange(1.0, 1 + y.numel()).view_as(y)).sum().backward()
             results.append(y)
         assert torch.equal(*results)
-        for p, e in zip(model.parameters(), eager.parameters(), strict=True):
-            assert (p.grad is None) == (e.grad is None)
-            assert p.grad is None or torch.equal(p.grad, e.grad)
-        for (name, b), e in zip(model.named_buffers(), eager.buffers(), strict=True):
-            assert torch.equal(b, e), name
+        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+        for (name, b), c in zip(model.named_buffers(), eager.buffers(), strict=True):
+            assert torch.equal(b, c), name
 
 
 @pytest.mark.parametrize("policy", [None, "keep_all", "recompute_all"])
