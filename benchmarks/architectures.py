@@ -143,8 +143,14 @@ def _ended(name: str, forked: Forked, *, is_late: bool, seconds: float) -> Outco
         return Outcome(name=name, state=state, reason=reason, seconds=seconds)
 
 
-def table(found: Sequence[Outcome], checks: Sequence[str]) -> str:
-    """Return the Markdown: what passes everything in one line, and a row for each other with its reason."""
+def table(found: Sequence[Outcome], checks: Sequence[str], *, num_left: int = 0) -> str:
+    """Return the Markdown: what passes everything in one line, and a row for each other with its reason.
+
+    Args:
+        found: What was run.
+        checks: The checks that were made.
+        num_left: Number of models that were not run.
+    """
     here = [o for o in found if o.state != "not here"]
     passed = sorted((o.name for o in here if o.state == "trains"), key=str.casefold)
     causal = [o for o in here if o.name in CAUSAL]
@@ -154,7 +160,8 @@ def table(found: Sequence[Outcome], checks: Sequence[str]) -> str:
         f"{len(passed)} of the {len(here)} models that eager trains at this size pass every check; of the "
         f"{len(causal)} causal language models among them {sum(o.state == 'trains' for o in causal)}. Numbers differ "
         f"from eager's by at most {CLOSE:.0e} of the largest one of their tensor; bits under a budget do not differ. "
-        f"{len(found) - len(here)} others eager does not train so. {', '.join(map(_version, packages))}, CPU.",
+        f"{len(found) - len(here)} others eager does not train so, and {num_left} were not run. "
+        f"{', '.join(map(_version, packages))}, CPU.",
         "",
         f"Passed, by check (those after one that fails are not made): {counts}.",
         "",
@@ -212,7 +219,8 @@ def main() -> int:
         if kept is not None:
             rows = [asdict(o) for o in sorted(found, key=lambda o: o.name)]
             kept.write_text(json.dumps(rows, indent=1))
-            arguments.save.write_text(table(found, arguments.checks))
+            left = len(names) - number
+            arguments.save.write_text(table(found, arguments.checks, num_left=left))
     counts = Counter(o.state for o in found)
     print(", ".join(f"{n} {state}" for state, n in counts.most_common()))
     return int(any(o.state in ("differs", "fails", "hangs") for o in found))

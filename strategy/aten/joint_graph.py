@@ -37,6 +37,11 @@ _TAKE_ANY_STRIDES = frozenset(
     for name in (
         *("_softmax_backward_data", "_log_softmax_backward_data", "slice_backward"),
         *("select_backward", "nll_loss_forward", "nll_loss_backward", "index_add", "index_copy"),
+        *(
+            "native_batch_norm_backward",
+            "batch_norm_backward",
+            "_batch_norm_with_update_functional",
+        ),
     )
 )
 """Further ones, without a tag."""

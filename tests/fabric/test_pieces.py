@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -69,15 +70,19 @@ class Net(nn.Module):
 
 
 class ReadsInside(nn.Module):
-    """Reads a weight within a submodule that has submodules, which are compiled."""
+    """Reads a weight within a submodule that has submodules, which are compiled; a buffer is made in the first call."""
+
+    seen: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()
         self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("seen", None)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.norm(x), 0.5)
+        self.seen = torch.ones(1) if self.seen is None else self.seen + 1.0
         if x.sum().item() > 1e6:
             return x
         return F.linear(self.block(x), self.block.up.weight)
@@ -124,6 +129,16 @@ def test_a_wrong_batch_raises_what_eager_raises_and_the_next_one_is_one_graph() 
         called(batch(0, width=7))
     called(batch(0, width=6))
     assert len(called._forward_module._compiled["forward"]) == 1
+
+
+def test_threads_take_turns() -> None:
+    model = made(Net).eval()
+    called, x = make_fabric().setup(model), batch(0)
+    expected = called(x)
+    with ThreadPoolExecutor(3) as pool:
+        results = [future.result() for future in [pool.submit(called, x) for _ in range(9)]]
+    assert all(torch.equal(r, expected) for r in results)
+    assert not [m for m in model.modules() if "forward" in vars(m)]
 
 
 def test_modules_are_as_before_also_after_an_error() -> None:

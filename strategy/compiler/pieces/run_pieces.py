@@ -13,6 +13,7 @@ are eager too, with whole weights.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 _FORWARD = "forward"
 _ENDS = -1
+_ONE_THREAD = threading.RLock()
+"""Held while functions stand in the place of the `forward` of modules: another thread would take them for theirs."""
 Run = Callable[..., Any]
 
 
@@ -76,7 +79,7 @@ class Pieces:
         try:
             result = self._run(function, args, kwargs)
         except ShardedParameterError as error:
-            before.restore(self._module)
+            before.restore()
             self._make_all_eager(error)
             result = self._run(function, args, kwargs)
         self._has_run = True
@@ -85,7 +88,7 @@ class Pieces:
     def _run(self, function: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         numbered = enumerate(self._runs.items())
         runs = {child: self._agreed(number, run) for number, (child, run) in numbered}
-        with self._gathered(), _redirected(runs):
+        with _ONE_THREAD, self._gathered(), _redirected(runs):
             result = function(*args, **kwargs)
         self._agree(_ENDS)
         return result
@@ -153,24 +156,31 @@ class _State:
     """What a run changes besides its results: the generators of random numbers, and buffers."""
 
     generators: tuple[Tensor, Sequence[Tensor]]
-    buffers: Mapping[str, Tensor]
+    buffers: Sequence[tuple[nn.Module, Mapping[str, tuple[Tensor | None, Tensor | None]]]]
+    """For each module, its buffers by their names: the tensors, and copies."""
 
     @classmethod
     def of(cls, module: nn.Module) -> _State:
         """Copy the state."""
         on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+        buffers = [
+            (m, {n: (b, None if b is None else b.detach().clone()) for n, b in m._buffers.items()})
+            for m in module.modules()
+        ]
         return cls((torch.get_rng_state(), on_cuda), buffers)
 
-    def restore(self, module: nn.Module) -> None:
+    def restore(self) -> None:
         """Give it back."""
         on_cpu, on_cuda = self.generators
         torch.set_rng_state(on_cpu)
         if on_cuda:
             torch.cuda.set_rng_state_all(on_cuda)
         with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(self.buffers[name])
+            for owner, buffers in self.buffers:
+                owner._buffers.update({name: buffer for name, (buffer, _) in buffers.items()})
+                for buffer, copied in buffers.values():
+                    if buffer is not None and copied is not None:
+                        buffer.copy_(copied)
 
 
 def _divided(module: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
