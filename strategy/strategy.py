@@ -120,11 +120,10 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         fp8: Mapping[str, Any] | Fp8Config | None = None,
         process_group_backend: str | None = None,
     ) -> None:
-        given = locals()
+        given = {**locals(), "memory": {} if memory is None else memory}
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # raises
         values = {name: given[name] for name in field_names(StrategyConfig)}
-        values["memory"] = {} if memory is None else memory
         config = parse_section(StrategyConfig, values, where=type(self).__name__)
         super().__init__(
             accelerator,

@@ -121,8 +121,14 @@ def gradients_of(output: Tensor, model: nn.Module) -> tuple[Tensor, ...]:
 def test_nothing_is_copied_where_nothing_is_written_or_backward_reads_nothing_of_it() -> None:
     check(keep_overwritten, name="keep_overwritten", changes_the_probe=False)
     check_identity(keep_overwritten, name="keep_overwritten")
-    counts = CompiledModule(nn.BatchNorm1d(WIDTH))
-    counts(torch.randn(3, WIDTH)).sum().backward()
+
+    class Counts(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1.0)
+            return x * 2.0
+
+    counts = CompiledModule(Counts())
+    counts(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
     names = [b.sym.name for b in counts.captures[-1].forward_traces[-1].bound_symbols]
     assert "copy_" in names
     assert "clone" not in names

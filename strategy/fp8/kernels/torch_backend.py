@@ -115,14 +115,12 @@ def quantize_block(
             x, dtype, block_rows, block_cols, amax_epsilon, force_pow_2_scales
         )
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    scales = x.new_empty(
-        block_scales_shape(x.shape[0], x.shape[1], block_rows, block_cols), dtype=torch.float32
-    )
+    shape = block_scales_shape(x.shape[0], x.shape[1], block_rows, block_cols)
+    scales = x.new_empty(shape, dtype=torch.float32)
     with once_through_memory(x, quantized, scales):
         for first, rows in _cached(x, x.shape[0], multiple=block_rows):
             part = x[first : first + rows]
-            row_of_blocks = first // block_rows
-            blocks = scales[row_of_blocks : row_of_blocks + -(-rows // block_rows)]
+            blocks = scales[first // block_rows :][: -(-rows // block_rows)]
             blocks.copy_(
                 block_scales(
                     block_amax(part, block_rows, block_cols),
