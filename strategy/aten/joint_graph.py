@@ -25,8 +25,16 @@ _READS_MEMORY = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_scatter.default,
     torch.ops.aten.view.default,
+    torch.ops.aten.view_as_complex.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten.native_group_norm_backward.default,
+    torch.ops.aten._cdist_forward.default,
+    torch.ops.aten._pdist_forward.default,
 )
-"""They read elements by their place in memory, or refuse strides that they cannot view."""
+"""They read elements by their place in memory, or refuse strides that they cannot view.
+
+Besides views, those with a tag of `_TAKES_ANY_STRIDES` before which PyTorch calls `contiguous()`
+(torchgen/packaged/autograd/derivatives.yaml, and the composite functions around them)."""
 
 _TAKES_ANY_STRIDES = (torch.Tag.core, torch.Tag.pointwise)
 """Tags of operators that stand for a function of numbers alone. Kernels behind others may take strides for granted:
@@ -37,11 +45,6 @@ _TAKE_ANY_STRIDES = frozenset(
     for name in (
         *("_softmax_backward_data", "_log_softmax_backward_data", "slice_backward"),
         *("select_backward", "nll_loss_forward", "nll_loss_backward", "index_add", "index_copy"),
-        *(
-            "native_batch_norm_backward",
-            "batch_norm_backward",
-            "_batch_norm_with_update_functional",
-        ),
     )
 )
 """Further ones, without a tag."""

@@ -107,6 +107,14 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
         lambda x: F.nll_loss(x.log_softmax(1).view(-1, 8), torch.tensor([1, -100, 0, 7])),
         (MATRIX,),
     ),
+    "group_norm": (
+        lambda x, w, b: F.group_norm(x.sin(), 2, w, b).transpose(1, 2).flatten(2).sin(),
+        (IMAGE, (2,), (2,)),
+    ),
+    "group_norm_of_turned": (
+        lambda x, w, b: F.group_norm(x.transpose(2, 3) * 2, 2, w, b).sin(),
+        (IMAGE, (2,), (2,)),
+    ),
     "weight_norm": (_weight_norm, ((6, 4, 3), (6, 1, 1), (2, 4, 8))),
     "distances": (lambda x, y: torch.cdist(x.t(), y.t()).t(), (MATRIX, MATRIX)),
     "renorm": (lambda x: torch.ops.aten.renorm(x, 2, 0, 1.0), (MATRIX,)),
