@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.distributed.transport import Handle, start_all_reduce, start_reduce_scatter
 from thunder_memsave.ops.running_backward import running_backward
+from thunder_memsave.sharding.mean_gradient import mean_dtype, mean_over_ranks
 from thunder_memsave.sharding.rows import whole_shape
-from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
+from thunder_memsave.sharding.sharded_parameter import as_rows
 
 _executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
 register_executor(_executor)
@@ -171,21 +171,8 @@ def whole_gradient_bytes(parameters: Iterable[Tensor]) -> int:
 
 
 def _reduced(total: Tensor, parameter: Tensor, data_parallel: DataParallel) -> Tensor:
-    wanted = data_parallel.reduce_dtype
-    dtype = parameter.dtype if wanted is None else torch.promote_types(parameter.dtype, wanted)
-    grad = total.to(dtype)
-    if not is_sharded(parameter):
-        return _ended(start_all_reduce([grad], data_parallel.everyone, mean=True))
-    rows = _ended(start_reduce_scatter([grad], data_parallel.group, mean=True))
-    if data_parallel.replicas is None:
-        return rows
-    return _ended(start_all_reduce([rows], data_parallel.replicas, mean=True))
-
-
-def _ended(started: Sequence[tuple[Handle, Tensor]]) -> Tensor:
-    ((handle, result),) = started
-    handle.wait()
-    return result
+    grad = total.to(mean_dtype(parameter, data_parallel))
+    return mean_over_ranks(grad, parameter, data_parallel)
 
 
 def _with_unreduced(grad: Tensor, name: str) -> Tensor:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
-from thunder_memsave.distributed.transport import start_all_reduce, start_reduce_scatter
+from thunder_memsave.sharding.mean_gradient import mean_dtype, mean_over_ranks
 from thunder_memsave.sharding.rows import gather_full
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
@@ -68,22 +67,8 @@ def _used_anywhere(used: Sequence[bool], like: Tensor, data_parallel: DataParall
 def _reduced(
     grad: Tensor | None, p: nn.Parameter, shape: torch.Size, data_parallel: DataParallel
 ) -> Tensor:
-    rows = as_rows(p)
-    wanted = torch.promote_types(rows.dtype, data_parallel.reduce_dtype or rows.dtype)
-    grad = rows.new_zeros(shape, dtype=wanted) if grad is None else grad.to(wanted)
-    if not is_sharded(p):
-        mean = _ended(start_all_reduce([grad.clone()], data_parallel.everyone, mean=True))
-        return mean.to(rows.dtype)
-    padding = rows.shape[0] * data_parallel.world_size - shape[0]
-    grad = F.pad(grad, (0, 0) * (grad.dim() - 1) + (0, padding))
-    mean = _ended(start_reduce_scatter([grad], data_parallel.group, mean=True))
-    if data_parallel.replicas is not None:
-        mean = _ended(start_all_reduce([mean], data_parallel.replicas, mean=True))
-    return mean.to(rows.dtype)
-
-
-def _ended(started: Any) -> Tensor:
-    ((handle, result),) = started
-    handle.wait()
-    reduced: Tensor = result
-    return reduced
+    rows, dtype = as_rows(p), mean_dtype(p, data_parallel)
+    if grad is None:
+        grad = rows.new_zeros(shape, dtype=dtype)
+    own = grad.to(dtype, copy=not is_sharded(p))  # others may read autograd's
+    return mean_over_ranks(own, p, data_parallel).to(rows.dtype)
