@@ -33,14 +33,14 @@ _READS_MEMORY = (
 )
 """They read elements by their place in memory, or refuse strides that they cannot view.
 
-Besides views, those with a tag of `_TAKES_ANY_STRIDES` before which PyTorch calls `contiguous()`
+Besides views, those with a tag of `_OF_NUMBERS_ALONE` before which PyTorch calls `contiguous()`
 (torchgen/packaged/autograd/derivatives.yaml, and the composite functions around them)."""
 
-_TAKES_ANY_STRIDES = (torch.Tag.core, torch.Tag.pointwise)
+_OF_NUMBERS_ALONE = (torch.Tag.core, torch.Tag.pointwise)
 """Tags of operators that stand for a function of numbers alone. Kernels behind others may take strides for granted:
 PyTorch's formulas call `contiguous()` before them, which leaves no trace on tensors that are contiguous already."""
 
-_TAKE_ANY_STRIDES = frozenset(
+_UNTAGGED_OF_NUMBERS_ALONE = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
         *("_softmax_backward_data", "_log_softmax_backward_data", "slice_backward"),
@@ -60,6 +60,7 @@ _NORM_BACKWARDS = (
     torch.ops.aten.native_batch_norm_backward.default,
     torch.ops.aten.batch_norm_backward.default,
 )
+"""Their seventh argument after the gradient says whether it is of training."""
 
 
 class UntraceableError(ThunderMemsaveError, ValueError):
@@ -97,11 +98,8 @@ class JointGraph:
     """Indices of the outputs that need a gradient."""
     gradients: tuple[fx.Node | None, ...]
     """One for each operand; None if autograd gives none."""
-
-    @property
-    def reads_memory(self) -> bool:
-        """Whether results may depend on the strides of what it reads."""
-        return any(map(_may_depend_on_strides, self.graph.nodes))
+    reads_memory: bool
+    """Whether results may depend on the strides of what it reads."""
 
     def nodes_for(self, results: Sequence[Any], *, known: set[fx.Node]) -> Iterator[fx.Node]:
         """Yield the nodes that results need beside `known`, in the order of the graph."""
@@ -155,6 +153,7 @@ def joint_graph(
         structure=structure,
         differentiable=tuple(wanted),
         gradients=tuple(results[len(leaves) :]),
+        reads_memory=any(map(_may_depend_on_strides, module.graph.nodes)),
     )
     _refuse_draws_of_backward(found)
     return found
@@ -220,8 +219,8 @@ def _may_depend_on_strides(node: fx.Node) -> bool:
         return False
     if target in _READS_MEMORY:
         return True
-    is_free = target.is_view or target in _TAKE_ANY_STRIDES
-    return not (is_free or any(tag in target.tags for tag in _TAKES_ANY_STRIDES))
+    is_free = target.is_view or target in _UNTAGGED_OF_NUMBERS_ALONE
+    return not (is_free or any(tag in target.tags for tag in _OF_NUMBERS_ALONE))
 
 
 def _refuse_writes(graph: fx.Graph) -> None:
