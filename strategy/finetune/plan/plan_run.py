@@ -33,6 +33,7 @@ from thunder_memsave.finetune.model.build import autocast_of, describe_model
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.plan.fp8_planned import planned_fp8, refuse_without_fp8
+from thunder_memsave.finetune.process.deterministic import deterministic_choice
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.loss_memory import caller_memory
@@ -294,17 +295,17 @@ def _precision(config: RunConfig, device: Device) -> AbstractContextManager[obje
 @contextmanager
 def _determinism(config: RunConfig) -> Iterator[None]:
     """Choose kernels as a run does that asks for deterministic ones; memory is not filled, there is none."""
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(mode=True)
-        memory.fill_uninitialized_memory = False
-    try:
+    if not config.train.deterministic:
         yield
-    finally:
-        torch.use_deterministic_algorithms(mode=before[0], warn_only=warned)
-        memory.fill_uninitialized_memory = before[1]
+        return
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    with deterministic_choice():
+        memory.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            memory.fill_uninitialized_memory = filled
 
 
 def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from thunder_memsave.finetune.model.build import autocast_of
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.output.environment import add_start
 from thunder_memsave.finetune.process import signals
+from thunder_memsave.finetune.process.deterministic import deterministic_kernels
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
-from thunder_memsave.finetune.run.deterministic import deterministic_kernels
 from thunder_memsave.finetune.run.early_end import explained, interrupted, is_saved, stopped_error
 from thunder_memsave.finetune.run.fabric import build_fabric
 from thunder_memsave.finetune.run.job import Job, prepare

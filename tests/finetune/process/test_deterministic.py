@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from thunder_memsave.finetune.process.deterministic import deterministic_kernels
 from thunder_memsave.finetune.run import train as train_module
-from thunder_memsave.finetune.run.deterministic import deterministic_kernels
 from thunder_memsave.finetune.run_file.config import RunConfig, TrainConfig
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

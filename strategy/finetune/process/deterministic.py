@@ -19,13 +19,22 @@ def deterministic_kernels() -> Iterator[None]:
     (docs.nvidia.com/cuda/cublas, "Results reproducibility").
     """
     given = os.environ.get(VARIABLE)
+    os.environ.setdefault(VARIABLE, ":4096:8")
+    try:
+        with deterministic_choice():
+            yield
+    finally:
+        if given is None:
+            del os.environ[VARIABLE]
+
+
+@contextmanager
+def deterministic_choice() -> Iterator[None]:
+    """Let PyTorch choose only deterministic kernels inside; cuBLAS's stay as they are."""
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.setdefault(VARIABLE, ":4096:8")
     torch.use_deterministic_algorithms(mode=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(mode=before, warn_only=warned)
-        if given is None:
-            del os.environ[VARIABLE]
