@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_memsave.distributed.agreement import broadcast
+from thunder_memsave.distributed.agreement import broadcast, device_of
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.measure.devices import available_bytes
@@ -52,8 +52,7 @@ def _reduced(
     nbytes: Tensor, operation: dist.ReduceOp.RedOpType, data_parallel: DataParallel
 ) -> Tensor:
     """Reduce a tensor over all ranks. A collective."""
-    device = "cuda" if dist.get_backend(data_parallel.everyone) == "nccl" else "cpu"
-    reduced = nbytes.to(device)
+    reduced = nbytes.to(device_of(data_parallel.everyone))
     with collective("agreement on a plan", data_parallel.everyone):
         dist.all_reduce(reduced, operation, group=data_parallel.everyone)
     return reduced

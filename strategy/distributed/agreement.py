@@ -43,11 +43,15 @@ def broadcast(value: T, data_parallel: DataParallel | None) -> T:
     return values[0]
 
 
+def device_of(group: dist.ProcessGroup) -> str:
+    """Return the type of device whose tensors the group's ranks exchange."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
 def numbers_of_all(number: int, data_parallel: DataParallel) -> list[int]:
     """Return each rank's number, in the order of ranks. A collective, of a tensor: a few of them per step are cheap."""
     group = data_parallel.everyone
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    own = torch.tensor([number], dtype=torch.int64, device=device)
+    own = torch.tensor([number], dtype=torch.int64, device=device_of(group))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with collective("agreement on a number", group):
         dist.all_gather(found, own, group=group)
