@@ -11,7 +11,7 @@ import pytest
 import torch
 from thunder.core.proxies import TensorProxy
 
-from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
+from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.plan import plan_run
 from thunder_memsave.finetune.run_file.config import RunConfig
@@ -38,21 +38,6 @@ GEMMA = {
     "head_dim": WIDTH,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    """All that is compiled during the test."""
-    seen: list[Compiled] = []
-    compile_call = CallCompiler.compile
-
-    def compile_and_see(self: CallCompiler, *args: Any, **kwargs: Any) -> Compiled:
-        seen.append(compile_call(self, *args, **kwargs))
-        return seen[-1]
-
-    monkeypatch.setattr(CallCompiler, "compile", compile_and_see)
-    monkeypatch.setattr(plan_run, "_SMALLEST_S", 0.01)
-    return seen
 
 
 def run_of(architecture: dict[str, Any], *, packing: bool = False, **model: Any) -> RunConfig:

@@ -10,12 +10,11 @@ import dataclasses
 import math
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 from thunder.core.proxies import TensorProxy
 
-from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
+from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.plan import plan_run
 from thunder_memsave.finetune.plan.plan_run import RunPlan
@@ -40,21 +39,6 @@ MOST_IN_FP8 = 1.2
 """Quantising reads and writes some of it once more."""
 MOST_OPS = 140
 """Operations of a layer besides products and attention in forward and backward: each is at least one launch."""
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    """All that is compiled during the test."""
-    seen: list[Compiled] = []
-    compile_call = CallCompiler.compile
-
-    def compile_and_see(self: CallCompiler, *args: Any, **kwargs: Any) -> Compiled:
-        seen.append(compile_call(self, *args, **kwargs))
-        return seen[-1]
-
-    monkeypatch.setattr(CallCompiler, "compile", compile_and_see)
-    monkeypatch.setattr(plan_run, "_SMALLEST_S", 0.01)
-    return seen
 
 
 def short(config: RunConfig) -> RunConfig:
