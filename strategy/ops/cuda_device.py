@@ -11,7 +11,7 @@ import torch
 Capability = tuple[int, int]
 
 _OF_A_PLAN: Capability = (8, 0)
-"""What a plan is for that names no device: the least that runs flash attention."""
+"""The capability of plans that name no device: the least that runs flash attention."""
 
 _planned: ContextVar[Capability | None] = ContextVar("planned_capability", default=None)
 

@@ -38,7 +38,7 @@ class Run(NamedTuple):
     row: int
     start: int
     length: int
-    """Of each document."""
+    """Positions of each document."""
     num: int
 
     def of(self, tensor: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from thunder_memsave.ops.families.attention_kernels import (
     attention_kernel,
     cpu_blocks_bytes,
     flash_backward_bytes,
-    no_dropout,
 )
 from thunder_memsave.ops.families.packed_attention import (
     band_of,
@@ -35,7 +34,7 @@ from thunder_memsave.ops.families.packed_attention import (
     runs,
     whole_rows,
 )
-from thunder_memsave.ops.families.windowed_attention import window_sizes
+from thunder_memsave.ops.families.windowed_attention import flash_backward, flash_forward
 from thunder_memsave.ops.operation import Call, Operand, Operation
 
 _log = logging.getLogger(__name__)
@@ -114,17 +113,9 @@ def _cuda_forward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     length = query.shape[-2]
-    results = torch.ops.aten._flash_attention_forward(
-        *(_one_after_the_other(t) for t in (query, key, value)),
-        *(boundaries, boundaries, length, length),
-        0.0,
-        True,
-        False,
-        scale=scale,
-        **window_sizes(window),
-    )
-    output = _by_rows(results[0], query)
-    return _without_padding(output, boundaries), results[1]
+    operands = (_one_after_the_other(t) for t in (query, key, value))
+    output, logsumexp = flash_forward(operands, boundaries, length, scale, window)
+    return _without_padding(_by_rows(output, query), boundaries), logsumexp
 
 
 def _cuda_backward(
@@ -139,16 +130,8 @@ def _cuda_backward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     length = query.shape[-2]
-    grads = torch.ops.aten._flash_attention_backward(
-        *(_one_after_the_other(t) for t in (grad, query, key, value, output)),
-        logsumexp,
-        *(boundaries, boundaries, length, length),
-        0.0,
-        True,
-        *no_dropout(query),
-        scale=scale,
-        **window_sizes(window),
-    )
+    operands = (_one_after_the_other(t) for t in (grad, query, key, value, output))
+    grads = flash_backward(operands, logsumexp, boundaries, length, scale, window)
     of_query, of_key, of_value = (
         _without_padding(_by_rows(g, like), boundaries)
         for g, like in zip(grads, (query, key, value), strict=True)

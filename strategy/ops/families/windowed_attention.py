@@ -7,6 +7,7 @@ do no work outside of it; `scaled_dot_product_attention` has no argument for it,
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,68 @@ def windowed_attention(
     )
 
 
-def window_sizes(window: int | None) -> dict[str, int]:
+def flash_forward(
+    operands: Iterable[Tensor],
+    boundaries: Tensor | None,
+    length: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Run flash attention for CUDA, causal and within a window, and return its output and logsumexp.
+
+    Args:
+        operands: Query, key and value: (rows, length, heads, width), or with boundaries (positions, heads, width).
+        boundaries: Of the documents of packed rows; None: there are none.
+        length: Positions of a row.
+        scale: Factor of the scores.
+        window: Positions that each attends to at most, itself included; None: all before it.
+    """
+    results = torch.ops.aten._flash_attention_forward(
+        *operands,
+        *(boundaries, boundaries, length, length),
+        0.0,
+        True,
+        False,
+        scale=scale,
+        **_window_sizes(window),
+    )
+    return results[0], results[1]
+
+
+def flash_backward(
+    operands: Iterable[Tensor],
+    logsumexp: Tensor,
+    boundaries: Tensor | None,
+    length: int,
+    scale: float | None,
+    window: int | None,
+) -> Sequence[Tensor]:
+    """Return the gradients of query, key and value.
+
+    Args:
+        operands: The gradient of the output, query, key, value and output, as in `flash_forward`.
+        logsumexp: Of `flash_forward`.
+        boundaries: As in `flash_forward`, like the next three.
+        length: Positions of a row.
+        scale: Factor of the scores.
+        window: Positions that each attends to at most.
+    """
+    grad, *others = operands
+    grads: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
+        grad,
+        *others,
+        logsumexp,
+        *(boundaries, boundaries, length, length),
+        0.0,
+        True,
+        *no_dropout(grad),
+        scale=scale,
+        **_window_sizes(window),
+    )
+    return grads
+
+
+def _window_sizes(window: int | None) -> dict[str, int]:
     """Return the flash kernels' arguments for a causal window.
 
     Both count positions besides the query's own (github.com/Dao-AILab/flash-attention, "sliding window": a query
@@ -69,16 +131,9 @@ def window_sizes(window: int | None) -> dict[str, int]:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    results = torch.ops.aten._flash_attention_forward(
-        *(t.transpose(1, 2) for t in (query, key, value)),
-        *(None, None, query.shape[2], key.shape[2]),
-        0.0,
-        True,
-        False,
-        scale=scale,
-        **window_sizes(window),
-    )
-    return results[0].transpose(1, 2), results[1]
+    operands = (t.transpose(1, 2) for t in (query, key, value))
+    output, logsumexp = flash_forward(operands, None, query.shape[2], scale, window)
+    return output.transpose(1, 2), logsumexp
 
 
 def _backward(
@@ -91,16 +146,8 @@ def _backward(
     window: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.ops.aten._flash_attention_backward(
-        *(t.transpose(1, 2) for t in (grad, query, key, value, output)),
-        logsumexp,
-        *(None, None, query.shape[2], key.shape[2]),
-        0.0,
-        True,
-        *no_dropout(query),
-        scale=scale,
-        **window_sizes(window),
-    )
+    operands = (t.transpose(1, 2) for t in (grad, query, key, value, output))
+    grads = flash_backward(operands, logsumexp, None, query.shape[2], scale, window)
     of_query, of_key, of_value = (g.transpose(1, 2) for g in grads)
     return of_query, of_key, of_value
 
