@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import site
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from toy_architectures import Batch, NotHereError, toys
 
-from thunder_memsave.distributed.process_group import destroy_groups
+from harness.fabric import on_fabric_rank
 from thunder_memsave.errors import BudgetError, ThunderMemsaveError
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -83,19 +81,13 @@ def checked_on_rank(name: str, rank: int, port: int) -> Outcome:
     """Train under `zero3` as one of two ranks, each with a batch of its own."""
     start = time.monotonic()
     outcome = Outcome(name=name)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
-    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_RUN_ID"] = "architectures"
-    _passes(outcome, "zero3", lambda: _zero3(name, rank))
-    destroy_groups()
+
+    @on_fabric_rank
+    def check() -> None:
+        _passes(outcome, "zero3", lambda: _zero3(name, rank))
+
+    check(rank, NUM_RANKS, port)
     return _ended(outcome, start)
-
-
-def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def eager(name: str) -> tuple[Made, Values]:

@@ -37,9 +37,10 @@ from architecture_checks import (
     Outcome,
     checked,
     checked_on_rank,
-    free_port,
 )
 from toy_architectures import CAUSAL, OTHERS
+
+from harness.fabric import free_port
 
 LIMIT_S = 600.0
 MEMORY_BYTES = 10 * 2**30
