@@ -176,8 +176,9 @@ class CallCompiler:
     @property
     def _capability(self) -> tuple[int, int] | None:
         """The compute capability of an absent device; None: the device is here, or the plan does not say."""
-        is_absent = self.target is not None and self.planner is not None
-        return self.planner.device.compute_capability if is_absent and self.planner else None
+        if self.target is None or self.planner is None:
+            return None
+        return self.planner.device.compute_capability
 
     def _interpreter(self, module: nn.Module, call: Call, reason: str) -> _Traced:
         assert self.target is None, "only Dynamo captures for another device"

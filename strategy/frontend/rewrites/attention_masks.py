@@ -78,14 +78,15 @@ def _simplify(node: fx.Node, constants: _Constants, target: torch.device | None)
     if isinstance(mask, fx.Node):
         if (boundaries := _boundaries(mask, call)) is not None:
             node.target = packed_attention
-            call = {**{k: v for k, v in call.items() if k != "is_causal"}, **boundaries}
+            call.pop("is_causal", None)
+            call |= boundaries
         elif call.get("is_causal") or (window := constants.window(mask, _length(call))) is None:
             return _OTHER_MASK
         elif window == _length(call):
             call["is_causal"] = True
         elif _device_type(call, target) == "cuda":
             node.target = windowed_attention
-            call = {k: v for k, v in call.items() if k != "is_causal"}
+            call.pop("is_causal", None)
             call |= {"attn_mask": mask, "window": window}
         else:
             return (
