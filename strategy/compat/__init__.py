@@ -1,12 +1,14 @@
 """Work-arounds for other projects' defects and changed names, one file each.
 
 `apply` imports Thunder with those that it needs; the others are imported where they are used. A file that begins with
-`torch213_` is for that version and later ones. `foreign_messages.py` reads other projects' error texts.
+`torch213_` or `torch214_` is for that version and later ones. `foreign_messages.py` reads other projects' error texts.
 A private function that a version renamed belongs here too: its caller imports it from a file of this package.
 """
 
 import functools
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from thunder_memsave.compat import (
     absent_transformer_engine,
@@ -17,6 +19,7 @@ from thunder_memsave.compat import (
     hidden_transformer_engine,
     ordered_alias_updates,
     torch213_named_tensors,
+    torch214_function_apply,
 )
 
 
@@ -24,7 +27,7 @@ from thunder_memsave.compat import (
 def apply() -> None:
     """Import Thunder with its work-arounds; each package that needs it calls this before importing its modules."""
     with (
-        torch213_named_tensors.stubs(),
+        removed_names(),
         absent_transformer_engine.silence(),
         hidden_transformer_engine.hide(),
     ):
@@ -34,3 +37,10 @@ def apply() -> None:
     dynamo_function_names.apply()
     ordered_alias_updates.apply()
     dynamo_compile_metrics.apply()
+
+
+@contextmanager
+def removed_names() -> Iterator[None]:
+    """Give torch what Thunder reads at import and newer versions of torch lack."""
+    with torch213_named_tensors.stubs(), torch214_function_apply.as_method():
+        yield

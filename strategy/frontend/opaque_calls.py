@@ -33,6 +33,8 @@ from thunder_memsave.frontend.fx_nodes import UNREACHED, node_needs_grad
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
 from thunder_memsave.ops.aten_operators import record
 
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""Torch 2.14 records the one as the other."""
 _CONJUGATES = (torch.ops.aten._conj.default, torch.ops.aten.conj_physical.default)
 
 
@@ -147,7 +149,7 @@ class _Recorded:
         args, kwargs = read
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if node.target is torch.ops.aten.detach.default:
+        if node.target in _SAME:
             return args[0]
         if node.target in _CONJUGATES and isinstance(args[0], complex):
             return args[

@@ -31,7 +31,7 @@ def names(joint: JointGraph) -> tuple[list[str], list[str]]:
         [
             getattr(n.target, "__name__", "")
             for n in nodes
-            if n.op == "call_function" and "detach" not in n.name
+            if n.op == "call_function" and not n.name.startswith(("detach", "alias"))
         ]
         for nodes in (forward, backward)
     )

@@ -11,7 +11,7 @@ import pytest
 from thunder_memsave.compat import absent_transformer_engine
 
 ABSENT = importlib.util.find_spec("transformer_engine") is None
-IMPORT = "from thunder_memsave.compat import torch213_named_tensors as c\nwith c.stubs():"
+IMPORT = "from thunder_memsave.compat import removed_names\nwith removed_names():"
 
 
 def import_errors(script: str) -> str:

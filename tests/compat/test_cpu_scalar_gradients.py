@@ -16,8 +16,8 @@ _PLAIN_THUNDER = """
 import warnings
 warnings.simplefilter("ignore")
 import torch
-from thunder_memsave.compat import absent_transformer_engine, torch213_named_tensors
-with torch213_named_tensors.stubs(), absent_transformer_engine.silence():
+from thunder_memsave.compat import absent_transformer_engine, removed_names
+with removed_names(), absent_transformer_engine.silence():
     import thunder
 x = torch.randn(5, 4, requires_grad=True)
 thunder.jit(lambda x: x + x.mean())(x).sum().backward()

@@ -13,8 +13,8 @@ from harness.parity import Twins, weighted_sum
 from thunder_memsave.compat import derivatives_by_name
 
 _PLAIN_THUNDER = """
-from thunder_memsave.compat import absent_transformer_engine, derivatives_by_name, torch213_named_tensors
-with torch213_named_tensors.stubs(), absent_transformer_engine.silence():
+from thunder_memsave.compat import absent_transformer_engine, derivatives_by_name, removed_names
+with removed_names(), absent_transformer_engine.silence():
     import thunder
 print(sorted(s.id for s in derivatives_by_name.replaced_derivatives()))
 """

@@ -8,7 +8,7 @@ import sys
 
 from harness.te_on_cpu import FOLDER
 
-IMPORT = "from thunder_memsave.compat import torch213_named_tensors as c\nwith c.stubs():"
+IMPORT = "from thunder_memsave.compat import removed_names\nwith removed_names():"
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:

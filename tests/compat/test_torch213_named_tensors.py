@@ -10,7 +10,12 @@ import torch
 
 from thunder_memsave.compat import torch213_named_tensors
 
-IMPORT = "import warnings; warnings.simplefilter('ignore'); import thunder"
+IMPORT = """
+import warnings; warnings.simplefilter("ignore")
+from thunder_memsave.compat.torch214_function_apply import as_method
+with as_method():
+    import thunder
+"""
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:

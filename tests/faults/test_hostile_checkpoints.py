@@ -408,6 +408,7 @@ def test_what_grows_when_it_is_read_is_refused(tmp_path: Path, name: str) -> Non
         (None, "a NoneType is"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # torch 2.14
 def test_a_weight_that_is_another_is_refused(tmp_path: Path, evil: object, said: str) -> None:
     fabric = make_fabric()
     path = in_a_weight(fabric, tmp_path, evil)

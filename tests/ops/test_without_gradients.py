@@ -15,6 +15,7 @@ from harness.fp8_linears import fp8_module
 from harness.operations import COLUMNS, ROWS, SAMPLES
 from harness.parity import assert_trees_close
 from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compat import torch214_function_apply
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.planner.devices import device
@@ -96,8 +97,10 @@ def test_operators_without_gradients_are_planned_and_compute_what_eager_does(mod
 
 
 def test_so_they_do_where_the_interpreter_traces_them() -> None:
-    names = ("gelu", "softmax_of_half_in_fp32", "log_softmax_in_fp64", "layer_norm")
-    check(CompileConfig(frontend="interpreter"), "no_grad", (*names, "autograd_function"))
+    names = ["gelu", "softmax_of_half_in_fp32", "log_softmax_in_fp64", "layer_norm"]
+    if not torch214_function_apply.is_needed():  # Thunder's interpreter cannot trace a builtin
+        names.append("autograd_function")
+    check(CompileConfig(frontend="interpreter"), "no_grad", names)
 
 
 def check(config: CompileConfig, mode: str, names: Collection[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -282,7 +283,12 @@ def test_gradients_that_are_not_finite_end_all_ranks_with_one_message(
     (last,) = list_checkpoints(tmp_path / "run" / "checkpoints")[-1:]
     failed = int(last.name.removeprefix("step-")) + 1
     assert line.startswith(f"error: step {failed} was not taken: its loss is ")
-    assert "lower the learning rate (optimizer.init_args.lr; it was 1e+06" in line
+    # 1e+06 falls by the schedule; which step is the first with a NaN is up to kernels.
+    rate = re.search(
+        r"lower the learning rate \(optimizer\.init_args\.lr; it was ([\d.e+]+) in", line
+    )
+    assert rate is not None
+    assert 5e5 < float(rate[1]) <= 1e6
     assert line.endswith("config.yaml --optimizer.init_args.lr=LOWER --resume=auto")
     assert "finetune/" not in error.replace(line, "")
 
