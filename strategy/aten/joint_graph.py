@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten
 
+from thunder_memsave.aten.origin import KeepsOrigin
 from thunder_memsave.aten.record import draws
 from thunder_memsave.errors import ThunderMemsaveError
 
@@ -98,6 +99,10 @@ class JointGraph:
     """Indices of the outputs that need a gradient."""
     gradients: tuple[fx.Node | None, ...]
     """One for each operand; None if autograd gives none."""
+    reached: tuple[frozenset[int], ...]
+    """For each output, the indices of the operands that it gives a gradient to."""
+    writes: tuple[tuple[int, fx.Node], ...]
+    """Indices of operands that the function changes in place, each with the new value."""
     reads_memory: bool
     """Whether results may depend on the strides of what it reads."""
 
@@ -118,6 +123,7 @@ def joint_graph(
     operands: Sequence[Operand],
     *,
     is_used: Callable[[int], bool],
+    may_write: bool = False,
 ) -> JointGraph:
     """Trace `function(*tensors)`.
 
@@ -125,20 +131,23 @@ def joint_graph(
         function: Returns a tree of tensors and other values.
         operands: The tensors that it reads.
         is_used: `(index of an output) -> bool`; outputs that are not used get no cotangent, as in eager.
+        may_write: Whether it may change operands, of which none that requires a gradient.
 
     Raises:
         UntraceableError: its operators, or the shapes of its results, depend on numbers; it has no derivative; or it
-            changes a tensor that it is given.
+            changes a tensor that it is given and may not.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         tensors = [_fake(o) for o in operands]
         try:
-            leaves, structure = tree_flatten(function(*_as_leaves(tensors, operands)))
+            given = _as_leaves(tensors, operands)
+            leaves, structure = tree_flatten(function(*given))
             wanted = [i for i, o in enumerate(leaves) if _needs_grad(o) and is_used(i)]
             cotangents = [torch.empty_like(leaves[i]) for i in wanted]
             module = _traced(_Joint(function, operands, wanted), [*tensors, *cotangents])
         except Exception as error:  # torch raises many types for what fake tensors cannot do
             raise UntraceableError(_first_line(error)) from error
+    writes = _taken_writes(module.graph, operands) if may_write else ()
     _refuse_writes(module.graph)
     _read_no_statistics(module.graph)
     results: Any = module.graph.output_node().args[0]
@@ -153,6 +162,8 @@ def joint_graph(
         structure=structure,
         differentiable=tuple(wanted),
         gradients=tuple(results[len(leaves) :]),
+        reached=tuple(_reached(leaf, given) for leaf in leaves),
+        writes=writes,
         reads_memory=any(map(_may_depend_on_strides, module.graph.nodes)),
     )
     _refuse_draws_of_backward(found)
@@ -163,7 +174,8 @@ def _traced(joint: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphMod
     """Return a graph of operators, functional where they were in place."""
     module = make_fx(joint)(*tensors)
     if any(map(_writes, module.graph.nodes)):
-        module = make_fx(torch.func.functionalize(module, remove="mutations"))(*tensors)
+        run = KeepsOrigin(module).run
+        module = make_fx(torch.func.functionalize(run, remove="mutations"))(*tensors)
     return module
 
 
@@ -204,6 +216,24 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def _reached(output: Any, leaves: Sequence[Tensor]) -> frozenset[int]:
+    """Return the indices of the leaves that autograd would reach from an output."""
+    if not _needs_grad(output):
+        return frozenset()
+    index_of = {id(leaf): i for i, leaf in enumerate(leaves)}
+    if output.grad_fn is None:
+        return frozenset({index_of[id(output)]})
+    stack, seen, found = [output.grad_fn], {output.grad_fn}, set()
+    while stack:
+        node = stack.pop()
+        if (index := index_of.get(id(getattr(node, "variable", None)))) is not None:
+            found.add(index)
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        stack.extend(new)
+    return frozenset(found)
+
+
 def _first_line(error: Exception) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -221,6 +251,21 @@ def _may_depend_on_strides(node: fx.Node) -> bool:
         return True
     is_free = target.is_view or target in _UNTAGGED_OF_NUMBERS_ALONE
     return not (is_free or any(tag in target.tags for tag in _OF_NUMBERS_ALONE))
+
+
+def _taken_writes(graph: fx.Graph, operands: Sequence[Operand]) -> tuple[tuple[int, fx.Node], ...]:
+    """Take out of a functional graph the copies to operands, which are its last nodes, and return them."""
+    placeholders: Sequence[Any] = graph.find_nodes(op="placeholder")
+    index_of = {node: i for i, node in enumerate(placeholders)}
+    found: list[tuple[int, fx.Node]] = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, value = node.args[:2]
+        index = index_of.get(target, len(operands))
+        if index < len(operands) and not operands[index].requires_grad:
+            found.append((index, value))
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    return tuple(found)
 
 
 def _refuse_writes(graph: fx.Graph) -> None:

@@ -36,8 +36,8 @@ def as_method() -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return builtin.__get__(None, cls)(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        Function.apply = builtin
+        Function.apply = builtin  # type: ignore[method-assign]

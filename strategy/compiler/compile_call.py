@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -33,6 +34,7 @@ from thunder_memsave.frontend.fx_nodes import GraphCode, graph_code
 from thunder_memsave.frontend.interpret import Interpretation, interpret
 from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor
+from thunder_memsave.frontend.whole_graph import lower_whole
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.ops.cuda_device import planned_for
 from thunder_memsave.planner.graph import StorageKind
@@ -121,8 +123,8 @@ class CallCompiler:
             BudgetError: no plan fits the memory budget.
         """
         start = time.perf_counter()
-        is_dynamo = self.config.frontend == "dynamo"
-        traced = (self._dynamo if is_dynamo else self._interpreter)(module, call, reason)
+        is_interpreted = self.config.frontend == "interpreter"
+        traced = (self._interpreter if is_interpreted else self._dynamo)(module, call, reason)
         facts = self._facts(module, traced, name=f"{type(module).__name__}.{name}")
         files = self._files(facts.name)
         lower_s = time.perf_counter() - start
@@ -163,15 +165,21 @@ class CallCompiler:
             using_jit=True,
         )
         with compile_data_and_stats(compile_data, CompileStats()), planned_for(self._capability):
-            lowered = lower(
-                captured,
-                compile_data=compile_data,
-                data_parallel=self.data_parallel,
-                opaque=opaque,
-                target=self.target,
-                fp8=self.fp8,
-            )
+            lowered = self._lowered(captured, compile_data, opaque)
         return _Traced(captured, lowered, compile_data, code)
+
+    def _lowered(
+        self, captured: Capture, compile_data: CompileData, opaque: OpaqueExecutor
+    ) -> Lowered:
+        as_whole = self.config.frontend == "aot"
+        assert self.fp8 is None or not as_whole, "the strategy refuses it"
+        return (lower_whole if as_whole else partial(lower, fp8=self.fp8))(
+            captured,
+            compile_data=compile_data,
+            data_parallel=self.data_parallel,
+            opaque=opaque,
+            target=self.target,
+        )
 
     @property
     def _capability(self) -> tuple[int, int] | None:

@@ -18,16 +18,18 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
 from thunder_memsave.aten.joint_graph import UntraceableError
-from thunder_memsave.errors import CompileError, user_frame_of_text
+from thunder_memsave.errors import CompileError
 from thunder_memsave.frontend.aliasing import changed_operand, inplace_position
 from thunder_memsave.frontend.fx_nodes import (
     example_values,
     function_name,
     node_callable,
     node_needs_grad,
+    refuse_numbers,
+    where,
 )
+from thunder_memsave.frontend.joint.one_call import call_with_derivative
 from thunder_memsave.frontend.opaque import OpaqueExecutor
-from thunder_memsave.frontend.opaque_calls import call_with_derivative
 from thunder_memsave.ops.derivatives import without_derivative
 from thunder_memsave.ops.operation import Call, Operation
 from thunder_memsave.ops.table import operation_of
@@ -64,7 +66,7 @@ class Calls:
         Raises:
             CompileError: Neither Thunder nor PyTorch can make operations of it without numbers.
         """
-        _refuse_numbers(node)
+        refuse_numbers(node)
         if _picks_result(node, args):
             return args[0][args[1]]
         if (fact := self._fact(node)) is not NotImplemented:
@@ -172,13 +174,7 @@ class Calls:
         return self.opaque.call(function, expected, args, kwargs, device=self.target)
 
 
-_UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NOT_IN_THE_TABLE = Operation(name="unknown")
-
-
-def where(node: fx.Node) -> str:
-    """The user's line that a node is from, for messages."""
-    return user_frame_of_text(node.meta.get("stack_trace"))
 
 
 def _eager_arguments(node: fx.Node) -> tuple[Any, Any]:
@@ -186,24 +182,6 @@ def _eager_arguments(node: fx.Node) -> tuple[Any, Any]:
         return argument.meta.get("example_value")
 
     return fx.node.map_arg(node.args, eager), fx.node.map_arg(node.kwargs, eager)
-
-
-def _refuse_numbers(node: fx.Node) -> None:
-    """Refuse what reads a number from a tensor, or makes a shape of its numbers: both differ from call to call."""
-    values = list(tree_iter(node.meta.get("example_value")))
-    sizes = [size for v in values if isinstance(v, Tensor) for size in v.shape]
-    if any(isinstance(v, _UNKNOWN) for v in values):
-        why = "it reads a number from a tensor, which differs from call to call"
-        advice = "Compute with the tensor itself"
-    elif any(isinstance(size, _UNKNOWN) for size in sizes):
-        why = "the shape of its result depends on numbers"
-        advice = "Use torch.where or a mask, which keep the shape"
-    else:
-        return
-    raise CompileError(
-        f"{function_name(node_callable(node))} (at {where(node)}) cannot be compiled: {why}. {advice}, or keep it out "
-        "of the compiled model."
-    )
 
 
 def _refuse_untraceable(node: fx.Node, reason: str) -> None:

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from thunder.core.symbol import BoundSymbol
 from torch import Tensor, fx
+from torch.utils._pytree import tree_iter
 
-REGION = "checkpoint_region"
-"""Key in a node's meta of the number of its outermost checkpointed region."""
+from thunder_memsave.aten.origin import REGION
+from thunder_memsave.errors import CompileError, user_frame_of_text
+from thunder_memsave.ops.location import Location, locate
+from thunder_memsave.ops.location import module_name as named_module
+from thunder_memsave.passes.checkpoint_regions import Region, mark
+
+_UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 UNREACHED = "unreached"
 """Key in a node's meta: those of its operands that its derivative gives no gradient to."""
+
+
+def where(node: fx.Node) -> str:
+    """Return the user's line that a node is from, for messages."""
+    return user_frame_of_text(node.meta.get("stack_trace"))
+
+
+def tag_origin(symbols: Sequence[BoundSymbol], node: fx.Node) -> None:
+    """Tag symbols that have no location with the source line, the module and the checkpointed region of a node."""
+    source = where(node).partition(" in ")[0]
+    stack = node.meta.get("nn_module_stack")
+    locate(symbols, Location(source=source, module=named_module(stack)))
+    if (number := node.meta.get(REGION)) is not None:
+        mark(symbols, Region(number))
 
 
 def node_callable(node: fx.Node) -> Callable[..., Any]:
@@ -53,6 +74,28 @@ def node_needs_grad(node: fx.Node) -> bool:
     if expected is None:  # an operation on its operand, such as `x[0] = y`
         return any(value_needs_grad(n.meta.get("example_value")) for n in node.all_input_nodes)
     return value_needs_grad(expected)
+
+
+def refuse_numbers(node: fx.Node) -> None:
+    """Refuse what reads a number from a tensor, or makes a shape of its numbers: both differ from call to call.
+
+    Raises:
+        CompileError: The node does so; the message names the user's line.
+    """
+    values = list(tree_iter(node.meta.get("example_value")))
+    sizes = [size for v in values if isinstance(v, Tensor) for size in v.shape]
+    if any(isinstance(v, _UNKNOWN) for v in values):
+        why = "it reads a number from a tensor, which differs from call to call"
+        advice = "Compute with the tensor itself"
+    elif any(isinstance(size, _UNKNOWN) for size in sizes):
+        why = "the shape of its result depends on numbers"
+        advice = "Use torch.where or a mask, which keep the shape"
+    else:
+        return
+    raise CompileError(
+        f"{function_name(node_callable(node))} (at {where(node)}) cannot be compiled: {why}. {advice}, or keep it out "
+        "of the compiled model."
+    )
 
 
 def value_needs_grad(expected: Any) -> bool:

@@ -13,9 +13,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from torch import fx
 
+from thunder_memsave.aten.origin import REGION
 from thunder_memsave.errors import CompileError, user_frame_of_text
 from thunder_memsave.frontend.aliasing import refuse_changed_inputs
-from thunder_memsave.frontend.fx_nodes import REGION
 from thunder_memsave.frontend.opaque import OpaqueExecutor
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint

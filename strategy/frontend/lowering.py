@@ -32,16 +32,17 @@ from thunder_memsave.frontend.aliasing import (
     refuse_lost_changes,
 )
 from thunder_memsave.frontend.autocast import Autocast
-from thunder_memsave.frontend.calls import Calls, where
+from thunder_memsave.frontend.calls import Calls
 from thunder_memsave.frontend.capture import Capture
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.fx_nodes import (
-    REGION,
     example_values,
     function_name,
     node_callable,
     node_needs_grad,
+    tag_origin,
     value_needs_grad,
+    where,
 )
 from thunder_memsave.frontend.graph_inputs import GraphInputs
 from thunder_memsave.frontend.graph_outputs import (
@@ -62,8 +63,6 @@ from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
 from thunder_memsave.frontend.rewrites.scaled_linears import scale_smaller_operands
 from thunder_memsave.frontend.rewrites.view_writes import join_view_writes
 from thunder_memsave.frontend.rewrites.vmapped import join_vmaps
-from thunder_memsave.ops.location import Location, locate, module_name
-from thunder_memsave.passes.checkpoint_regions import Region, mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,8 @@ def lower(
     split_batch_norms(capture.graph)
     join_view_writes(capture.graph)
     refuse_lost_changes(capture.graph)
-    refuse_changed_weights(capture.graph, _trained_on_this_rank(capture))
-    _refuse_gradients_under_no_grad(capture)
+    refuse_changed_weights(capture.graph, trained_on_this_rank(capture))
+    refuse_gradients_under_no_grad(capture)
     changed = changed_storages(capture.graph)
     simplify_attention(capture.graph, changed=changed, target=target)
     join_rms_norms(capture.graph, changed=changed)
@@ -125,14 +124,14 @@ def lower(
     return lowering.run()
 
 
-def _whole_inputs(capture: Capture) -> frozenset[fx.Node]:
+def whole_inputs(capture: Capture) -> frozenset[fx.Node]:
     """Return the inputs that may be returned unchanged; for any other, the caller would get this rank's rows."""
     placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
     pairs = zip(placeholders, capture.inputs, strict=True)
     return frozenset(node for node, graph_input in pairs if graph_input.is_whole)
 
 
-def _trained_on_this_rank(capture: Capture) -> dict[fx.Node, str]:
+def trained_on_this_rank(capture: Capture) -> dict[fx.Node, str]:
     """Return the names of trained parameters that are not sharded; `passes/lost_writes.py` looks at the others."""
     placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
     pairs = zip(placeholders, capture.inputs, strict=True)
@@ -143,7 +142,8 @@ def _trained_on_this_rank(capture: Capture) -> dict[fx.Node, str]:
     }
 
 
-def _refuse_gradients_under_no_grad(capture: Capture) -> None:
+def refuse_gradients_under_no_grad(capture: Capture) -> None:
+    """Refuse a graph of a call under no_grad that returns a tensor which requires a gradient."""
     outputs, _ = graph_outputs(capture.graph, as_they_are=())
     # A view of a weight says so too under no_grad, but has no graph.
     recorded = (v for v in example_values(outputs) if getattr(v, "grad_fn", None) is not None)
@@ -184,7 +184,7 @@ class _Lowering:
             self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
             for proxy in self.trace.args:
                 prims.unpack_trivial(proxy, name=proxy.name)
-            as_they_are = _whole_inputs(self.capture)
+            as_they_are = whole_inputs(self.capture)
             outputs, computed = graph_outputs(self.capture.graph, as_they_are=as_they_are)
             values = self._values(self.capture.graph, inputs)
             with differentiated(self.compile_data, enabled=True):
@@ -232,12 +232,9 @@ class _Lowering:
         """Run a node, and tag its symbols with their source line and module."""
         num_symbols = len(self.trace.scopes[-1])
         result = self._run_node(node, values)
-        source = where(node).partition(" in ")[0]
-        place = Location(source=source, module=module_name(node.meta.get("nn_module_stack")))
-        locate(self.trace.scopes[-1][num_symbols:], place)
-        if (number := node.meta.get(REGION)) is not None:
-            mark(self.trace.scopes[-1][num_symbols:], Region(number))
-        for bsym in self.trace.scopes[-1][num_symbols:]:
+        symbols = self.trace.scopes[-1][num_symbols:]
+        tag_origin(symbols, node)
+        for bsym in symbols:
             if self.calls.is_torchs_own(bsym) and is_random(node):
                 bsym.tags.add(prims.OpTags.RANDOM_OP)
         return result

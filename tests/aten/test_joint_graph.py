@@ -80,3 +80,23 @@ def test_what_depends_on_numbers_or_changes_what_is_given_is_refused_with_the_re
     statistics = [operand(2, trained=False)] * 2
     with pytest.raises(UntraceableError, match=r"native_batch_norm.* changes a tensor in place"):
         traced(lambda x, m, v: F.batch_norm(x, m, v, training=True), operand(3, 2), *statistics)
+
+
+def test_writes_to_what_is_given_are_new_values_where_they_are_allowed() -> None:
+    def function(x: Tensor, mean: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean.lerp_(x.mean(0), 0.1)
+        return x - mean
+
+    operands = [operand(3, 4), operand(4, trained=False)]
+    with pytest.raises(UntraceableError, match="changes a tensor in place"):
+        traced(function, *operands)
+    joint = joint_graph(function, operands, is_used=lambda index: True, may_write=True)
+    ((index, value),) = joint.writes
+    assert (index, value.target) == (1, torch.ops.aten.lerp.Scalar)
+    assert not joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+
+
+def test_each_output_tells_which_operands_it_gives_a_gradient_to() -> None:
+    joint = traced(lambda x, y, z: (x * y.detach(), z, (x + z).argmax()), *map(operand, (3, 3, 3)))
+    assert joint.reached == (frozenset({0}), frozenset({2}), frozenset())

@@ -29,8 +29,8 @@ from thunder_memsave.ops.table import OPERATIONS, scratch_bytes
 _WHOLE = ("convolution", "pool", "batch_norm", "group_norm", "instance_norm", "bilinear")
 ELSEWHERE = {
     **dict.fromkeys((*_WHOLE, "piecewise_activation"), "ops/families/test_whole_kernels.py"),
-    "exponential": "frontend/test_opaque_calls.py",
-    "rrelu": "frontend/test_opaque_calls.py",
+    "exponential": "frontend/joint/test_one_call.py",
+    "rrelu": "frontend/joint/test_one_call.py",
     "random": "compiler/test_random_replay.py",
     "wait_tensor": "passes/overlap/test_zero3_calls.py",
     "windowed_attention": "ops/families/test_windowed_attention.py",

@@ -10,10 +10,7 @@ import torch
 from torch import fx
 from torch._functorch.predispatch import _vmap_decrement_nesting
 
-from thunder_memsave.frontend.fx_nodes import REGION
-
-_OF_THE_FIRST = ("stack_trace", "nn_module_stack", REGION)
-"""Keys in a node's meta that hold for all that is joined."""
+from thunder_memsave.aten.origin import origin
 
 
 def join(
@@ -33,8 +30,8 @@ def join(
         function, inputs = _function(nodes, outputs, name=name, copied=copied)
         with graph.graph.inserting_after(nodes[-1]):
             joined = graph.graph.call_function(function, tuple(inputs))
-        joined.meta = {key: nodes[0].meta[key] for key in _OF_THE_FIRST if key in nodes[0].meta}
-        joined.meta["example_value"] = tuple(node.meta["example_value"] for node in outputs)
+        results = tuple(node.meta["example_value"] for node in outputs)
+        joined.meta = {**origin(nodes[0]), "example_value": results}
         _read_results(graph.graph, joined, outputs, readers=later)
     for node in reversed(nodes):
         graph.graph.erase_node(node)

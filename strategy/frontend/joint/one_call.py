@@ -17,24 +17,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from thunder.core import devices, dtypes, prims
+from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from thunder_memsave.aten.joint_graph import JointGraph, Operand, joint_graph
+from thunder_memsave.aten.joint_graph import Operand, joint_graph
 from thunder_memsave.frontend.fx_nodes import UNREACHED, node_needs_grad
-from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
-from thunder_memsave.ops.aten_operators import record
+from thunder_memsave.frontend.joint.recorded import RecordedJoint, joint_symbol
+from thunder_memsave.frontend.opaque import OpaqueExecutor
 
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-"""Torch 2.14 records the one as the other."""
 _CONJUGATES = (torch.ops.aten._conj.default, torch.ops.aten.conj_physical.default)
 
 
@@ -79,7 +74,7 @@ def call_with_derivative(
     joint = joint_graph(run, operands, is_used=_is_used(node))
     reached = {t.name for t, g in zip(tensors, joint.gradients, strict=True) if g is not None}
     node.meta[UNREACHED] = _unreached(pairs, reached)
-    results = iter(_symbol(_Recorded(joint, opaque, device), function, opaque)(*tensors))
+    results = iter(joint_symbol(RecordedJoint(joint, opaque, device), function)(*tensors))
     filled = [next(results) if isinstance(o, fx.Node) else o for o in joint.outputs]
     result = tree_unflatten(filled, joint.structure)
     return tuple(result) if isinstance(result, tuple) else result
@@ -90,112 +85,6 @@ def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, torch.device):
         return next((t.device for t in tensors.values()), value)
     return tensors[value.name] if isinstance(value, TensorProxy) else value
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A joint graph, recorded on proxies."""
-
-    joint: JointGraph
-    opaque: OpaqueExecutor
-    device: torch.device | None
-
-    def forward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
-        return self._outputs(self._run_forward(tensors), tensors)
-
-    def forward_and_backward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
-        values = self._run_forward(tensors)
-        outputs = self._outputs(values, tensors)
-        tensors_only = [i for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)]
-        of_leaf = dict(zip(tensors_only, outputs, strict=True))
-        for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
-            values[node] = self._laid_out(node, prims.get_grad(of_leaf[index]))
-        self._run(self.joint.gradients, values)
-        for tensor, gradient in zip(tensors, self.joint.gradients, strict=True):
-            if gradient is not None:
-                prims.put_grad(tensor, values[gradient])
-        return outputs
-
-    def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[fx.Node, Any]:
-        pairs = zip(self.joint.operands, tensors, strict=True)
-        values: dict[fx.Node, Any] = {node: self._laid_out(node, t) for node, t in pairs}
-        self._run(self.joint.outputs, values)
-        return values
-
-    def _laid_out(self, node: fx.Node, tensor: TensorProxy) -> TensorProxy:
-        """Record a copy with the strides that the graph was traced with, where its results depend on them."""
-        if not self.joint.reads_memory:
-            return tensor
-        traced: Tensor = node.meta["val"]
-        stride = tuple(traced.stride())
-
-        def laid_out(value: Tensor) -> Tensor:
-            if value.stride() == stride:
-                return value
-            new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-            return new.copy_(value)
-
-        return self.opaque.call(laid_out, traced, (tensor,), {}, device=self.device)
-
-    def _run(self, results: Sequence[Any], values: dict[fx.Node, Any]) -> None:
-        """Record what results need beside the values."""
-        for node in list(self.joint.nodes_for(results, known=set(values))):
-            values[node] = self._run_node(node, values)
-
-    def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        if node.op == "get_attr":
-            return self._constant(node)
-        read: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        args, kwargs = read
-        if node.target is operator.getitem:
-            return args[0][args[1]]
-        if node.target in _SAME:
-            return args[0]
-        if node.target in _CONJUGATES and isinstance(args[0], complex):
-            return args[
-                0
-            ].conjugate()  # a factor that is no tensor, which PyTorch would make one of
-        args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
-        assert isinstance(node.target, OpOverload), "the graph has no others"
-        return record(node.target, args, kwargs, expected=node.meta["val"], device=self.device)
-
-    def _constant(self, node: fx.Node) -> TensorProxy:
-        """Record a tensor that the function makes of numbers: each reader gets memory of its own, as in eager."""
-        tensor: Tensor = operator.attrgetter(str(node.target))(self.joint.module)
-
-        def constant() -> Tensor:
-            return tensor.to(self.device) if self.device else tensor.clone()
-
-        return self.opaque.call(constant, tensor, (), {}, device=self.device)
-
-    def _on_device(self, value: Any) -> Any:
-        return self.device if self.device and isinstance(value, torch.device) else value
-
-    def _outputs(
-        self, values: Mapping[fx.Node, Any], tensors: Sequence[TensorProxy]
-    ) -> tuple[Any, ...]:
-        """Return the outputs; each is a value of its own, because each has a gradient of its own."""
-        seen = {t.name for t in tensors}
-        outputs = []
-        for node in self.joint.outputs:
-            if not isinstance(node, fx.Node):
-                continue
-            value = values[node]
-            outputs.append(prims.shallow_copy(value) if value.name in seen else value)
-            seen.add(value.name)
-        return tuple(outputs)
-
-
-def _symbol(recorded: _Recorded, function: Callable[..., Any], opaque: OpaqueExecutor) -> Symbol:
-    name = opaque.unique(operator_name(function))
-    symbol = Symbol(name=name, meta=recorded.forward, id=f"thunder_memsave.{name}", is_prim=False)
-    opaque.register_implementation(
-        symbol,
-        execution_transform=recorded.forward,
-        grad_transform=recorded.forward_and_backward,
-        checker=lambda *_: True,
-    )
-    return symbol
 
 
 def _examples(pairs: Sequence[tuple[fx.Node, Any]]) -> dict[str, Tensor]:
@@ -271,12 +160,3 @@ def _unreached(pairs: Sequence[tuple[fx.Node, Any]], reached: set[str]) -> froze
         if any(v.name in reached for v in tree_iter(value) if isinstance(v, TensorProxy)):
             found.discard(argument)
     return frozenset(found)
-
-
-def _plain(argument: Any) -> Any:
-    """Convert FX's immutable containers to lists and dictionaries."""
-    if isinstance(argument, dict):
-        return {key: _plain(value) for key, value in argument.items()}
-    if isinstance(argument, list):
-        return [_plain(a) for a in argument]
-    return tuple(map(_plain, argument)) if type(argument) is tuple else argument

@@ -195,7 +195,7 @@ def test_a_layer_that_eager_computes_in_place_has_the_numbers_of_eager() -> None
 )
 def test_shapes_that_depend_on_numbers_are_refused_with_file_and_line(function: Function) -> None:
     with pytest.raises(
-        CompileError, match=r"test_opaque_calls\.py:\d+ .*shape of its result depends on numbers"
+        CompileError, match=r"test_one_call\.py:\d+ .*shape of its result depends on numbers"
     ):
         CompiledModule(Applies(function, MATRIX))()
 

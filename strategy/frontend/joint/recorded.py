@@ -1,0 +1,170 @@
+"""Records a joint graph in a trace: each ATen operator is one operation, of forward or of backward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from thunder.core import dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.core.trace import get_tracectx
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from thunder_memsave.aten.joint_graph import JointGraph
+from thunder_memsave.frontend.fx_nodes import tag_origin
+from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
+from thunder_memsave.ops.aten_operators import record
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""Torch 2.14 records the one as the other."""
+_CONJUGATES = (torch.ops.aten._conj.default, torch.ops.aten.conj_physical.default)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedJoint:
+    """A joint graph, recorded on proxies."""
+
+    joint: JointGraph
+    opaque: OpaqueExecutor
+    device: torch.device | None
+    """Where every tensor is taken to be, for a plan; None: where it is."""
+    operands_vary: bool = True
+    """Whether operands may have other strides than those that were traced."""
+
+    def forward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
+        """Record what the results need, and return them."""
+        return self._outputs(self._run_forward(tensors), tensors)
+
+    def forward_and_backward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
+        """Record the gradients of the operands too, as a rule of Thunder for derivatives does."""
+        values = self._run_forward(tensors)
+        outputs = self._outputs(values, tensors)
+        tensors_only = [i for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)]
+        of_leaf = dict(zip(tensors_only, outputs, strict=False))  # writes follow
+        for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
+            values[node] = self._laid_out(node, prims.get_grad(of_leaf[index]))
+        self._run(self.joint.gradients, values)
+        for tensor, gradient in zip(tensors, self.joint.gradients, strict=True):
+            if gradient is not None:
+                prims.put_grad(tensor, values[gradient])
+        return outputs
+
+    @property
+    def _results(self) -> tuple[Any, ...]:
+        """Return the outputs, and the new values of what the function changes."""
+        return (*self.joint.outputs, *(node for _, node in self.joint.writes))
+
+    def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[fx.Node, Any]:
+        values: dict[fx.Node, Any] = dict(zip(self.joint.operands, tensors, strict=True))
+        if self.operands_vary:
+            values = {node: self._laid_out(node, tensor) for node, tensor in values.items()}
+        self._run(self._results, values)
+        return values
+
+    def _laid_out(self, node: fx.Node, tensor: TensorProxy) -> TensorProxy:
+        """Record a copy with the strides that the graph was traced with, where its results depend on them."""
+        if not self.joint.reads_memory:
+            return tensor
+        traced: Tensor = node.meta["val"]
+        stride = tuple(traced.stride())
+
+        def laid_out(value: Tensor) -> Tensor:
+            if value.stride() == stride:
+                return value
+            new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+            return new.copy_(value)
+
+        return self.opaque.call(laid_out, traced, (tensor,), {}, device=self.device)
+
+    def _run(self, results: Sequence[Any], values: dict[fx.Node, Any]) -> None:
+        """Record what results need beside the values."""
+        scope = get_tracectx().peek_scope()
+        for node in list(self.joint.nodes_for(results, known=set(values))):
+            num_symbols = len(scope)
+            values[node] = self._run_node(node, values)
+            if "stack_trace" in node.meta:
+                tag_origin(scope[num_symbols:], node)
+
+    def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return self._constant(node)
+        read: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = read
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if node.target in _SAME:
+            return args[0]
+        if node.target in _CONJUGATES and isinstance(args[0], complex):
+            return args[0].conjugate()  # PyTorch would make a tensor of this factor
+        if _only_casts(node):
+            return prims.convert_element_type(args[0], dtypes.to_dtype(kwargs["dtype"]))
+        args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
+        assert isinstance(node.target, OpOverload), "the graph has no others"
+        return record(node.target, args, kwargs, expected=node.meta["val"], device=self.device)
+
+    def _constant(self, node: fx.Node) -> TensorProxy:
+        """Record a tensor that the function makes of numbers: each reader gets memory of its own, as in eager."""
+        tensor: Tensor = operator.attrgetter(str(node.target))(self.joint.module)
+
+        def constant() -> Tensor:
+            return tensor.to(self.device) if self.device else tensor.clone()
+
+        return self.opaque.call(constant, tensor, (), {}, device=self.device)
+
+    def _on_device(self, value: Any) -> Any:
+        return self.device if self.device and isinstance(value, torch.device) else value
+
+    def _outputs(
+        self, values: Mapping[fx.Node, Any], tensors: Sequence[TensorProxy]
+    ) -> tuple[Any, ...]:
+        """Return the outputs; each is a value of its own, because each has a gradient of its own."""
+        seen = {t.name for t in tensors}
+        outputs = []
+        for node in self._results:
+            if not isinstance(node, fx.Node):
+                continue
+            value = values[node]
+            outputs.append(prims.shallow_copy(value) if value.name in seen else value)
+            seen.add(value.name)
+        return tuple(outputs)
+
+
+def _only_casts(node: fx.Node) -> bool:
+    """Whether it is a cast between real numbers, which passes know as Thunder's."""
+    if node.target is not torch.ops.aten._to_copy.default:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    stays = (before.device, before.layout) == (after.device, after.layout)
+    is_real = not (before.is_complex() or after.is_complex())
+    return (
+        before.dtype is not after.dtype and stays and is_real and "memory_format" not in node.kwargs
+    )
+
+
+def joint_symbol(recorded: RecordedJoint, function: Callable[..., Any]) -> Symbol:
+    """Return a symbol that stands for the recorded function: `(*operands) -> (*tensors among the outputs, *writes)`."""
+    opaque = recorded.opaque
+    name = opaque.unique(operator_name(function))
+    symbol = Symbol(name=name, meta=recorded.forward, id=f"thunder_memsave.{name}", is_prim=False)
+    opaque.register_implementation(
+        symbol,
+        execution_transform=recorded.forward,
+        grad_transform=recorded.forward_and_backward,
+        checker=lambda *_: True,
+    )
+    return symbol
+
+
+def _plain(argument: Any) -> Any:
+    """Convert FX's immutable containers to lists and dictionaries."""
+    if isinstance(argument, dict):
+        return {key: _plain(value) for key, value in argument.items()}
+    if isinstance(argument, list):
+        return [_plain(a) for a in argument]
+    return tuple(map(_plain, argument)) if type(argument) is tuple else argument

@@ -1,0 +1,200 @@
+"""Lowers a captured FX graph to ATen operators: PyTorch's autograd differentiates it as one function.
+
+What `strategy.frontend: aot` asks for. Values and gradients have eager's bits, random numbers are those that eager
+draws, and no rule of Thunder takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from thunder.common import CompileData
+from thunder.core import prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
+from torch import Tensor, fx
+
+from thunder_memsave.aten.joint_graph import JointGraph, Operand, UntraceableError, joint_graph
+from thunder_memsave.aten.origin import KeepsOrigin
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.errors import CompileError
+from thunder_memsave.frontend.aliasing import refuse_changed_weights
+from thunder_memsave.frontend.capture import Capture
+from thunder_memsave.frontend.fx_nodes import function_name, node_callable, refuse_numbers, where
+from thunder_memsave.frontend.graph_inputs import GraphInputs, LazyInput
+from thunder_memsave.frontend.graph_outputs import OutputOrder, distinct_values, graph_outputs
+from thunder_memsave.frontend.higher_order import inline_checkpoints
+from thunder_memsave.frontend.joint.recorded import RecordedJoint, joint_symbol
+from thunder_memsave.frontend.lowering import (
+    Lowered,
+    refuse_gradients_under_no_grad,
+    trained_on_this_rank,
+    whole_inputs,
+)
+from thunder_memsave.frontend.modes import differentiated, in_language
+from thunder_memsave.frontend.opaque import OpaqueExecutor
+from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
+from thunder_memsave.frontend.rewrites.batch_norms import split_batch_norms
+from thunder_memsave.frontend.rewrites.nodes import changed_storages
+
+
+def lower_whole(
+    capture: Capture,
+    *,
+    compile_data: CompileData,
+    data_parallel: DataParallel | None,
+    opaque: OpaqueExecutor,
+    target: torch.device | None = None,
+) -> Lowered:
+    """Trace `capture.graph` and its vector-Jacobian product; the arguments are those of `lowering.lower`.
+
+    Raises:
+        CompileError: PyTorch cannot trace it without numbers; the message names the user's line.
+    """
+    inline_checkpoints(capture.graph)
+    split_batch_norms(capture.graph)
+    refuse_changed_weights(capture.graph, trained_on_this_rank(capture))
+    refuse_gradients_under_no_grad(capture)
+    simplify_attention(capture.graph, changed=changed_storages(capture.graph), target=target)
+    inputs = GraphInputs(capture, compile_data, data_parallel, target, None)
+    return _WholeGraph(capture, compile_data, inputs, opaque, target).lower()
+
+
+@dataclass(slots=True)
+class _WholeGraph:
+    capture: Capture
+    compile_data: CompileData
+    inputs: GraphInputs
+    opaque: OpaqueExecutor
+    target: torch.device | None
+    trace: TraceCtx = field(default_factory=lambda: TraceCtx(_computation))
+
+    def lower(self) -> Lowered:
+        capture = self.capture
+        outputs, computed = graph_outputs(capture.graph, as_they_are=whole_inputs(capture))
+        with tracectx(self.trace), in_language():
+            lazy, constants = self.inputs.proxies(), self.inputs.constants()
+            self._begin((*(i.proxy for i in lazy), *(p for _, p in constants)))
+            function = _Function(capture.graph, computed, tuple(t for t, _ in constants))
+            joint = self._joint(function)
+            returned = self._record(joint, function, lazy, [p for _, p in constants])
+            prims.python_return(tuple(map(distinct_values(), returned)))
+        return Lowered(
+            trace=self.trace,
+            constants=function.constants,
+            input_names=tuple(i.name for i in capture.inputs),
+            depends_on=tuple(self._reached(joint, function, i) for i in range(len(computed))),
+            training=capture.training,
+            outputs=OutputOrder.of(capture.graph, outputs, computed),
+        )
+
+    def _begin(self, arguments: Sequence[TensorProxy]) -> None:
+        self.trace.args, self.trace.kwargs = tuple(arguments), {}
+        self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
+        for proxy in arguments:
+            prims.unpack_trivial(proxy, name=proxy.name)
+
+    def _joint(self, function: _Function) -> JointGraph:
+        for node in function.graph.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                refuse_numbers(node)
+        grad_enabled = self.capture.grad_enabled
+        examples = [function.placeholders[i].meta["example_value"] for i in function.read]
+        operands = [_operand(t, grad_enabled) for t in (*examples, *function.constants)]
+        try:
+            return joint_graph(function, operands, is_used=lambda index: True, may_write=True)
+        except UntraceableError as error:
+            raise CompileError(_refusal(function.failed, error)) from error
+        finally:
+            torch.clear_autocast_cache()  # it would keep casts of tensors without numbers
+
+    def _record(
+        self,
+        joint: JointGraph,
+        function: _Function,
+        lazy: Sequence[LazyInput],
+        constants: Sequence[TensorProxy],
+    ) -> list[TensorProxy]:
+        """Record the operators, and the copies to what the graph changes; return the outputs."""
+        recorded = RecordedJoint(joint, self.opaque, self.target, operands_vary=False)
+        with differentiated(self.compile_data, enabled=True):
+            operands = [*(self.inputs.force(lazy[i]) for i in function.read), *constants]
+            results = list(joint_symbol(recorded, function)(*operands))
+        num_outputs = len(results) - len(joint.writes)
+        with differentiated(self.compile_data, enabled=False):
+            for (index, _), value in zip(joint.writes, results[num_outputs:], strict=True):
+                operands[index].copy_(value)
+        return results[:num_outputs]
+
+    def _reached(self, joint: JointGraph, function: _Function, output: int) -> frozenset[int]:
+        """Return the inputs of the graph that an output gives a gradient to."""
+        found = (i for i in joint.reached[output] if joint.gradients[i] is not None)
+        return frozenset(function.read[i] for i in found)
+
+
+class _Function:
+    """The graph as a function `(*inputs that it reads, *constants) -> computed values`."""
+
+    __module__ = "torch"  # it has no name of its own that a user knows
+
+    def __init__(
+        self, graph: fx.GraphModule, computed: Sequence[fx.Node], constants: tuple[Tensor, ...]
+    ) -> None:
+        self.graph, self.constants = graph, constants
+        self.placeholders = graph.graph.find_nodes(op="placeholder")
+        self.read = [i for i, node in enumerate(self.placeholders) if node.users]
+        self.failed: fx.Node | None = None
+        """The node at which a run ended in an error."""
+        self._computed = computed
+
+    def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
+        num_inputs = len(self.read)
+        inputs = dict(zip(self.read, tensors[:num_inputs], strict=True))
+        constants = zip(map(id, self.constants), tensors[num_inputs:], strict=True)
+        run = _Run(self.graph, dict(constants))
+        try:
+            run.run(*(inputs.get(i) for i in range(len(self.placeholders))))
+        finally:
+            self.failed = run.failed
+        return tuple(run.env[node] for node in self._computed)
+
+
+class _Run(KeepsOrigin):
+    """Runs the graph with other tensors in place of those that it holds."""
+
+    def __init__(self, graph: fx.GraphModule, instead: dict[int, Tensor]) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self._instead = instead
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the graph holds under a name."""
+        value = super().get_attr(target, args, kwargs)
+        return self._instead.get(id(value), value)
+
+
+def _operand(example: Tensor, grad_enabled: bool) -> Operand:
+    return Operand(
+        shape=tuple(example.shape),
+        stride=tuple(example.stride()),
+        dtype=example.dtype,
+        device=example.device,
+        requires_grad=example.requires_grad and grad_enabled,
+    )
+
+
+def _refusal(node: fx.Node | None, error: UntraceableError) -> str:
+    what = "The graph"
+    if node is not None and node.op in ("call_function", "call_method"):
+        what = f"{function_name(node_callable(node))} (at {where(node)})"
+    return (
+        f"{what} cannot be compiled: PyTorch cannot trace it without numbers: {error}. Leave strategy.frontend at "
+        "dynamo, which may know it, or write it with other operations."
+    )
+
+
+def _computation() -> None:
+    """Names the trace."""

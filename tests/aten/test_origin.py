@@ -1,0 +1,42 @@
+"""Operators that are traced keep where the node that ran them is from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from thunder_memsave.aten.origin import REGION, KeepsOrigin, origin
+
+
+def graph_of_two() -> fx.GraphModule:
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(torch.nn.functional.silu(x), -1)
+
+    graph = fx.symbolic_trace(function)
+    first, second = [n for n in graph.graph.nodes if n.op == "call_function"]
+    first.meta.update({"stack_trace": "line 1", REGION: 3, "example_value": x_of()})
+    second.meta["stack_trace"] = "line 2"
+    return graph
+
+
+def x_of() -> Tensor:
+    return torch.ones(2, 3)
+
+
+def test_each_operator_has_the_origin_of_its_node() -> None:
+    traced = make_fx(KeepsOrigin(graph_of_two()).run)(x_of())
+    found = [origin(n) for n in traced.graph.nodes if n.op == "call_function"]
+    assert found[0] == {"stack_trace": "line 1", REGION: 3}
+    assert found[-1] == {"stack_trace": "line 2"}
+
+
+def test_it_runs_where_nothing_is_traced_too_and_tells_which_node_failed() -> None:
+    run = KeepsOrigin(graph_of_two())
+    assert run.run(x_of()).shape == (2, 3)
+    assert run.failed is None
+    with pytest.raises(TypeError):
+        run.run("no tensor")
+    assert run.failed is not None
+    assert origin(run.failed)["stack_trace"] == "line 1"
