@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import copy
-import site
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.wrappers import _FabricModule
+from beside_eager import (
+    NUM_RANKS,
+    DiffersError,
+    Values,
+    be_rank,
+    doubled,
+    launched,
+    named_parameters,
+    refuse_far,
+    refuse_farther,
+    relative,
+    under_half,
+    with_rows,
+    without_paths,
+)
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from toy_architectures import Batch, NotHereError, toys
 
-from harness.fabric import on_fabric_rank
-from thunder_memsave.errors import BudgetError, ThunderMemsaveError
+from thunder_memsave.distributed.process_group import destroy_groups
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
-ROOT = Path(__file__).parents[1]
 CLOSE = 1e-5
 """Largest difference of a number, as a part of the largest one of its tensor. A larger one passes if float64 says that
 it is eager's own rounding, such as in gradients that would be zero without any."""
-AS_FAR = 3.0
-"""Most times eager's distance from float64 that the strategy's may be."""
-NUM_RANKS = 2
 CHECKS = ("train", "evaluate", "budget", "zero3")
 
-Values = dict[str, Tensor]
 Made = tuple[nn.Module, Callable[[int], Batch]]
-
-
-class DiffersError(Exception):
-    """A number is not eager's, or not the one of another plan; the message says which and by how much."""
 
 
 @dataclass(kw_only=True)
@@ -81,12 +83,9 @@ def checked_on_rank(name: str, rank: int, port: int) -> Outcome:
     """Train under `zero3` as one of two ranks, each with a batch of its own."""
     start = time.monotonic()
     outcome = Outcome(name=name)
-
-    @on_fabric_rank
-    def check() -> None:
-        _passes(outcome, "zero3", lambda: _zero3(name, rank))
-
-    check(rank, NUM_RANKS, port)
+    be_rank(rank, port)
+    _passes(outcome, "zero3", lambda: _zero3(name, rank))
+    destroy_groups()
     return _ended(outcome, start)
 
 
@@ -120,7 +119,7 @@ def stepped(model: nn.Module, batch: Batch) -> Values:
     torch.manual_seed(1)
     loss = loss_of(model(**batch))
     loss.backward()
-    found = {n: _rows(p.grad) for n, p in _named(model) if p.grad is not None}
+    found = {n: _rows(p.grad) for n, p in named_parameters(model) if p.grad is not None}
     model.zero_grad()
     return {"the loss": loss.detach(), **found}
 
@@ -135,21 +134,9 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([v.float().square().mean() for v in floating if v.requires_grad]).sum()
 
 
-def relative(expected: Tensor, found: Tensor) -> float:
-    """Return the largest difference as a part of the largest expected number; tiny tensors count as 1e-6."""
-    if not expected.numel():
-        return 0.0
-    largest = max(float(expected.abs().max()), 1e-6)
-    difference = float((expected - found).abs().max())
-    return difference / largest if difference == difference else float("inf")
-
-
 def _ended(outcome: Outcome, start: float) -> Outcome:
     outcome.seconds = round(time.monotonic() - start, 1)
-    text = " ".join(outcome.reason.split())
-    for directory in (*site.getsitepackages(), ROOT):
-        text = text.replace(f"{directory}/", "")
-    outcome.reason = text[:400]
+    outcome.reason = without_paths(outcome.reason)[:400]
     return outcome
 
 
@@ -174,13 +161,13 @@ def _train(made: Made, expected: Values, outcome: Outcome) -> None:
     model, batch = made
     found = stepped(_set_up(model), batch(1))
     try:
-        outcome.difference = _refuse_far(expected, found)
+        outcome.difference = refuse_far(expected, found, CLOSE)
     except DiffersError as error:
         try:
-            exact = stepped(copy.deepcopy(model).double(), _doubled(batch(1)))
+            exact = stepped(copy.deepcopy(model).double(), doubled(batch(1)))
         except Exception:
             raise error from None  # eager itself has no float64 of it
-        _refuse_farther(exact, expected, found)
+        refuse_farther(exact, expected, found, CLOSE)
 
 
 def _evaluate(made: Made) -> None:
@@ -190,54 +177,44 @@ def _evaluate(made: Made) -> None:
         found = tree_leaves(dict(_set_up(model)(**batch)))
     for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         if isinstance(theirs, Tensor) and theirs.is_floating_point():
-            _refuse_far({f"output {index}": theirs}, {f"output {index}": ours})
+            refuse_far({f"output {index}": theirs}, {f"output {index}": ours}, CLOSE)
 
 
 def _budget(made: Made) -> None:
     model, batch = made
-    free = _strategy(memory={"budget": 2**40})
+    free = ThunderMemsaveStrategy(memory={"budget": 2**40})
     expected = stepped(kept := _set_up(model, free), batch(1))
     assert kept is not None, "the strategy knows the plans of models that are alive"
     assert free.plan is not None, "a budget makes a plan"
-    smallest_bytes = _smallest_bytes(model, batch(1))
-    half = max(smallest_bytes, (smallest_bytes + free.plan.keep_all_peak_bytes) // 2)
-    found = stepped(_set_up(model, _strategy(memory={"budget": half})), batch(1))
+    found = under_half(
+        lambda strategy: stepped(_set_up(model, strategy), batch(1)), free.plan.keep_all_peak_bytes
+    )
     for name, values in expected.items():
         if not torch.equal(values, found[name]):
             raise DiffersError(f"{name} has other bits, by {relative(values, found[name]):.1e}")
 
 
-def _smallest_bytes(model: nn.Module, batch: Batch) -> int:
-    try:
-        stepped(_set_up(model, _strategy(memory={"budget": 1})), batch)
-    except BudgetError as error:
-        if error.smallest_bytes is None:
-            raise
-        return error.smallest_bytes
-    raise AssertionError("no step takes one byte")
-
-
 def _zero3(name: str, rank: int) -> None:
     (model, batch), _ = eager(name)
-    sharded = _set_up(model, _strategy(sharding={"mode": "zero3"}), devices=NUM_RANKS)
+    sharded = _set_up(model, ThunderMemsaveStrategy(sharding={"mode": "zero3"}), devices=NUM_RANKS)
     found = stepped(sharded, batch(rank + 1))
-    parts = {n for n, p in _named(sharded) if is_sharded(p)}
+    parts = {n for n, p in named_parameters(sharded) if is_sharded(p)}
     expected = _means(model, batch, rank)
 
     def whole(values: Values) -> Values:
         """Put this rank's rows in the place of eager's."""
         return {
-            n: _with_rows(v, found[n], rank) if n in parts else found[n] for n, v in values.items()
+            n: with_rows(v, found[n], rank) if n in parts else found[n] for n, v in values.items()
         }
 
     try:
-        _refuse_far(expected, whole(expected))
+        refuse_far(expected, whole(expected), CLOSE)
     except DiffersError as error:
         try:
-            exact = _means(copy.deepcopy(model).double(), lambda seed: _doubled(batch(seed)), rank)
+            exact = _means(copy.deepcopy(model).double(), lambda seed: doubled(batch(seed)), rank)
         except Exception:
             raise error from None
-        _refuse_farther(exact, expected, whole(expected))
+        refuse_farther(exact, expected, whole(expected), CLOSE)
 
 
 def _means(model: nn.Module, batch: Callable[[int], Batch], rank: int) -> Values:
@@ -250,54 +227,11 @@ def _means(model: nn.Module, batch: Callable[[int], Batch], rank: int) -> Values
     return {**means, "the loss": steps[rank]["the loss"]}
 
 
-def _with_rows(values: Tensor, rows: Tensor, rank: int) -> Tensor:
-    new, first = values.clone(), rank * rows.shape[0]
-    part = new[first : first + rows.shape[0]]
-    part.copy_(rows[: part.shape[0]])
-    return new
-
-
-def _strategy(**settings: Any) -> ThunderMemsaveStrategy:
-    return ThunderMemsaveStrategy(**settings)
-
-
 def _set_up(
     model: nn.Module, strategy: ThunderMemsaveStrategy | None = None, *, devices: int = 1
 ) -> Any:
-    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy or _strategy())
-    fabric.launch()
-    return fabric.setup(copy.deepcopy(model))
-
-
-def _named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    return (model.module if isinstance(model, _FabricModule) else model).named_parameters()
+    return launched(strategy, devices=devices).setup(copy.deepcopy(model))
 
 
 def _rows(grad: Tensor) -> Tensor:
     return as_rows(grad).detach().clone()
-
-
-def _doubled(batch: Batch) -> Batch:
-    def doubled(value: Any) -> Any:
-        is_floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.double() if is_floating else value
-
-    return {name: doubled(value) for name, value in batch.items()}
-
-
-def _refuse_farther(exact: Values, expected: Values, found: Values) -> None:
-    """Refuse numbers that are far from eager's, and farther from float64's than eager's are."""
-    for name, theirs in expected.items():
-        far = relative(exact[name], found[name].double())
-        allowed = AS_FAR * relative(exact[name], theirs.double())
-        if relative(theirs, found[name]) > CLOSE and not far <= allowed:
-            raise DiffersError(f"{name} by {far:.1e} from float64, eager by {allowed / AS_FAR:.1e}")
-
-
-def _refuse_far(expected: Values, found: Values) -> float:
-    if missing := sorted(expected.keys() ^ found.keys()):
-        raise DiffersError(f"the gradient of {missing[0]} is there on one side only")
-    worst, where = max((relative(a, found[n]), n) for n, a in expected.items())
-    if not worst <= CLOSE:
-        raise DiffersError(f"{where} by {worst:.1e}")
-    return worst

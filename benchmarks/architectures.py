@@ -14,15 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import select
-import signal
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,115 +28,48 @@ import transformers
 from architecture_checks import (
     CHECKS,
     CLOSE,
-    NUM_RANKS,
     Outcome,
     checked,
     checked_on_rank,
 )
+from beside_eager import NUM_RANKS, free_port
+from forked import Fields, Forked, results
 from toy_architectures import CAUSAL, OTHERS
 
-from harness.fabric import free_port
 
-LIMIT_S = 600.0
-MEMORY_BYTES = 10 * 2**30
-
-
-def outcome_of(name: str, checks: tuple[str, ...]) -> Outcome:
+def outcome_of(checks: tuple[str, ...], name: str) -> Fields:
     """Make the checks; those on two ranks in two further processes, which are there before anything is computed."""
     port = free_port()
     ranks = [
-        Forked(partial(checked_on_rank, name, rank, port), waits=True)
+        Forked(partial(_on_rank, name, rank, port), waits=True)
         for rank in range(NUM_RANKS if "zero3" in checks else 0)
     ]
     outcome = checked(name, checks)
     goes_on = outcome.state == "trains"
     for rank in ranks:
         rank.go_on(goes_on)
-    for found in [rank.outcome() for rank in ranks if goes_on]:
+    for found in [Outcome(**rank.result()) for rank in ranks if goes_on]:
         outcome.seconds = round(outcome.seconds + found.seconds / NUM_RANKS, 1)
         if found.state != "trains" and outcome.state == "trains":
             outcome.state, outcome.check, outcome.reason = found.state, "zero3", found.reason
     if ranks and outcome.state == "trains":
         outcome.passed.append("zero3")
-    return outcome
+    return asdict(outcome)
 
 
-class Forked:
-    """A process that computes an outcome, and the pipe that it comes through."""
-
-    def __init__(self, run: Callable[[], Outcome], *, waits: bool = False) -> None:
-        self.pipe, write = os.pipe()
-        signalled, self._go = os.pipe()
-        self.start = time.monotonic()
-        self.pid = os.fork()
-        if self.pid:
-            os.close(write)
-            os.close(signalled)
-            if not waits:
-                self.go_on(True)
-            return
-        os.close(self.pipe)
-        os.close(self._go)
-        if not waits:
-            os.setsid()  # what it forks ends with it
-        if os.read(signalled, 1) == b"y":
-            _run_quietly(run, write)
-        os._exit(0)
-
-    def go_on(self, goes_on: bool) -> None:
-        """Let the process begin, or end."""
-        os.write(self._go, b"y" if goes_on else b"n")
-        os.close(self._go)
-
-    def outcome(self) -> Outcome:
-        """Wait for the outcome.
-
-        Raises:
-            ValueError: the process ended without one.
-        """
-        with os.fdopen(self.pipe) as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(self.pid, 0)
-        if not text:
-            raise ValueError(f"its process ended with {os.waitstatus_to_exitcode(status)}")
-        return Outcome(**json.loads(text))
-
-
-def _run_quietly(run: Callable[[], Outcome], write: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-    with os.fdopen(write, "w") as pipe:
-        pipe.write(json.dumps(asdict(run())))
+def _on_rank(name: str, rank: int, port: int) -> Fields:
+    return asdict(checked_on_rank(name, rank, port))
 
 
 def outcomes(names: Sequence[str], checks: tuple[str, ...], *, workers: int) -> Iterator[Outcome]:
     """Yield the outcome of each architecture, as they end."""
-    waiting = list(names)
-    running: dict[int, tuple[str, Forked]] = {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            name = waiting.pop(0)
-            forked = Forked(partial(outcome_of, name, checks))
-            running[forked.pipe] = name, forked
-        ready, _, _ = select.select(list(running), [], [], 1.0)
-        for pipe, (name, forked) in list(running.items()):
-            seconds = time.monotonic() - forked.start
-            if is_late := pipe not in ready and seconds > LIMIT_S:
-                os.killpg(forked.pid, signal.SIGKILL)
-            if pipe in ready or is_late:
-                del running[pipe]
-                yield _ended(name, forked, is_late=is_late, seconds=round(seconds, 1))
+    found = results(names, partial(outcome_of, checks), workers=workers, without=_without)
+    return (Outcome(**fields) for fields in found)
 
 
-def _ended(name: str, forked: Forked, *, is_late: bool, seconds: float) -> Outcome:
-    try:
-        return forked.outcome()
-    except ValueError as error:
-        reason = f"it had not ended after {LIMIT_S:.0f} s" if is_late else str(error)
-        state = "hangs" if is_late else "fails"
-        return Outcome(name=name, state=state, reason=reason, seconds=seconds)
+def _without(name: str, is_late: bool, reason: str, seconds: float) -> Fields:
+    state = "hangs" if is_late else "fails"
+    return asdict(Outcome(name=name, state=state, reason=reason, seconds=seconds))
 
 
 def table(found: Sequence[Outcome], checks: Sequence[str], *, num_left: int = 0) -> str:
