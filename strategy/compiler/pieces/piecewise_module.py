@@ -35,7 +35,7 @@ class PiecewiseModule(CompiledModule):
         self._pieces: dict[_Key, Pieces] = {}
         self._submodules: dict[nn.Module, _Submodule] = {}
         self._said: set[tuple[type[nn.Module], _Key]] = set()
-        """Classes that the log has named; layers of one class are told about once."""
+        """What the log has said; layers of one class are told about once."""
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the bound method `name` of the module.

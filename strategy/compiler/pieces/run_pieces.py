@@ -58,7 +58,7 @@ class Pieces:
         self._data_parallel = data_parallel
         self._module = module
         compiled, self._eager = _divided(module)
-        self._runs = {child: self._agreed(n, make(child)) for n, child in enumerate(compiled)}
+        self._runs = {child: make(child) for child in compiled}
         self._has_run = False
 
     @property
@@ -86,15 +86,14 @@ class Pieces:
         return result
 
     def _run(self, function: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with _ONE_THREAD, self._gathered(), _redirected(self._runs):
+        numbered = enumerate(self._runs.items())
+        runs = {child: self._agreed(number, run) for number, (child, run) in numbered}
+        with _ONE_THREAD, self._gathered(), _redirected(runs):
             result = function(*args, **kwargs)
         self._agree(_ENDS)
         return result
 
     def _agreed(self, number: int, run: Run) -> Run:
-        if self._data_parallel is None:
-            return run
-
         def runs(*args: Any, **kwargs: Any) -> Any:
             self._agree(number)
             return run(*args, **kwargs)
@@ -154,7 +153,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class _State:
-    """A copy of what a run changes besides its results: the generators of random numbers, and buffers."""
+    """What a run changes besides its results: the generators of random numbers, and buffers."""
 
     generators: tuple[Tensor, Sequence[Tensor]]
     buffers: Sequence[tuple[nn.Module, Mapping[str, tuple[Tensor | None, Tensor | None]]]]
@@ -213,8 +212,8 @@ def _redirected(runs: Mapping[nn.Module, Run]) -> Iterator[None]:
     own = {module: vars(module).get(_FORWARD) for module in runs}
 
     def redirect() -> None:
-        for module, run in between.items():
-            vars(module)[_FORWARD] = run
+        for module, run in runs.items():
+            vars(module)[_FORWARD] = _between(restore, run, redirect)
 
     def restore() -> None:
         for module, before in own.items():
@@ -223,7 +222,6 @@ def _redirected(runs: Mapping[nn.Module, Run]) -> Iterator[None]:
             else:
                 vars(module)[_FORWARD] = before
 
-    between = {module: _between(restore, run, redirect) for module, run in runs.items()}
     redirect()
     try:
         yield
