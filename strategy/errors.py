@@ -62,6 +62,12 @@ class CompileError(ThunderMemsaveError, RuntimeError):
     """A captured graph cannot be compiled, or would give other results than eager PyTorch."""
 
 
+class DoubleBackwardError(ThunderMemsaveError, RuntimeError):
+    """A derivative of a compiled module's derivative was asked for."""
+
+    code = None  # the traceback shows the user
+
+
 class PlanError(ThunderMemsaveError, RuntimeError):
     """A plan cannot be applied to a trace."""
 

@@ -23,6 +23,7 @@ from thunder_memsave.compat.foreign_messages import (
     says_saved_were_freed,
     says_saved_were_overwritten,
 )
+from thunder_memsave.errors import DoubleBackwardError
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise DoubleBackwardError(
                 "backward was called with create_graph=True, which thunder_memsave does not support: the compiled "
                 "backward has no derivative of its own. Compute higher derivatives outside of the compiled module."
             )

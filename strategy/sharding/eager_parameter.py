@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,23 @@ def whole_for_eager(
     if not parameters:
         return ()
     whole: Sequence[Tensor] = _Wholes.apply(data_parallel, *parameters)  # type: ignore[no-untyped-call]
+    for tensor in whole:
+        _copy_as_parameter(tensor)
     return whole
+
+
+def _copy_as_parameter(whole: Tensor) -> None:
+    """Let `copy.deepcopy` of a module give it a parameter of its own, as in eager; PyTorch copies leaves alone."""
+    of = weakref.ref(
+        whole
+    )  # a tensor that knew itself would stay until the next garbage collection
+
+    def deepcopy(memo: dict[int, Any]) -> nn.Parameter:
+        value = of()
+        assert value is not None, "it is being copied"
+        return nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+
+    vars(whole)["__deepcopy__"] = deepcopy
 
 
 class _Wholes(torch.autograd.Function):

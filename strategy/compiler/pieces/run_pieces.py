@@ -16,27 +16,29 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.utils.stateless import _reparametrize_module
 
+from thunder_memsave.compiler.pieces.first_state import FirstState
+from thunder_memsave.compiler.pieces.redirected import FORWARD, OnlyEagerError, Run, redirected
 from thunder_memsave.distributed.agreement import numbers_of_all
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.errors import CaptureError
+from thunder_memsave.errors import CaptureError, DoubleBackwardError
 from thunder_memsave.sharding.eager_parameter import whole_for_eager
 from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
 
 _log = logging.getLogger(__name__)
 
-_FORWARD = "forward"
 _ENDS = -1
 _ONE_THREAD = threading.RLock()
 """Held while functions stand in the place of the `forward` of modules: another thread would take them for theirs."""
-Run = Callable[..., Any]
+_NOT_OF_PIECES = (ShardedParameterError, DoubleBackwardError, OnlyEagerError, TorchDynamoException)
+"""Eager code asks submodules for what only eager ones with whole weights have: those weights, second derivatives,
+transforms, a graph of its own (`torch.cond`)."""
 
 
 class Pieces:
@@ -70,15 +72,16 @@ class Pieces:
         """Call `function`, the module's own method.
 
         Raises:
-            CaptureError: it changes a sharded parameter in place, which would be lost.
+            CaptureError: it changes a sharded parameter in place, which would be lost, or checkpoints a submodule whose
+                parameters are shared by ranks.
             RankMismatchError: the ranks call different submodules.
         """
-        if self._data_parallel is None or self._has_run:
+        if self._has_run:
             return self._run(function, args, kwargs)
-        before = _State.of(self._module)
+        before = FirstState.of(self._module)
         try:
             result = self._run(function, args, kwargs)
-        except ShardedParameterError as error:
+        except _NOT_OF_PIECES as error:
             before.restore()
             self._make_all_eager(error)
             result = self._run(function, args, kwargs)
@@ -88,7 +91,8 @@ class Pieces:
     def _run(self, function: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         numbered = enumerate(self._runs.items())
         runs = {child: self._agreed(number, run) for number, (child, run) in numbered}
-        with _ONE_THREAD, self._gathered(), _redirected(runs):
+        shared = self._data_parallel is not None
+        with _ONE_THREAD, self._gathered(), redirected(runs, shared=shared):
             result = function(*args, **kwargs)
         self._agree(_ENDS)
         return result
@@ -120,11 +124,11 @@ class Pieces:
         name: str = next(n for n, m in self._module.named_modules() if m is child)
         return name
 
-    def _make_all_eager(self, reason: ShardedParameterError) -> None:
+    def _make_all_eager(self, reason: Exception) -> None:
         self._runs = {}
         self._eager = dict(self._module.named_parameters(remove_duplicate=False))
         _log.warning(
-            "All of %s runs in eager PyTorch, with whole weights: %s",
+            "All of %s runs in eager PyTorch: %s",
             type(self._module).__name__,
             reason,
         )
@@ -151,38 +155,6 @@ class Pieces:
                 )
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a run changes besides its results: the generators of random numbers, and buffers."""
-
-    generators: tuple[Tensor, Sequence[Tensor]]
-    buffers: Sequence[tuple[nn.Module, Mapping[str, tuple[Tensor | None, Tensor | None]]]]
-    """For each module, its buffers by their names: the tensors, and copies."""
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _State:
-        """Copy the state."""
-        on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        buffers = [
-            (m, {n: (b, None if b is None else b.detach().clone()) for n, b in m._buffers.items()})
-            for m in module.modules()
-        ]
-        return cls((torch.get_rng_state(), on_cuda), buffers)
-
-    def restore(self) -> None:
-        """Give it back."""
-        on_cpu, on_cuda = self.generators
-        torch.set_rng_state(on_cpu)
-        if on_cuda:
-            torch.cuda.set_rng_state_all(on_cuda)
-        with torch.no_grad():
-            for owner, buffers in self.buffers:
-                owner._buffers.update({name: buffer for name, (buffer, _) in buffers.items()})
-                for buffer, copied in buffers.values():
-                    if buffer is not None and copied is not None:
-                        buffer.copy_(copied)
-
-
 def _divided(module: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
     """Return the submodules to compile, and by name the parameters that eager code reads."""
     compiled: dict[nn.Module, None] = {}
@@ -200,41 +172,4 @@ def _divided(module: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Parameter
 
 
 def _is_called(module: nn.Module) -> bool:
-    return getattr(type(module), _FORWARD) is not nn.Module.forward
-
-
-@contextmanager
-def _redirected(runs: Mapping[nn.Module, Run]) -> Iterator[None]:
-    """Run other functions in the place of the `forward` of modules.
-
-    While one of them runs, all modules have their own again: what it captures must not see the functions.
-    """
-    own = {module: vars(module).get(_FORWARD) for module in runs}
-
-    def redirect() -> None:
-        for module, run in runs.items():
-            vars(module)[_FORWARD] = _between(restore, run, redirect)
-
-    def restore() -> None:
-        for module, before in own.items():
-            if before is None:
-                vars(module).pop(_FORWARD, None)
-            else:
-                vars(module)[_FORWARD] = before
-
-    redirect()
-    try:
-        yield
-    finally:
-        restore()
-
-
-def _between(before: Callable[[], None], run: Run, after: Callable[[], None]) -> Run:
-    def runs(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            after()
-
-    return runs
+    return getattr(type(module), FORWARD) is not nn.Module.forward
