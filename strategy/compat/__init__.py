@@ -18,6 +18,7 @@ from thunder_memsave.compat import (
     dynamo_function_names,
     hidden_transformer_engine,
     ordered_alias_updates,
+    padded_encoders,
     torch213_named_tensors,
     torch214_function_apply,
 )
@@ -36,6 +37,7 @@ def apply() -> None:
     derivatives_by_name.apply()
     dynamo_function_names.apply()
     ordered_alias_updates.apply()
+    padded_encoders.apply()
     dynamo_compile_metrics.apply()
 
 
