@@ -11,6 +11,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor, TemporaryExecutor
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -69,7 +73,10 @@ def _identifier(name: str) -> str:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether the node draws random numbers, found by running it on its fake inputs."""
+    """Return whether the node may draw random numbers, found by running it on its fake inputs.
+
+    A function that looks at numbers on its way, such as `torch.istft` at its window, may draw any later.
+    """
     seen = _RandomOps()
 
     def fake(argument: fx.Node) -> Any:
@@ -79,8 +86,11 @@ def is_random(node: fx.Node) -> bool:
     mode = _fake_mode((args, kwargs, fake(node)))
     if mode is None:
         return False
-    with mode, seen:
-        node_callable(node)(*args, **kwargs)
+    try:
+        with mode, seen:
+            node_callable(node)(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return True
     return seen.found
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from thunder.core.trace import TraceCtx, tracectx
+from torch import Tensor, nn
 
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.frontend.opaque import OpaqueExecutor
 
 
@@ -40,3 +42,21 @@ def test_names_are_such_as_python_code_may_have_and_say_no_address() -> None:
 def test_the_executors_name_and_text_are_the_same_in_every_process() -> None:
     first, second = OpaqueExecutor(), OpaqueExecutor()
     assert (str(first.name), repr(first)) == (str(second.name), repr(second))
+
+
+class FromSpectrum(nn.Module):
+    """`istft` looks at the numbers of its window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.window, Tensor)
+        spectrum = torch.stft(x, 8, 4, window=self.window, return_complex=True)
+        return torch.istft(spectrum * 2, 8, 4, window=self.window, length=x.shape[-1])
+
+
+def test_a_function_that_looks_at_numbers_runs_where_no_gradient_is_needed() -> None:
+    model, x = FromSpectrum(), torch.randn(2, 32)
+    assert torch.equal(CompiledModule(model)(x), model(x))
