@@ -68,6 +68,12 @@ class DoubleBackwardError(ThunderMemsaveError, RuntimeError):
     code = None  # the traceback shows the user
 
 
+class SavedTensorsError(ThunderMemsaveError, RuntimeError):
+    """What backward reads was freed by an earlier backward, or overwritten since the forward."""
+
+    code = None  # the traceback shows the user
+
+
 class PlanError(ThunderMemsaveError, RuntimeError):
     """A plan cannot be applied to a trace."""
 

@@ -101,7 +101,7 @@ class _Same(nn.Module):
         self.inner, self.view = mlp(WIDTH, WIDTH), view
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return (x[:, :3] if self.view else x), self.inner(x.clone())
+        return (x[:, :3] if self.view else x), self.inner(x.exp() if self.view else x.clone())
 
 
 @plain(x=floats(ROWS, WIDTH))
@@ -121,7 +121,7 @@ class ViewOfAPieceChanged(_Pieces):
 
 @plain(x=floats(ROWS, WIDTH))
 class InputOfAPieceChanged(_Pieces):
-    """A submodule returns its input, which is changed in place."""
+    """A submodule returns its input, which is changed in place, and computes with a copy of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from thunder_memsave.compat.foreign_messages import (
     says_saved_were_freed,
     says_saved_were_overwritten,
 )
-from thunder_memsave.errors import DoubleBackwardError
+from thunder_memsave.errors import DoubleBackwardError, SavedTensorsError
 
 _log = logging.getLogger(__name__)
 
@@ -118,13 +118,17 @@ def _take_saved(ctx: Any) -> list[Tensor]:
     """The saved tensors; the context forgets them unless `retain_graph=True`, so each dies at its last use.
 
     Raises:
-        RuntimeError: PyTorch's own, of a second backward after they were freed or of a tensor that was overwritten
-            since the forward, and what that means here.
+        SavedTensorsError: PyTorch's own text, of a second backward after they were freed or of a tensor that was
+            overwritten since the forward, and what that means here.
+        RuntimeError: another of PyTorch's own.
     """
     try:
         saved = list(ctx.saved_tensors)
     except RuntimeError as error:
-        raise RuntimeError(f"{error} {_what_it_means(error)}".rstrip()) from error
+        meaning = _what_it_means(error)
+        if not meaning:
+            raise
+        raise SavedTensorsError(f"{error} {meaning}") from error
     ctx.maybe_clear_saved_tensors()
     return saved
 
@@ -139,8 +143,9 @@ def _what_it_means(error: RuntimeError) -> str:
     if says_saved_were_overwritten(error):
         return (
             "This was the backward of a compiled module, and what it reads was overwritten since its forward, by "
-            "an optimizer step (with new scales of fp8), or a write to a parameter or a result. Run the forward again "
-            "after it, or call backward before it."
+            "an optimizer step (with new scales of fp8), or a write to a parameter, a result or an argument (of which "
+            "the forward keeps the memory even where it calls clone()). Run the forward again after it, call backward "
+            "before it, or write to a copy."
         )
     return ""
 

@@ -1,11 +1,12 @@
 """Assembles the outputs of a captured graph, and finds the inputs that each is differentiable in.
 
-Outputs are computed values, inputs returned unchanged, and plain Python values.
+Outputs are computed values, inputs returned unchanged, views of inputs, and plain Python values. A view is made of the
+input outside of the trace: a caller who changes it in place changes the input, and autograd knows of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,9 +15,105 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import changed_operand, storage
-from thunder_memsave.frontend.fx_nodes import UNREACHED, value_needs_grad
+from thunder_memsave.frontend.fx_nodes import UNREACHED, node_callable, own_name, value_needs_grad
 
 _NONE: frozenset[int] = frozenset()
+
+_TAKES_VIEWS = frozenset(
+    [
+        "getitem",
+        "view",
+        "view_as",
+        "reshape",
+        "transpose",
+        "permute",
+        "t",
+        "flatten",
+        "unflatten",
+        "narrow",
+        "select",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "expand_as",
+        "chunk",
+        "split",
+        "tensor_split",
+        "unbind",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "diagonal",
+        "as_strided",
+        "unfold",
+    ]
+)
+"""Names of functions whose derivative is that of the view. A user's own function may return a view with another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOfInput:
+    """What a graph returns of an input's memory."""
+
+    position: int
+    """Of the input."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Number of elements from the input's first one."""
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return the view of the input itself."""
+        first = value.storage_offset() + self.offset
+        return value.as_strided(self.shape, self.stride, first)
+
+
+def views_of_inputs(
+    graph: fx.GraphModule, *, of: Collection[fx.Node], changed: Collection[Any]
+) -> dict[fx.Node, ViewOfInput]:
+    """Return the outputs that are views of the placeholders `of`.
+
+    Args:
+        graph: The captured graph.
+        of: The placeholders that stand for tensors as the caller has them.
+        changed: Identifiers of the storages that the graph changes in place; their views are computed.
+    """
+    placeholders = list(graph.graph.find_nodes(op="placeholder"))
+    bases = {
+        storage(node): (position, node.meta["example_value"])
+        for position, node in enumerate(placeholders)
+        if node in of and storage(node) not in changed
+    }
+    outputs = graph.graph.output_node().args[0]
+    found = {}
+    for node in outputs:  # type: ignore[union-attr]
+        if isinstance(node, fx.Node) and (base := bases.get(storage(node))) is not None:
+            position, value = base
+            view = node.meta["example_value"]
+            if _is_taken(node, placeholders[position]) and _is_view(view, value):
+                first = int(view.storage_offset()) - int(value.storage_offset())
+                shape, stride = tuple(map(int, view.shape)), tuple(map(int, view.stride()))
+                found[node] = ViewOfInput(position, shape, stride, first)
+    return found
+
+
+def _is_taken(node: fx.Node, of: fx.Node) -> bool:
+    """Whether the node takes views of a placeholder, at least one."""
+    while node.op in ("call_function", "call_method"):
+        name = node.target if node.op == "call_method" else own_name(node_callable(node))
+        if name not in _TAKES_VIEWS or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+        if node is of:
+            return True
+    return False
+
+
+def _is_view(value: Tensor, of: Tensor) -> bool:
+    """Whether autograd would see `value` as a view of `of`, which has no elements that share memory."""
+    same = value.dtype is of.dtype and value.requires_grad is of.requires_grad
+    return same and of.is_contiguous() and value.is_conj() is of.is_conj()
 
 
 def graph_outputs(
@@ -40,17 +137,29 @@ class OutputOrder:
     order: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, graph: fx.GraphModule, outputs: Sequence[Any], computed: Sequence[fx.Node]) -> Self:
+    def of(
+        cls,
+        graph: fx.GraphModule,
+        outputs: Sequence[Any],
+        computed: Sequence[fx.Node],
+        views: Mapping[fx.Node, ViewOfInput],
+    ) -> Self:
         """Record the order of `outputs`; `computed` are the nodes that the trace returns."""
         inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        position = {n: ("input", i) for i, n in enumerate(inputs)}
+        position: dict[fx.Node, tuple[str, Any]] = {n: ("input", i) for i, n in enumerate(inputs)}
+        position.update({n: ("view", v) for n, v in views.items()})
         position.update({n: ("computed", i) for i, n in enumerate(computed)})
         return cls(tuple(position[o] if isinstance(o, fx.Node) else ("value", o) for o in outputs))
 
     def __call__(self, inputs: Sequence[Tensor], computed: Sequence[Any]) -> Sequence[Any]:
         """Return the graph's outputs from its inputs and the computed values."""
-        sources = {"input": inputs, "computed": computed}
-        return [value if kind == "value" else sources[kind][value] for kind, value in self.order]
+        of: dict[str, Callable[[Any], Any]] = {
+            "input": inputs.__getitem__,
+            "computed": computed.__getitem__,
+            "view": lambda view: view.of(inputs[view.position]),
+            "value": lambda value: value,
+        }
+        return [of[kind](value) for kind, value in self.order]
 
 
 def distinct_values() -> Callable[[Any], Any]:

@@ -47,9 +47,11 @@ from thunder_memsave.frontend.fx_nodes import (
 from thunder_memsave.frontend.graph_inputs import GraphInputs
 from thunder_memsave.frontend.graph_outputs import (
     OutputOrder,
+    ViewOfInput,
     distinct_values,
     graph_outputs,
     output_dependencies,
+    views_of_inputs,
 )
 from thunder_memsave.frontend.higher_order import HIGHER_ORDER, inline_checkpoints
 from thunder_memsave.frontend.modes import differentiated, in_language, no_ambient_autocast
@@ -131,6 +133,14 @@ def whole_inputs(capture: Capture) -> frozenset[fx.Node]:
     return frozenset(node for node, graph_input in pairs if graph_input.is_whole)
 
 
+def views_of_batch(capture: Capture) -> dict[fx.Node, ViewOfInput]:
+    """Return the outputs that are views of what the caller passed."""
+    placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
+    pairs = zip(placeholders, capture.inputs, strict=True)
+    of = {node for node, graph_input in pairs if graph_input.kind == "user"}
+    return views_of_inputs(capture.graph, of=of, changed=changed_storages(capture.graph))
+
+
 def trained_on_this_rank(capture: Capture) -> dict[fx.Node, str]:
     """Return the names of trained parameters that are not sharded; `passes/lost_writes.py` looks at the others."""
     placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
@@ -184,7 +194,8 @@ class _Lowering:
             self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
             for proxy in self.trace.args:
                 prims.unpack_trivial(proxy, name=proxy.name)
-            as_they_are = whole_inputs(self.capture)
+            views = views_of_batch(self.capture)
+            as_they_are = {*whole_inputs(self.capture), *views}
             outputs, computed = graph_outputs(self.capture.graph, as_they_are=as_they_are)
             values = self._values(self.capture.graph, inputs)
             with differentiated(self.compile_data, enabled=True):
@@ -196,7 +207,7 @@ class _Lowering:
             input_names=tuple(i.name for i in self.capture.inputs),
             depends_on=self._dependencies(computed),
             training=self.capture.training,
-            outputs=OutputOrder.of(self.capture.graph, outputs, computed),
+            outputs=OutputOrder.of(self.capture.graph, outputs, computed, views),
             state=tuple if self.fp8 is None else self.fp8.tensors,
         )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.frontend.capture import Call, capture
 from thunder_memsave.frontend.graph_outputs import output_dependencies
 
@@ -64,3 +68,45 @@ class OneOfTwoInPlace(nn.Module):
 
 def test_an_in_place_operation_reaches_only_what_shares_its_memory() -> None:
     assert _reached(OneOfTwoInPlace(), torch.randn(3)) == [{"a"}, {"b"}, set()]
+
+
+class HandsOutViews(nn.Module):
+    """Views of its input, one of them by a function with a derivative of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x[:, :2], x.t().unsqueeze(0), Negated.apply(x), self.linear(x.exp())  # type: ignore[no-untyped-call]
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return -grad
+
+
+def _views_changed(model: Any, x: Tensor) -> list[Tensor]:
+    h = x * 2
+    part, turned, negated, y = model(h)
+    loss = (negated * torch.arange(4)).sum() + y.square().sum()
+    part.add_(1.0)
+    turned[0, 3].mul_(3.0)
+    (gradient,) = torch.autograd.grad(loss + h.square().sum(), x)
+    return [h.detach(), gradient]
+
+
+# Dynamo looks at it, and hides the warning unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_views_of_inputs_are_changed_in_place_as_eagers() -> None:
+    model, x = HandsOutViews(), torch.randn(3, 4, requires_grad=True)
+    expected, found = _views_changed(model, x), _views_changed(CompiledModule(model), x)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(
+        found[1], expected[1]
+    )  # the parts of the gradient are added in another order
