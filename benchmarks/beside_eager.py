@@ -15,6 +15,7 @@ from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -152,4 +153,9 @@ def without_paths(text: str) -> str:
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters by the names that they have in the model that was set up."""
-    return list((model.module if isinstance(model, _FabricModule) else model).named_parameters())
+    return list(inner(model).named_parameters())
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """Return the model that was set up or compiled."""
+    return model.module if isinstance(model, (_FabricModule, CompiledModule)) else model

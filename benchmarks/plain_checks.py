@@ -44,6 +44,7 @@ from plain_steps import (
 )
 from torch import Tensor, nn
 
+from thunder_memsave.compiler.pieces.piecewise_module import PiecewiseModule
 from thunder_memsave.distributed.process_group import destroy_groups
 from thunder_memsave.errors import CaptureError, CompileError, ThunderMemsaveError
 from thunder_memsave.sharding.sharded_parameter import is_sharded
@@ -365,7 +366,8 @@ def zero3(plain: Plain, rank: int) -> None:
     strategy = ThunderMemsaveStrategy(sharding={"mode": "zero3"})
     found, model = _trained_by(strategy, plain, rank=rank)
     batches = [batches_of(plain, r) for r in range(NUM_RANKS)]
-    expected = _on_ranks(plain, rank, batches, doubles=False)
+    make = (lambda: _Compiled(plain.made(), may_be_split=True)) if plain.draws else plain.made
+    expected = _on_ranks(make, rank, batches)
     sharded = {n for n, p in named_parameters(model) if is_sharded(p)}
     for key in found.values.keys() & expected.values.keys():
         if (
@@ -374,11 +376,17 @@ def zero3(plain: Plain, rank: int) -> None:
         ):
             found.values[key] = with_rows(expected.values[key], found.values[key], rank)
             found.facts[key] = expected.facts[key]
-    if not plain.draws:
-        _refuse_far(expected, found, lambda: _on_ranks(plain, rank, batches, doubles=True))
+    exact = [_doubled(b) for b in copy.deepcopy(batches)]
+    _refuse_far(expected, found, lambda: _on_ranks(lambda: plain.made().double(), rank, exact))
 
 
-def _on_ranks(plain: Plain, rank: int, batches: Any, *, doubles: bool) -> Record:
-    models = [plain.made().double() if doubles else plain.made() for _ in range(NUM_RANKS)]
-    given = [_doubled(b) if doubles else copy.deepcopy(b) for b in batches]
-    return trained_on_ranks(models, given, rank)
+class _Compiled(PiecewiseModule):
+    """Draws the same numbers as the strategy on ranks does."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call("forward", *args, **kwargs)
+
+
+def _on_ranks(make: Callable[[], nn.Module], rank: int, batches: Any) -> Record:
+    models = [make() for _ in range(NUM_RANKS)]
+    return trained_on_ranks(models, copy.deepcopy(batches), rank)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from beside_eager import NUM_RANKS, DiffersError, Values, named_parameters, relative
+from beside_eager import NUM_RANKS, DiffersError, Values, inner, named_parameters, relative
 from plain import Plain
 from plain.registry import Batch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def trained(
 def trained_on_ranks(
     models: Sequence[nn.Module], batches: Sequence[Sequence[Batch]], rank: int
 ) -> Record:
-    """Take the steps of eager copies whose gradients are averaged, and return what `rank` sees.
+    """Take the steps of copies whose gradients are averaged, and return what `rank` sees.
 
     Args:
         models: One copy for each rank.
@@ -72,7 +72,7 @@ def trained_on_ranks(
         prefix = f"step {number + 1}: "
         for model, mine, record in zip(models, batches, records, strict=True):
             step(model, mine[number], Tensor.backward, record, prefix)
-        for together in zip(*(m.named_parameters() for m in models), strict=True):
+        for together in zip(*(named_parameters(m) for m in models), strict=True):
             _average(together, records, prefix)
         for optimizer in optimizers:
             optimizer.step()
@@ -109,10 +109,10 @@ def called(model: Any, batch: Batch, record: Record, prefix: str) -> Any:
 
 def leave_behind(model: Any, record: Record) -> None:
     """Note parameters, buffers, and what modules keep in attributes of Python's own types."""
-    inner = getattr(model, "module", model)
-    record.add(dict(inner.named_parameters()), "parameter ")
-    record.add(dict(inner.named_buffers()), "buffer ")
-    for name, module in inner.named_modules():
+    own = inner(model)
+    record.add(dict(own.named_parameters()), "parameter ")
+    record.add(dict(own.named_buffers()), "buffer ")
+    for name, module in own.named_modules():
         for key, value in vars(module).items():
             if not key.startswith("_") and _is_plain(value):
                 record.facts[f"attribute {name}.{key}"] = copy.deepcopy(value)

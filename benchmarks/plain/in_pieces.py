@@ -193,12 +193,33 @@ class HookedPieces(_Pieces):
 
 @plain(x=floats(ROWS, WIDTH))
 class CheckpointedPieces(_Pieces):
-    """Checkpoints around a submodule, and around a function that calls two, in both ways."""
+    """Checkpoints around a submodule, and around a function that calls two."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.read(checkpoint(self.first, x, use_reentrant=False))
-        h = h + checkpoint(lambda v: self.second(self.first(v)), h, use_reentrant=False)
-        return checkpoint(self.second, h, use_reentrant=True)
+        return h + checkpoint(lambda v: self.second(self.first(v)), h, use_reentrant=False)
+
+
+@plain(x=floats(ROWS, WIDTH))
+class ReentrantPieces(_Pieces):
+    """A reentrant checkpoint, which runs without gradients first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.read(self.first(x))
+        return h + checkpoint(self.second, h, use_reentrant=True)
+
+
+@plain(draws=True, x=floats(16, WIDTH))
+class CheckpointedDropout(_Pieces):
+    """What is checkpointed drops numbers: backward must drop the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.append(nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.read(self.first(x))
+        return self.second(h + checkpoint(self.first, h, use_reentrant=False))
 
 
 @plain(x=floats(ROWS, WIDTH))

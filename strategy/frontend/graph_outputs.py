@@ -19,36 +19,11 @@ from thunder_memsave.frontend.fx_nodes import UNREACHED, node_callable, own_name
 
 _NONE: frozenset[int] = frozenset()
 
-_TAKES_VIEWS = frozenset(
-    [
-        "getitem",
-        "view",
-        "view_as",
-        "reshape",
-        "transpose",
-        "permute",
-        "t",
-        "flatten",
-        "unflatten",
-        "narrow",
-        "select",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "expand_as",
-        "chunk",
-        "split",
-        "tensor_split",
-        "unbind",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "diagonal",
-        "as_strided",
-        "unfold",
-    ]
-)
+_SHAPES = ("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+_DIMS = ("t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims")
+_PARTS = ("getitem", "narrow", "select", "chunk", "split", "tensor_split", "unbind", "diagonal")
+_OTHERS = ("expand", "expand_as", "as_strided", "unfold")
+_TAKES_VIEWS = frozenset((*_SHAPES, *_DIMS, *_PARTS, *_OTHERS))
 """Names of functions whose derivative is that of the view. A user's own function may return a view with another one."""
 
 

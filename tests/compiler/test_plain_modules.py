@@ -20,13 +20,13 @@ pytestmark = [
 ]
 
 ALONE = (
-    "CheckpointedPieces",
+    "CheckpointedDropout",
     "Conditional",
     "CopiedPiece",
     "DifferentiatedPiece",
     "VmappedPiece",
 )
-ON_RANKS = ("CopiedPiece", "VmappedPiece")
+ON_RANKS = ("CheckpointedDropout", "CopiedPiece", "VmappedPiece")
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -2,7 +2,8 @@
 
 Where a compiled submodule would have other results than an eager one, the call runs the submodule's own `forward`:
 
-- in a region of `torch.utils.checkpoint`, which runs again in backward, when nothing stands in the place of `forward`;
+- in a reentrant region of `torch.utils.checkpoint`, which runs without gradients first, and in backward, when nothing
+  stands in the place of `forward`; the other kind is that of `recomputed.py`;
 - under transforms of `torch.func`, which see into eager operators only;
 - while Dynamo traces the call, such as for a branch of `torch.cond`;
 - of a copy of a submodule, whose weights are its own.
@@ -29,7 +30,7 @@ from thunder_memsave.errors import CaptureError, ThunderMemsaveError, user_frame
 FORWARD = "forward"
 Run = Callable[..., Any]
 
-_CHECKPOINTS = torch.utils.checkpoint.__file__
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _RUNS = str(Path(__file__).with_name("run_pieces.py"))
 """The file of the function that calls eager code."""
 
@@ -51,7 +52,7 @@ def redirected(runs: Mapping[nn.Module, Run], *, shared: bool) -> Iterator[None]
         shared: Whether ranks share the parameters, so that a module's own `forward` has not all of them.
 
     Raises:
-        CaptureError: a checkpoint is around a module whose parameters are shared; from the call of that module.
+        CaptureError: a reentrant checkpoint is around a module whose parameters are shared; from the call of that.
         OnlyEagerError: a transform is; likewise.
     """
     own = {module: vars(module).get(FORWARD) for module in runs}
@@ -95,9 +96,10 @@ class _Stand:
                     f"{self._name} is called under a transform of torch.func, which sees no compiled code."
                 )
             return self._eager(*args, **kwargs)
-        if _in_checkpoint():
-            self._refuse_shared_checkpoint()
-            return self._eager(*args, **kwargs)
+        if _in_reentrant_checkpoint():
+            if not self.shared:
+                return self._eager(*args, **kwargs)
+            self._refuse_reentrant()
         self.restore()
         try:
             return self.run(*args, **kwargs)
@@ -119,12 +121,14 @@ class _Stand:
     def _name(self) -> str:
         return type(self.module).__name__
 
-    def _refuse_shared_checkpoint(self) -> None:
-        if self.shared:
+    def _refuse_reentrant(self) -> None:
+        """Refuse a region that runs without gradients first: in backward, ranks would have only rows of the weights."""
+        if self.module.training:
             raise CaptureError(
-                f"torch.utils.checkpoint is around {self._name} (at {user_frame(traceback.extract_stack())}) in code "
-                "that cannot be captured as one graph. It would run again in backward, where every rank has only rows "
-                "of the weights. Leave the checkpoint out, or move what cannot be captured out of the compiled method."
+                f"torch.utils.checkpoint(use_reentrant=True) is around {self._name} "
+                f"(at {user_frame(traceback.extract_stack())}) in code that cannot be captured as one graph, and "
+                "ranks share its parameters. Pass use_reentrant=False, which PyTorch recommends; or leave the "
+                "checkpoint out, or move what cannot be captured out of the compiled method."
             )
 
 
@@ -132,11 +136,11 @@ def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _in_checkpoint() -> bool:
-    """Return whether `torch.utils.checkpoint` is among the callers within the eager code."""
+def _in_reentrant_checkpoint() -> bool:
+    """Return whether `checkpoint(use_reentrant=True)` is among the callers within the eager code."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != _RUNS:
-        if frame.f_code.co_filename == _CHECKPOINTS:
+        if frame.f_code is _REENTRANT:
             return True
         frame = frame.f_back
     return False

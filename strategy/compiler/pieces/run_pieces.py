@@ -23,6 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn.utils.stateless import _reparametrize_module
 
 from thunder_memsave.compiler.pieces.first_state import FirstState
+from thunder_memsave.compiler.pieces.recomputed import recomputed_within
 from thunder_memsave.compiler.pieces.redirected import FORWARD, OnlyEagerError, Run, redirected
 from thunder_memsave.distributed.agreement import numbers_of_all
 from thunder_memsave.distributed.data_parallel import DataParallel
@@ -72,8 +73,8 @@ class Pieces:
         """Call `function`, the module's own method.
 
         Raises:
-            CaptureError: it changes a sharded parameter in place, which would be lost, or checkpoints a submodule whose
-                parameters are shared by ranks.
+            CaptureError: it changes a sharded parameter in place, which would be lost, or checkpoints a submodule by
+                `use_reentrant=True`, and ranks share its parameters.
             RankMismatchError: the ranks call different submodules.
         """
         if self._has_run:
@@ -89,13 +90,19 @@ class Pieces:
         return result
 
     def _run(self, function: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with self._surroundings(), recomputed_within(self._surroundings):
+            result = function(*args, **kwargs)
+        self._agree(_ENDS)
+        return result
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Let eager code read whole weights, and call compiled submodules."""
         numbered = enumerate(self._runs.items())
         runs = {child: self._agreed(number, run) for number, (child, run) in numbered}
         shared = self._data_parallel is not None
         with _ONE_THREAD, self._gathered(), redirected(runs, shared=shared):
-            result = function(*args, **kwargs)
-        self._agree(_ENDS)
-        return result
+            yield
 
     def _agreed(self, number: int, run: Run) -> Run:
         def runs(*args: Any, **kwargs: Any) -> Any:
