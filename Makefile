@@ -7,6 +7,7 @@
 #   make gpu        on a machine with an NVIDIA GPU: gpu-correct, gpu-speed, gpu-product, each under 10 minutes
 #   make gpu-ranks  the same for 2 to 8 GPUs over nccl, in one part
 #   make architectures  train models of transformers and diffusers beside eager, and write the table (hours)
+#   make plain-modules  train small modules such as users write beside eager, and write the table (half an hour)
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.12.1' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
 #   make lock       write constraints.txt from what is installed
@@ -33,10 +34,10 @@ BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share i
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures versions check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures plain-modules versions check lint imports typing types wheel lock clean FORCE
 
 help:
-	@sed -n '3,18s/^# *//p' Makefile
+	@sed -n '3,20s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -73,6 +74,10 @@ architectures: $(STAMP) typing
 	@test -d $(VENV)/diffusers || $(BIN)/pip install --quiet --no-deps --target $(VENV)/diffusers $(DIFFUSERS)
 	PYTHONPATH=.typing:$(VENV)/diffusers $(BIN)/python -W ignore benchmarks/architectures.py --workers $(WORKERS) \
 	  --save benchmarks/results/architectures_$$(date +%F)_cpu.md $(ARCHITECTURES_ARGS)
+
+plain-modules: $(STAMP) typing
+	PYTHONPATH=.typing $(BIN)/python -W ignore benchmarks/plain_modules.py --workers $(WORKERS) \
+	  --save benchmarks/results/plain_modules_$$(date +%F)_cpu.md $(PLAIN_ARGS)
 
 versions:
 	@PYTHON='$(PYTHON)' bash .ci/versions '$(CONSTRAINTS)' '$(VERSIONS)' -n $(WORKERS) $(PYTEST_ARGS)

@@ -258,11 +258,14 @@ def _refuse_other_slopes(plain: Plain) -> None:
         torch.manual_seed(2)
         return loss_of(called(**batch))
 
+    def number(by: float) -> float:
+        return float(loss(by).detach())
+
     loss(0.0).backward()
     slope = sum(
         float((t.grad * w).sum()) for t, w in zip(tensors, ways, strict=True) if t.grad is not None
     )
-    high, low = float(loss(FINITE_STEP)), float(loss(-2 * FINITE_STEP))
+    high, low = number(FINITE_STEP), number(-2 * FINITE_STEP)
     difference = (high - low) / (2 * FINITE_STEP)
     if abs(slope - difference) > FINITE_CLOSE * max(abs(slope), abs(difference), 1e-3):
         raise DiffersError(

@@ -1,6 +1,6 @@
 """Trains plain modules such as users write beside eager PyTorch, and writes what becomes of each.
 
-    python benchmarks/plain_modules.py                                    # all, with every check: an hour on one core
+    make plain-modules                              # all, with every check: half an hour
     python benchmarks/plain_modules.py --only ScatterMean --checks train --save plain.md
 
 The modules are in `benchmarks/plain`, by what is special about them. Each takes two steps of SGD, and what the strategy

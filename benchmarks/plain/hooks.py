@@ -211,3 +211,37 @@ class ActivationStatistics(_Two):
         with torch.no_grad():
             self.low.copy_(torch.minimum(self.low, output.min()))
             self.high = torch.maximum(self.high, output.max())
+
+
+@plain(x=floats(ROWS, WIDTH))
+class AccumulatedGradientHook(_Two):
+    """Hooks after the accumulation of gradients, as for an optimizer step in backward: they scale what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(self._scale)
+
+    def _scale(self, p: Tensor) -> None:
+        assert p.grad is not None
+        self.count += 1
+        p.grad.mul_(0.5)
+
+
+@plain(x=floats(ROWS, WIDTH))
+class HooksTakenAway(_Two):
+    """A hook is registered and removed again before the model is used, another registered by a loop each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda m, args, out: out * 5).remove()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        handle = self.first.register_forward_hook(lambda m, args, out: kept.append(out))
+        try:
+            y = self.second(self.first(x).tanh())
+        finally:
+            handle.remove()
+        return y + kept[0].mean()
