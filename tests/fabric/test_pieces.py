@@ -278,3 +278,32 @@ def check_ranks() -> None:
 
 def test_gradients_are_the_means_of_two_ranks() -> None:
     run_on_fabric_ranks(check_ranks, 2)
+
+
+class Penalised(nn.Module):
+    """Asks its block for a second derivative, after it has counted and drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.count = Block(), 0
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(x.detach() * 2)
+        mixed = (x + torch.rand(())).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.block(mixed).sum(), mixed, create_graph=True)
+        return self.block(x) * slope.norm()
+
+
+def test_a_second_derivative_makes_all_of_it_eager_and_takes_back_what_was_counted_and_drawn() -> (
+    None
+):
+    eager = made(Penalised)
+    model = copy.deepcopy(eager)
+    called, x = make_fabric().setup(model), batch(0, width=6)
+    for _ in range(2):
+        assert torch.equal(stepped(called, x), stepped(eager, x))
+    assert model.count == eager.count == len(vars(model)["seen"]) == 2
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]

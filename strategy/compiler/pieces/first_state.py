@@ -64,6 +64,6 @@ def _restore(module: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> No
         del vars(module)[name]
     for name, (value, copied) in attributes.items():
         vars(module)[name] = value
-        if copied is not None and value != copied:
+        if copied is not None:
             value.clear()
             value.extend(copied) if isinstance(value, list) else value.update(copied)

@@ -7,7 +7,8 @@
 
 The border is that of modules, so what is eager is what the source of one `forward` says. Where ranks share the
 parameters and that source reads those of a submodule itself, such as `F.linear(x, self.layer.weight)`, the submodules
-are eager too, with whole weights.
+are eager too, with whole weights. So they are where it asks them for what compiled ones do not have, such as second
+derivatives. `redirected.py` says which single calls of a submodule are eager.
 """
 
 from __future__ import annotations
