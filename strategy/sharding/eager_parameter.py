@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.sharding.mean_gradient import mean_dtype, mean_over_ranks
-from thunder_memsave.sharding.rows import gather_full
+from thunder_memsave.sharding.rows import gather_full, own_rows, take_rows
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 
@@ -31,6 +31,24 @@ def whole_for_eager(
     for tensor in whole:
         _copy_as_parameter(tensor)
     return whole
+
+
+def is_written(whole: Tensor, p: nn.Parameter, data_parallel: DataParallel) -> bool:
+    """Return whether this rank's rows of a weight that was gathered have other bits now.
+
+    A write through `.data`, such as a moving average's, leaves no trace but the bits.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        kept, found = as_rows(p), whole.detach()
+        if is_sharded(p):
+            rows = own_rows(whole.shape, data_parallel)
+            found = take_rows(found, rows)
+        return not torch.equal(_bits(kept), _bits(found))
+
+
+def _bits(value: Tensor) -> Tensor:
+    """Return the bytes of (rows, ...), so that NaN equals itself."""
+    return value.contiguous().flatten().view(torch.uint8)
 
 
 def _copy_as_parameter(whole: Tensor) -> None:

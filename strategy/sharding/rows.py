@@ -89,8 +89,20 @@ def shard_rest(module: nn.Module, data_parallel: DataParallel | None) -> None:
         shape = p.shape
         p.unsharded_shape = shape  # type: ignore[attr-defined]
         if data_parallel is not None and can_shard(shape, data_parallel):
-            p.data = take_rows(p.detach(), own_rows(shape, data_parallel))
+            set_data(p, take_rows(p.detach(), own_rows(shape, data_parallel)))
             mark(p, name, shape, data_parallel)
+
+
+def set_data(p: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter `values` of its own dtype, and perhaps another shape.
+
+    A graph that was made before, such as that of a weight that `torch.nn.utils.prune` keeps, may hold what adds up the
+    parameter's gradients, which knows its shape from then. PyTorch makes a new one only if the dtype changes.
+    """
+    if p.requires_grad:
+        other = torch.float32 if p.dtype is torch.float64 else torch.float64
+        p.data = values.new_empty(0, dtype=other)
+    p.data = values
 
 
 def take_rows(whole: Tensor, rows: RowRange) -> Tensor:

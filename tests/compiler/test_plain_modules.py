@@ -28,7 +28,7 @@ ALONE = (
     "DifferentiatedPiece",
     "VmappedPiece",
 )
-ON_RANKS = ("CheckpointedDropout", "CopiedPiece", "VmappedPiece")
+ON_RANKS = ("CheckpointedDropout", "CopiedPiece", "Pruned", "VmappedPiece")
 
 
 @pytest.mark.parametrize("name", ALONE)

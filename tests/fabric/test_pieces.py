@@ -190,6 +190,15 @@ class Rescales(nn.Module):
         return x * self.scale
 
 
+class RescalesData(Rescales):
+    """Writes through `.data`, which no version counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() < 1e6:
+            self.scale.data.mul_(0.5)
+        return x * self.scale
+
+
 def check_gradients(mode: str) -> None:
     fabric = make_fabric(devices=2, sharding=mode)
     eager, model = made(Net), made(Net)
@@ -271,9 +280,10 @@ def check_ranks() -> None:
         check_gradients(mode)
     check_weights_that_are_read_inside()
     check_ranks_that_go_other_ways(make_fabric(devices=2).global_rank)
-    called = make_fabric(devices=2, sharding="zero3").setup(Rescales())
-    with pytest.raises(CaptureError, match=r"changes its parameter 'scale' in place.*summon_full"):
-        called(batch(0))
+    for kind in (Rescales, RescalesData):
+        called = make_fabric(devices=2, sharding="zero3").setup(kind())
+        with pytest.raises(CaptureError, match=r"changes its parameter 'scale' in place.*summon_"):
+            called(batch(0))
 
 
 def test_gradients_are_the_means_of_two_ranks() -> None:

@@ -29,7 +29,7 @@ from thunder_memsave.compiler.pieces.redirected import FORWARD, OnlyEagerError, 
 from thunder_memsave.distributed.agreement import numbers_of_all
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CaptureError, DoubleBackwardError
-from thunder_memsave.sharding.eager_parameter import whole_for_eager
+from thunder_memsave.sharding.eager_parameter import is_written, whole_for_eager
 from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
 
@@ -155,7 +155,8 @@ class Pieces:
         with _reparametrize_module(self._module, given):
             yield
         for name, p in self._eager.items():
-            if whole[id(p)]._version != versions[id(p)]:
+            written = whole[id(p)]._version != versions[id(p)]
+            if written or is_written(whole[id(p)], p, self._data_parallel):
                 raise CaptureError(
                     f"{type(self._module).__name__} changes its parameter {name!r} in place in code that cannot be "
                     "captured, and the change would be lost: every rank keeps only rows of it. Change it outside of "
