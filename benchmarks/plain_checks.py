@@ -50,9 +50,12 @@ from thunder_memsave.errors import CaptureError, CompileError, ThunderMemsaveErr
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
-CLOSE = 1e-6
-"""Largest difference of a number, as a part of the largest one of its tensor. A larger one passes if float64 says that
-it is eager's own rounding: the order of a sum may differ."""
+CLOSE = 2e-6
+"""Largest difference of a number, as a part of the largest one of its tensor: over 8 batches, the gradients of spectral
+norm, whose sums are taken in another order, lay between 2e-7 and 1.3e-6 from float64, eager's between 1e-7 and 5e-7. A
+larger one passes if float64 says that it is eager's own rounding."""
+ZERO = 1e-12
+"""Numbers of float64 below it are zero but for rounding, such as gradients of a bias before softmax."""
 NUM_SEEDS = 24
 DEVIATIONS = 6.0
 """How many standard errors a mean over seeds may be off; the seeds are fixed, so what passes once always does."""
@@ -229,8 +232,15 @@ def _refuse_far(expected: Record, found: Record, exact: Callable[[], Record]) ->
             raise error from None  # eager itself has no float64 of it
         if true.values.keys() != theirs.keys():
             raise
-        refuse_farther({n: widened(v) for n, v in finite(true.values).items()}, theirs, ours, CLOSE)
-        return max(relative(v, ours[n]) for n, v in theirs.items())
+        known = {n: widened(v) for n, v in finite(true.values).items()}
+        largest = {n: float(v.abs().max()) for n, v in known.items() if v.numel()}
+        zeros = {n for n, size in largest.items() if size < ZERO}
+        for n in zeros:
+            if float(ours[n].abs().max()) > CLOSE * max(largest.values()):
+                raise
+        rest = {n: v for n, v in theirs.items() if n not in zeros}
+        refuse_farther(known, rest, ours, CLOSE)
+        return max(relative(v, ours[n]) for n, v in rest.items())
 
 
 def _refuse_other_draws(plain: Plain, found: Record, again: Record) -> None:
