@@ -329,7 +329,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         """
         refuse_unsuitable_optimizer(optimizer)
         self._optimizers.add(optimizer)
-        return optimizer
+        return super().setup_optimizer(optimizer)
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:

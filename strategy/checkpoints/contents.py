@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+
+from thunder_memsave.sharding.operands import first_of
+from thunder_memsave.sharding.sharded_parameter import StateRows
 
 
 @runtime_checkable
@@ -35,16 +39,22 @@ class Contents:
         """Sort the user's state.
 
         Raises:
-            ValueError: it holds no module.
+            ValueError: it holds an optimizer, and no module to name its parameters.
         """
         modules = {k: v for k, v in state.items() if isinstance(v, nn.Module)}
-        if not modules:
-            raise ValueError(
-                f"{asked} got a state without a model (keys: {list(state)}); pass the model that "
-                "setup returned along: {'model': model, ...}."
-            )
         optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+        if optimizers and not modules:
+            raise ValueError(_without_model(asked, state))
         return cls(everything=state, modules=modules, optimizers=optimizers)
+
+    def require_module(self, *, asked: str) -> None:
+        """Refuse a checkpoint of shards without a module.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.modules:
+            raise ValueError(_without_model(asked, self.everything))
 
     def others(self) -> dict[str, Any]:
         """Return the entries that are neither modules nor optimizers."""
@@ -81,3 +91,30 @@ class Contents:
                 current.load_state_dict(value)
             else:
                 self.everything[key] = value
+
+
+def gathered(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Return the state with whole tensors for values of a sharded model's `state_dict()`. A collective.
+
+    On other ranks than 0, which write nothing, they are None.
+    """
+    changed: dict[str, Any] = {k: _gathered(v) for k, v in state.items()}
+    return changed
+
+
+def _gathered(value: Any) -> Any:
+    if isinstance(value, StateRows):
+        whole = value.full_tensor()
+        return whole.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    if isinstance(value, Mapping) and first_of(StateRows, [value]) is not None:
+        return {k: _gathered(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_gathered(v) for v in value)
+    return value
+
+
+def _without_model(asked: str, state: Mapping[str, Any]) -> str:
+    return (
+        f"{asked} got a state without a model (keys: {list(state)}); pass the model that "
+        "setup returned along: {'model': model, ...}."
+    )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from thunder_memsave.checkpoints.contents import Contents
+from thunder_memsave.checkpoints.contents import Contents, gathered
 from thunder_memsave.checkpoints.full import Filter, load_full, save_full
 from thunder_memsave.checkpoints.module_state import load_state_dict
 from thunder_memsave.checkpoints.sharded import is_sharded_checkpoint, load_sharded, save_sharded
@@ -31,25 +31,26 @@ def save_checkpoint(
     Nothing is overwritten in place: the old checkpoint stays until the new one is complete.
 
     Args:
-        path: A directory to create for `sharded`, a file for `full`. Rank 0's is used.
-        state: What to save, by key. Objects with a `state_dict` are saved through it.
+        path: A directory to create for `sharded`, a file for `full` or without a model. Rank 0's is used.
+        state: What to save, by key. Objects with a `state_dict` are saved through it. Values of `state_dict()` of
+            sharded models and their optimizers are gathered.
         state_dict_type: One file with whole tensors, or a directory with shards.
         data_parallel: The group that holds the shards, or None in a process alone.
         filter: For `full`: by key, a function of `(name, value)` that selects the entries to keep.
 
     Raises:
-        ValueError: `state` has no model, `filter` is used with shards, or `path` is taken by
+        ValueError: `state` has an optimizer without its model, `filter` is used with shards, or `path` is taken by
             something that is not a checkpoint.
     """
     path = Path(broadcast(path, data_parallel))
-    contents = Contents.of(state, asked="save")
-    if filter and state_dict_type == "sharded":
+    contents = Contents.of(gathered(state), asked="save")
+    if filter and contents.modules and state_dict_type == "sharded":
         raise ValueError(
             f"filter was given for {list(filter)}, and a sharded checkpoint is saved whole, so "
             "that it can be loaded whole; use state_dict_type='full', or leave the filter out."
         )
     together(lambda: _refuse_taken(path), data_parallel)
-    if state_dict_type == "sharded":
+    if state_dict_type == "sharded" and contents.modules:
         save_sharded(path, contents, data_parallel=data_parallel)
     else:
         save_full(path, contents, data_parallel=data_parallel, filter=filter or {})
@@ -86,6 +87,7 @@ def load_checkpoint(
     contents = Contents.of(state, asked="load")
     weights_only = True if weights_only is None else weights_only
     if together(lambda: _is_sharded(path), data_parallel):
+        contents.require_module(asked="load")
         return load_sharded(
             path, contents, data_parallel=data_parallel, strict=strict, weights_only=weights_only
         )

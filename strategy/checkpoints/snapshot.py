@@ -47,6 +47,7 @@ class Snapshot:
             buffers: Host memory, kept from one snapshot to the next; None: memory of its own.
         """
         contents = Contents.of(state, asked="save")
+        contents.require_module(asked="save")
         tensors, others = state_for_dcp(contents, data_parallel), contents.state_of_others()
         to_copy = _tensors(tensors, others)
         device = next((t.device for t in to_copy if t.device.type == "cuda"), None)

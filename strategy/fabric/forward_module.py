@@ -7,14 +7,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from thunder_memsave.compiler.pieces.piecewise_module import PiecewiseModule
+from thunder_memsave.compiler.pieces.piecewise_module import STEPS, PiecewiseModule
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.fabric.forward_methods import take_redirection
 from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
 
-_IN_PIECES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-"""Methods that run in pieces where they cannot be one graph: `forward`, and those of Lightning's modules. Others, such
-as `generate`, would be compiled for each length of a sequence."""
 _EAGER = (
     "To run {name}() as it is, in eager PyTorch, call it on every rank with whole weights: "
     "`with torch.no_grad(), fabric.strategy.summon_full(model): model.module.{name}(...)`."
@@ -28,12 +25,11 @@ class ForwardModule(PiecewiseModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
         name = take_redirection(self.module)
-        if name in _IN_PIECES:
-            return self.call(name, *args, **kwargs)
         try:
-            return self.call_method(name, *args, **kwargs)
+            return self.call(name, *args, **kwargs)
         except (CaptureError, CompileError) as error:
-            error.advice = _EAGER.format(name=name)
+            if name not in STEPS:
+                error.advice = _EAGER.format(name=name)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardModule:

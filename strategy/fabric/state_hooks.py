@@ -28,6 +28,7 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import ConfigError
 from thunder_memsave.distributed.agreement import is_rank_zero
 from thunder_memsave.fabric.process_hooks import ProcessHooks
+from thunder_memsave.sharding.local_state import keep_state_whole
 from thunder_memsave.sharding.sharded_parameter import StateRows
 from thunder_memsave.sharding.summon import summon_full
 
@@ -136,6 +137,13 @@ class StateHooks(ProcessHooks):
         others = (k for k in state if not isinstance(state[k], nn.Module | Optimizer))
         state.update({key: originals[key] for key in others})
         return remainder
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let the optimizer's state dicts say that they hold rows, and take whole ones."""
+        if self._shards:
+            keep_state_whole(optimizer)
+        return optimizer
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:

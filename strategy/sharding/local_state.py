@@ -1,21 +1,30 @@
-"""Hides padding rows from `state_dict` and `load_state_dict` of a sharded module."""
+"""Marks rows in the `state_dict` of sharded modules and their optimizers; `load_state_dict` takes rows or wholes."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from thunder_memsave.sharding.rows import local_rows
-from thunder_memsave.sharding.sharded_parameter import ShardedParameter, is_sharded, mark_state
+from thunder_memsave.sharding.rows import local_rows, padded_rows
+from thunder_memsave.sharding.sharded_parameter import (
+    ShardedParameter,
+    StateRows,
+    as_rows,
+    is_sharded,
+    mark_state,
+    unquantized_dtype,
+)
 
 
 def hide_padding(module: nn.Module) -> None:
-    """Install hooks: `state_dict()` returns this rank's rows without padding, and `load_state_dict()` takes them.
+    """Install hooks: `state_dict()` returns this rank's rows without padding; `load_state_dict()` takes rows or wholes.
 
-    No communication. The values refuse to be written to a file, where they would look whole. With `keep_vars=True`
-    the values are the parameters themselves, padding included.
+    No communication: of a whole weight each rank takes its own rows. The values refuse to be written to a file, where
+    they would look whole. With `keep_vars=True` the values are the parameters themselves, padding included.
     """
     for submodule in module.modules():
         if any(is_sharded(p) for p in submodule._parameters.values() if p is not None):
@@ -53,16 +62,60 @@ def _add_padding(
 
 
 def _padded(value: Any, parameter: ShardedParameter, name: str) -> Any:
+    """Return this rank's rows with padding, of the rows or of the whole weight; anything else as it is."""
     real = local_rows(parameter, parameter)
-    if value.shape == real.shape and isinstance(value, Tensor):
-        padded = parameter.detach().new_zeros(parameter.shape)
-        padded[: real.shape[0]] = value
-        return padded
-    if value.shape in (real.shape, parameter.unsharded_shape):
+    if value.shape not in (real.shape, parameter.unsharded_shape):
+        return value  # load_state_dict reports the mismatch with all the others
+    if not isinstance(value, Tensor):
+        value = torch.empty(value.shape, dtype=parameter.dtype).copy_(value)
+    if unquantized_dtype(parameter) is not None and value.dtype != parameter.dtype:
         raise ValueError(
-            f"load_state_dict() got the whole weight {name!r} of shape {tuple(value.shape)}, but "
-            f"this rank holds {real.shape[0]} of its rows; load whole weights on every rank with "
-            "fabric.load_raw(path, model) from their file, or with "
-            "fabric.strategy.load_module_state_dict(model, state_dict) from memory."
+            f"load_state_dict() got {name!r} in {value.dtype}, and this model holds only fp8 numbers of that weight "
+            "(fp8.frozen_weights: fp8), which have a scale; load it before fabric.setup()."
         )
-    return value  # load_state_dict reports the mismatch with all the others
+    return padded_rows(value, parameter)
+
+
+def keep_state_whole(optimizer: Optimizer) -> None:
+    """Install hooks: `state_dict()` marks moments as this rank's rows, and `load_state_dict()` takes rows or wholes.
+
+    No communication. The marked values refuse to be written to a file; `full_tensor()` gathers them, and so does
+    `fabric.save`. The optimizer's own state is what it was.
+    """
+    optimizer.register_state_dict_post_hook(_mark_moments)
+    optimizer.register_load_state_dict_pre_hook(_own_moments)
+
+
+def _mark_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def marked(value: Any, p: ShardedParameter) -> Any:
+        is_of_rows = isinstance(value, Tensor) and value.shape == p.shape
+        return mark_state(as_rows(value), p) if is_of_rows else value
+
+    return _with_moments(optimizer, state_dict, marked)
+
+
+def _own_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def own(value: Any, p: ShardedParameter) -> Any:
+        if isinstance(value, StateRows):
+            return as_rows(value)
+        # Where a weight of one row is as long as each rank's padded rows, the same holds.
+        is_whole = isinstance(value, Tensor) and value.shape == p.unsharded_shape
+        return padded_rows(value, p) if is_whole else value
+
+    return _with_moments(optimizer, state_dict, own)
+
+
+def _with_moments(
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    change: Callable[[Any, ShardedParameter], Any],
+) -> dict[str, Any]:
+    """Return a state dict with other values for the state of sharded parameters."""
+    current = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    of = {n: p for n, p in zip(numbers, current, strict=False) if isinstance(p, ShardedParameter)}
+    state = {
+        n: {key: change(value, of[n]) for key, value in values.items()} if n in of else values
+        for n, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

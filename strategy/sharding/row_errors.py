@@ -26,8 +26,16 @@ def into_a_file(of: Tensor) -> str:
     return (
         f"Refused to write rows of {_rows_held(of, 'to a file as if they were all of it')} Gather the whole "
         "weights first, on every rank: `with strategy.summon_full(module):` around the call that writes, such as "
-        "save_pretrained, or strategy.get_module_state_dict(module), or fabric.save with state_dict_type='full'. To "
-        "write only these rows, pass `value.data`."
+        "save_pretrained, or strategy.get_module_state_dict(module), or `value.full_tensor()`, or fabric.save, "
+        "which gathers. To write only these rows, pass `value.data`."
+    )
+
+
+def not_a_value(of: Tensor) -> str:
+    """Return the message for a gather of what was computed from rows, whose layout is not known."""
+    return (
+        f"full_tensor() was asked to gather what was computed from {_rows_held(of, 'in state_dict()')} Gather the "
+        "value itself first, `state_dict()[name].full_tensor()` on every rank, and compute with that."
     )
 
 

@@ -112,6 +112,14 @@ def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
     return shard
 
 
+def padded_rows(value: Tensor, p: ShardedParameter) -> Tensor:
+    """Return this rank's rows of `p`, padded, from a value that holds these rows, or the whole weight's."""
+    rows = torch.zeros(p.shape, dtype=value.dtype, device=value.device)
+    first = p._first_row if value.shape == p.unsharded_shape else 0
+    rows[: p._num_real_rows] = as_rows(value)[first : first + p._num_real_rows]
+    return rows
+
+
 def fill_meta(p: Tensor, values: Tensor, *, name: str, sharded_over: DataParallel | None) -> None:
     """Give a meta parameter or buffer its `values`: all of it, or this rank's rows with padding.
 

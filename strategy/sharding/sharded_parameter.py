@@ -17,6 +17,7 @@ from thunder_memsave.sharding.row_errors import (
     ShardedParameterError,
     gradient_not_by_rows,
     into_a_file,
+    not_a_value,
 )
 from thunder_memsave.sharding.row_operations import Kind, kind_of, name_of
 
@@ -85,10 +86,40 @@ class GradientRows(ShardedRows):
 
 
 class StateRows(ShardedRows):
-    """A value of a sharded module's `state_dict()`: this rank's rows without padding.
+    """A value of the `state_dict()` of a sharded module, this rank's rows without padding, or of its optimizer, with.
 
-    Every operation reads it as a plain tensor, but neither it nor a result can be written to a file.
+    Every operation reads it as a plain tensor, but neither it nor a result can be written to a file. Scripts that
+    write whole weights of torch's DTensors by hand do so with these too: `t.full_tensor()`.
     """
+
+    _gather: Gather | None = None
+    _padded_rows: int
+
+    def full_tensor(self) -> Tensor:
+        """Gather the whole value, a plain tensor, like DTensor's: a collective, in the same order on every rank.
+
+        Raises:
+            ShardedParameterError: it is not a value of `state_dict()` or a copy of one, but computed from it.
+        """
+        if self._gather is None:
+            raise ShardedParameterError(not_a_value(self))
+        with torch.no_grad():
+            rows = as_rows(self)
+            padded = rows.new_zeros((self._padded_rows, *rows.shape[1:]))
+            padded[: len(rows)] = rows
+            of_ranks: Tensor = self._gather(padded.flatten())
+            whole: Tensor = of_ranks.view(-1, *rows.shape[1:])[: self.unsharded_shape[0]]
+            return whole.clone()  # a file would get the padding too
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """The attribute by which scripts, such as litgpt's, tell a DTensor, whose `full_tensor` they then call."""
+        return as_rows(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy the rows, with this tensor's marks."""
+        copied: Tensor = _as_value(super().__deepcopy__(memo), self)
+        return copied
 
     @classmethod
     def __torch_function__(
@@ -110,7 +141,9 @@ class StateRows(ShardedRows):
             result = func(*args, **kwargs)
             if kind_of(func) is Kind.INSPECTS or "out" in kwargs:
                 return result
-            return _mark_each(result, rows, args)
+            marked = _mark_each(result, rows, args)
+        is_copy = kind_of(func) is Kind.COPIES and bool(args) and args[0] is rows
+        return _as_value(marked, rows) if is_copy else marked
 
 
 class ShardedParameter(Rows, nn.Parameter):
@@ -250,8 +283,17 @@ def refuse_rows(t: Tensor, *, operation: str) -> None:
 
 
 def mark_state(rows: Tensor, p: ShardedParameter) -> StateRows:
-    """Mark plain `rows` as a value of `state_dict()`."""
-    return marked_like(rows, p, StateRows)
+    """Mark plain `rows`, of `p` or shaped like it, as a value of `state_dict()`."""
+    marked = marked_like(rows, p, StateRows)
+    marked._gather, marked._padded_rows = p._gather, p.shape[0]
+    return marked
+
+
+def _as_value(copied: Any, of: StateRows) -> Any:
+    """Let a copy of a value be gathered as the value can be."""
+    if isinstance(copied, StateRows):
+        copied._gather, copied._padded_rows = of._gather, vars(of).get("_padded_rows", 0)
+    return copied
 
 
 def _mark_each(result: Any, of: StateRows, args: Sequence[Any]) -> Any:

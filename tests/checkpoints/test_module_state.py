@@ -10,7 +10,6 @@ from torch import nn
 
 from thunder_memsave.checkpoints import (
     StateMismatchError,
-    load_checkpoint,
     load_raw,
     load_state_dict,
     local_state_dict,
@@ -94,8 +93,3 @@ def test_an_optimizer_cannot_be_loaded_raw() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(ValueError, match=r"a SGD was to be loaded from a raw file; its state has"):
         load_raw("x.pt", optimizer, data_parallel=None)
-
-
-def test_a_state_without_a_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"load got a state without a model \(keys: \['step'\]\)"):
-        load_checkpoint("x", {"step": 1}, data_parallel=None)

@@ -172,7 +172,7 @@ def _check_filter(root: Path, dp: DataParallel) -> None:
 def _check_errors(rank: int, root: Path, dp: DataParallel) -> None:
     net, optimizer = trained(dp)
     with pytest.raises(ValueError, match=r"load got a state without a model \(keys: \['step'\]\)"):
-        load_checkpoint(root / "full", {"step": 1}, data_parallel=dp)
+        load_checkpoint(root / "sharded", {"step": 1}, data_parallel=dp)
     with pytest.raises(ValueError, match=r"nothing.pt is neither a directory with shards"):
         load_checkpoint(root / "nothing.pt", {"model": net}, data_parallel=dp)
     with pytest.raises(ValueError, match=r"holds more than tensors.*weights_only=False"):

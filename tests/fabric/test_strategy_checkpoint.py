@@ -163,12 +163,18 @@ def test_storage_options_are_refused(tmp_path: Path) -> None:
         fabric.strategy.save_checkpoint(tmp_path / "c", setup(fabric), storage_options={"a": 1})
 
 
-def test_a_state_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_state_without_a_model_is_one_file(tmp_path: Path) -> None:
     fabric = make_fabric()
-    with pytest.raises(ValueError, match="got a state without a model"):
-        fabric.save(tmp_path / "c", {"step": 1})
-    with pytest.raises(ValueError, match="got a state without a model"):
+    state = setup(fabric)
+    fabric.save(tmp_path / "weights.pt", state["model"].state_dict())
+    loaded = torch.load(tmp_path / "weights.pt")
+    assert loaded.keys() == state["model"].state_dict().keys()
+    assert fabric.load(tmp_path / "weights.pt").keys() == loaded.keys()
+    fabric.save(tmp_path / "c", {"model": state["model"]})
+    with pytest.raises(ValueError, match="load got a state without a model"):
         fabric.load(tmp_path / "c")
+    with pytest.raises(ValueError, match="save got a state without a model"):
+        fabric.save(tmp_path / "d", {"optimizer": state["optimizer"]})
 
 
 class RunsCode:

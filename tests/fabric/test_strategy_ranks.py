@@ -58,11 +58,11 @@ class Lazy:
     """A tensor in a file, read when it is copied, as litgpt's `lazy_load` returns them."""
 
     def __init__(self, whole: Tensor) -> None:
-        self.shape = whole.shape
+        self.shape, self.whole = whole.shape, whole
 
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise AssertionError("nothing is read")
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(a.whole if isinstance(a, Lazy) else a for a in args), **(kwargs or {}))
 
 
 def build() -> Odd:
@@ -141,13 +141,16 @@ def check_state_dicts(fabric: Fabric) -> None:
         torch.testing.assert_close(value, own(fabric, whole[name]))
     for p, full in zip(model.parameters(), whole.values(), strict=True):
         assert p.data[len(own(fabric, full)) :].eq(0).all()  # padding stays zero
-    lazy = {name: Lazy(value) for name, value in whole.items()}
-    for weights in (whole, lazy):
-        with pytest.raises(
-            ValueError,
-            match=r"got the whole weight 'up.weight'.*fabric\.load_raw\(path, model\).*load_module_state_dict\(model",
-        ):
-            model.load_state_dict(weights)
+    plus = {name: value + 1 for name, value in whole.items()}
+    for weights in (plus, {name: Lazy(value) for name, value in plus.items()}):
+        model.load_state_dict(weights)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, own(fabric, plus[name]))
+            assert torch.equal(value.to(torch.float64).full_tensor(), plus[name].double())
+            with pytest.raises(
+                ShardedParameterError, match=r"computed from 'up.weight'.*Gather the"
+            ):
+                (model.state_dict()["up.weight"] * 2).full_tensor()
     with pytest.raises(
         ValueError, match=r"rows of 'up.weight'.*model\.load_state_dict\(state_dict\)"
     ):
@@ -193,6 +196,13 @@ def check_methods(fabric: Fabric) -> None:
     for _ in range(2):
         torch.testing.assert_close(model.doubled(batch(0)), 2 * reference(batch(0)))
         torch.testing.assert_close(model(batch(0)), reference(batch(0)))
+    model.mark_forward_method("until_small")
+    for with_gradients in (True, False):  # in pieces, and all of it in eager PyTorch
+        with torch.set_grad_enabled(with_gradients):
+            result = model.until_small(batch(0))
+        torch.testing.assert_close(result, reference.until_small(batch(0)))
+    assert len(model._forward_module.captures) == 2  # doubled, forward
+    model = make_fabric(devices=2, sharding="zero3", fullgraph=True).setup(build())
     model.mark_forward_method("until_small")
     advice = (
         r"`with torch.no_grad\(\), fabric.strategy.summon_full\(model\): model.module.until_small\("

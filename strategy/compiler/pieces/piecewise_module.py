@@ -16,6 +16,9 @@ from thunder_memsave.errors import CaptureError, CompileError
 _log = logging.getLogger(__name__)
 
 _NO_PROMISE = "memory.budget is not promised for it, because what eager code keeps is not planned"
+STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+"""`forward`, and the steps of Lightning's modules. Other methods, such as `generate`, may call submodules with other
+shapes each time; without gradients, where eager code keeps nothing, their submodules are not compiled."""
 _Key = tuple[str, bool, bool]
 
 
@@ -60,12 +63,15 @@ class PiecewiseModule(CompiledModule):
 
     def _split(self, key: _Key, reason: Exception) -> Pieces:
         pieces = Pieces(self.module, self._compiled_forward, self._data_parallel)
+        name, _, with_gradients = key
+        if name not in STEPS and not with_gradients:
+            pieces.make_all_eager()
         kind = type(self.module), key
         _log.log(
             logging.DEBUG if kind in self._said else logging.WARNING,
             "%s.%s runs in eager PyTorch, %d of its submodules compiled: %s (strategy.fullgraph refuses this; %s.)",
             type(self.module).__name__,
-            key[0],
+            name,
             pieces.num_compiled,
             reason,
             _NO_PROMISE,

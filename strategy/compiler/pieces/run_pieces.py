@@ -85,7 +85,12 @@ class Pieces:
             result = self._run(function, args, kwargs)
         except _NOT_OF_PIECES as error:
             before.restore()
-            self._make_all_eager(error)
+            self.make_all_eager()
+            _log.warning(
+                "All of %s runs in eager PyTorch, with whole weights: %s",
+                type(self._module).__name__,
+                error,
+            )
             result = self._run(function, args, kwargs)
         self._has_run = True
         return result
@@ -132,14 +137,10 @@ class Pieces:
         name: str = next(n for n, m in self._module.named_modules() if m is child)
         return name
 
-    def _make_all_eager(self, reason: Exception) -> None:
+    def make_all_eager(self) -> None:
+        """Compile no submodule from now on: all of the module runs in eager PyTorch, with whole weights."""
         self._runs = {}
         self._eager = dict(self._module.named_parameters(remove_duplicate=False))
-        _log.warning(
-            "All of %s runs in eager PyTorch: %s",
-            type(self._module).__name__,
-            reason,
-        )
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
