@@ -138,10 +138,22 @@ def _scratch(unit: _Unit, filling: int | None) -> Iterator[dict[int, Tensor]]:
                     tensors[name] = scratch.setdefault(id(t), _filled(t, filling))
     try:
         yield scratch
+        for owner, *before in kept:
+            _note_replaced(owner, {**before[0], **before[1]}, scratch)
     finally:
         for owner, parameters, buffers in kept:
             owner._parameters.update(parameters)
             owner._buffers.update(buffers)
+
+
+def _note_replaced(
+    owner: nn.Module, before: dict[str, Tensor | None], scratch: dict[int, Any]
+) -> None:
+    """Take tensors that a rule made anew instead of writing to them, such as litgpt's cosines."""
+    for name, t in before.items():
+        made = owner._parameters.get(name, owner._buffers.get(name))
+        if t is not None and made is not None and made.shape == whole_shape(t):
+            scratch[id(t)] = made
 
 
 def _filled(t: Tensor, filling: int | None) -> Any:
@@ -171,17 +183,33 @@ def _children_first(
 
 
 def _apply_rule(module: nn.Module, ancestors: tuple[nn.Module, ...]) -> None:
-    """Apply the rule of the enclosing transformers model if there is one, else the layer's own."""
+    """Apply the rule of the enclosing model if there is one, else the layer's own.
+
+    A rule that leaves something out, such as litgpt's, which knows linears and embeddings, is for layers that have set
+    themselves up in their constructors.
+    """
     for model in (module, *reversed(ancestors)):
         rule = getattr(model, "_init_weights", None)
         if callable(rule):
             rule(module)
+            if _has_unset(module) and _apply_own_rule(module):
+                rule(module)
             return
+    _apply_own_rule(module)
+
+
+def _has_unset(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(t.is_floating_point() and bool(torch.isnan(t.float()).any()) for t in own)
+
+
+def _apply_own_rule(module: nn.Module) -> bool:
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
             reset()
-            return
+            return True
+    return False
 
 
 def _reset_adapters(layer: Any, unit: _Unit) -> None:

@@ -315,3 +315,41 @@ def test_initial_values_do_not_reseed_cuda(monkeypatch: pytest.MonkeyPatch) -> N
         net = nn.Linear(3, 3)
     materialize(net, device=CPU, data_parallel=None)
     assert not seeds
+
+
+class Scaled(nn.Module):
+    """Its own rule sets what the model's rule leaves out, and makes a buffer anew."""
+
+    wave: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("wave", torch.ones(4).cos(), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 2.0)
+        self.wave = torch.arange(4.0).cos()
+
+
+class KnowsLinears(nn.Module):
+    """Its rule is for layers that have set themselves up, as litgpt's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Scaled()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+
+def test_what_a_models_rule_leaves_out_follows_the_layers_own() -> None:
+    with torch.device("meta"):
+        model = KnowsLinears()
+    materialize(model, device=CPU, data_parallel=None)
+    assert model.layer.linear.weight.eq(0.5).all()
+    assert model.layer.linear.bias.abs().lt(1).all()
+    assert model.layer.scale.eq(2.0).all()
+    assert torch.equal(model.layer.wave, torch.arange(4.0).cos())
