@@ -138,8 +138,8 @@ def _scratch(unit: _Unit, filling: int | None) -> Iterator[dict[int, Tensor]]:
                     tensors[name] = scratch.setdefault(id(t), _filled(t, filling))
     try:
         yield scratch
-        for owner, *before in kept:
-            _note_replaced(owner, {**before[0], **before[1]}, scratch)
+        for owner, parameters, buffers in kept:
+            _note_replaced(owner, {**parameters, **buffers}, scratch)
     finally:
         for owner, parameters, buffers in kept:
             owner._parameters.update(parameters)

@@ -226,6 +226,12 @@ def check_weights_that_are_read_inside() -> None:
     called, x = fabric.setup(model), batch(fabric.global_rank, width=6)
     for _ in range(2):
         assert torch.equal(stepped(called, x), stepped(eager, x))
+    results = []
+    for one in (eager, called):
+        torch.manual_seed(4)
+        with torch.inference_mode():
+            results.append(one.eval()(x))
+    assert torch.equal(*results)
     assert all(map(torch.equal, model.buffers(), eager.buffers()))
 
 
@@ -280,10 +286,12 @@ def check_ranks() -> None:
         check_gradients(mode)
     check_weights_that_are_read_inside()
     check_ranks_that_go_other_ways(make_fabric(devices=2).global_rank)
+    changed = r"changes its parameter 'scale' in place.*summon_full"
     for kind in (Rescales, RescalesData):
         called = make_fabric(devices=2, sharding="zero3").setup(kind())
-        with pytest.raises(CaptureError, match=r"changes its parameter 'scale' in place.*summon_"):
-            called(batch(0))
+        for guard in (torch.enable_grad, torch.inference_mode):
+            with guard(), pytest.raises(CaptureError, match=changed):
+                called(batch(0))
 
 
 def test_gradients_are_the_means_of_two_ranks() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn.utils.stateless import _reparametrize_module
@@ -149,7 +150,8 @@ class Pieces:
             yield
             return
         parameters = list({id(p): p for p in self._eager.values()}.values())
-        gathered = whole_for_eager(parameters, self._data_parallel)
+        with _tracking_versions():
+            gathered = whole_for_eager(parameters, self._data_parallel)
         whole = {id(p): w for p, w in zip(parameters, gathered, strict=True)}
         versions = {key: w._version for key, w in whole.items()}
         given = {name: whole[id(p)] for name, p in self._eager.items()}
@@ -163,6 +165,16 @@ class Pieces:
                     "captured, and the change would be lost: every rank keeps only rows of it. Change it outside of "
                     "the call, within fabric.strategy.summon_full(model, writeback=True)."
                 )
+
+
+@contextmanager
+def _tracking_versions() -> Iterator[None]:
+    """Make tensors that count their changes, also in `torch.inference_mode`."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _divided(module: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
