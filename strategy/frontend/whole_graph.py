@@ -33,6 +33,7 @@ from thunder_memsave.frontend.lowering import (
     Lowered,
     refuse_gradients_under_no_grad,
     trained_on_this_rank,
+    views_of_batch,
     whole_inputs,
 )
 from thunder_memsave.frontend.modes import differentiated, in_language
@@ -75,7 +76,9 @@ class _WholeGraph:
 
     def lower(self) -> Lowered:
         capture = self.capture
-        outputs, computed = graph_outputs(capture.graph, as_they_are=whole_inputs(capture))
+        views = views_of_batch(capture)
+        as_they_are = {*whole_inputs(capture), *views}
+        outputs, computed = graph_outputs(capture.graph, as_they_are=as_they_are)
         with tracectx(self.trace), in_language():
             lazy, constants = self.inputs.proxies(), self.inputs.constants()
             self._begin((*(i.proxy for i in lazy), *(p for _, p in constants)))
@@ -89,7 +92,7 @@ class _WholeGraph:
             input_names=tuple(i.name for i in capture.inputs),
             depends_on=tuple(self._reached(joint, function, i) for i in range(len(computed))),
             training=capture.training,
-            outputs=OutputOrder.of(capture.graph, outputs, computed),
+            outputs=OutputOrder.of(capture.graph, outputs, computed, views),
         )
 
     def _begin(self, arguments: Sequence[TensorProxy]) -> None:
