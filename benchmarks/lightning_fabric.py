@@ -178,8 +178,7 @@ def _tests_told(tests: TestsOutcome | None) -> list[str]:
         f"**Lightning's own tests** ({', '.join(f'`{name}`' for name in FILES)}): "
         f"{tests.num_run} run here; "
         f"{tests.num_swapped} of them make a Fabric that can have another strategy, and got ours; of these "
-        f"{tests.num_passed} pass. {len(tests.like_ddp)} fail with Lightning's own `ddp` put in too, because "
-        "they expect a single device's samplers, wrappers or launch. The others:",
+        f"{tests.num_passed} pass. The others:",
         "",
         "| test | reason |",
         "|---|---|",

@@ -1,4 +1,4 @@
-"""Runs Lightning's own tests of Fabric three times: as they are, with `ddp` in each, and with our strategy in each."""
+"""Runs Lightning's own tests of Fabric twice: as they are, and with our strategy put in."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ FOLDER = Path("tests") / "tests_fabric"
 FILES = (
     "test_fabric.py",
     "test_wrappers.py",
-    "strategies/test_single_device.py",
-    "plugins/precision/test_double_integration.py",
-    "utilities/test_throughput.py",
 )
 """Files whose tests make a generic Fabric. Tests of single strategies, launchers and accelerators ask for those, and so
 do those that start processes (`test_spike.py`, `test_amp_integration.py`)."""
@@ -30,6 +27,19 @@ _REASONS = (
     (r"torch\.compile|OptimizedModule", "a model that torch.compile compiled is refused by name"),
     (r"CheckpointIO", "CheckpointIO is refused by name: each rank writes its own part"),
     (r"DistributedDataParallel\(", "the test asks for calls of DistributedDataParallel"),
+    (
+        r"no len|ampler|_replace_dunder",
+        "a sampler for ranks is put in, as with every strategy of several processes",
+    ),
+    (r"_launched|launched", "the plugin launches each Fabric; the test asks about one that is not"),
+    (
+        r"ForwardModule",
+        "the test asks that the strategy's module is the user's own, as a single device's is",
+    ),
+    (
+        r"state=\{'model'",
+        "the test asks that the strategy's module is the user's own, as a single device's is",
+    ),
     (r"precision|Precision", "the precision plugin is refused by name"),
 )
 
@@ -51,8 +61,6 @@ class TestsOutcome:
     """Tests that ran and made a Fabric that got our strategy."""
     num_passed: int
     """Those of them that pass."""
-    like_ddp: tuple[str, ...]
-    """Those that fail in the same way with Lightning's own `ddp` put in."""
     differing: tuple[TestRow, ...]
 
 
@@ -62,22 +70,20 @@ def run_tests(checkout: Path, work: Path) -> TestsOutcome:
     Raises:
         ValueError: pytest ended without a report.
     """
-    found = {swap: _reports(checkout, work, swap) for swap in ("", "ddp", "thunder_memsave")}
+    found = {swap: _reports(checkout, work, swap) for swap in ("", "thunder_memsave")}
     ours = {k: v for k, v in found["thunder_memsave"].items() if v["outcome"] != "skipped"}
     swapped = {k: v for k, v in ours.items() if v["swapped"]}
     failed = {k: v for k, v in swapped.items() if v["outcome"] == "failed"}
     before = {k for k in failed if found[""].get(k, {}).get("outcome") != "passed"}
-    like_ddp = [k for k in failed if found["ddp"].get(k, {}).get("outcome") == "failed"]
     differing = [
         TestRow(_short(name), _reason(str(row["error"])))
         for name, row in failed.items()
-        if name not in before and name not in like_ddp
+        if name not in before
     ]
     return TestsOutcome(
         num_run=len(ours),
         num_swapped=len(swapped),
         num_passed=len(swapped) - len(failed),
-        like_ddp=tuple(map(_short, like_ddp)),
         differing=tuple(differing),
     )
 
