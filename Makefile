@@ -8,7 +8,7 @@
 #   make gpu-ranks  the same for 2 to 8 GPUs over nccl, in one part
 #   make architectures  train models of transformers and diffusers beside eager, and write the table (hours)
 #   make plain-modules  train small modules such as users write beside eager, and write the table (half an hour)
-#   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.12.1' for other torches)
+#   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.15.0' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
 #   make lock       write constraints.txt from what is installed
 #   make clean      remove everything that these targets created; runs of your own stay

@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from architecture_checks import eager, loss_of, relative
+from architecture_checks import eager, loss_of
+from beside_eager import relative
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from toy_architectures import Batch

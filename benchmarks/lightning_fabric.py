@@ -92,7 +92,8 @@ def _difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> float:
     losses: list[list[float]] = [expected["losses"], found["losses"]]
     if len(losses[0]) != len(losses[1]) or not losses[0]:
         return float("inf")
-    return max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(*losses, strict=True))
+    pairs = zip(*losses, strict=True)
+    return max((abs(a - b) / max(abs(a), 1e-3) for a, b in pairs), default=0.0)
 
 
 def _is_trained(

@@ -29,7 +29,7 @@ from beside_eager import (
     with_rows,
     without_paths,
 )
-from plain import PLAIN, Plain
+from plain_kinds import PLAIN, Plain
 from plain_steps import (
     Record,
     batches_of,

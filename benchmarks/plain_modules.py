@@ -3,12 +3,13 @@
     make plain-modules                              # all, with every check: half an hour
     python benchmarks/plain_modules.py --only ScatterMean --checks train --save plain.md
 
-The modules are in `benchmarks/plain`, by what is special about them. Each takes two steps of SGD, and what the strategy
-computes and leaves behind must be eager's: outputs, gradients of parameters and of inputs, inputs changed in place,
-buffers, parameters, attributes of Python's own types, and what is printed. Where random numbers are drawn, one seed
-must give one result, gradients must be those of finite differences with the same numbers, and means over seeds eager's.
-Beside training: evaluation, half of the budget between the smallest and that of keeping everything with the same bits,
-and zero3 on two ranks. What is in the JSON file already, with all checks, is not run again.
+The modules are in `benchmarks/plain_kinds`, by what is special about them. Each takes two steps of SGD, and what the
+strategy computes and leaves behind must be eager's: outputs, gradients of parameters and of inputs, inputs changed in
+place, buffers, parameters, attributes of Python's own types, and what is printed. Where random numbers are drawn, one
+seed must give one result, gradients must be those of finite differences with the same numbers, and means over seeds
+eager's.
+Beside training: evaluation, half of the budget between the smallest and that of keeping everything with the
+same bits, and zero3 on two ranks. What is in the JSON file already, with all checks, is not run again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pathlib import Path
 import torch
 from beside_eager import NUM_RANKS, free_port
 from forked import Fields, Forked, results
-from plain import PLAIN
 from plain_checks import CHECKS, CLOSE, Outcome, checked, checked_on_rank
+from plain_kinds import PLAIN
 
 _WORST = ("crash", "hangs", "wrong", "refused", "pieces", "pass")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from beside_eager import NUM_RANKS, DiffersError, Values, inner, named_parameters, relative
-from plain import Plain
-from plain.registry import Batch
+from plain_kinds import Plain
+from plain_kinds.registry import Batch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 

@@ -1,4 +1,4 @@
-"""Some of the small modules of `benchmarks/plain`: numbers, buffers and attributes are eager's, on two ranks too."""
+"""Some of the modules of `benchmarks/plain_kinds`: numbers, buffers and attributes are eager's, on two ranks too."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_what_differs_is_found(
     kind: type[nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from plain.registry import PLAIN, floats, plain
     from plain_checks import checked
+    from plain_kinds.registry import PLAIN, floats, plain
 
     monkeypatch.setattr("plain_checks.PLAIN", registered := dict(PLAIN))
-    monkeypatch.setattr("plain.registry.PLAIN", registered)
+    monkeypatch.setattr("plain_kinds.registry.PLAIN", registered)
     plain(x=floats(3, 4))(kind)
     outcome = checked(kind.__name__, ("train",))
     assert outcome.states == {"train": "wrong"}
@@ -81,8 +81,8 @@ def test_what_differs_is_found(
 @on_fabric_rank
 def check_rank() -> None:
     sys.path.insert(0, str(BENCHMARKS))
-    from plain import PLAIN
     from plain_checks import zero3
+    from plain_kinds import PLAIN
 
     for name in ON_RANKS:
         zero3(PLAIN[name], int(os.environ["RANK"]))

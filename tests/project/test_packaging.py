@@ -22,7 +22,7 @@ CONSTRAINTS = [
     if not line.startswith("#")
 ]
 # Versions of torch and of Python that the suite was run with, as docs/versions.md has them.
-TORCH_RUN = ["2.11.0", "2.13.0"]
+TORCH_RUN = ["2.11.0", "2.13.0", "2.14.1", "2.15.0"]
 
 
 def packages_in_tree() -> set[str]:

@@ -49,7 +49,7 @@ def test_without_a_version_everything_is_the_oldest_that_is_allowed(checkout: Pa
     result = run_versions(checkout, "")
     torch = oldest("torch")
     venv = checkout / f".venv-{torch}"
-    asked = f"install --quiet transformers=={oldest('transformers')} peft=={oldest('peft')}\n"
+    asked = f"install --quiet torch=={oldest('torch')} transformers=={oldest('transformers')} peft=={oldest('peft')}\n"
     assert (venv / "asked_of_pip").read_text() == asked
     assert result.stdout == f"torch {torch}: two words: 2 passed (.venv-{torch}/tests.log)\n"
     assert result.returncode == 0, result.stderr

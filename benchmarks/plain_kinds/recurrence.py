@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from plain.registry import always, data, floats, ints, plain
+from plain_kinds.registry import always, data, floats, ints, plain
 
 ROWS, LENGTH, WIDTH = 3, 5, 6
 

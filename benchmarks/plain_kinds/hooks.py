@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plain.registry import floats, mlp, plain
+from plain_kinds.registry import floats, mlp, plain
 
 ROWS, WIDTH = 3, 6
 

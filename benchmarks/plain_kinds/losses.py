@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plain.registry import data, floats, ints, mlp, plain
+from plain_kinds.registry import data, floats, ints, mlp, plain
 
 ROWS, WIDTH, CLASSES = 5, 6, 4
 

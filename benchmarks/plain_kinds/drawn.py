@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.nn import functional as F
 
-from plain.registry import floats, plain
+from plain_kinds.registry import floats, plain
 
 ROWS, WIDTH = 32, 16
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plain.registry import floats, plain
+from plain_kinds.registry import floats, plain
 
 ROWS, WIDTH = 3, 6
 

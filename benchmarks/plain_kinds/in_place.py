@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plain.registry import data, floats, ints, plain
+from plain_kinds.registry import data, floats, ints, plain
 
 ROWS, WIDTH = 4, 6
 

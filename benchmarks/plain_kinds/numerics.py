@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, stack_module_state, vmap
 from torch.nn import functional as F
 
-from plain.registry import floats, mlp, plain
+from plain_kinds.registry import floats, mlp, plain
 
 ROWS, WIDTH = 4, 6
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from plain.registry import bools, floats, ints, mlp, plain
+from plain_kinds.registry import bools, floats, ints, mlp, plain
 
 ROWS, LENGTH, WIDTH = 2, 5, 8
 

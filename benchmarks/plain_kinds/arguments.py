@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plain.control_flow import Two
-from plain.registry import always, data, floats, ints, plain, several
+from plain_kinds.control_flow import Two
+from plain_kinds.registry import always, data, floats, ints, plain, several
 
 ROWS, WIDTH = 4, 6
 

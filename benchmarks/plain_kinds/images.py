@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plain.registry import floats, mlp, plain
+from plain_kinds.registry import floats, mlp, plain
 
 ROWS, WIDTH = 4, 6
 

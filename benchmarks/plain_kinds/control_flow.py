@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plain.registry import always, floats, ints, mlp, plain
+from plain_kinds.registry import always, floats, ints, mlp, plain
 
 ROWS, WIDTH = 4, 6
 _calls: dict[int, int] = {}

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from plain.registry import floats, mlp, plain
+from plain_kinds.registry import floats, mlp, plain
 
 WIDTH = 6
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plain.registry import bools, floats, ints, plain
+from plain_kinds.registry import bools, floats, ints, plain
 
 NODES, EDGES, WIDTH = 6, 15, 8
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plain.registry import floats, plain
+from plain_kinds.registry import floats, plain
 
 ROWS, WIDTH = 4, 6
 

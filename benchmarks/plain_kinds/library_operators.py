@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plain.custom_functions import Between
-from plain.registry import floats, plain
+from plain_kinds.custom_functions import Between
+from plain_kinds.registry import floats, plain
 
 ROWS, WIDTH = 3, 6
 

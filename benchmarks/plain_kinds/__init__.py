@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plain import (
+from plain_kinds import (
     arguments,
     attention,
     control_flow,
@@ -21,7 +21,7 @@ from plain import (
     state,
     views,
 )
-from plain.registry import PLAIN, Plain
+from plain_kinds.registry import PLAIN, Plain
 
 __all__ = ["GROUPS", "PLAIN", "Plain"]
 GROUPS = (

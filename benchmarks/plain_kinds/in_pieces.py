@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
-from plain.registry import floats, mlp, plain
+from plain_kinds.registry import floats, mlp, plain
 
 ROWS, WIDTH = 4, 6
 
