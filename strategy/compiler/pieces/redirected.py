@@ -58,8 +58,8 @@ def redirected(runs: Mapping[nn.Module, Run], *, shared: bool) -> Iterator[None]
     own = {module: vars(module).get(FORWARD) for module in runs}
 
     def redirect() -> None:
-        for module, run in runs.items():
-            vars(module)[FORWARD] = _Stand(module, own[module], run, redirect, restore, shared)
+        for module, stand in stands.items():
+            vars(module)[FORWARD] = stand
 
     def restore() -> None:
         for module, before in own.items():
@@ -68,6 +68,10 @@ def redirected(runs: Mapping[nn.Module, Run], *, shared: bool) -> Iterator[None]
             else:
                 vars(module)[FORWARD] = before
 
+    stands = {
+        module: _Stand(module, own[module], run, redirect, restore, shared)
+        for module, run in runs.items()
+    }
     redirect()
     try:
         yield
@@ -77,7 +81,7 @@ def redirected(runs: Mapping[nn.Module, Run], *, shared: bool) -> Iterator[None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stand:
-    """What stands in the place of a module's `forward`."""
+    """A function that stands in the place of a module's `forward`."""
 
     module: nn.Module
     own: Run | None

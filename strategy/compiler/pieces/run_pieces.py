@@ -63,7 +63,9 @@ class Pieces:
         self._data_parallel = data_parallel
         self._module = module
         compiled, self._eager = _divided(module)
-        self._runs = {child: make(child) for child in compiled}
+        self._runs = {
+            child: self._agreed(number, make(child)) for number, child in enumerate(compiled)
+        }
         self._has_run = False
 
     @property
@@ -105,10 +107,8 @@ class Pieces:
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
         """Let eager code read whole weights, and call compiled submodules."""
-        numbered = enumerate(self._runs.items())
-        runs = {child: self._agreed(number, run) for number, (child, run) in numbered}
         shared = self._data_parallel is not None
-        with _ONE_THREAD, self._gathered(), redirected(runs, shared=shared):
+        with _ONE_THREAD, self._gathered(), redirected(self._runs, shared=shared):
             yield
 
     def _agreed(self, number: int, run: Run) -> Run:
