@@ -14,7 +14,6 @@ from beside_eager import (
     NUM_RANKS,
     DiffersError,
     Values,
-    be_rank,
     doubled,
     launched,
     named_parameters,
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from toy_architectures import Batch, NotHereError, toys
 
-from thunder_memsave.distributed.process_group import destroy_groups
+from harness.fabric import on_fabric_rank
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -83,9 +82,12 @@ def checked_on_rank(name: str, rank: int, port: int) -> Outcome:
     """Train under `zero3` as one of two ranks, each with a batch of its own."""
     start = time.monotonic()
     outcome = Outcome(name=name)
-    be_rank(rank, port)
-    _passes(outcome, "zero3", lambda: _zero3(name, rank))
-    destroy_groups()
+
+    @on_fabric_rank
+    def check() -> None:
+        _passes(outcome, "zero3", lambda: _zero3(name, rank))
+
+    check(rank, NUM_RANKS, port)
     return _ended(outcome, start)
 
 

@@ -32,9 +32,11 @@ from architecture_checks import (
     checked,
     checked_on_rank,
 )
-from beside_eager import NUM_RANKS, free_port
+from beside_eager import NUM_RANKS
 from forked import Fields, Forked, results
 from toy_architectures import CAUSAL, OTHERS
+
+from harness.fabric import free_port
 
 
 def outcome_of(checks: tuple[str, ...], name: str) -> Fields:

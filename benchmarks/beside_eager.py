@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import site
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,20 +117,6 @@ def launched(strategy: ThunderMemsaveStrategy | None = None, *, devices: int = 1
     )
     fabric.launch()
     return fabric
-
-
-def be_rank(rank: int, port: int) -> None:
-    """Give this process the environment of a rank that torchrun has started."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
-    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_RUN_ID"] = "beside_eager"
-
-
-def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def with_rows(whole: Tensor, rows: Tensor, rank: int) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from beside_eager import (
     NUM_RANKS,
     DiffersError,
-    be_rank,
     doubled,
     launched,
     named_parameters,
@@ -44,8 +43,8 @@ from plain_steps import (
 )
 from torch import Tensor, nn
 
+from harness.fabric import on_fabric_rank
 from thunder_memsave.compiler.pieces.piecewise_module import PiecewiseModule
-from thunder_memsave.distributed.process_group import destroy_groups
 from thunder_memsave.errors import CaptureError, CompileError, ThunderMemsaveError
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -105,9 +104,12 @@ def checked_on_rank(name: str, rank: int, port: int) -> Outcome:
     """Train under `zero3` as one of two ranks, each with batches of its own."""
     start, plain = time.monotonic(), PLAIN[name]
     outcome = Outcome(name=name, group=plain.group)
-    be_rank(rank, port)
-    _passes(outcome, "zero3", lambda: zero3(plain, rank))
-    destroy_groups()
+
+    @on_fabric_rank
+    def check() -> None:
+        _passes(outcome, "zero3", lambda: zero3(plain, rank))
+
+    check(rank, NUM_RANKS, port)
     outcome.seconds = round(time.monotonic() - start, 1)
     return outcome
 

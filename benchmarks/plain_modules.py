@@ -26,10 +26,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from beside_eager import NUM_RANKS, free_port
+from beside_eager import NUM_RANKS
 from forked import Fields, Forked, results
 from plain_checks import CHECKS, CLOSE, Outcome, checked, checked_on_rank
 from plain_kinds import PLAIN
+
+from harness.fabric import free_port
 
 _WORST = ("crash", "hangs", "wrong", "refused", "pieces", "pass")
 
