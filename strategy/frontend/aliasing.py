@@ -13,7 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from thunder_memsave.errors import CompileError, user_frame_of_text
+from thunder_memsave.errors import CompileError
+from thunder_memsave.frontend.fx_nodes import where
 
 _IN_PLACE_OPERATORS = frozenset(
     {
@@ -70,7 +71,7 @@ def refuse_lost_changes(graph: fx.GraphModule) -> None:
         _refuse_other_changes(node)
     for node in lost_changes(graph.graph):
         raise CompileError(
-            f"A tensor is changed in place at {_where(node)} while another "
+            f"A tensor is changed in place at {where(node)} while another "
             "view of it is used later; Thunder would lose the change. Write the operation out of place."
         )
 
@@ -91,7 +92,7 @@ def lost_changes(graph: fx.Graph) -> Iterator[fx.Node]:
                 break
 
 
-def refuse_changed_inputs(body: fx.GraphModule, *, where: str) -> None:
+def refuse_changed_inputs(body: fx.GraphModule, *, what: str) -> None:
     """Refuse bodies of higher-order operators that change a tensor from outside of them.
 
     Thunder would lose a change in a custom autograd function; eager makes one in a checkpointed region twice.
@@ -104,7 +105,7 @@ def refuse_changed_inputs(body: fx.GraphModule, *, where: str) -> None:
         operand = changed_operand(node)
         if operand is not None and storage(operand) in inputs:
             raise CompileError(
-                f"{where} changes a tensor from outside of it in place (at {_where(node)}), which would not have the "
+                f"{what} changes a tensor from outside of it in place (at {where(node)}), which would not have the "
                 "effect that it has in eager. Write the operation out of place, or keep it out of the region."
             )
 
@@ -135,17 +136,17 @@ def _refuse_other_changes(node: fx.Node) -> None:
     """Refuse nodes that change an operand other than the first."""
     if node.kwargs.get("out") is not None:
         raise CompileError(
-            f"The result is written to out= at {_where(node)}; Thunder would lose it. Use the returned tensor instead."
+            f"The result is written to out= at {where(node)}; Thunder would lose it. Use the returned tensor instead."
         )
     statistics = (*node.args[1:3], node.kwargs.get("running_mean"))
     if node.target is F.instance_norm and any(isinstance(s, fx.Node) for s in statistics):
         raise CompileError(
-            f"instance_norm updates running statistics at {_where(node)}; Thunder would lose the update. Use "
+            f"instance_norm updates running statistics at {where(node)}; Thunder would lose the update. Use "
             "track_running_stats=False, or batch_norm."
         )
     if node.target in _RENORMALISING and _argument(node, 3, "max_norm") is not None:
         raise CompileError(
-            f"The embedding at {_where(node)} has max_norm, which changes its weight in place in forward; compiled "
+            f"The embedding at {where(node)} has max_norm, which changes its weight in place in forward; compiled "
             "code would lose the change. Leave max_norm out, and at first and after each optimizer step call "
             "`p.data.copy_(torch.renorm(p.data, norm_type, 0, max_norm))` for the embedding's weight p."
         )
@@ -171,11 +172,7 @@ def refuse_changed_weights(graph: fx.GraphModule, weights: Mapping[fx.Node, str]
         name = None if operand is None else names.get(storage(operand))
         if name is not None:
             raise CompileError(
-                f"The forward changes the parameter {name!r} in place (at {_where(node)}), and compiled code would "
+                f"The forward changes the parameter {name!r} in place (at {where(node)}), and compiled code would "
                 "compute no gradient for it. Make it a buffer, freeze it, or change it outside of the compiled "
                 "forward, inside `with torch.no_grad(), fabric.strategy.summon_full(model, writeback=True):`."
             )
-
-
-def _where(node: fx.Node) -> str:
-    return user_frame_of_text(node.meta.get("stack_trace"))

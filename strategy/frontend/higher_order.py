@@ -14,8 +14,9 @@ from thunder.core.symbol import Symbol
 from torch import fx
 
 from thunder_memsave.aten.origin import REGION
-from thunder_memsave.errors import CompileError, user_frame_of_text
+from thunder_memsave.errors import CompileError
 from thunder_memsave.frontend.aliasing import refuse_changed_inputs
+from thunder_memsave.frontend.fx_nodes import where
 from thunder_memsave.frontend.opaque import OpaqueExecutor
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -45,7 +46,7 @@ def inline_checkpoints(graph: fx.GraphModule) -> None:
         region, *arguments = node.args
         body = getattr(graph, region.target)
         _refuse_policy(node, body)
-        refuse_changed_inputs(body, where="A checkpointed region")
+        refuse_changed_inputs(body, what="A checkpointed region")
         inline_checkpoints(body)
         with graph.graph.inserting_before(node):
             results = _copy_nodes(body, graph, region.target, arguments)
@@ -60,11 +61,10 @@ def inline_checkpoints(graph: fx.GraphModule) -> None:
 
 def _refuse_policy(node: fx.Node, body: fx.GraphModule) -> None:
     if body.meta.get("_checkpoint_context_fn") is not None:
-        where = user_frame_of_text(node.meta.get("stack_trace"))
         raise CompileError(
-            f"torch.utils.checkpoint was called with context_fn (at {where}), a policy that the memory planner does "
-            "not know. Leave context_fn out: the whole region is then recomputed; or leave the checkpoint out, and "
-            "name the modules under memory.keep and memory.recompute."
+            f"torch.utils.checkpoint was called with context_fn (at {where(node)}), a policy that the memory planner "
+            "does not know. Leave context_fn out: the whole region is then recomputed; or leave the checkpoint out, "
+            "and name the modules under memory.keep and memory.recompute."
         )
 
 

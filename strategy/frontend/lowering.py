@@ -10,7 +10,7 @@ PyTorch's own kernels (`node.meta["example_value"]`), which decide three things 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from thunder_memsave.frontend.aliasing import (
 )
 from thunder_memsave.frontend.autocast import Autocast
 from thunder_memsave.frontend.calls import Calls
-from thunder_memsave.frontend.capture import Capture
+from thunder_memsave.frontend.capture import Capture, GraphInput
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.fx_nodes import (
     example_values,
@@ -128,26 +128,26 @@ def lower(
 
 def whole_inputs(capture: Capture) -> frozenset[fx.Node]:
     """Return the inputs that may be returned unchanged; for any other, the caller would get this rank's rows."""
-    placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
-    pairs = zip(placeholders, capture.inputs, strict=True)
-    return frozenset(node for node, graph_input in pairs if graph_input.is_whole)
+    return frozenset(node for node, graph_input in _inputs(capture) if graph_input.is_whole)
+
+
+def _inputs(capture: Capture) -> Iterator[tuple[fx.Node, GraphInput]]:
+    """Yield the placeholders, each with its input."""
+    placeholders = capture.graph.graph.find_nodes(op="placeholder")
+    return zip(placeholders, capture.inputs, strict=True)
 
 
 def views_of_batch(capture: Capture) -> dict[fx.Node, ViewOfInput]:
     """Return the outputs that are views of what the caller passed."""
-    placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
-    pairs = zip(placeholders, capture.inputs, strict=True)
-    of = {node for node, graph_input in pairs if graph_input.kind == "user"}
+    of = {node for node, graph_input in _inputs(capture) if graph_input.kind == "user"}
     return views_of_inputs(capture.graph, of=of, changed=changed_storages(capture.graph))
 
 
 def trained_on_this_rank(capture: Capture) -> dict[fx.Node, str]:
     """Return the names of trained parameters that are not sharded; `passes/lost_writes.py` looks at the others."""
-    placeholders = (n for n in capture.graph.graph.nodes if n.op == "placeholder")
-    pairs = zip(placeholders, capture.inputs, strict=True)
     return {
         node: i.name
-        for node, i in pairs
+        for node, i in _inputs(capture)
         if i.kind == "parameter" and i.is_whole and i.tensor.requires_grad
     }
 
@@ -164,6 +164,14 @@ def refuse_gradients_under_no_grad(capture: Capture) -> None:
         )
 
 
+def begin(trace: TraceCtx, arguments: Sequence[TensorProxy]) -> None:
+    """Record in `trace`, the current one, that it is given `arguments`."""
+    trace.args, trace.kwargs = tuple(arguments), {}
+    trace._siginfo = SigInfo.from_name_and_args("computation", trace.args)
+    for proxy in arguments:
+        prims.unpack_trivial(proxy, name=proxy.name)
+
+
 class _Lowering:
     def __init__(
         self,
@@ -177,7 +185,7 @@ class _Lowering:
         self.capture = capture
         self.target = target
         self.compile_data = compile_data
-        self.trace = TraceCtx(_computation)
+        self.trace = TraceCtx(computation)
         self.opaque = opaque
         self.autocast = Autocast()
         self.calls = Calls(self.trace, opaque, target, self.autocast.as_eager)
@@ -189,11 +197,7 @@ class _Lowering:
             inputs = self.inputs.proxies()
             constants = self.inputs.constants()
             state = () if self.fp8 is None else self.fp8.proxies()
-            self.trace.args = (*(lazy.proxy for lazy in inputs), *(p for _, p in constants), *state)
-            self.trace.kwargs = {}
-            self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
-            for proxy in self.trace.args:
-                prims.unpack_trivial(proxy, name=proxy.name)
+            begin(self.trace, (*(i.proxy for i in inputs), *(p for _, p in constants), *state))
             views = views_of_batch(self.capture)
             as_they_are = {*whole_inputs(self.capture), *views}
             outputs, computed = graph_outputs(self.capture.graph, as_they_are=as_they_are)
@@ -298,7 +302,7 @@ class _Lowering:
         return self.target if isinstance(argument, torch.device) else argument
 
 
-def _computation() -> None:
+def computation() -> None:
     """Names the trace."""
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from thunder.common import CompileData
 from thunder.core import prims
-from thunder.core.codeutils import SigInfo
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor, fx
@@ -31,6 +30,8 @@ from thunder_memsave.frontend.higher_order import inline_checkpoints
 from thunder_memsave.frontend.joint.recorded import RecordedJoint, joint_symbol
 from thunder_memsave.frontend.lowering import (
     Lowered,
+    begin,
+    computation,
     refuse_gradients_under_no_grad,
     trained_on_this_rank,
     views_of_batch,
@@ -72,7 +73,7 @@ class _WholeGraph:
     inputs: GraphInputs
     opaque: OpaqueExecutor
     target: torch.device | None
-    trace: TraceCtx = field(default_factory=lambda: TraceCtx(_computation))
+    trace: TraceCtx = field(default_factory=lambda: TraceCtx(computation))
 
     def lower(self) -> Lowered:
         capture = self.capture
@@ -81,7 +82,7 @@ class _WholeGraph:
         outputs, computed = graph_outputs(capture.graph, as_they_are=as_they_are)
         with tracectx(self.trace), in_language():
             lazy, constants = self.inputs.proxies(), self.inputs.constants()
-            self._begin((*(i.proxy for i in lazy), *(p for _, p in constants)))
+            begin(self.trace, (*(i.proxy for i in lazy), *(p for _, p in constants)))
             function = _Function(capture.graph, computed, tuple(t for t, _ in constants))
             joint = self._joint(function)
             returned = self._record(joint, function, lazy, [p for _, p in constants])
@@ -94,12 +95,6 @@ class _WholeGraph:
             training=capture.training,
             outputs=OutputOrder.of(capture.graph, outputs, computed, views),
         )
-
-    def _begin(self, arguments: Sequence[TensorProxy]) -> None:
-        self.trace.args, self.trace.kwargs = tuple(arguments), {}
-        self.trace._siginfo = SigInfo.from_name_and_args("computation", self.trace.args)
-        for proxy in arguments:
-            prims.unpack_trivial(proxy, name=proxy.name)
 
     def _joint(self, function: _Function) -> JointGraph:
         for node in function.graph.graph.nodes:
@@ -197,7 +192,3 @@ def _refusal(node: fx.Node | None, error: UntraceableError) -> str:
         f"{what} cannot be compiled: PyTorch cannot trace it without numbers: {error}. Leave strategy.frontend at "
         "dynamo, which may know it, or write it with other operations."
     )
-
-
-def _computation() -> None:
-    """Names the trace."""

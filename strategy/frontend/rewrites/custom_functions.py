@@ -6,8 +6,9 @@ import operator
 
 from torch import fx
 
-from thunder_memsave.errors import CompileError, user_frame_of_text
+from thunder_memsave.errors import CompileError
 from thunder_memsave.frontend.aliasing import changed_operand, refuse_changed_inputs
+from thunder_memsave.frontend.fx_nodes import where
 from thunder_memsave.frontend.higher_order import HIGHER_ORDER
 from thunder_memsave.frontend.rewrites.joined import join
 
@@ -23,7 +24,7 @@ def join_custom_changes(graph: fx.GraphModule) -> None:
     for node in graph.graph.find_nodes(op="get_attr"):
         body = operator.attrgetter(node.target)(graph)
         if isinstance(body, fx.GraphModule):
-            refuse_changed_inputs(body, where="A custom autograd function")
+            refuse_changed_inputs(body, what="A custom autograd function")
             join_custom_changes(body)
             _join_changes(body)
 
@@ -34,9 +35,8 @@ def _join_changes(body: fx.GraphModule) -> None:
         return
     for node in nodes:
         if node.target in HIGHER_ORDER:
-            where = user_frame_of_text(node.meta.get("stack_trace"))
             raise CompileError(
-                f"A custom autograd function changes a tensor in place and calls another one (at {where}). Change a "
-                "copy out of place, such as `y = y.add(x)`."
+                f"A custom autograd function changes a tensor in place and calls another one (at {where(node)}). "
+                "Change a copy out of place, such as `y = y.add(x)`."
             )
     join(body, nodes, name="custom_function")
