@@ -69,7 +69,7 @@ class DoubleBackwardError(ThunderMemsaveError, RuntimeError):
 
 
 class SavedTensorsError(ThunderMemsaveError, RuntimeError):
-    """What backward reads was freed by an earlier backward, or overwritten since the forward."""
+    """A tensor that backward reads was freed by an earlier backward, or overwritten since the forward."""
 
     code = None  # the traceback shows the user
 

@@ -29,10 +29,10 @@ _TAKES_VIEWS = frozenset((*_SHAPES, *_DIMS, *_PARTS, *_OTHERS))
 
 @dataclass(frozen=True, slots=True)
 class ViewOfInput:
-    """What a graph returns of an input's memory."""
+    """An output that is a part of an input's memory."""
 
     position: int
-    """Of the input."""
+    """The index of the input."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int

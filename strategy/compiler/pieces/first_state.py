@@ -15,7 +15,7 @@ _CONTAINERS = (list, dict, set)
 
 @dataclass(frozen=True)
 class FirstState:
-    """What a run changes besides its results: the generators of random numbers, buffers, and attributes of modules."""
+    """A copy of what a run changes besides results: generators of random numbers, buffers, attributes of modules."""
 
     generators: tuple[Tensor, Sequence[Tensor]]
     buffers: Sequence[tuple[nn.Module, Mapping[str, tuple[Tensor | None, Tensor | None]]]]
