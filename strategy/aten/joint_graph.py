@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten
 
+from thunder_memsave.aten.autocast import cached_casts, no_autocast
 from thunder_memsave.aten.origin import KeepsOrigin
 from thunder_memsave.aten.record import draws
 from thunder_memsave.errors import ThunderMemsaveError
@@ -141,7 +142,8 @@ def joint_graph(
         tensors = [_fake(o) for o in operands]
         try:
             given = _as_leaves(tensors, operands)
-            leaves, structure = tree_flatten(function(*given))
+            with cached_casts():
+                leaves, structure = tree_flatten(function(*given))
             wanted = [i for i, o in enumerate(leaves) if _needs_grad(o) and is_used(i)]
             cotangents = [torch.empty_like(leaves[i]) for i in wanted]
             module = _traced(_Joint(function, operands, wanted), [*tensors, *cotangents])
@@ -175,7 +177,8 @@ def _traced(joint: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphMod
     module = make_fx(joint)(*tensors)
     if any(map(_writes, module.graph.nodes)):
         run = KeepsOrigin(module).run
-        module = make_fx(torch.func.functionalize(run, remove="mutations"))(*tensors)
+        with no_autocast():
+            module = make_fx(torch.func.functionalize(run, remove="mutations"))(*tensors)
     return module
 
 
@@ -190,13 +193,15 @@ class _Joint:
     def __call__(self, *tensors: Tensor) -> list[Any]:
         given, cotangents = tensors[: len(self.operands)], tensors[len(self.operands) :]
         leaves = _as_leaves(given, self.operands)
-        outputs, _ = tree_flatten(self.function(*leaves))
+        with cached_casts():
+            outputs, _ = tree_flatten(self.function(*leaves))
         trained = [o.requires_grad for o in self.operands]
         found: Iterator[Tensor | None] = iter(())
         if self.wanted:
             roots = [outputs[i] for i in self.wanted]
             inputs = list(compress(leaves, trained))
-            found = iter(torch.autograd.grad(roots, inputs, cotangents, allow_unused=True))
+            with no_autocast():
+                found = iter(torch.autograd.grad(roots, inputs, cotangents, allow_unused=True))
         gradients = [next(found, None) if is_trained else None for is_trained in trained]
         return [*(o if isinstance(o, Tensor) else None for o in outputs), *gradients]
 

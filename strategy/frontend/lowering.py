@@ -23,6 +23,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
+from thunder_memsave.aten.autocast import no_autocast
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
@@ -54,7 +55,7 @@ from thunder_memsave.frontend.graph_outputs import (
     views_of_inputs,
 )
 from thunder_memsave.frontend.higher_order import HIGHER_ORDER, inline_checkpoints
-from thunder_memsave.frontend.modes import differentiated, in_language, no_ambient_autocast
+from thunder_memsave.frontend.modes import differentiated, in_language
 from thunder_memsave.frontend.opaque import OpaqueExecutor, is_random
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
 from thunder_memsave.frontend.rewrites.batch_norms import split_batch_norms
@@ -193,7 +194,7 @@ class _Lowering:
         self.inputs = GraphInputs(capture, compile_data, data_parallel, target, self.fp8)
 
     def run(self) -> Lowered:
-        with tracectx(self.trace), in_language(), no_ambient_autocast():
+        with tracectx(self.trace), in_language(), no_autocast():
             inputs = self.inputs.proxies()
             constants = self.inputs.constants()
             state = () if self.fp8 is None else self.fp8.proxies()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from thunder.common import CompileData
 from thunder.core.langctxs import (
     Languages,
@@ -23,13 +22,6 @@ def in_language() -> Iterator[None]:
         yield
     finally:
         reset_langctx(token)
-
-
-@contextmanager
-def no_ambient_autocast() -> Iterator[None]:
-    """Thunder would apply its own, incomplete autocast rules on top of ours."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
 
 
 @contextmanager

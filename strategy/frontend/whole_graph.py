@@ -107,8 +107,6 @@ class _WholeGraph:
             return joint_graph(function, operands, is_used=lambda index: True, may_write=True)
         except UntraceableError as error:
             raise CompileError(_refusal(function.failed, error)) from error
-        finally:
-            torch.clear_autocast_cache()  # it would keep casts of tensors without numbers
 
     def _record(
         self,

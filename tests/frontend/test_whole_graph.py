@@ -87,6 +87,21 @@ class Autocasts(nn.Module):
             return self.second(y)
 
 
+class AutocastAround(nn.Module):
+    """For a call under autocast: a weight read twice, a product in float32, and a write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            y = self.second(y.float()).sin()
+            y.mul_(2.0)
+        return self.first(y)
+
+
 def _loss(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return weighted_sum(output)
@@ -115,6 +130,23 @@ def test_two_steps_have_eagers_bits_dropout_and_buffers_included(make: Make) -> 
     for ours, theirs in zip(_steps(model, compiled), _steps(eager, eager), strict=True):
         assert torch.equal(ours, theirs)
     assert len(compiled.captures) == 1
+
+
+def test_autocast_around_a_call_does_not_reach_its_backward() -> None:
+    torch.manual_seed(0)
+    model = AutocastAround()
+    eager = copy.deepcopy(model)
+
+    def under_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return run(x)
+
+        return call
+
+    ours = _steps(model, under_autocast(CompiledModule(model, config=AOT)))
+    for value, expected in zip(ours, _steps(eager, under_autocast(eager)), strict=True):
+        assert torch.equal(value, expected)
 
 
 def test_inference_has_eagers_bits() -> None:
