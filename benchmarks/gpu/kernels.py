@@ -101,7 +101,28 @@ def attention(
 
 def _on_cpu(cuda: Any) -> Any:
     is_packed = cuda is packed_kernels.cuda_packed
-    return packed_kernels.cpu_packed if is_packed else attention_kernels.cpu_flash
+    return packed_kernels.cpu_packed if is_packed else cpu_flash
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, _: None
+) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask
+    )
+
+
+def _cpu_backward(grad: Tensor, *saved: Any) -> Any:
+    *operands, mask, is_causal, _ = saved
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, *operands, 0.0, is_causal, attn_mask=mask
+    )
+
+
+cpu_flash = attention_kernels.attention_kernel(
+    "cpu_flash_attention", forward=_cpu_forward, backward=_cpu_backward
+)
+"""Stands for CUDA's kernels where the checks run on a CPU."""
 
 
 def _settings(
@@ -235,21 +256,15 @@ def flops(target: Target) -> str:
 
 def choice(target: Target) -> str:
     """Compare PyTorch's choice of cuDNN on this GPU with the rules by which a plan chooses."""
-    from thunder.core.devices import Device  # after `thunder_memsave.compat`
-    from thunder.core.dtypes import bfloat16
-    from thunder.core.proxies import TensorProxy
-    from thunder.core.trace import TraceCtx, tracectx
-
     chosen = {}
     for width in (64, 128, 192, 256):
-        with tracectx(TraceCtx(None)):
-            query, key = (
-                TensorProxy(shape=(1, n, 512, width), device=Device("cuda:0"), dtype=bfloat16)
-                for n in (8, 2)
-            )
-            asked = prefers_cudnn(query, key, key, is_causal=True)
-            with planned_for(torch.cuda.get_device_capability()):
-                planned = prefers_cudnn(query, key, key, is_causal=True)
+        query, key = (
+            torch.empty(1, n, 512, width, device=target.device, dtype=torch.bfloat16)
+            for n in (8, 2)
+        )
+        asked = prefers_cudnn(query, key, key, is_causal=True)
+        with planned_for(torch.device(target.device), torch.cuda.get_device_capability()):
+            planned = prefers_cudnn(query, key, key, is_causal=True)
         chosen[width] = (asked, planned)
     line = ", ".join(f"{width} wide: {'cuDNN' if a else 'not'}" for width, (a, _) in chosen.items())
     differing = [width for width, (a, b) in chosen.items() if a != b]

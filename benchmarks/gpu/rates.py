@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu.checks import Check, Measured, Target
-from gpu.kernels import heads_of
+from gpu.kernels import cpu_flash, heads_of
 from thunder_memsave.ops.families import attention_kernels
 
 REPEATS = 20
@@ -83,7 +83,7 @@ Runs = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 def _flash(query: Tensor, key: Tensor) -> Runs:
     on_cuda = query.is_cuda
-    kernel = attention_kernels.cuda_flash if on_cuda else attention_kernels.cpu_flash
+    kernel = attention_kernels.cuda_flash if on_cuda else cpu_flash
     backward: Any = kernel.derivatives[0].run
     return (
         lambda: kernel.run(query, key, key, None, True, None),

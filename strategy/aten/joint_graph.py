@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from thunder_memsave.aten.autocast import cached_casts, no_autocast
 from thunder_memsave.aten.origin import KeepsOrigin
 from thunder_memsave.aten.record import draws
+from thunder_memsave.aten.whole_calls import Rule, whole_calls
 from thunder_memsave.errors import ThunderMemsaveError
 
 _READS_MEMORY = (
@@ -106,6 +107,8 @@ class JointGraph:
     """Indices of operands that the function changes in place, each with the new value."""
     reads_memory: bool
     """Whether results may depend on the strides of what it reads."""
+    rules: Sequence[Rule]
+    """Those of the calls that are kept whole, by their numbers in the graph."""
 
     def nodes_for(self, results: Sequence[Any], *, known: set[fx.Node]) -> Iterator[fx.Node]:
         """Yield the nodes that results need beside `known`, in the order of the graph."""
@@ -138,7 +141,7 @@ def joint_graph(
         UntraceableError: its operators, or the shapes of its results, depend on numbers; it has no derivative; or it
             changes a tensor that it is given and may not.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), whole_calls() as rules:
         tensors = [_fake(o) for o in operands]
         try:
             given = _as_leaves(tensors, operands)
@@ -167,6 +170,7 @@ def joint_graph(
         reached=tuple(_reached(leaf, given) for leaf in leaves),
         writes=writes,
         reads_memory=any(map(_may_depend_on_strides, module.graph.nodes)),
+        rules=rules,
     )
     _refuse_draws_of_backward(found)
     return found

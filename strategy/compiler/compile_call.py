@@ -164,7 +164,8 @@ class CallCompiler:
             disable_preprocessing=True,
             using_jit=True,
         )
-        with compile_data_and_stats(compile_data, CompileStats()), planned_for(self._capability):
+        planned = planned_for(self.target, self._capability)
+        with compile_data_and_stats(compile_data, CompileStats()), planned:
             lowered = self._lowered(captured, compile_data, opaque)
         return _Traced(captured, lowered, compile_data, code)
 

@@ -42,6 +42,9 @@ from thunder_memsave.frontend.opaque import OpaqueExecutor
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
 from thunder_memsave.frontend.rewrites.batch_norms import split_batch_norms
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
+from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
+from thunder_memsave.frontend.rewrites.scaled_linears import scale_smaller_operands
+from thunder_memsave.ops.table import operation_of
 
 
 def lower_whole(
@@ -61,7 +64,10 @@ def lower_whole(
     split_batch_norms(capture.graph)
     refuse_changed_weights(capture.graph, trained_on_this_rank(capture))
     refuse_gradients_under_no_grad(capture)
-    simplify_attention(capture.graph, changed=changed_storages(capture.graph), target=target)
+    changed = changed_storages(capture.graph)
+    simplify_attention(capture.graph, changed=changed, target=target)
+    join_rms_norms(capture.graph, changed=changed)
+    scale_smaller_operands(capture.graph, changed=changed, stays=lambda linear: False)
     inputs = GraphInputs(capture, compile_data, data_parallel, target, None)
     return _WholeGraph(capture, compile_data, inputs, opaque, target).lower()
 
@@ -165,6 +171,11 @@ class _Run(KeepsOrigin):
     def __init__(self, graph: fx.GraphModule, instead: dict[int, Tensor]) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self._instead = instead
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, or what the table of operations has in its place."""
+        row = operation_of(target)
+        return super().call_function(row.run if row and row.run else target, args, kwargs)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return what the graph holds under a name."""

@@ -12,21 +12,18 @@ import os
 from typing import Any
 
 import torch
-from thunder.core import devices, dtypes
-from thunder.core.proxies import TensorProxy
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from thunder_memsave.ops.cuda_device import Capability, capability_of, is_here
+from thunder_memsave.ops.cuda_device import Capability, capability_of, device_of, is_here
 
 _FIRST_PREFERRED = 91500
 _FIRST_WIDE = 91000
 _USUAL_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 
 
-def prefers_cudnn(
-    query: TensorProxy, key: TensorProxy, value: TensorProxy, *, is_causal: bool
-) -> bool:
+def prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> bool:
     """Return whether PyTorch runs attention without a mask and without dropout by cuDNN, with gradients.
 
     Args:
@@ -41,17 +38,15 @@ def prefers_cudnn(
     return _is_first(capability) and _takes(query, key, capability)
 
 
-def _choice(
-    query: TensorProxy, key: TensorProxy, value: TensorProxy, *, is_causal: bool
-) -> SDPBackend:
+def _choice(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> SDPBackend:
     """Ask PyTorch, which looks at shapes, dtypes and the GPU, and at no numbers."""
     ask: Any = torch._fused_sdp_choice
     with FakeTensorMode(), torch.enable_grad():
         fakes = [
             torch.empty(
                 tuple(t.shape),
-                dtype=dtypes.to_torch_dtype(t.dtype),
-                device=devices.to_torch_device(t.device),
+                dtype=t.dtype,
+                device=device_of(t),
                 requires_grad=True,
             )
             for t in (query, key, value)
@@ -70,13 +65,13 @@ def _is_first(capability: Capability) -> bool:
     return not is_put_last and capability[0] in (9, 10) and _cudnn_version() > _FIRST_PREFERRED
 
 
-def _takes(query: TensorProxy, key: TensorProxy, capability: Capability) -> bool:
+def _takes(query: Tensor, key: Tensor, capability: Capability) -> bool:
     is_wide = capability == (9, 0) and _cudnn_version() >= _FIRST_WIDE
     width = query.shape[-1]
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and not _must_repeat_bits()
-        and query.dtype in (dtypes.bfloat16, dtypes.float16)
+        and query.dtype in (torch.bfloat16, torch.float16)
         and width % 8 == 0
         and width <= (256 if is_wide else 128)
         and key.shape[-2] > 1

@@ -16,25 +16,18 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor, register_executor
 
-from thunder_memsave.ops.operation import Derivative, Kernel, like_first
+from thunder_memsave.ops.operation import Derivative, Kernel
 
 kernels_executor = OperatorExecutor("thunder_memsave_kernels", version="0")
 """Claims what another executor may rather fuse: it steps back for one that does."""
 register_executor(kernels_executor)
 
-own_executor = OperatorExecutor("thunder_memsave_own", version="0")
-"""Claims symbols of ours, which no other executor knows and none fuses."""
-register_executor(own_executor)
-
-
-def own_symbol(name: str) -> Symbol:
-    """Return a symbol that only a kernel of `own_executor` runs; its result is as its first argument."""
-    return Symbol(f"{name}_prim", meta=like_first, id=f"thunder_memsave.{name}", is_prim=True)
-
 
 def claim(kernel: Kernel) -> Kernel:
     """Let the kernel's executor run it in place of its symbol, differentiated or not."""
-    executor = kernel.executor
+    executor, symbol = kernel.executor, kernel.symbol
+    assert executor is not None, "another executor would claim it"
+    assert symbol is not None, "it stands for one of Thunder's"
     run = executor.register_operator(kernel.name, meta=kernel.meta, fn=kernel.run)
     operators = [
         executor.register_operator(d.name, meta=d.meta, fn=d.run) for d in kernel.derivatives
@@ -45,7 +38,7 @@ def claim(kernel: Kernel) -> Kernel:
         return _tuple(run(*values))[0]
 
     executor.register_implementation(
-        kernel.symbol,
+        symbol,
         checker=kernel.applies,
         execution_transform=execution,
         grad_transform=_with_gradient(kernel, run, operators),

@@ -89,6 +89,8 @@ class Derivative:
     """Names of arguments and results of the kernel, in the order of `run`: the tensors among them are saved."""
     meta: Callable[..., Any] = like_first
     """`run` on proxies; several gradients are a tuple."""
+    fake: Callable[..., Any] | None = None
+    """`run` on tensors without numbers, where that cannot run there."""
     scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
     """Formulas of scratch bytes by device type; 0 bytes on other devices."""
     is_one_kernel: IsOneKernel = _not_known
@@ -101,10 +103,10 @@ class Kernel:
 
     name: str
     """In the trace that runs."""
-    executor: OperatorExecutor
-    """Claims the operation."""
-    symbol: Symbol
-    """Thunder's for the operation, or one of ours that only this kernel runs."""
+    executor: OperatorExecutor | None = None
+    """Claims the operation; None: graphs call the kernel by `kernel_calls.call_kernel`."""
+    symbol: Symbol | None = None
+    """Thunder's for the operation; None as `executor`."""
     takes: tuple[str, ...]
     """Names of the arguments."""
     run: Callable[..., Any]
@@ -164,6 +166,8 @@ class Operation:
     name: str
     functions: tuple[Callable[..., Any], ...] = ()
     """Those of torch that it stands for."""
+    run: Callable[..., Any] | None = None
+    """The function of tensors that graphs call instead, with kernels of ours in it."""
     lower: Callable[[Call], Any] | None = None
     """Record it on proxies; NotImplemented: this call is as Thunder has it."""
     rewrite: Callable[[Call], Call] | None = None

@@ -10,7 +10,7 @@ from thunder.extend import OperatorExecutor
 from torch import Tensor
 
 from thunder_memsave.ops import aten_operators
-from thunder_memsave.ops.claim import kernels_executor, own_executor
+from thunder_memsave.ops.claim import kernels_executor
 from thunder_memsave.ops.families import (
     activations,
     attention,
@@ -27,6 +27,7 @@ from thunder_memsave.ops.families import (
     windowed_attention,
 )
 from thunder_memsave.ops.families.collectives import collectives_executor
+from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.ops.operation import Derivative, Foreign, Kernel, Operand, Operation
 
 OPERATIONS: tuple[Operation, ...] = (

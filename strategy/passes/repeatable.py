@@ -9,8 +9,9 @@ from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
 
 from thunder_memsave.ops import aten_operators
-from thunder_memsave.ops.claim import kernels_executor, own_executor
+from thunder_memsave.ops.claim import kernels_executor
 from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
+from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
 from thunder_memsave.passes.symbols import is_tensor, written_in_place
 

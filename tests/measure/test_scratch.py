@@ -41,7 +41,7 @@ def test_scratch_is_the_memory_allocated_beside_the_results(tmp_path: Path) -> N
     heads = torch.randn(1, 2, 64, 16)
     results = _flash(heads, heads, heads)
     measured = measured_peak_bytes(lambda: _flash(heads, heads, heads))
-    found = profile_of("cpu_flash_attention[]", *results)
+    found = profile_of("aten_scaled_dot_product_flash_attention_for_cpu[]", *results)
     scratch_bytes = MeasuredScratch(directory=tmp_path)(
         operation(_flash, heads, heads, heads), found
     )
@@ -52,7 +52,10 @@ def test_the_bound_is_above_the_measurement(tmp_path: Path) -> None:
     for rows in (16, 300, 1100):
         heads = torch.randn(1, 2, rows, 32)
         attention = operation(_flash, heads, heads, heads)
-        found = profile_of(f"cpu_flash_attention[]({rows})", *_flash(heads, heads, heads))
+        found = profile_of(
+            f"aten_scaled_dot_product_flash_attention_for_cpu[]({rows})",
+            *_flash(heads, heads, heads),
+        )
         measured = MeasuredScratch(directory=tmp_path)(attention, found)
         assert bounded_scratch(attention, found) >= measured
 

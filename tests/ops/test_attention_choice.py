@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.on_cuda import on_cuda
+from harness.kernels_called import TORCHS_OWN, kernel_called
 from thunder_memsave.ops import attention_choice
 from thunder_memsave.ops.attention_choice import prefers_cudnn
 from thunder_memsave.ops.cuda_device import Capability, planned_for
@@ -29,20 +28,20 @@ def planned(
     capability: Capability, *, width: int = 64, dtype: torch.dtype = HALF, key_length: int = 40
 ) -> bool:
     query, key = heads(4, 40, width, dtype), heads(2, key_length, width, dtype)
-    with tracectx(TraceCtx(None)), planned_for(capability):
-        q, k = on_cuda(query), on_cuda(key)
-        return prefers_cudnn(q, k, k, is_causal=key_length == 40)
+    with planned_for(torch.device("cuda:0"), capability):
+        return prefers_cudnn(query, key, key, is_causal=key_length == 40)
 
 
-def symbol_of(*, mask: bool = False, dropout_p: float = 0.0, num_keys: int = 2) -> str:
-    trace = TraceCtx(None)
-    with tracectx(trace), planned_for(H200):
-        query, key = on_cuda(heads(4, 40, 64)), on_cuda(heads(num_keys, 40, 64))
-        allowed = on_cuda(torch.empty(40, 40, device="meta", dtype=torch.bool)) if mask else None
-        scaled_dot_product_attention(
-            query, key, key, allowed, dropout_p, not mask, enable_gqa=num_keys != 4
-        )
-    return str(trace.bound_symbols[-1].sym.name)
+def kernel_of(*, mask: bool = False, dropout_p: float = 0.0, num_keys: int = 2) -> str:
+    query, key = heads(4, 40, 64), heads(num_keys, 40, 64)
+    return kernel_called(
+        scaled_dot_product_attention,
+        *(query, key, key),
+        torch.empty(40, 40, device="meta", dtype=torch.bool) if mask else None,
+        *(dropout_p, not mask),
+        enable_gqa=num_keys != 4,
+        capability=H200,
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,25 +107,25 @@ def test_where_bits_must_repeat_it_is_not_cudnn() -> None:
 
 
 def test_masks_and_dropout_are_left_to_others() -> None:
-    assert symbol_of() == "cuda_cudnn_attention_prim"
-    assert symbol_of(num_keys=4) == "cuda_cudnn_attention_prim"
-    assert symbol_of(mask=True) == "cuda_efficient_attention_prim"
-    assert symbol_of(dropout_p=0.1) == "scaled_dot_product_attention"
+    assert kernel_of() == "cuda_cudnn_attention"
+    assert kernel_of(num_keys=4) == "cuda_cudnn_attention"
+    assert kernel_of(mask=True) == "cuda_efficient_attention"
+    assert kernel_of(dropout_p=0.1) == TORCHS_OWN
 
 
 @pytest.mark.parametrize(
-    ("allowed", "symbol"),
+    ("allowed", "kernel"),
     [
-        ([SDPBackend.FLASH_ATTENTION], "cuda_flash_attention_prim"),
-        ([SDPBackend.EFFICIENT_ATTENTION], "cuda_efficient_attention_prim"),
-        ([SDPBackend.MATH], "scaled_dot_product_attention"),
+        ([SDPBackend.FLASH_ATTENTION], "cuda_flash_attention"),
+        ([SDPBackend.EFFICIENT_ATTENTION], "cuda_efficient_attention"),
+        ([SDPBackend.MATH], TORCHS_OWN),
     ],
 )
 def test_kernels_that_the_user_turned_off_do_not_run(
-    allowed: list[SDPBackend], symbol: str
+    allowed: list[SDPBackend], kernel: str
 ) -> None:
     with sdpa_kernel(allowed):
-        assert symbol_of() == symbol
+        assert kernel_of() == kernel
 
 
 @pytest.mark.parametrize("answer", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
@@ -142,8 +141,8 @@ def test_where_the_gpu_is_pytorch_is_asked(
 
     monkeypatch.setattr(attention_choice, "is_here", lambda: True)
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    with tracectx(TraceCtx(None)):
-        query, key = on_cuda(heads(4, 40, 64)), on_cuda(heads(num_keys, 40, 64))
+    query, key = heads(4, 40, 64), heads(num_keys, 40, 64)
+    with planned_for(torch.device("cuda:0"), None):
         found = prefers_cudnn(query, key, key, is_causal=True)
     assert found is (answer == SDPBackend.CUDNN_ATTENTION)
     (((*fakes, mask, dropout_p, is_causal), options),) = seen

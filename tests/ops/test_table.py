@@ -79,7 +79,8 @@ def test_names_in_the_table_are_used_once() -> None:
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: row.name)
 def test_what_a_row_does_not_lower_is_known_to_thunder(row: Any) -> None:
     is_torchs = row.has_whole_derivative and row.runs_torchs_own
-    if row.lower is None and row.wrong_gradient is None and not is_torchs:
+    is_ours = row.lower is not None or row.run is not None
+    if not is_ours and row.wrong_gradient is None and not is_torchs:
         assert all(f in _torch_to_thunder_function_map for f in row.functions)
 
 
@@ -93,10 +94,10 @@ def test_kernels_give_the_bits_of_eager_and_run_where_the_table_says() -> None:
     assert sorted(ran) == sorted(SAMPLES[name].kernel for name in WITH_KERNELS)
 
 
-def test_what_thunder_takes_apart_gives_the_numbers_of_eager() -> None:
+def test_what_no_kernel_of_ours_takes_gives_the_numbers_of_eager() -> None:
     names = [name for name in SAMPLES if name not in WITH_KERNELS]
     twins = trained(names, torch.float32, 1e-6)
-    assert "cpu_flash_attention" not in [kernel.name for kernel, _ in kernel_calls(twins)]
+    assert not kernel_calls(twins)
 
 
 def test_what_a_kernel_reads_for_its_gradient_is_what_the_trace_saves_of_it() -> None:

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from thunder_memsave.aten.joint_graph import JointGraph
+from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD
 from thunder_memsave.frontend.fx_nodes import tag_origin
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
 from thunder_memsave.ops.aten_operators import record
@@ -24,6 +25,12 @@ from thunder_memsave.ops.aten_operators import record
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Torch 2.14 records the one as the other."""
 _CONJUGATES = (torch.ops.aten._conj.default, torch.ops.aten.conj_physical.default)
+
+
+_OTHERS = "others"
+"""Key of the further operands, which rules read, among the values of nodes."""
+_SAVED = "saved"
+"""First part of the keys of what whole calls keep for their backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class RecordedJoint:
     """Whether operands may have other strides than those that were traced."""
 
     def forward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
-        """Record what the results need, and return them."""
+        """Record what the results need, and return them; rules of whole calls read tensors beyond the operands."""
         return self._outputs(self._run_forward(tensors), tensors)
 
     def forward_and_backward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
@@ -50,7 +57,7 @@ class RecordedJoint:
         for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
             values[node] = self._laid_out(node, prims.get_grad(of_leaf[index]))
         self._run(self.joint.gradients, values)
-        for tensor, gradient in zip(tensors, self.joint.gradients, strict=True):
+        for tensor, gradient in zip(tensors, self.joint.gradients, strict=False):
             if gradient is not None:
                 prims.put_grad(tensor, values[gradient])
         return outputs
@@ -60,10 +67,12 @@ class RecordedJoint:
         """Return the outputs, and the new values of what the function changes."""
         return (*self.joint.outputs, *(node for _, node in self.joint.writes))
 
-    def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[fx.Node, Any]:
-        values: dict[fx.Node, Any] = dict(zip(self.joint.operands, tensors, strict=True))
+    def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[Any, Any]:
+        own = zip(self.joint.operands, tensors, strict=False)
+        values: dict[Any, Any] = dict(own)
         if self.operands_vary:
             values = {node: self._laid_out(node, tensor) for node, tensor in values.items()}
+        values[_OTHERS] = tensors[len(self.joint.operands) :]
         self._run(self._results, values)
         return values
 
@@ -82,7 +91,7 @@ class RecordedJoint:
 
         return self.opaque.call(laid_out, traced, (tensor,), {}, device=self.device)
 
-    def _run(self, results: Sequence[Any], values: dict[fx.Node, Any]) -> None:
+    def _run(self, results: Sequence[Any], values: dict[Any, Any]) -> None:
         """Record what results need beside the values."""
         scope = get_tracectx().peek_scope()
         for node in list(self.joint.nodes_for(results, known=set(values))):
@@ -91,13 +100,18 @@ class RecordedJoint:
             if "stack_trace" in node.meta:
                 tag_origin(scope[num_symbols:], node)
 
-    def _run_node(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    def _run_node(self, node: fx.Node, values: dict[Any, Any]) -> Any:
         if node.op == "get_attr":
             return self._constant(node)
         read: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = read
         if node.target is operator.getitem:
             return args[0][args[1]]
+        if node.target is WHOLE_CALL:
+            number, operands = args
+            return self._whole_call(number, operands, values)
+        if node.target is WHOLE_CALL_BACKWARD:
+            return self.joint.rules[args[0]].record_backward(args[1], values[_SAVED, args[0]])
         if node.target in _SAME:
             return args[0]
         if node.target in _CONJUGATES and isinstance(args[0], complex):
@@ -107,6 +121,13 @@ class RecordedJoint:
         args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
         assert isinstance(node.target, OpOverload), "the graph has no others"
         return record(node.target, args, kwargs, expected=node.meta["val"], device=self.device)
+
+    def _whole_call(
+        self, number: int, operands: Sequence[TensorProxy], values: dict[Any, Any]
+    ) -> TensorProxy:
+        result, saved = self.joint.rules[number].record(operands, values[_OTHERS])
+        values[_SAVED, number] = saved
+        return result
 
     def _constant(self, node: fx.Node) -> TensorProxy:
         """Record a tensor that the function makes of numbers: each reader gets memory of its own, as in eager."""

@@ -21,7 +21,6 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from torch import Tensor
 
-from thunder_memsave.ops.claim import claim, own_executor, own_symbol
 from thunder_memsave.ops.operation import (
     NO_SCRATCH,
     Derivative,
@@ -54,7 +53,7 @@ def attention_kernel(
     backward_scratch: Mapping[str, Scratch] = NO_SCRATCH,
     numbers: Numbers | None = None,
 ) -> Kernel:
-    """Make the row of a kernel, and a symbol of its own: the lowering chooses between the kernels.
+    """Make the row of a kernel; `attention.py` and its neighbours choose between them.
 
     Args:
         name: The operator's name in the executed trace.
@@ -75,10 +74,8 @@ def attention_kernel(
         reads=(*operands, "output", "logsumexp", *settings),
         scratch=backward_scratch,
     )
-    kernel = Kernel(
+    return Kernel(
         name=name,
-        executor=own_executor,
-        symbol=own_symbol(name),
         takes=(*operands, *settings),
         run=forward,
         meta=_meta(logsumexp),
@@ -87,7 +84,6 @@ def attention_kernel(
         scratch=scratch,
         numbers=numbers,
     )
-    return claim(kernel)
 
 
 def _meta(shape: Callable[[Shape], Shape]) -> Callable[..., tuple[TensorProxy, TensorProxy]]:
@@ -110,35 +106,6 @@ def _like_operands(
 
 def _accumulate_dtype(dtype: Any) -> Any:
     return dtypes.float64 if dtype is dtypes.float64 else dtypes.float32
-
-
-def _cpu_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
-
-
-def _cpu_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        grad, query, key, value, output, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
 
 
 def _flash_forward(
@@ -328,15 +295,6 @@ def _drops_out(bsym: BoundSymbol) -> bool:
     given = {**dict(zip(parameters, bsym.args, strict=False)), **bsym.kwargs}
     return bool(given.get("dropout_p", 0.0) != 0.0)
 
-
-cpu_flash = attention_kernel(
-    "cpu_flash_attention",
-    forward=_cpu_forward,
-    backward=_cpu_backward,
-    scratch={"cpu": cpu_blocks_bytes},
-    backward_scratch={"cpu": cpu_blocks_bytes},
-)
-"""CPU kernel: takes additive masks of 2 or 4 dims."""
 
 cuda_flash = attention_kernel(
     "cuda_flash_attention",

@@ -10,16 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import thunder.torch as ltorch
 import torch
-from thunder.core import devices, dtypes
-from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
+from thunder_memsave.ops.cuda_device import device_of
 from thunder_memsave.ops.families.attention import (
-    cpu_flash_applies,
-    cuda_flash_applies,
+    flash_applies,
     scaled_dot_product_attention,
+    share_heads,
 )
 from thunder_memsave.ops.families.attention_kernels import (
     attention_kernel,
@@ -35,7 +33,8 @@ from thunder_memsave.ops.families.packed_attention import (
     whole_rows,
 )
 from thunder_memsave.ops.families.windowed_attention import flash_backward, flash_forward
-from thunder_memsave.ops.operation import Call, Operand, Operation
+from thunder_memsave.ops.kernel_calls import call_kernel, in_autocasts_dtype
+from thunder_memsave.ops.operation import Kernel, Operand, Operation
 
 _log = logging.getLogger(__name__)
 
@@ -191,28 +190,22 @@ cuda_packed = attention_kernel(
 )
 
 
-def _lower(call: Call) -> TensorProxy:
-    return _packed_attention(*call.args, **call.kwargs)
-
-
 def _packed_attention(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    boundaries: TensorProxy,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
     *,
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
     window: int | None = None,
-) -> TensorProxy:
-    """Record `packed_attention` on proxies; where no kernel takes the operands, attention under a mask."""
-    operands = (query, key, value)
-    if query.device.devicetype is devices.DeviceType.CUDA:
-        if cuda_flash_applies(*operands, dropout_p, is_causal=True):
-            return cuda_packed.symbol(*operands, boundaries, scale, window)
-    elif cpu_flash_applies(*operands, None, dropout_p):
-        return cpu_packed.symbol(*operands, boundaries, scale, window)
+) -> Tensor:
+    """Compute `packed_attention`; where no kernel takes the operands, by attention under a mask."""
+    query, key, value = in_autocasts_dtype(query, key, value)
+    kernel = None if dropout_p else _kernel_for(query, key, value)
+    if kernel is not None:
+        return call_kernel(kernel, query, key, value, boundaries, scale, window)
     _log.info(
         "no kernel takes packed rows of %s with %s numbers per head and dropout %s: they have a mask",
         query.dtype,
@@ -221,28 +214,29 @@ def _packed_attention(
     )
     mask = _mask(boundaries, query.shape[0], query.shape[2], window)
     return scaled_dot_product_attention(
-        *operands, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def _mask(boundaries: TensorProxy, num_rows: int, length: int, window: int | None) -> TensorProxy:
-    """Record `packed_mask`: the document of a position is how many end before it."""
-    positions = ltorch.arange(num_rows * length, device=boundaries.device, dtype=dtypes.int32)
-    ended = positions[:, None] >= boundaries[1:][None, :]
-    document = ended.to(dtypes.int32).sum(-1).reshape(num_rows, length)
-    same = document[:, :, None] == document[:, None, :]
-    past = ltorch.ones(length, length, device=boundaries.device, dtype=dtypes.bool8).tril()
-    if window is not None:
-        before = ltorch.ones(length, length, device=boundaries.device, dtype=dtypes.bool8)
-        past = past & ~before.tril(-window)
-    return (same & past)[:, None]
+def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
+    if device_of(query).type == "cuda":
+        return cuda_packed if flash_applies(query, key, value, is_causal=True) else None
+    return cpu_packed if share_heads(query, key, value) else None
+
+
+def _mask(boundaries: Tensor, num_rows: int, length: int, window: int | None) -> Tensor:
+    """Compute `packed_mask`: the document of a position is how many end before it."""
+    positions = torch.arange(num_rows * length, device=boundaries.device, dtype=torch.int32)
+    document = (positions[:, None] >= boundaries[1:][None, :]).sum(-1).view(num_rows, length)
+    allowed = (document[:, :, None] == document[:, None, :]).tril()
+    return (allowed if window is None else allowed.triu(1 - window))[:, None]
 
 
 OPERATIONS = (
     Operation(
         name="packed_attention",
         functions=(packed_attention,),
-        lower=_lower,
+        run=_packed_attention,
         kernels=(cpu_packed, cuda_packed),
     ),
 )

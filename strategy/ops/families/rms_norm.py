@@ -16,8 +16,8 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
-from thunder_memsave.ops.claim import claim, own_executor, own_symbol
-from thunder_memsave.ops.operation import Call, Derivative, Kernel, Operand, Operation
+from thunder_memsave.ops.kernel_calls import call_kernel
+from thunder_memsave.ops.operation import Derivative, Kernel, Operand, Operation
 
 
 def rms_norm(
@@ -150,56 +150,51 @@ def _bytes_of_rows(operands: Sequence[Operand]) -> int:
 
 _READS = ("value", "num_dims", "rstd", "weight", "eps")
 
-_kernel = claim(
-    Kernel(
-        name="rms_norm_kernel",
-        executor=own_executor,
-        symbol=own_symbol("rms_norm"),
-        takes=("value", "num_dims", "weight", "eps"),
-        run=rms_norm,
-        meta=_meta,
-        results=("result", "rstd"),
-        scratch={"cpu": _bytes_of_rows},
-        is_one_kernel=_is_cudas,
-        derivatives=(
-            Derivative(
-                name="rms_norm_kernel_backward",
-                run=_of_value,
-                meta=lambda grad, value, *_: TensorProxy(like=value),
-                of=("value",),
-                reads=_READS,
-                is_one_kernel=_is_cudas_backward,
-            ),
-            Derivative(
-                name="rms_norm_kernel_weight_backward",
-                run=_of_weight,
-                meta=_like_weight,
-                of=("weight",),
-                reads=_READS,
-                is_one_kernel=_is_cudas_backward,
-            ),
+_kernel = Kernel(
+    name="rms_norm_kernel",
+    takes=("value", "num_dims", "weight", "eps"),
+    run=rms_norm,
+    meta=_meta,
+    results=("result", "rstd"),
+    scratch={"cpu": _bytes_of_rows},
+    is_one_kernel=_is_cudas,
+    derivatives=(
+        Derivative(
+            name="rms_norm_kernel_backward",
+            run=_of_value,
+            meta=lambda grad, value, *_: TensorProxy(like=value),
+            fake=lambda grad, value, *_: torch.empty_like(value),
+            of=("value",),
+            reads=_READS,
+            is_one_kernel=_is_cudas_backward,
         ),
-    )
+        Derivative(
+            name="rms_norm_kernel_weight_backward",
+            run=_of_weight,
+            meta=_like_weight,
+            fake=lambda grad, value, num_dims, rstd, weight, *_: torch.empty_like(weight),
+            of=("weight",),
+            reads=_READS,
+            is_one_kernel=_is_cudas_backward,
+        ),
+    ),
 )
 
 
-def _lower(call: Call) -> TensorProxy:
-    def arguments(
-        input: TensorProxy,
-        normalized_shape: Sequence[int],
-        weight: TensorProxy | None = None,
-        eps: float | None = None,
-    ) -> Sequence[Any]:
-        return input, len(normalized_shape), weight, eps
-
-    return _kernel.symbol(*arguments(*call.args, **call.kwargs))
+def _of_torch(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    return call_kernel(_kernel, input, len(normalized_shape), weight, eps)
 
 
 OPERATIONS = (
     Operation(
         name="rms_norm",
         functions=(torch.rms_norm, F.rms_norm),
-        lower=_lower,
+        run=_of_torch,
         kernels=(_kernel,),
     ),
 )

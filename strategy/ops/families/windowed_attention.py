@@ -10,21 +10,17 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
-from thunder.core import devices
-from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
-from thunder_memsave.ops.families.attention import (
-    cuda_flash_applies,
-    scaled_dot_product_attention,
-)
+from thunder_memsave.ops.cuda_device import device_of
+from thunder_memsave.ops.families.attention import flash_applies, scaled_dot_product_attention
 from thunder_memsave.ops.families.attention_kernels import (
     attention_kernel,
     cuda_backward_bytes,
     no_dropout,
 )
-from thunder_memsave.ops.operation import Call, Operation
+from thunder_memsave.ops.kernel_calls import call_kernel, in_autocasts_dtype
+from thunder_memsave.ops.operation import Operation
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +49,18 @@ def windowed_attention(
         scale: Factor of the scores.
         enable_gqa: Whether several heads of queries share one of keys and values.
     """
-    return F.scaled_dot_product_attention(
+    if device_of(query).type == "cuda":
+        operands = in_autocasts_dtype(query, key, value)
+        if dropout_p == 0.0 and flash_applies(*operands, is_causal=True):
+            return call_kernel(cuda_windowed, *operands, window, scale)
+        _log.info(
+            "no kernel takes a window of %s positions of %s with %s numbers per head and dropout %s: it has a mask",
+            window,
+            query.dtype,
+            query.shape[-1],
+            dropout_p,
+        )
+    return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
 
@@ -161,42 +168,11 @@ cuda_windowed = attention_kernel(
 )
 
 
-def _lower(call: Call) -> TensorProxy:
-    return _windowed_attention(*call.args, **call.kwargs)
-
-
-def _windowed_attention(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: TensorProxy,
-    *,
-    window: int,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> TensorProxy:
-    """Record `windowed_attention` on proxies; where no kernel takes the operands, attention under the mask."""
-    if query.device.devicetype is devices.DeviceType.CUDA:
-        if cuda_flash_applies(query, key, value, dropout_p, is_causal=True):
-            return cuda_windowed.symbol(query, key, value, window, scale)
-        _log.info(
-            "no kernel takes a window of %s positions of %s with %s numbers per head and dropout %s: it has a mask",
-            window,
-            query.dtype,
-            query.shape[-1],
-            dropout_p,
-        )
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
-    )
-
-
 OPERATIONS = (
     Operation(
         name="windowed_attention",
         functions=(windowed_attention,),
-        lower=_lower,
+        run=windowed_attention,
         kernels=(cuda_windowed,),
     ),
 )

@@ -33,7 +33,9 @@ def calls(twins: Twins) -> list[tuple[str, bool, bool]]:
     found = []
     for bsym in twins.compiled.captures[-1].forward_traces[-1].bound_symbols:
         if "attention" in bsym.sym.name:
-            mask, is_causal, _ = bsym.args[3:]
+            dropout_and_causal = bsym.args[3:5]
+            mask = bsym.kwargs.get("attn_mask")
+            is_causal = dropout_and_causal[1:] == (True,)
             found.append((bsym.sym.name, isinstance(mask, TensorProxy), is_causal))
     return found
 
@@ -47,8 +49,9 @@ def squares(twins: Twins, length: int = LENGTH) -> set[str]:
     }
 
 
-CAUSAL = ("cpu_flash_attention", False, True)
-MASKED = ("cpu_flash_attention", True, False)
+FLASH = "aten_scaled_dot_product_flash_attention_for_cpu"
+CAUSAL = (FLASH, False, True)
+MASKED = (FLASH, True, False)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_keys_and_values_of_grouped_queries_are_not_repeated() -> None:
     attention = [
         bsym
         for bsym in twins.compiled.captures[-1].forward_traces[-1].bound_symbols
-        if bsym.sym.name == "cpu_flash_attention"
+        if bsym.sym.name == FLASH
     ]
     assert {tuple(b.args[1].shape) for b in attention} == {(2, 2, LENGTH, 8)}
 

@@ -1,4 +1,4 @@
-"""CPU attention: one operator forward, one backward, the same numbers as eager; a decomposition elsewhere."""
+"""CPU attention: one operator forward, one backward, the same numbers as eager, as PyTorch chooses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_flash_attention_is_one_operator_each_way_and_saves_no_scores() -> None:
     twins = Twins(Attention(is_causal=True))
     twins.assert_equal(*_heads(2, 3, 16, 8), loss=weighted_sum)
     symbols = _symbols(twins)
-    assert symbols.count("cpu_flash_attention") == 1
-    assert symbols.count("cpu_flash_attention_backward") == 1
+    assert symbols.count("aten_scaled_dot_product_flash_attention_for_cpu") == 1
+    assert symbols.count("aten_scaled_dot_product_flash_attention_for_cpu_backward") == 1
     saved = twins.compiled.captures[0].forward_traces[-1].output[1][0]
     assert all(tuple(t.shape)[-2:] != (16, 16) for t in saved)
 
@@ -47,7 +47,7 @@ def test_additive_and_boolean_masks_match_eager(mask_shape: tuple[int, ...]) -> 
     mask[..., 0] = True
     twins.assert_equal(*heads, mask, loss=weighted_sum)
     twins.assert_equal(*heads, torch.randn(mask_shape), loss=weighted_sum)
-    assert "cpu_flash_attention" in _symbols(twins)
+    assert "aten_scaled_dot_product_flash_attention_for_cpu" in _symbols(twins)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_shapes_that_flash_does_not_take_are_decomposed_and_match_eager(
 ) -> None:
     twins = Twins(Attention(is_causal=True))
     twins.assert_equal(*(torch.randn(s) for s in shapes), loss=weighted_sum)
-    assert "cpu_flash_attention" not in _symbols(twins)
+    assert "aten_scaled_dot_product_flash_attention_for_cpu" not in _symbols(twins)
 
 
 def test_float64_matches_eager() -> None:

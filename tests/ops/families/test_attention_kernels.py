@@ -10,25 +10,18 @@ import torch
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
 
+from harness.kernels_called import TORCHS_OWN, kernel_called
 from harness.on_cuda import facts, on_cuda
-from thunder_memsave.ops.claim import own_executor
 from thunder_memsave.ops.families.attention import scaled_dot_product_attention
 from thunder_memsave.ops.families.attention_kernels import (
     _bias,
-    _cudnn_backward,
-    _cudnn_forward,
-    _efficient_backward,
-    _efficient_forward,
-    _flash_backward,
-    _flash_forward,
+    cuda_cudnn,
+    cuda_efficient,
+    cuda_flash,
 )
+from thunder_memsave.ops.operation import Kernel
 
 HALF = torch.bfloat16
-KERNELS: dict[str, tuple[Any, Any]] = {
-    "cuda_flash_attention": (_flash_forward, _flash_backward),
-    "cuda_cudnn_attention": (_cudnn_forward, _cudnn_backward),
-    "cuda_efficient_attention": (_efficient_forward, _efficient_backward),
-}
 
 
 def heads(num: int, length: int, width: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -38,45 +31,44 @@ def heads(num: int, length: int, width: int, dtype: torch.dtype = HALF) -> Tenso
 @pytest.mark.parametrize(
     ("kernel", "num_heads", "dtype", "mask_shape"),
     [
-        ("cuda_flash_attention", 4, HALF, None),
-        ("cuda_flash_attention", 2, HALF, None),
-        ("cuda_cudnn_attention", 4, HALF, None),
-        ("cuda_cudnn_attention", 2, HALF, None),
-        ("cuda_efficient_attention", 4, HALF, (2, 1, 40, 40)),
-        ("cuda_efficient_attention", 4, torch.float32, (40, 40)),
-        ("cuda_efficient_attention", 4, torch.float32, None),
+        (cuda_flash, 4, HALF, None),
+        (cuda_flash, 2, HALF, None),
+        (cuda_cudnn, 4, HALF, None),
+        (cuda_cudnn, 2, HALF, None),
+        (cuda_efficient, 4, HALF, (2, 1, 40, 40)),
+        (cuda_efficient, 4, torch.float32, (40, 40)),
+        (cuda_efficient, 4, torch.float32, None),
     ],
 )
 def test_what_the_trace_says_of_a_kernel_is_what_pytorch_says(
-    kernel: str, num_heads: int, dtype: torch.dtype, mask_shape: tuple[int, ...] | None
+    kernel: Kernel, num_heads: int, dtype: torch.dtype, mask_shape: tuple[int, ...] | None
 ) -> None:
     query, key = heads(4, 40, 64, dtype), heads(num_heads, 40, 64, dtype)
     mask = None if mask_shape is None else torch.empty(mask_shape, device="meta", dtype=torch.bool)
     settings = (mask, mask is None, None)
-    run, differentiate = KERNELS[kernel]
-    results = run(query, key, key, *settings)
-    grads = differentiate(query, query, key, key, *results, *settings)
-    forward, backward = (own_executor.opmap[n] for n in (kernel, f"{kernel}_backward"))
+    (backward,) = kernel.derivatives
+    results = kernel.run(query, key, key, *settings)
+    grads = backward.run(query, query, key, key, *results, *settings)
     with tracectx(TraceCtx(None)):
         q, k = on_cuda(query), on_cuda(key)
-        said = forward.meta(q, k, k, None, True, None)
+        said = kernel.meta(q, k, k, None, True, None)
         said_grads = backward.meta(q, q, k, k, *said, None, True, None)
     assert facts(said) == facts(results)
     assert facts(said_grads) == facts(grads)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_heads", "width", "with_mask", "dropout_p", "symbols"),
+    ("dtype", "num_heads", "width", "with_mask", "dropout_p", "kernel"),
     [
-        (HALF, 4, 64, False, 0.0, ["cuda_flash_attention_prim"]),
-        (HALF, 2, 64, False, 0.0, ["cuda_flash_attention_prim"]),
-        (HALF, 4, 64, True, 0.0, ["cuda_efficient_attention_prim"]),
-        (torch.float32, 4, 64, False, 0.0, ["cuda_efficient_attention_prim"]),
-        (HALF, 4, 256, False, 0.0, ["cuda_flash_attention_prim"]),
-        (HALF, 4, 264, False, 0.0, ["cuda_efficient_attention_prim"]),
-        (torch.float64, 4, 64, False, 0.0, ["scaled_dot_product_attention"]),
-        (HALF, 4, 12, False, 0.0, ["scaled_dot_product_attention"]),
-        (HALF, 4, 64, False, 0.1, ["scaled_dot_product_attention"]),
+        (HALF, 4, 64, False, 0.0, "cuda_flash_attention"),
+        (HALF, 2, 64, False, 0.0, "cuda_flash_attention"),
+        (HALF, 4, 64, True, 0.0, "cuda_efficient_attention"),
+        (torch.float32, 4, 64, False, 0.0, "cuda_efficient_attention"),
+        (HALF, 4, 256, False, 0.0, "cuda_flash_attention"),
+        (HALF, 4, 264, False, 0.0, "cuda_efficient_attention"),
+        (torch.float64, 4, 64, False, 0.0, TORCHS_OWN),
+        (HALF, 4, 12, False, 0.0, TORCHS_OWN),
+        (HALF, 4, 64, False, 0.1, TORCHS_OWN),
     ],
 )
 def test_the_kernel_is_chosen_by_what_the_trace_is_for(
@@ -85,20 +77,17 @@ def test_the_kernel_is_chosen_by_what_the_trace_is_for(
     width: int,
     with_mask: bool,
     dropout_p: float,
-    symbols: list[str],
+    kernel: str,
 ) -> None:
-    trace = TraceCtx(None)
-    with tracectx(trace):
-        query, key = (
-            on_cuda(heads(4, 40, width, dtype)),
-            on_cuda(heads(num_heads, 40, width, dtype)),
-        )
-        mask = on_cuda(torch.empty(40, 40, device="meta", dtype=torch.bool)) if with_mask else None
-        output = scaled_dot_product_attention(
-            query, key, key, mask, dropout_p, not with_mask, enable_gqa=num_heads != 4
-        )
-    assert output.shape == query.shape
-    assert [b.sym.name for b in trace.bound_symbols] == symbols
+    query, key = heads(4, 40, width, dtype), heads(num_heads, 40, width, dtype)
+    mask = torch.empty(40, 40, device="meta", dtype=torch.bool) if with_mask else None
+    settings: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "is_causal": not with_mask,
+        "enable_gqa": num_heads != 4,
+    }
+    found = kernel_called(scaled_dot_product_attention, query, key, key, mask, **settings)
+    assert found == kernel
 
 
 @pytest.mark.parametrize("num_columns", [32, 33])

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from harness.flash_kernels import band, flash_on_cpu
+from harness.kernels_called import kernel_called
 from harness.on_cuda import facts, on_cuda
 from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.measure.layouts import Layout, Value
 from thunder_memsave.measure.op_profile import Operation
 from thunder_memsave.measure.run_alone import ready_to_run
-from thunder_memsave.ops.claim import own_executor
-from thunder_memsave.ops.families.attention_kernels import cpu_flash
 from thunder_memsave.ops.families.packed_attention import (
     band_of,
     boundaries_of,
@@ -160,10 +159,11 @@ def test_neighbours_of_one_length_are_one_call_with_the_bits_of_each_alone() -> 
     grads = cpu_packed.derivatives[0].run(grad, *heads, output, logsumexp, boundaries, None)
     for document in documents(boundaries, 2, length):
         own = [document.of(t) for t in heads]
-        alone = cpu_flash.run(*own, None, True, None)
+        alone = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*own, 0.0, True)
         for found, expected in zip((output, logsumexp), alone, strict=True):
             assert torch.equal(document.of(found), expected)
-        gradients = cpu_flash.derivatives[0].run(document.of(grad), *own, *alone, None, True, None)
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = run(document.of(grad), *own, *alone, 0.0, True)
         for found, expected in zip(grads, gradients, strict=True):
             assert torch.equal(document.of(found), expected)
 
@@ -222,35 +222,31 @@ def test_what_the_trace_says_of_cudas_kernel_is_what_pytorch_says(num_keys: int)
     boundaries = BOUNDARIES.to("meta")
     results = cuda_packed.run(*heads, boundaries, None)
     grads = cuda_packed.derivatives[0].run(heads[0], *heads, *results, boundaries, None)
-    forward = own_executor.opmap[cuda_packed.name]
-    backward = own_executor.opmap[f"{cuda_packed.name}_backward"]
     with tracectx(TraceCtx(None)):
         proxies = [on_cuda(h) for h in heads]
-        said = forward.meta(*proxies, on_cuda(boundaries), None)
-        said_grads = backward.meta(proxies[0], *proxies, *said, on_cuda(boundaries), None)
+        said = cuda_packed.meta(*proxies, on_cuda(boundaries), None)
+        said_grads = cuda_packed.derivatives[0].meta(
+            proxies[0], *proxies, *said, on_cuda(boundaries), None
+        )
     assert facts(said) == facts(results)
     assert facts(said_grads) == facts(grads)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "symbol"),
+    ("dtype", "kernel"),
     [
-        (torch.bfloat16, "cuda_packed_attention_prim"),
-        (torch.float32, "cuda_efficient_attention_prim"),
+        (torch.bfloat16, "cuda_packed_attention"),
+        (torch.float32, "cuda_efficient_attention"),
     ],
 )
 def test_without_a_kernel_that_takes_the_operands_there_is_a_mask(
-    dtype: torch.dtype, symbol: str, caplog: pytest.LogCaptureFixture
+    dtype: torch.dtype, kernel: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="thunder_memsave.ops.families.packed_kernels")
-    trace = TraceCtx(None)
-    with tracectx(trace):
-        query, key, value = (on_cuda(t) for t in operands(dtype=dtype))
-        boundaries = on_cuda(BOUNDARIES)
-        output = _packed_attention(query, key, value, boundaries, enable_gqa=True, window=4)
-    assert output.shape == (ROWS, HEADS, LENGTH, WIDTH)
-    assert trace.bound_symbols[-1].sym.name == symbol
-    said = "no kernel takes packed rows of thunder.dtypes.float32 with 8 numbers per head"
+    heads = operands(dtype=dtype)
+    found = kernel_called(_packed_attention, *heads, BOUNDARIES, enable_gqa=True, window=4)
+    assert found == kernel
+    said = "no kernel takes packed rows of torch.float32 with 8 numbers per head"
     assert (said in caplog.text) is (dtype is torch.float32)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.ops.claim import own_executor
 from thunder_memsave.ops.families.rms_norm import OPERATIONS, rms_norm
+from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.planner.devices import device
 

@@ -12,19 +12,14 @@ from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor, nn
 
 from harness.flash_kernels import band, flash_on_cpu
+from harness.kernels_called import TORCHS_OWN, kernel_called
 from harness.on_cuda import facts, on_cuda
 from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.frontend.capture import Call
 from thunder_memsave.measure.layouts import Layout
-from thunder_memsave.ops.claim import own_executor
-from thunder_memsave.ops.cuda_device import planned_for
-from thunder_memsave.ops.families.windowed_attention import (
-    _windowed_attention,
-    cuda_windowed,
-    windowed_attention,
-)
+from thunder_memsave.ops.families.windowed_attention import cuda_windowed, windowed_attention
 from thunder_memsave.ops.table import scratch_bytes
 
 ROWS, HEADS, KEYS, LENGTH, WIDTH = 2, 4, 2, 12, 8
@@ -91,26 +86,25 @@ def test_what_the_trace_says_of_the_kernel_is_what_pytorch_says(num_keys: int) -
     heads = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in shapes]
     results = cuda_windowed.run(*heads, 5, None)
     grads = BACKWARD.run(heads[0], *heads, *results, 5, None)
-    forward, backward = (own_executor.opmap[n] for n in (cuda_windowed.name, BACKWARD.name))
     with tracectx(TraceCtx(None)):
         proxies = [on_cuda(h) for h in heads]
-        said = forward.meta(*proxies, 5, None)
-        said_grads = backward.meta(proxies[0], *proxies, *said, 5, None)
+        said = cuda_windowed.meta(*proxies, 5, None)
+        said_grads = BACKWARD.meta(proxies[0], *proxies, *said, 5, None)
     assert facts(said) == facts(results)
     assert facts(said_grads) == facts(grads)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "dropout_p", "capability", "symbol"),
+    ("dtype", "width", "dropout_p", "capability", "kernel"),
     [
-        (torch.bfloat16, 64, 0.0, (9, 0), "cuda_windowed_attention_prim"),
-        (torch.float16, 256, 0.0, (8, 9), "cuda_windowed_attention_prim"),
-        (torch.bfloat16, 208, 0.0, (9, 0), "cuda_windowed_attention_prim"),
-        (torch.bfloat16, 208, 0.0, (8, 9), "cuda_efficient_attention_prim"),
-        (torch.bfloat16, 208, 0.0, (12, 0), "cuda_efficient_attention_prim"),
-        (torch.bfloat16, 64, 0.0, (7, 5), "cuda_efficient_attention_prim"),
-        (torch.float32, 64, 0.0, (9, 0), "cuda_efficient_attention_prim"),
-        (torch.bfloat16, 64, 0.1, (9, 0), "scaled_dot_product_attention"),
+        (torch.bfloat16, 64, 0.0, (9, 0), "cuda_windowed_attention"),
+        (torch.float16, 256, 0.0, (8, 9), "cuda_windowed_attention"),
+        (torch.bfloat16, 208, 0.0, (9, 0), "cuda_windowed_attention"),
+        (torch.bfloat16, 208, 0.0, (8, 9), "cuda_efficient_attention"),
+        (torch.bfloat16, 208, 0.0, (12, 0), "cuda_efficient_attention"),
+        (torch.bfloat16, 64, 0.0, (7, 5), "cuda_efficient_attention"),
+        (torch.float32, 64, 0.0, (9, 0), "cuda_efficient_attention"),
+        (torch.bfloat16, 64, 0.1, (9, 0), TORCHS_OWN),
     ],
 )
 def test_where_no_kernel_takes_the_window_there_is_a_mask(
@@ -118,20 +112,19 @@ def test_where_no_kernel_takes_the_window_there_is_a_mask(
     width: int,
     dropout_p: float,
     capability: tuple[int, int],
-    symbol: str,
+    kernel: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="thunder_memsave.ops.families.windowed_attention")
-    trace = TraceCtx(None)
     shapes = [(ROWS, n, LENGTH, width) for n in (HEADS, KEYS)]
     query, key = (torch.empty(s, device="meta", dtype=dtype) for s in shapes)
-    with tracectx(trace), planned_for(capability):
-        q, k = on_cuda(query), on_cuda(key)
-        mask = on_cuda(torch.empty(LENGTH, LENGTH, device="meta", dtype=torch.bool))
-        output = _windowed_attention(q, k, k, mask, window=5, dropout_p=dropout_p, enable_gqa=True)
-    assert output.shape == query.shape
-    assert trace.bound_symbols[-1].sym.name == symbol
-    is_masked = symbol != "cuda_windowed_attention_prim"
+    mask = torch.empty(LENGTH, LENGTH, device="meta", dtype=torch.bool)
+    settings: Any = {"window": 5, "dropout_p": dropout_p, "enable_gqa": True}
+    found = kernel_called(
+        windowed_attention, query, key, key, mask, **settings, capability=capability
+    )
+    assert found == kernel
+    is_masked = kernel != "cuda_windowed_attention"
     assert ("no kernel takes a window of 5 positions" in caplog.text) is is_masked
 
 

@@ -1,0 +1,119 @@
+"""Our kernels as functions of tensors, for graphs that PyTorch traces: each call stays whole.
+
+`call_kernel` has no numbers to compute with: it stands for the kernel while `aten/joint_graph.py` traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor
+
+from thunder_memsave.aten.whole_calls import call_whole
+from thunder_memsave.ops.operation import Derivative, Kernel
+
+own_executor = OperatorExecutor("thunder_memsave_own", version="0")
+"""Runs kernels of ours that stand for no symbol of Thunder's."""
+register_executor(own_executor)
+
+
+def call_kernel(kernel: Kernel, *arguments: Any) -> Tensor:
+    """Return the kernel's first result.
+
+    Args:
+        kernel: One without a symbol.
+        arguments: What it takes, in its order.
+    """
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    return call_whole(_Rule(kernel, tuple(arguments)), *tensors)
+
+
+def in_autocasts_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does for the operators of its list for lower precision."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    kernel: Kernel
+    arguments: tuple[Any, ...]
+
+    def result(self, tensors: Sequence[Tensor]) -> Tensor:
+        return _tuple(self.kernel.run(*self._with(tensors)))[0]  # type: ignore[no-any-return]
+
+    def gradients(self, grad: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        named = self._named(self._with(tensors), self.kernel.run(*self._with(tensors)))
+        found: dict[str, Tensor] = {}
+        for derivative in self._derivatives(named):
+            run = derivative.fake or derivative.run
+            found |= _gradients(derivative, run(grad, *(named[n] for n in derivative.reads)))
+        return [found.get(name) for name in self._names_of_tensors]
+
+    def record(
+        self, operands: Sequence[TensorProxy], others: Sequence[TensorProxy]
+    ) -> tuple[TensorProxy, Mapping[str, Any]]:
+        values = self._with(operands)
+        results = _symbol(self.kernel)(*values)
+        named = self._named(values, results)
+        return named[self.kernel.results[0]], named
+
+    def record_backward(
+        self, grad: TensorProxy, saved: Mapping[str, Any]
+    ) -> Sequence[TensorProxy | None]:
+        """Record each derivative as an operator, so that those whose gradients nobody reads are left out."""
+        found: dict[str, TensorProxy] = {}
+        for derivative in self._derivatives(saved):
+            operator = _symbol(derivative)
+            found |= _gradients(derivative, operator(grad, *(saved[n] for n in derivative.reads)))
+        return [found.get(name) for name in self._names_of_tensors]
+
+    @property
+    def _names_of_tensors(self) -> list[str]:
+        pairs = zip(self.kernel.takes, self.arguments, strict=True)
+        return [name for name, a in pairs if isinstance(a, Tensor)]
+
+    def _with(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the arguments with others in place of the tensors."""
+        remaining = iter(tensors)
+        return [next(remaining) if isinstance(a, Tensor) else a for a in self.arguments]
+
+    def _named(self, values: Sequence[Any], results: Any) -> dict[str, Any]:
+        return {
+            **dict(zip(self.kernel.takes, values, strict=True)),
+            **dict(zip(self.kernel.results, _tuple(results), strict=True)),
+        }
+
+    def _derivatives(self, named: Mapping[str, Any]) -> list[Derivative]:
+        """Return those that have an operand."""
+        derivatives = self.kernel.derivatives
+        return [d for d in derivatives if any(named[n] is not None for n in d.of)]
+
+
+_symbols: dict[str, Symbol] = {}
+
+
+def _symbol(operator: Kernel | Derivative) -> Symbol:
+    """Return the operator's symbol in a trace; each is registered once."""
+    if operator.name not in _symbols:
+        _symbols[operator.name] = own_executor.register_operator(
+            operator.name, meta=operator.meta, fn=operator.run
+        )
+    return _symbols[operator.name]
+
+
+def _gradients(derivative: Derivative, results: Any) -> dict[str, Any]:
+    return dict(zip(derivative.of, _tuple(results), strict=True))
+
+
+def _tuple(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
