@@ -61,8 +61,8 @@ class CompileConfig(Section):
 
     frontend: Literal["dynamo", "aot", "interpreter"] = "dynamo"
     """`dynamo` captures with torch's guards, and Thunder differentiates; `aot` captures so too, and PyTorch
-    differentiates, to ATen operators: eager's bits and random numbers, but neither fp8 nor packed rows
-    without a mask; `interpreter` is Thunder's own interpreter, which is slower."""
+    differentiates, to ATen operators: eager's bits and random numbers; `interpreter` is Thunder's own
+    interpreter, which is slower."""
 
     executors: tuple[str, ...] | None = None
     """Names of Thunder executors in order of preference; None takes the defaults."""

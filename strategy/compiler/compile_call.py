@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -173,13 +172,13 @@ class CallCompiler:
         self, captured: Capture, compile_data: CompileData, opaque: OpaqueExecutor
     ) -> Lowered:
         as_whole = self.config.frontend == "aot"
-        assert self.fp8 is None or not as_whole, "the strategy refuses it"
-        return (lower_whole if as_whole else partial(lower, fp8=self.fp8))(
+        return (lower_whole if as_whole else lower)(
             captured,
             compile_data=compile_data,
             data_parallel=self.data_parallel,
             opaque=opaque,
             target=self.target,
+            fp8=self.fp8,
         )
 
     @property

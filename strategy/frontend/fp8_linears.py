@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import thunder.torch as ltorch
@@ -14,9 +14,11 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor, fx
 from torch.nn.functional import linear
 
+from thunder_memsave.aten.whole_calls import call_whole
 from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, StatePart
 from thunder_memsave.fp8.compute.symbols import (
     Computation,
+    LinearOperators,
     StateProxies,
     dequantized,
     fp8_linear,
@@ -84,19 +86,52 @@ class LinearNodes:
         Autocast changes only the dtype of the result: the input is cast to it, the weight is quantised uncast.
         """
         linear = self._linear_of[node]
-        x, weight, *rest = (*args, *(kwargs[k] for k in ("input", "weight") if k in kwargs))
-        bias = rest[0] if rest else kwargs.get("bias")
+        x, weight, bias = _operands(args, kwargs)
         state = self._proxies[linear.name]
         if linear.is_kept_in_fp8:
             state = replace(state, weight=weight)
-        computation = Computation(
+        dtype = dtypes.to_dtype(node.meta["example_value"].dtype)
+        return fp8_linear(self._computation(linear), ltorch.to(x, dtype), weight, bias, state)
+
+    def call(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Compute the node on tensors without numbers, as a call that stays whole; see `run`."""
+        linear = self._linear_of[node]
+        x, weight, bias = _operands(args, kwargs)
+        rule = _InFp8(self._computation(linear), linear.name, self)
+        x = x.to(node.meta["example_value"].dtype)
+        return call_whole(rule, x, weight, *(() if bias is None else (bias,)))
+
+    def kept_weights(self) -> list[Tensor]:
+        """Return the weights of which linears read the fp8 numbers that are kept."""
+        found = self._linear_of.values()
+        return list({f.name: f.linear.weight for f in found if f.is_kept_in_fp8}.values())
+
+    def state_among(self, name: str, others: Sequence[TensorProxy]) -> StateProxies:
+        """Return the state of a linear.
+
+        Args:
+            name: The linear's.
+            others: Proxies of `tensors`, then of the numbers of `kept_weights`.
+        """
+        remaining = iter(others)
+        states = {
+            n: StateProxies(**{part: next(remaining) for part in parts})
+            for n, parts in self._parts.items()
+        }
+        linears = self._linears.by_name
+        numbers = {id(w): next(remaining) for w in self.kept_weights()}
+        weight = linears[name].linear.weight
+        if linears[name].is_kept_in_fp8:
+            return replace(states[name], weight=numbers[id(weight)])
+        return states[name]
+
+    def _computation(self, linear: Fp8Linear) -> Computation:
+        return Computation(
             backend=self._linears.backend,
             recipe=self._linears.recipe,
             records=self._records,
             is_frozen=linear.is_frozen,
         )
-        dtype = dtypes.to_dtype(node.meta["example_value"].dtype)
-        return fp8_linear(computation, ltorch.to(x, dtype), weight, bias, state)
 
     def weight_itself(self, tensor: Tensor, numbers: TensorProxy) -> TensorProxy:
         """Record the dequantised weight, for an operation that is not an fp8 linear.
@@ -133,6 +168,41 @@ class LinearNodes:
             dtype=dtypes.to_dtype(tensor.dtype),
             requires_grad=False,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _InFp8:
+    """The rule by which a linear in fp8 is one call: `(input, weight, bias if it has one) -> result`."""
+
+    computation: Computation
+    name: str
+    nodes: LinearNodes
+
+    def result(self, tensors: Sequence[Tensor]) -> Tensor:
+        x, weight = tensors[:2]
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    def gradients(self, grad: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return [t.new_empty(t.shape) for t in tensors]
+
+    def record(
+        self, operands: Sequence[TensorProxy], others: Sequence[TensorProxy]
+    ) -> tuple[TensorProxy, LinearOperators]:
+        x, weight, *bias = operands
+        state = self.nodes.state_among(self.name, others)
+        found = LinearOperators(self.computation, x, weight, next(iter(bias), None), state)
+        return found.forward(), found
+
+    def record_backward(
+        self, grad: TensorProxy, saved: LinearOperators
+    ) -> Sequence[TensorProxy | None]:
+        return saved.gradients(grad)
+
+
+def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the input, the weight and the bias."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+    return given["input"], given["weight"], given.get("bias")
 
 
 def _found(linears: Fp8Linears, capture: Capture) -> Iterator[tuple[fx.Node, Fp8Linear]]:

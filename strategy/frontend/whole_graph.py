@@ -21,8 +21,10 @@ from thunder_memsave.aten.joint_graph import JointGraph, Operand, UntraceableErr
 from thunder_memsave.aten.origin import KeepsOrigin
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
+from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.frontend.aliasing import refuse_changed_weights
 from thunder_memsave.frontend.capture import Capture
+from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.fx_nodes import function_name, node_callable, refuse_numbers, where
 from thunder_memsave.frontend.graph_inputs import GraphInputs, LazyInput
 from thunder_memsave.frontend.graph_outputs import OutputOrder, distinct_values, graph_outputs
@@ -54,6 +56,7 @@ def lower_whole(
     data_parallel: DataParallel | None,
     opaque: OpaqueExecutor,
     target: torch.device | None = None,
+    fp8: Fp8Linears | None = None,
 ) -> Lowered:
     """Trace `capture.graph` and its vector-Jacobian product; the arguments are those of `lowering.lower`.
 
@@ -67,9 +70,11 @@ def lower_whole(
     changed = changed_storages(capture.graph)
     simplify_attention(capture.graph, changed=changed, target=target)
     join_rms_norms(capture.graph, changed=changed)
-    scale_smaller_operands(capture.graph, changed=changed, stays=lambda linear: False)
-    inputs = GraphInputs(capture, compile_data, data_parallel, target, None)
-    return _WholeGraph(capture, compile_data, inputs, opaque, target).lower()
+    linears = None if fp8 is None else LinearNodes(fp8, capture, target)
+    in_fp8 = linears.computes if linears is not None else lambda node: False
+    scale_smaller_operands(capture.graph, changed=changed, stays=in_fp8)
+    inputs = GraphInputs(capture, compile_data, data_parallel, target, linears)
+    return _WholeGraph(capture, compile_data, inputs, opaque, target, linears).lower()
 
 
 @dataclass(slots=True)
@@ -79,6 +84,7 @@ class _WholeGraph:
     inputs: GraphInputs
     opaque: OpaqueExecutor
     target: torch.device | None
+    fp8: LinearNodes | None
     trace: TraceCtx = field(default_factory=lambda: TraceCtx(computation))
 
     def lower(self) -> Lowered:
@@ -88,10 +94,13 @@ class _WholeGraph:
         outputs, computed = graph_outputs(capture.graph, as_they_are=as_they_are)
         with tracectx(self.trace), in_language():
             lazy, constants = self.inputs.proxies(), self.inputs.constants()
-            begin(self.trace, (*(i.proxy for i in lazy), *(p for _, p in constants)))
-            function = _Function(capture.graph, computed, tuple(t for t, _ in constants))
+            state = () if self.fp8 is None else self.fp8.proxies()
+            of_constants = [p for _, p in constants]
+            begin(self.trace, (*(i.proxy for i in lazy), *of_constants, *state))
+            held = tuple(t for t, _ in constants)
+            function = _Function(capture.graph, computed, held, self.fp8)
             joint = self._joint(function)
-            returned = self._record(joint, function, lazy, [p for _, p in constants])
+            returned = self._record(joint, function, lazy, of_constants, state)
             prims.python_return(tuple(map(distinct_values(), returned)))
         return Lowered(
             trace=self.trace,
@@ -100,6 +109,7 @@ class _WholeGraph:
             depends_on=tuple(self._reached(joint, function, i) for i in range(len(computed))),
             training=capture.training,
             outputs=OutputOrder.of(capture.graph, outputs, computed, views),
+            state=tuple if self.fp8 is None else self.fp8.tensors,
         )
 
     def _joint(self, function: _Function) -> JointGraph:
@@ -120,17 +130,31 @@ class _WholeGraph:
         function: _Function,
         lazy: Sequence[LazyInput],
         constants: Sequence[TensorProxy],
+        state: Sequence[TensorProxy],
     ) -> list[TensorProxy]:
         """Record the operators, and the copies to what the graph changes; return the outputs."""
         recorded = RecordedJoint(joint, self.opaque, self.target, operands_vary=False)
         with differentiated(self.compile_data, enabled=True):
-            operands = [*(self.inputs.force(lazy[i]) for i in function.read), *constants]
-            results = list(joint_symbol(recorded, function)(*operands))
+            operands = [*(self._value(lazy[i], function, i) for i in function.read), *constants]
+            others = (*state, *self._kept_weights(lazy))
+            results = list(joint_symbol(recorded, function)(*operands, *others))
         num_outputs = len(results) - len(joint.writes)
         with differentiated(self.compile_data, enabled=False):
             for (index, _), value in zip(joint.writes, results[num_outputs:], strict=True):
                 operands[index].copy_(value)
         return results[:num_outputs]
+
+    def _value(self, lazy: LazyInput, function: _Function, index: int) -> TensorProxy:
+        """Return an input; of a weight that only linears in fp8 read, the numbers that are kept."""
+        users = function.placeholders[index].users
+        as_kept = self.fp8 is not None and all(map(self.fp8.computes, users))
+        return self.inputs.force(lazy, as_kept=as_kept)
+
+    def _kept_weights(self, lazy: Sequence[LazyInput]) -> list[TensorProxy]:
+        """Return the numbers of the weights that linears read in fp8."""
+        by_tensor = {id(i.graph_input.tensor): i for i in lazy}
+        weights = () if self.fp8 is None else self.fp8.kept_weights()
+        return [self.inputs.force(by_tensor[id(w)], as_kept=True) for w in weights]
 
     def _reached(self, joint: JointGraph, function: _Function, output: int) -> frozenset[int]:
         """Return the inputs of the graph that an output gives a gradient to."""
@@ -144,9 +168,13 @@ class _Function:
     __module__ = "torch"  # it has no name of its own that a user knows
 
     def __init__(
-        self, graph: fx.GraphModule, computed: Sequence[fx.Node], constants: tuple[Tensor, ...]
+        self,
+        graph: fx.GraphModule,
+        computed: Sequence[fx.Node],
+        constants: tuple[Tensor, ...],
+        fp8: LinearNodes | None,
     ) -> None:
-        self.graph, self.constants = graph, constants
+        self.graph, self.constants, self.fp8 = graph, constants, fp8
         self.placeholders = graph.graph.find_nodes(op="placeholder")
         self.read = [i for i, node in enumerate(self.placeholders) if node.users]
         self.failed: fx.Node | None = None
@@ -157,7 +185,7 @@ class _Function:
         num_inputs = len(self.read)
         inputs = dict(zip(self.read, tensors[:num_inputs], strict=True))
         constants = zip(map(id, self.constants), tensors[num_inputs:], strict=True)
-        run = _Run(self.graph, dict(constants))
+        run = _Run(self.graph, dict(constants), self.fp8)
         try:
             run.run(*(inputs.get(i) for i in range(len(self.placeholders))))
         finally:
@@ -168,12 +196,22 @@ class _Function:
 class _Run(KeepsOrigin):
     """Runs the graph with other tensors in place of those that it holds."""
 
-    def __init__(self, graph: fx.GraphModule, instead: dict[int, Tensor]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, instead: dict[int, Tensor], fp8: LinearNodes | None
+    ) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self._instead = instead
+        self._instead, self._fp8 = instead, fp8
+        self._node: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        self._node = n
+        return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, or what the table of operations has in its place."""
+        """Call a function, or what fp8 or the table of operations has in its place."""
+        if self._fp8 is not None and self._node is not None and self._fp8.computes(self._node):
+            return self._fp8.call(self._node, args, kwargs)
         row = operation_of(target)
         return super().call_function(row.run if row and row.run else target, args, kwargs)
 

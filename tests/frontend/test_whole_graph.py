@@ -16,9 +16,8 @@ from harness.memory import measured_peak_bytes
 from harness.parity import weighted_sum
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.config import CompileConfig, ConfigError, Fp8Config, MemoryConfig
+from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.errors import BudgetError, CompileError
-from thunder_memsave.fp8.compute.linears import choose_linears
 from thunder_memsave.ops.location import location
 from thunder_memsave.planner.devices import device
 
@@ -227,8 +226,3 @@ class ReadsANumber(nn.Module):
 def test_a_refusal_names_the_users_line() -> None:
     with pytest.raises(CompileError, match=r"test_whole_graph\.py:\d+ .*cannot be compiled"):
         CompiledModule(ReadsANumber(), config=AOT)(torch.randn(2, 4))
-
-
-def test_fp8_asks_for_the_other_frontend() -> None:
-    with pytest.raises(ConfigError, match=r"'aot'.*set the frontend to 'dynamo'"):
-        choose_linears(nn.Linear(16, 16), Fp8Config(), frontend="aot")

@@ -28,8 +28,7 @@ def mask_kind(config: RunConfig) -> MaskKind:
     if config.model.attn_implementation != "sdpa":
         return "additive"
     # Thunder's interpreter runs no hooks.
-    is_captured = config.strategy.frontend == "dynamo"
-    return "boundaries" if is_captured else "boolean"
+    return "boolean" if config.strategy.frontend == "interpreter" else "boundaries"
 
 
 def take_boundaries(model: nn.Module) -> None:

@@ -82,10 +82,10 @@ def choose_linears(module: nn.Module, config: Fp8Config, *, frontend: str) -> tu
     Raises:
         ConfigError: None would, or the frontend cannot tell them apart.
     """
-    if frontend != "dynamo":
+    if frontend == "interpreter":
         raise ConfigError(
-            f"fp8 is set, and strategy.frontend is {frontend!r}, which does not say which module an operation comes "
-            "from; leave fp8 out, or set the frontend to 'dynamo'.",
+            "fp8 is set, and strategy.frontend is 'interpreter', which does not say which module an operation comes "
+            "from; leave fp8 out, or the frontend.",
             key="fp8",
         )
     choices = choose(module, skip_modules=config.skip_modules)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, Literal
@@ -58,7 +58,7 @@ class Computation:
     """Whether the weight is frozen; it is then scaled by its own amax."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StateProxies:
     """The state that a linear reads beside its input and parameters; None: it has no such part."""
 
@@ -134,15 +134,7 @@ def fp8_linear(
     Returns:
         Shape [..., out], in the dtype of `x`.
     """
-    parts = (
-        state.forward_scale,
-        state.forward_amax_history,
-        state.backward_scale,
-        state.backward_amax_history,
-        state.weight,
-        state.weight_transposed,
-        state.weight_scale_inv,
-    )
+    parts = (getattr(state, field.name) for field in fields(state))
     return _symbol(computation)(x, weight, bias, *parts)
 
 
@@ -168,11 +160,17 @@ def _symbol(computation: Computation) -> Symbol:
     """Return the symbol for these settings; each has its own, because Thunder looks gradients up by symbol."""
     identity = ("thunder_memsave.fp8_linear", computation)
 
-    def run(x: TensorProxy, *rest: Any) -> TensorProxy:
-        return _Linear(computation, x, *rest).forward()
+    def run(x: TensorProxy, weight: TensorProxy, bias: Any, *parts: Any) -> TensorProxy:
+        return LinearOperators(computation, x, weight, bias, StateProxies(*parts)).forward()
 
-    def differentiate(x: TensorProxy, *rest: Any) -> TensorProxy:
-        return _Linear(computation, x, *rest).with_gradients()
+    def differentiate(x: TensorProxy, weight: TensorProxy, bias: Any, *parts: Any) -> TensorProxy:
+        operators = LinearOperators(computation, x, weight, bias, StateProxies(*parts))
+        result = operators.forward()
+        pairs = zip((x, weight, bias), operators.gradients(prims.get_grad(result)), strict=True)
+        for operand, gradient in pairs:
+            if gradient is not None:
+                prims.put_grad(operand, gradient)
+        return result
 
     symbol = Symbol("fp8_linear", meta=run, id=identity, is_prim=False, _module=ltorch)
     register_grad(identity, differentiate)
@@ -185,8 +183,8 @@ class _Quantized:
     scale_inv: TensorProxy
 
 
-class _Linear:
-    """One linear, recorded as operators of a backend."""
+class LinearOperators:
+    """One linear, recorded as operators of a backend: forward, and after it the gradients."""
 
     def __init__(
         self,
@@ -194,48 +192,42 @@ class _Linear:
         x: TensorProxy,
         weight: TensorProxy,
         bias: TensorProxy | None,
-        *state: TensorProxy | None,
+        state: StateProxies,
     ) -> None:
+        """Record nothing yet; the arguments are those of `fp8_linear`."""
         self._recipe, self._records = computation.recipe, computation.records
         self._is_frozen, self._is_block = computation.is_frozen, computation.recipe.name == "block"
         self._operators = operators(computation.backend)
-        self._x, self._weight, self._bias = x, weight, bias
-        (
-            self._forward_scale,
-            self._forward_history,
-            self._backward_scale,
-            self._backward_history,
-            self._frozen,
-            self._frozen_transposed,
-            self._frozen_scale_inv,
-        ) = state
+        self._x, self._weight, self._bias, self._state = x, weight, bias, state
         self._dtype = dtypes.to_torch_dtype(x.dtype)
+        self._quantized: tuple[_Quantized, _Quantized] | None = None
 
     def forward(self) -> TensorProxy:
-        return self._product_with(self._quantized_weight(), self._input())
-
-    def with_gradients(self) -> TensorProxy:
-        weight, x = self._quantized_weight(), self._input()
-        result = self._product_with(weight, x)
-        grad = self._rows(prims.get_grad(result))
-        by_rows = self._quantize(grad, "grad")
-        prims.put_grad(self._x, self._grad_input(by_rows, weight))
-        if self._frozen is None:
-            grad_weight = self._grad_weight(grad, by_rows, x)
-            prims.put_grad(self._weight, ltorch.to(grad_weight, self._weight.dtype))
-        if self._bias is not None:
-            prims.put_grad(self._bias, ltorch.to(ltorch.sum(grad, 0), self._bias.dtype))
-        return result
-
-    def _input(self) -> _Quantized:
-        return self._quantize(self._rows(self._x), "input")
-
-    def _product_with(self, weight: _Quantized, x: _Quantized) -> TensorProxy:
+        """Record the result."""
+        weight = self._quantized_weight()
+        x = self._quantize(self._rows(self._x), "input")
+        self._quantized = weight, x
         bias = None if self._bias is None else ltorch.to(self._bias, self._x.dtype)
         return self._like_input(self._gemm("forward", x, weight, bias))
 
+    def gradients(
+        self, grad: TensorProxy
+    ) -> tuple[TensorProxy, TensorProxy | None, TensorProxy | None]:
+        """Record the gradients of the input, the weight and the bias; a weight that is kept in fp8 has none."""
+        assert self._quantized is not None, "forward comes first"
+        weight, x = self._quantized
+        grad = self._rows(grad)
+        by_rows = self._quantize(grad, "grad")
+        of_weight = of_bias = None
+        of_input = self._grad_input(by_rows, weight)
+        if self._state.weight is None:
+            of_weight = ltorch.to(self._grad_weight(grad, by_rows, x), self._weight.dtype)
+        if self._bias is not None:
+            of_bias = ltorch.to(ltorch.sum(grad, 0), self._bias.dtype)
+        return of_input, of_weight, of_bias
+
     def _grad_input(self, grad: _Quantized, weight: _Quantized) -> TensorProxy:
-        transposed = self._frozen_transposed
+        transposed = self._state.weight_transposed
         if transposed is None:
             transposed = self._operators.transpose(weight.data)
         by_columns = _Quantized(transposed, self._scale_of_transposed(weight.scale_inv))
@@ -265,9 +257,10 @@ class _Linear:
         )
 
     def _quantized_weight(self) -> _Quantized:
-        if self._frozen is not None:
-            assert self._frozen_scale_inv is not None
-            return _Quantized(self._frozen, self._frozen_scale_inv)
+        state = self._state
+        if state.weight is not None:
+            assert state.weight_scale_inv is not None
+            return _Quantized(state.weight, state.weight_scale_inv)
         return self._quantize(self._weight, "weight")
 
     def _quantize(self, value: TensorProxy, role: Role) -> _Quantized:
@@ -277,9 +270,10 @@ class _Linear:
             return _Quantized(*operators.quantize_block(value, dtype, rows, BLOCK))
         if self._recipe.name == "current" or (role == "weight" and self._is_frozen):
             return _Quantized(*operators.quantize_current(value, dtype))
-        scale, history = self._forward_scale, self._forward_history
+        state = self._state
+        scale, history = state.forward_scale, state.forward_amax_history
         if role == "grad":
-            scale, history = self._backward_scale, self._backward_history
+            scale, history = state.backward_scale, state.backward_amax_history
         column = {"input": INPUT, "weight": WEIGHT, "grad": GRAD}[role]
         return _Quantized(
             *operators.quantize_delayed(value, scale, history, column, dtype, self._records)
