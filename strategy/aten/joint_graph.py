@@ -70,6 +70,8 @@ class UntraceableError(ThunderMemsaveError, ValueError):
     """A function cannot be traced without numbers; the text says why."""
 
     code = None
+    node: fx.Node | None = None
+    """The operator that cannot be; it may know the user's line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,9 @@ def _refuse_writes(graph: fx.Graph) -> None:
         if node.op == "call_function" and not is_known:
             raise UntraceableError(f"it runs {node.target}, which is no operator with a schema")
         if _writes(node) or _updates_statistics(node):
-            raise UntraceableError(f"{node.target} changes a tensor in place that it is given")
+            error = UntraceableError(f"{node.target} changes a tensor in place that it is given")
+            error.node = node
+            raise error
 
 
 def _read_no_statistics(graph: fx.Graph) -> None:

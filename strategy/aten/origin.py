@@ -31,7 +31,7 @@ class KeepsOrigin(fx.Interpreter):
         nodes = None if mode is None else mode.tracer.graph.nodes
         last = None if nodes is None else next(iter(reversed(nodes)), None)
         try:
-            return super().run_node(n)
+            return self.compute(n)
         except Exception:
             self.failed = self.failed or n
             raise
@@ -39,3 +39,7 @@ class KeepsOrigin(fx.Interpreter):
             if nodes is not None:
                 for new in takewhile(lambda node: node is not last, reversed(nodes)):
                     new.meta.update(origin(n))
+
+    def compute(self, n: fx.Node) -> Any:
+        """Compute the value of one node."""
+        return super().run_node(n)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from thunder_memsave.errors import CompileError
-from thunder_memsave.frontend.fx_nodes import where
+from thunder_memsave.frontend.fx_nodes import example_values, value_needs_grad, where
 
 _IN_PLACE_OPERATORS = frozenset(
     {
@@ -138,18 +138,44 @@ def _refuse_other_changes(node: fx.Node) -> None:
         raise CompileError(
             f"The result is written to out= at {where(node)}; Thunder would lose it. Use the returned tensor instead."
         )
+    _refuse_statistics(node)
+    if _is_renormalised(node):
+        _refuse_renormalised(node)
+
+
+def refuse_unseen_changes(graph: fx.GraphModule) -> None:
+    """Refuse changes in place that no operator's schema shows, and those of trained weights by `max_norm`.
+
+    Raises:
+        CompileError: The graph makes one; the message names the user's line.
+    """
+    for node in graph.graph.nodes:
+        _refuse_statistics(node)
+        if _is_renormalised(node) and any(
+            map(value_needs_grad, example_values(node.all_input_nodes))
+        ):
+            _refuse_renormalised(node)
+
+
+def _refuse_statistics(node: fx.Node) -> None:
     statistics = (*node.args[1:3], node.kwargs.get("running_mean"))
     if node.target is F.instance_norm and any(isinstance(s, fx.Node) for s in statistics):
         raise CompileError(
             f"instance_norm updates running statistics at {where(node)}; Thunder would lose the update. Use "
             "track_running_stats=False, or batch_norm."
         )
-    if node.target in _RENORMALISING and _argument(node, 3, "max_norm") is not None:
-        raise CompileError(
-            f"The embedding at {where(node)} has max_norm, which changes its weight in place in forward; compiled "
-            "code would lose the change. Leave max_norm out, and at first and after each optimizer step call "
-            "`p.data.copy_(torch.renorm(p.data, norm_type, 0, max_norm))` for the embedding's weight p."
-        )
+
+
+def _is_renormalised(node: fx.Node) -> bool:
+    return node.target in _RENORMALISING and _argument(node, 3, "max_norm") is not None
+
+
+def _refuse_renormalised(node: fx.Node) -> None:
+    raise CompileError(
+        f"The embedding at {where(node)} has max_norm, which changes its weight in place in forward; compiled "
+        "code would lose the change. Leave max_norm out, and at first and after each optimizer step call "
+        "`p.data.copy_(torch.renorm(p.data, norm_type, 0, max_norm))` for the embedding's weight p."
+    )
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:

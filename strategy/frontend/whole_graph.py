@@ -22,14 +22,16 @@ from thunder_memsave.aten.origin import KeepsOrigin
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
-from thunder_memsave.frontend.aliasing import refuse_changed_weights
+from thunder_memsave.frontend.aliasing import refuse_changed_weights, refuse_unseen_changes
 from thunder_memsave.frontend.capture import Capture
 from thunder_memsave.frontend.fp8_linears import LinearNodes
-from thunder_memsave.frontend.fx_nodes import function_name, node_callable, refuse_numbers, where
+from thunder_memsave.frontend.fx_nodes import refuse_numbers
 from thunder_memsave.frontend.graph_inputs import GraphInputs, LazyInput
 from thunder_memsave.frontend.graph_outputs import OutputOrder, distinct_values, graph_outputs
 from thunder_memsave.frontend.higher_order import inline_checkpoints
 from thunder_memsave.frontend.joint.recorded import RecordedJoint, joint_symbol
+from thunder_memsave.frontend.joint.refusal import refusal
+from thunder_memsave.frontend.joint.unseen_calls import UnseenCalls
 from thunder_memsave.frontend.lowering import (
     Lowered,
     begin,
@@ -65,6 +67,7 @@ def lower_whole(
     """
     inline_checkpoints(capture.graph)
     split_batch_norms(capture.graph)
+    refuse_unseen_changes(capture.graph)
     refuse_changed_weights(capture.graph, trained_on_this_rank(capture))
     refuse_gradients_under_no_grad(capture)
     changed = changed_storages(capture.graph)
@@ -98,7 +101,8 @@ class _WholeGraph:
             of_constants = [p for _, p in constants]
             begin(self.trace, (*(i.proxy for i in lazy), *of_constants, *state))
             held = tuple(t for t, _ in constants)
-            function = _Function(capture.graph, computed, held, self.fp8)
+            unseen = UnseenCalls(self.opaque, self.target)
+            function = _Function(capture.graph, computed, held, self.fp8, unseen)
             joint = self._joint(function)
             returned = self._record(joint, function, lazy, of_constants, state)
             prims.python_return(tuple(map(distinct_values(), returned)))
@@ -122,7 +126,8 @@ class _WholeGraph:
         try:
             return joint_graph(function, operands, is_used=lambda index: True, may_write=True)
         except UntraceableError as error:
-            raise CompileError(_refusal(function.failed, error)) from error
+            message = refusal(function.graph, function.failed, error)
+            raise CompileError(message) from error
 
     def _record(
         self,
@@ -173,6 +178,7 @@ class _Function:
         computed: Sequence[fx.Node],
         constants: tuple[Tensor, ...],
         fp8: LinearNodes | None,
+        unseen: UnseenCalls,
     ) -> None:
         self.graph, self.constants, self.fp8 = graph, constants, fp8
         self.placeholders = graph.graph.find_nodes(op="placeholder")
@@ -180,12 +186,13 @@ class _Function:
         self.failed: fx.Node | None = None
         """The node at which a run ended in an error."""
         self._computed = computed
+        self._unseen = unseen
 
     def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
         num_inputs = len(self.read)
         inputs = dict(zip(self.read, tensors[:num_inputs], strict=True))
         constants = zip(map(id, self.constants), tensors[num_inputs:], strict=True)
-        run = _Run(self.graph, dict(constants), self.fp8)
+        run = _Run(self.graph, dict(constants), self.fp8, self._unseen)
         try:
             run.run(*(inputs.get(i) for i in range(len(self.placeholders))))
         finally:
@@ -197,21 +204,23 @@ class _Run(KeepsOrigin):
     """Runs the graph with other tensors in place of those that it holds."""
 
     def __init__(
-        self, graph: fx.GraphModule, instead: dict[int, Tensor], fp8: LinearNodes | None
+        self,
+        graph: fx.GraphModule,
+        instead: dict[int, Tensor],
+        fp8: LinearNodes | None,
+        unseen: UnseenCalls,
     ) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self._instead, self._fp8 = instead, fp8
-        self._node: fx.Node | None = None
+        self._instead, self._fp8, self._unseen = instead, fp8, unseen
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
-        self._node = n
-        return super().run_node(n)
+    def compute(self, n: fx.Node) -> Any:
+        """Compute a node's value."""
+        if self._fp8 is not None and self._fp8.computes(n):
+            return self._fp8.call(n, *self.fetch_args_kwargs_from_env(n))
+        return self._unseen.value(n, super().compute, self.fetch_args_kwargs_from_env)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, or what fp8 or the table of operations has in its place."""
-        if self._fp8 is not None and self._node is not None and self._fp8.computes(self._node):
-            return self._fp8.call(self._node, args, kwargs)
+        """Call a function, or what the table of operations has in its place."""
         row = operation_of(target)
         return super().call_function(row.run if row and row.run else target, args, kwargs)
 
@@ -228,14 +237,4 @@ def _operand(example: Tensor, grad_enabled: bool) -> Operand:
         dtype=example.dtype,
         device=example.device,
         requires_grad=example.requires_grad and grad_enabled,
-    )
-
-
-def _refusal(node: fx.Node | None, error: UntraceableError) -> str:
-    what = "The graph"
-    if node is not None and node.op in ("call_function", "call_method"):
-        what = f"{function_name(node_callable(node))} (at {where(node)})"
-    return (
-        f"{what} cannot be compiled: PyTorch cannot trace it without numbers: {error}. Leave strategy.frontend at "
-        "dynamo, which may know it, or write it with other operations."
     )

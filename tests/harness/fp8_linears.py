@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.config import Fp8Config
+from thunder_memsave.config import CompileConfig, Fp8Config
 from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, frozen_in_fp8
 from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen
 from thunder_memsave.fp8.kernels import torch_backend
@@ -36,6 +36,7 @@ def fp8_module(
     *,
     backend: Backend = "torch",
     planner: MemoryPlanner | None = None,
+    compile_config: CompileConfig | None = None,
     **options: Any,
 ) -> CompiledModule:
     """Compile `model` with its linears in fp8; `options` are those of the section `fp8`."""
@@ -45,7 +46,7 @@ def fp8_module(
     if frozen is not None:
         frozen.cast_rest(torch.device("cpu"))
     linears = Fp8Linears(model, choices, recipe=recipe_of(config), backend=backend)
-    return CompiledModule(model, fp8=linears, planner=planner)
+    return CompiledModule(model, fp8=linears, planner=planner, config=compile_config)
 
 
 def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:

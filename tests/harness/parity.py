@@ -12,15 +12,22 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import CompileConfig
 
 
 class Twins:
     """A compiled module and a deep copy of it that stays eager."""
 
-    def __init__(self, model: nn.Module, *, planner: MemoryPlanner | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        planner: MemoryPlanner | None = None,
+        config: CompileConfig | None = None,
+    ) -> None:
         self.model = model
         self.eager = copy.deepcopy(model)
-        self.compiled = CompiledModule(model, planner=planner)
+        self.compiled = CompiledModule(model, planner=planner, config=config)
 
     def change(self, change: Callable[[Any], object]) -> None:
         """Apply the same change to both."""
