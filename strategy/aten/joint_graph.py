@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from thunder_memsave.aten.autocast import cached_casts, no_autocast
 from thunder_memsave.aten.origin import KeepsOrigin
 from thunder_memsave.aten.record import draws
+from thunder_memsave.aten.saved_tensors import no_saved_tensors_hooks
 from thunder_memsave.aten.whole_calls import Rule, whole_calls
 from thunder_memsave.errors import ThunderMemsaveError
 
@@ -143,7 +144,8 @@ def joint_graph(
         UntraceableError: its operators, or the shapes of its results, depend on numbers; it has no derivative; or it
             changes a tensor that it is given and may not.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), whole_calls() as rules:
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes, torch.enable_grad(), no_saved_tensors_hooks(), whole_calls() as rules:
         tensors = [_fake(o) for o in operands]
         try:
             given = _as_leaves(tensors, operands)
