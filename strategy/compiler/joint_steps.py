@@ -25,6 +25,7 @@ from thunder.transforms.autodiff import (
 
 from thunder_memsave.compiler.state import State
 from thunder_memsave.errors import CompileError
+from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.lost_writes import refuse_lost_writes
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
@@ -47,7 +48,8 @@ def claim(state: State) -> State:
     Thunder's own data parallelism.
     """
     stage("choose executors")
-    return replace(state, joint=dce(_claimed(dce(state.joint), state.facts.executors)))
+    joint = dce(_claimed(dce(state.joint), state.facts.executors))
+    return replace(state, joint=reduce_early(joint) if state.facts.lowered.reduces_last else joint)
 
 
 def _claimed(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:

@@ -85,6 +85,8 @@ class Lowered:
     """`(inputs, computed values) -> the graph's outputs`."""
     state: Callable[[], tuple[Tensor, ...]] = tuple
     """Returns the current state of the fp8 linears: the trace's last arguments."""
+    reduces_last: bool = False
+    """Whether its backward has all reductions after all else, see `passes/early_reductions.py`."""
 
 
 def lower(

@@ -114,6 +114,7 @@ class _WholeGraph:
             training=capture.training,
             outputs=OutputOrder.of(capture.graph, outputs, computed, views),
             state=tuple if self.fp8 is None else self.fp8.tensors,
+            reduces_last=True,
         )
 
     def _joint(self, function: _Function) -> JointGraph:

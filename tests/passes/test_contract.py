@@ -17,6 +17,7 @@ from passes import contract
 from thunder_memsave.budget.extract import memory_of
 from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
+from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.fold_casts import fold_casts
 from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overwritten import keep_overwritten
@@ -32,6 +33,7 @@ IDLE: tuple[Pass, ...] = (
     regather,
     regather_forward,
     keep_overwritten,
+    reduce_early,
 )
 
 
