@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import thunder.torch as ltorch
@@ -55,6 +56,10 @@ class LinearNodes:
         for kept in self._kept:  # their weights are read by other operations than fp8 linears
             if kept.name not in self._parts and id(kept.linear.weight) in read:
                 self._parts[kept.name] = ("weight_scale_inv",)
+        self._kept_and_read = [
+            f for f in dict.fromkeys(self._linear_of.values()) if f.is_kept_in_fp8
+        ]
+        self._places = self._places_of_state()
         self._proxies: dict[str, StateProxies] = {}
 
     def proxies(self) -> tuple[TensorProxy, ...]:
@@ -103,8 +108,7 @@ class LinearNodes:
 
     def kept_weights(self) -> list[Tensor]:
         """Return the weights of which linears read the fp8 numbers that are kept."""
-        found = self._linear_of.values()
-        return list({f.name: f.linear.weight for f in found if f.is_kept_in_fp8}.values())
+        return [kept.linear.weight for kept in self._kept_and_read]
 
     def state_among(self, name: str, others: Sequence[TensorProxy]) -> StateProxies:
         """Return the state of a linear.
@@ -113,17 +117,16 @@ class LinearNodes:
             name: The linear's.
             others: Proxies of `tensors`, then of the numbers of `kept_weights`.
         """
-        remaining = iter(others)
-        states = {
-            n: StateProxies(**{part: next(remaining) for part in parts})
-            for n, parts in self._parts.items()
-        }
-        linears = self._linears.by_name
-        numbers = {id(w): next(remaining) for w in self.kept_weights()}
-        weight = linears[name].linear.weight
-        if linears[name].is_kept_in_fp8:
-            return replace(states[name], weight=numbers[id(weight)])
-        return states[name]
+        places = self._places[name]
+        return StateProxies(**{part: others[place] for part, place in places.items()})
+
+    def _places_of_state(self) -> dict[str, dict[StatePart, int]]:
+        """Number the state of each linear as `state_among` is given it."""
+        number = count()
+        places = {name: {p: next(number) for p in parts} for name, parts in self._parts.items()}
+        for kept in self._kept_and_read:
+            places[kept.name]["weight"] = next(number)
+        return places
 
     def _computation(self, linear: Fp8Linear) -> Computation:
         return Computation(

@@ -61,7 +61,7 @@ def _by_kernel(
 ) -> Tensor | None:
     """Call the kernel that PyTorch prefers on CUDA; None: no kernel takes the operands."""
     operands = query, key, value
-    if mask is None and cudnn_applies(*operands, is_causal=is_causal):
+    if mask is None and _cudnn_applies(*operands, is_causal=is_causal):
         return call_kernel(cuda_cudnn, *operands, None, is_causal, scale)
     may_be_flash = mask is None and torch.backends.cuda.flash_sdp_enabled()
     if may_be_flash and flash_applies(*operands, is_causal=is_causal):
@@ -85,7 +85,7 @@ def flash_applies(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool)
     )
 
 
-def cudnn_applies(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> bool:
+def _cudnn_applies(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> bool:
     """Return whether cuDNN's kernel takes the operands, and PyTorch prefers it to flash."""
     return share_heads(query, key, value) and prefers_cudnn(query, key, value, is_causal=is_causal)
 

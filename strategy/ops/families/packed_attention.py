@@ -125,6 +125,14 @@ def _num_entries(num_boundaries: int, num_rows: int) -> int:
     return (num_boundaries - 1) // num_rows
 
 
+def mask_between(boundaries: Tensor, num_rows: int, length: int, window: int | None) -> Tensor:
+    """Compute `packed_mask` by operators of PyTorch's, each of which a plan sees."""
+    positions = torch.arange(num_rows * length, dtype=torch.int32, device=boundaries.device)
+    of = torch.searchsorted(boundaries[1:], positions, right=True).view(num_rows, length)
+    allowed = (of[:, :, None] == of[:, None, :]).tril()
+    return (allowed if window is None else allowed.triu(1 - window))[:, None]
+
+
 @torch.library.custom_op("thunder_memsave::packed_mask", mutates_args=())
 def packed_mask(
     boundaries: Tensor, num_rows: int, length: int, window: int | None = None
@@ -142,10 +150,7 @@ def packed_mask(
     Returns:
         Booleans (rows, 1, length, length), true where attention is allowed.
     """
-    positions = torch.arange(num_rows * length, dtype=torch.int32, device=boundaries.device)
-    of = torch.searchsorted(boundaries[1:], positions, right=True).view(num_rows, length)
-    allowed = (of[:, :, None] == of[:, None, :]).tril()
-    return (allowed if window is None else allowed.triu(1 - window))[:, None]
+    return mask_between(boundaries, num_rows, length, window)
 
 
 @packed_mask.register_fake

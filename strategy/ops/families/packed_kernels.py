@@ -26,6 +26,7 @@ from thunder_memsave.ops.families.attention_kernels import (
 )
 from thunder_memsave.ops.families.packed_attention import (
     band_of,
+    mask_between,
     packed_attention,
     padding_starts,
     paddings,
@@ -212,7 +213,7 @@ def _packed_attention(
         query.shape[-1],
         dropout_p,
     )
-    mask = _mask(boundaries, query.shape[0], query.shape[2], window)
+    mask = mask_between(boundaries, query.shape[0], query.shape[2], window)
     return scaled_dot_product_attention(
         query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
@@ -222,14 +223,6 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
     if device_of(query).type == "cuda":
         return cuda_packed if flash_applies(query, key, value, is_causal=True) else None
     return cpu_packed if share_heads(query, key, value) else None
-
-
-def _mask(boundaries: Tensor, num_rows: int, length: int, window: int | None) -> Tensor:
-    """Compute `packed_mask`: the document of a position is how many end before it."""
-    positions = torch.arange(num_rows * length, device=boundaries.device, dtype=torch.int32)
-    document = (positions[:, None] >= boundaries[1:][None, :]).sum(-1).view(num_rows, length)
-    allowed = (document[:, :, None] == document[:, None, :]).tril()
-    return (allowed if window is None else allowed.triu(1 - window))[:, None]
 
 
 OPERATIONS = (
