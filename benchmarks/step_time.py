@@ -71,9 +71,7 @@ def main() -> None:
     lines = [_head()]
     print(lines[0])
     for name in names:
-        lines.append(
-            _row(name, *_measured(*MODELS[name](), arguments.frontend, repeats=arguments.repeats))
-        )
+        lines.append(_row(name, *_measured(*MODELS[name](), repeats=arguments.repeats)))
         print(lines[-1], flush=True)
     if arguments.save:
         _save(lines, arguments.repeats)
@@ -82,19 +80,14 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="NAME")
-    parser.add_argument("--frontend", choices=("dynamo", "aot"), default="dynamo")
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--save", action="store_true")
     return parser
 
 
-def _measured(
-    model: nn.Module, batch: dict[str, Any], frontend: str, *, repeats: int
-) -> tuple[list[float], ...]:
+def _measured(model: nn.Module, batch: dict[str, Any], *, repeats: int) -> tuple[list[float], ...]:
     """Return the seconds of each step of ours, and of eager's."""
-    fabric = Fabric(
-        accelerator="cpu", devices=1, strategy=ThunderMemsaveStrategy(frontend=frontend)
-    )
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=ThunderMemsaveStrategy())
     fabric.launch()
     of_eager = _step(copy.deepcopy(model), batch)
     of_ours = _step(fabric.setup(model), batch)

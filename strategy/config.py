@@ -59,14 +59,6 @@ class ShardingConfig(Section):
 class CompileConfig(Section):
     """Capture and compilation of modules."""
 
-    frontend: Literal["dynamo", "aot", "interpreter"] = "dynamo"
-    """`dynamo` captures with torch's guards, and Thunder differentiates; `aot` captures so too, and PyTorch
-    differentiates, to ATen operators: eager's bits and random numbers; `interpreter` is Thunder's own
-    interpreter, which is slower."""
-
-    executors: tuple[str, ...] | None = None
-    """Names of Thunder executors in order of preference; None takes the defaults."""
-
     trace_dir: Annotated[str, Must("be a text", bool)] | None = None
     """A directory that gets the trace after each step of a compilation, for those who debug: a folder
     for each rank, and in that one for each capture."""
@@ -82,8 +74,8 @@ class CompileConfig(Section):
     a `memory.budget` in bytes, fp8 or `cuda_graphs: true` it is refused all the same: no promise would hold."""
 
     leave_out: tuple[str, ...] = ()
-    """Steps of a compilation that are not done, for an experiment: `out_of_place`,
-    `gather_in_compute_dtype`, `regather`, `schedule`. Gradients stay the same; memory and time do not."""
+    """Steps of a compilation that are not done, for an experiment: `gather_in_compute_dtype`,
+    `regather`, `schedule`, `add_gradients`. Gradients stay the same; memory and time do not."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)

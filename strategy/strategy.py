@@ -76,8 +76,6 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         bucket: Largest parameter, in bytes, that shares collectives with others: `"auto"`, `"64KiB"`, or a number.
         reduce_dtype: Dtype in which gradients of fewer bits are summed over the ranks: `"float32"`, or
             None for their own dtype.
-        frontend: How graphs are captured and differentiated: `"dynamo"`, `"aot"` or `"interpreter"`.
-        executors: Names of Thunder executors; None means the defaults.
         cuda_graphs: Whether forward and backward are a CUDA graph each: `"auto"`, True or False.
         trace_dir: Directory for the traces after each step of a compilation; None writes none.
         fullgraph: Whether to refuse a forward that is not one graph; else it runs in compiled and eager pieces.
@@ -107,8 +105,6 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         accumulate: str = "auto",
         bucket: int | str = "auto",
         reduce_dtype: str | None = "float32",
-        frontend: str = "dynamo",
-        executors: list[str] | tuple[str, ...] | None = None,
         trace_dir: str | None = None,
         cuda_graphs: str | bool = False,
         fullgraph: bool = False,

@@ -55,9 +55,7 @@ def write(folder: Path, text: str) -> Path:
         ),
         ("sharding", 2, r"strategy\.sharding is 2, but must be one of 'none', .* or a mapping"),
         ("sharding", {"mode": "zero"}, r"must be one of .*; did you mean 'zero3'\?"),
-        ("frontend", "dynamos", r"strategy\.frontend is 'dynamos'.*; did you mean 'dynamo'\?"),
-        ("executors", "torch", r"strategy\.executors is 'torch', but must be a list of names"),
-        ("executors", [1], r"strategy\.executors is \[1\], but must be a list of names"),
+        ("leave_out", [1], r"strategy\.leave_out is \[1\], but must be a list of names"),
         ("trace_dir", 3, r"strategy\.trace_dir is 3, but must be a text"),
         ("trace_dir", "", r"strategy\.trace_dir is '', but must be a text"),
         ("leave_out", "regather", r"leave_out is 'regather', but must be a list of names"),
@@ -65,33 +63,29 @@ def write(folder: Path, text: str) -> Path:
             "leave_out",
             ["regather", "scedule"],
             r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
-            r"can be left out are out_of_place, fold_casts, gather_in_compute_dtype, regather, schedule, "
+            r"can be left out are gather_in_compute_dtype, regather, schedule, "
             r"add_gradients\.$",
         ),
         (
             "leave_out",
             ["offload"],
-            r"has 'offload', but no step is called so\. The steps that can be left out are out_of_",
+            r"has 'offload', but no step is called so\. The steps that can be left out are gather_",
         ),
         (
             "leave_out",
             ["plan"],
             r"strategy\.leave_out has 'plan', which cannot be left out: without it, nothing keeps the step within "
-            r"`memory\.budget`; `memory\.policy` has other plans\. The steps that can be left out are out_of_place, ",
+            r"`memory\.budget`; `memory\.policy` has other plans\. The steps that can be left out are gather_in_",
         ),
         ("timeout", 30, r"strategy\.timeout: 30 is not a duration; write a number and one"),
         ("timeout", None, r"strategy\.timeout is null, but must be a duration; leave it out"),
         ("state_dict_type", True, r"state_dict_type is true, but must be 'sharded' or 'full'"),
-        (
-            "executor",
-            ["torch"],
-            r"strategy\.executor is not a key of 'strategy'; did you mean 'executors'\?",
-        ),
+        ("prefech", 1, r"strategy\.prefech is not a key of 'strategy'; did you mean 'prefetch'\?"),
         ("compile", {}, r"strategy\.compile is not a key of 'strategy'"),
         (
             "window",
             "auto",
-            r"strategy\.window is not a key.*; its keys are accumulate, bucket, cuda_graphs, executors",
+            r"strategy\.window is not a key.*; its keys are accumulate, bucket, cuda_graphs, fullgraph",
         ),
         (
             "sharding",
@@ -144,8 +138,6 @@ def test_users_write_words_and_units() -> None:
             "accumulate": "accumulate_unsharded",
             "bucket": 0,
             "reduce_dtype": None,
-            "frontend": "interpreter",
-            "executors": ["sdpa", "torch"],
             "trace_dir": "traces",
             "leave_out": ["schedule"],
             "timeout": "90s",
@@ -158,8 +150,6 @@ def test_users_write_words_and_units() -> None:
         accumulate="accumulate_unsharded",
         bucket=Bytes(0),
         reduce_dtype=None,
-        frontend="interpreter",
-        executors=("sdpa", "torch"),
         trace_dir="traces",
         leave_out=("schedule",),
         timeout=timedelta(seconds=90),
@@ -168,25 +158,25 @@ def test_users_write_words_and_units() -> None:
 
 
 def test_all_problems_of_the_strategy_are_found_together() -> None:
-    values = {"sharding": "zero9", "frontend": "x", "executors": 1, "timeout": 3, "jit": True}
+    values = {"sharding": "zero9", "trace_dir": 2, "leave_out": 1, "timeout": 3, "jit": True}
     with pytest.raises(ConfigErrors) as error:
         parse_strategy(values)
     keys = {problem.key for problem in error.value.problems}
     assert keys == {
         "strategy.sharding",
-        "strategy.frontend",
-        "strategy.executors",
+        "strategy.trace_dir",
+        "strategy.leave_out",
         "strategy.timeout",
         "strategy.jit",
     }
 
 
 def test_the_strategy_is_a_configuration_of_its_compiler_and_has_all_settings_together() -> None:
-    strategy = StrategySection(sharding=ShardingConfig(mode="zero3"), frontend="interpreter")
+    strategy = StrategySection(sharding=ShardingConfig(mode="zero3"), trace_dir="traces")
     memory, fp8 = MemoryConfig(policy="keep_all"), Fp8Config(recipe="block")
     config = StrategySections(strategy=strategy, memory=memory, fp8=fp8).together
     assert isinstance(config, CompileConfig)
-    assert (config.sharding.mode, config.frontend) == ("zero3", "interpreter")
+    assert (config.sharding.mode, config.trace_dir) == ("zero3", "traces")
     assert (config.memory, config.fp8) == (memory, fp8)
 
 

@@ -18,7 +18,6 @@ import thunder_memsave
 from harness.memory import measured_peak_bytes
 from thunder_memsave import checkpoint
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.config import CompileConfig
 from thunder_memsave.frontend.capture import Call as CapturedCall
 from thunder_memsave.frontend.capture import capture
 
@@ -375,12 +374,11 @@ def test_arguments_are_let_go_of_with_the_graph() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("frontend", ["dynamo", "aot"])
-def test_a_compiled_module_inside_is_recomputed(frontend: Any) -> None:
+def test_a_compiled_module_inside_is_recomputed() -> None:
     def run(call: Call) -> list[Tensor]:
         torch.manual_seed(0)
         layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        compiled = CompiledModule(layer, config=CompileConfig(frontend=frontend))
+        compiled = CompiledModule(layer)
         loss = call(lambda x: compiled(x).tanh(), sample()).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()

@@ -16,11 +16,12 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten.autocast import cached_casts, no_autocast
 from thunder_memsave.aten.origin import KeepsOrigin
 from thunder_memsave.aten.record import draws
+from thunder_memsave.aten.round_trips import skip_round_trips
 from thunder_memsave.aten.saved_tensors import no_saved_tensors_hooks
 from thunder_memsave.aten.whole_calls import Rule, whole_calls
 from thunder_memsave.errors import ThunderMemsaveError
@@ -98,8 +99,6 @@ class JointGraph:
     """Gradients of the outputs that `differentiable` names, in their order."""
     outputs: tuple[Any, ...]
     """Leaves of what the function returns: nodes for tensors."""
-    structure: Any
-    """The structure of what the function returns, as a tree of `torch.utils._pytree`."""
     differentiable: tuple[int, ...]
     """Indices of the outputs that need a gradient."""
     gradients: tuple[fx.Node | None, ...]
@@ -125,24 +124,16 @@ class JointGraph:
         yield from (n for n in self.graph.nodes if n in needed)
 
 
-def joint_graph(
-    function: Callable[..., Any],
-    operands: Sequence[Operand],
-    *,
-    is_used: Callable[[int], bool],
-    may_write: bool = False,
-) -> JointGraph:
+def joint_graph(function: Callable[..., Any], operands: Sequence[Operand]) -> JointGraph:
     """Trace `function(*tensors)`.
 
     Args:
         function: Returns a tree of tensors and other values.
-        operands: The tensors that it reads.
-        is_used: `(index of an output) -> bool`; outputs that are not used get no cotangent, as in eager.
-        may_write: Whether it may change operands, of which none that requires a gradient.
+        operands: The tensors that it reads; it may change those that require no gradient.
 
     Raises:
         UntraceableError: its operators, or the shapes of its results, depend on numbers; it has no derivative; or it
-            changes a tensor that it is given and may not.
+            changes an operand that requires a gradient.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes, torch.enable_grad(), no_saved_tensors_hooks(), whole_calls() as rules:
@@ -150,15 +141,16 @@ def joint_graph(
         try:
             given = _as_leaves(tensors, operands)
             with cached_casts():
-                leaves, structure = tree_flatten(function(*given))
-            wanted = [i for i, o in enumerate(leaves) if _needs_grad(o) and is_used(i)]
+                leaves = tree_leaves(function(*given))
+            wanted = [i for i, o in enumerate(leaves) if _needs_grad(o)]
             cotangents = [torch.empty_like(leaves[i]) for i in wanted]
             module = _traced(_Joint(function, operands, wanted), [*tensors, *cotangents])
         except Exception as error:  # torch raises many types for what fake tensors cannot do
             raise UntraceableError(_first_line(error)) from error
-    writes = _taken_writes(module.graph, operands) if may_write else ()
+    writes = _taken_writes(module.graph, operands)
     _refuse_writes(module.graph)
     _read_no_statistics(module.graph)
+    skip_round_trips(module.graph)
     results: Any = module.graph.output_node().args[0]
     placeholders = module.graph.find_nodes(op="placeholder")
     pairs = zip(leaves, results[: len(leaves)], strict=True)
@@ -168,7 +160,6 @@ def joint_graph(
         operands=tuple(placeholders[: len(operands)]),
         cotangents=tuple(placeholders[len(operands) :]),
         outputs=tuple(r if isinstance(leaf, Tensor) else leaf for leaf, r in pairs),
-        structure=structure,
         differentiable=tuple(wanted),
         gradients=tuple(results[len(leaves) :]),
         reached=tuple(_reached(leaf, given) for leaf in leaves),
@@ -202,7 +193,7 @@ class _Joint:
         given, cotangents = tensors[: len(self.operands)], tensors[len(self.operands) :]
         leaves = _as_leaves(given, self.operands)
         with cached_casts():
-            outputs, _ = tree_flatten(self.function(*leaves))
+            outputs = tree_leaves(self.function(*leaves))
         trained = [o.requires_grad for o in self.operands]
         found: Iterator[Tensor | None] = iter(())
         if self.wanted:

@@ -25,6 +25,13 @@ class KeepsOrigin(fx.Interpreter):
     failed: fx.Node | None = None
     """The node that raised an error."""
 
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run all nodes; without torch's progress bar, which leaves a semaphore behind in a process that is killed."""
+        self.args_iter = iter(args)
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+        return self.env[self.graph.output_node()]
+
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
         mode = get_proxy_mode()

@@ -25,7 +25,6 @@ from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
 from thunder_memsave.ops.families.collectives import gathers, is_wait
 from thunder_memsave.ops.location import Location, location
-from thunder_memsave.passes.out_of_place import TraceMemory
 from thunder_memsave.passes.repeatable import why_not_repeatable
 from thunder_memsave.passes.symbols import (
     decisive_args,
@@ -117,25 +116,6 @@ def _staying(trace: TraceCtx, gradients: Sequence[Any], added: Collection[str]) 
     """Return the gradients that do not die where they are added to earlier ones."""
     pairs = itertools.zip_longest(trace.args, gradients)
     return [g for a, g in pairs if not (isinstance(a, Proxy) and a.name in added)]
-
-
-def memory_of(
-    trace: TraceCtx,
-    *,
-    tensors: Mapping[str, Tensor] | None = None,
-    known: OpProfiles | None = None,
-) -> TraceMemory:
-    """Find the storage and layout of each tensor of a joint trace; the arguments are those of `training_graph`.
-
-    Raises:
-        CompileError: an operation does not run on tensors without data.
-    """
-    values = Values(trace.args, {}, tensors or {}, known or profiles())
-    _cotangents(trace.bound_symbols, values)
-    for index, bsym in enumerate(trace.bound_symbols):
-        if not is_bookkeeping(bsym):
-            values.run(bsym, index, "activation")
-    return TraceMemory(values.by_name, values.inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,13 @@ import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import NoReturn
 
 import torch
-from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
-from thunder_memsave.budget.extract import memory_of, profiles, training_graph
+from thunder_memsave.budget.extract import profiles, training_graph
 from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
@@ -38,7 +37,6 @@ from thunder_memsave.errors import BudgetError, PlanError
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
-from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overlap.room import NO_ROOM, Room
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.passes.symbols import is_joint
@@ -127,11 +125,6 @@ class MemoryPlanner:
         copied._agreed, copied._asked, copied.calls = {}, None, []
         copied._pool_bytes = 0
         return copied
-
-    def prepared(self, trace: TraceCtx, *, arguments: Arguments) -> TraceCtx:
-        """Make as much of a trace as possible recomputable; this pass comes before all other joint passes."""
-        find = partial(memory_of, tensors=arguments.tensors, known=self._known)
-        return out_of_place(trace, memory=find)
 
     def planned(self, traces: S, *, steps: Sequence[Step[S]], arguments: Arguments) -> S:
         """Make the plan of a joint trace. A collective, the first time for each structure.

@@ -12,12 +12,9 @@ from contextlib import contextmanager
 
 from thunder_memsave.compat import (
     absent_transformer_engine,
-    cpu_scalar_gradients,
-    derivatives_by_name,
     dynamo_compile_metrics,
     dynamo_function_names,
     hidden_transformer_engine,
-    ordered_alias_updates,
     padded_encoders,
     torch213_named_tensors,
     torch214_function_apply,
@@ -33,10 +30,7 @@ def apply() -> None:
         hidden_transformer_engine.hide(),
     ):
         importlib.import_module("thunder")
-    cpu_scalar_gradients.apply()
-    derivatives_by_name.apply()
     dynamo_function_names.apply()
-    ordered_alias_updates.apply()
     padded_encoders.apply()
     dynamo_compile_metrics.apply()
 

@@ -5,17 +5,17 @@ enters each file once:
 
     compiled_module.py   a call that no earlier capture fits
           v
-    compile_call.py      captured and lowered by frontend/; choices.py: executors, schedule
+    compile_call.py      captured and lowered by frontend/
           v              state.py: the trace, and the facts that no step changes
     compile_trace.py     one step after the other; step_records.py, trace_files.py: what each left
           v
     pipeline.py          THE LIST
           |
           |  joint_steps.py   differentiate, claim            forward and backward are one trace
-          |  passes/          out_of_place ... regather
+          |  passes/          keep_overwritten ... regather
           |  budget/          plan: tries plans, and does with each the steps marked * -> actions, room
           |  passes/          recompute *
-          |  joint_steps.py   fuse, python_operations
+          |  joint_steps.py   python_operations
           |  split.py         split *, check_gradients *      two traces
           |  passes/overlap/  schedule *
           |  split.py         keep_gradients *, add_gradients *, delete_last_used *

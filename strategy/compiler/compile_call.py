@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from thunder.common import CompileData, CompileStats
 from thunder.core.compile_data import compile_data_and_stats
-from thunder.core.proxies import DistParallelType
 from thunder.core.trace import TraceCtx
+from thunder.executors import torchex
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import Arguments
-from thunder_memsave.compiler.choices import executors_of, schedule_of
 from thunder_memsave.compiler.compile_trace import compile_trace
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.compiler.pipeline import steps_without
-from thunder_memsave.compiler.state import Facts
+from thunder_memsave.compiler.state import Facts, Schedule
 from thunder_memsave.compiler.step_records import StepRecord
 from thunder_memsave.compiler.trace_files import TraceFiles
 from thunder_memsave.config import CompileConfig
@@ -30,12 +30,13 @@ from thunder_memsave.errors import CaptureError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.frontend.capture import Call, Capture, capture
 from thunder_memsave.frontend.fx_nodes import GraphCode, graph_code
-from thunder_memsave.frontend.interpret import Interpretation, interpret
 from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor
-from thunder_memsave.frontend.whole_graph import lower_whole
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.ops.cuda_device import planned_for
+from thunder_memsave.ops.families.collectives import collectives_executor
+from thunder_memsave.ops.kernel_calls import own_executor
+from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
 from thunder_memsave.planner.graph import StorageKind
 from thunder_memsave.progress import stage
 
@@ -47,7 +48,7 @@ class Compiled:
     """One captured call, compiled."""
 
     method: str
-    capture: Capture | Interpretation
+    capture: Capture
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
     """Empty when nothing needs a gradient."""
@@ -80,7 +81,7 @@ class Compiled:
             The new capture; None if nothing changed, or the call gives another graph now.
         """
         old = self.capture
-        if not isinstance(old, Capture) or self.code is None or old.matches(call):
+        if self.code is None or old.matches(call):
             return None
         try:
             new = capture(module, call, reason=old.why_not(call), is_of_mode=is_of_mode)
@@ -122,8 +123,7 @@ class CallCompiler:
             BudgetError: no plan fits the memory budget.
         """
         start = time.perf_counter()
-        is_interpreted = self.config.frontend == "interpreter"
-        traced = (self._interpreter if is_interpreted else self._dynamo)(module, call, reason)
+        traced = self._traced(module, call, reason)
         facts = self._facts(module, traced, name=f"{type(module).__name__}.{name}")
         files = self._files(facts.name)
         lower_s = time.perf_counter() - start
@@ -145,7 +145,7 @@ class CallCompiler:
             code=traced.code,
         )
 
-    def _dynamo(self, module: nn.Module, call: Call, reason: str) -> _Traced:
+    def _traced(self, module: nn.Module, call: Call, reason: str) -> _Traced:
         stage("capture")
         captured = capture(
             module,
@@ -159,27 +159,21 @@ class CallCompiler:
         opaque = OpaqueExecutor()
         compile_data = CompileData(
             fn=module,
-            executors_list=(opaque, *executors_of(self.config)),
+            executors_list=(opaque, own_executor, collectives_executor, torchex.ex),
             disable_preprocessing=True,
             using_jit=True,
         )
         planned = planned_for(self.target, self._capability)
         with compile_data_and_stats(compile_data, CompileStats()), planned:
-            lowered = self._lowered(captured, compile_data, opaque)
+            lowered = lower(
+                captured,
+                compile_data=compile_data,
+                data_parallel=self.data_parallel,
+                opaque=opaque,
+                target=self.target,
+                fp8=self.fp8,
+            )
         return _Traced(captured, lowered, compile_data, code)
-
-    def _lowered(
-        self, captured: Capture, compile_data: CompileData, opaque: OpaqueExecutor
-    ) -> Lowered:
-        as_whole = self.config.frontend == "aot"
-        return (lower_whole if as_whole else lower)(
-            captured,
-            compile_data=compile_data,
-            data_parallel=self.data_parallel,
-            opaque=opaque,
-            target=self.target,
-            fp8=self.fp8,
-        )
 
     @property
     def _capability(self) -> tuple[int, int] | None:
@@ -187,18 +181,6 @@ class CallCompiler:
         if self.target is None or self.planner is None:
             return None
         return self.planner.device.compute_capability
-
-    def _interpreter(self, module: nn.Module, call: Call, reason: str) -> _Traced:
-        assert self.target is None, "only Dynamo captures for another device"
-        assert self.fp8 is None, "the strategy refuses it"
-        interpretation = interpret(
-            module,
-            call,
-            reason=reason,
-            executors=executors_of(self.config),
-            data_parallel=self.data_parallel,
-        )
-        return _Traced(interpretation, interpretation.lowered, interpretation.compile_data, None)
 
     def _facts(self, module: nn.Module, traced: _Traced, *, name: str) -> Facts:
         data_parallel = self.data_parallel
@@ -212,7 +194,7 @@ class CallCompiler:
                 _arguments(module, traced),
                 leaves_sums=self.graphs is not None and self.graphs.is_required,
             ),
-            schedule=schedule_of(module, data_parallel),
+            schedule=_schedule(module, data_parallel),
             unreduced=self.unreduced or UnreducedGradients(data_parallel),
             is_run=self.target is None,
             name=name,
@@ -227,12 +209,21 @@ class CallCompiler:
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """Result of a frontend: the trace, and when and how it may be run."""
+    """The trace of a call, and when and how it may be run."""
 
-    capture: Capture | Interpretation
+    capture: Capture
     lowered: Lowered
     compile_data: CompileData
     code: GraphCode | None
+
+
+def _schedule(module: nn.Module, data_parallel: DataParallel | None) -> Schedule:
+    """Make the schedule of a module's traces, by the window of its ranks."""
+    if data_parallel is None:
+        return partial(schedule, window_bytes=0)
+    prefetch, bucket_bytes = data_parallel.prefetch, data_parallel.bucket_bytes
+    window_bytes = two_largest_blocks(module) if prefetch == "auto" else prefetch
+    return partial(schedule, window_bytes=window_bytes, bucket_bytes=bucket_bytes)
 
 
 def _read_the_same(old: Capture, new: Capture) -> bool:
@@ -244,10 +235,8 @@ def _read_the_same(old: Capture, new: Capture) -> bool:
 
 
 def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
-    """Return the facts about the trace's arguments for the planner; an interpreted trace has only its proxies."""
+    """Return the facts about the trace's arguments for the planner."""
     lowered, captured = traced.lowered, traced.capture
-    if not isinstance(captured, Capture):
-        return Arguments(kinds=dict.fromkeys(_distributed(lowered.trace), "parameter"))
     kinds: dict[str, StorageKind] = {"parameter": "parameter", "buffer": "buffer", "user": "batch"}
     names = [a.name for a in lowered.trace.args]
     constants = names[len(captured.inputs) :]
@@ -265,11 +254,3 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
         },
         unread_bytes=sum(t.numel() * t.element_size() for t in unread),
     )
-
-
-def _distributed(trace: TraceCtx) -> Iterator[str]:
-    """Yield names of the parameters that ranks share, trained or not: what `unshard` gathers."""
-    for argument in trace.args:
-        kind = getattr(argument, "distparallel_type", DistParallelType.NONE)
-        if kind is not DistParallelType.NONE:
-            yield argument.name

@@ -9,7 +9,7 @@ from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.compiler.step_records import StepRecord
 
 _HEAD = ("", "step", "ms", "operations", "")
-_CAPTURE = "capture the call, in Thunder's operations"
+_CAPTURE = "capture the call, in ATen operators"
 
 
 def explain_steps(compiled: Collection[Compiled]) -> str:

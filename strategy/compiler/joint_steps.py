@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 from thunder.core.prims import PrimIDs
@@ -16,7 +14,6 @@ from thunder.executors.passes import (
 )
 from thunder.extend import (
     Executor,
-    FusionExecutor,
     get_always_executors,
 )
 from thunder.transforms.autodiff import (
@@ -24,9 +21,7 @@ from thunder.transforms.autodiff import (
 )
 
 from thunder_memsave.compiler.state import State
-from thunder_memsave.errors import CompileError
 from thunder_memsave.passes.early_reductions import reduce_early
-from thunder_memsave.passes.lost_writes import refuse_lost_writes
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
 from thunder_memsave.progress import stage
@@ -37,19 +32,18 @@ def differentiate(state: State) -> State:
     if not state.facts.lowered.training:
         return state
     stage("differentiate")
-    with _errors_name_user_code():
-        return replace(state, joint=grad_transform_on_trace(state.joint))
+    return replace(state, joint=grad_transform_on_trace(state.joint))
 
 
 def claim(state: State) -> State:
     """Let executors claim operations; what they need not compute goes.
 
-    With `fuse` and `python_operations` this is Thunder's `transform_for_execution`, without what that does for
+    With `python_operations` this is Thunder's `transform_for_execution`, without what that does for
     Thunder's own data parallelism.
     """
     stage("choose executors")
     joint = dce(_claimed(dce(state.joint), state.facts.executors))
-    return replace(state, joint=reduce_early(joint) if state.facts.lowered.reduces_last else joint)
+    return replace(state, joint=reduce_early(joint))
 
 
 def _claimed(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
@@ -59,25 +53,15 @@ def _claimed(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
     the whole forward of a user's `autograd.Function`. Rules for gradients have run before, so their parts are claimed.
     """
     trace = _transform_for_operator_executor_execution(trace, executors)
-    while any(_is_unclaimed(b, executors) for b in trace.bound_symbols):
+    while any(map(_is_unclaimed, trace.bound_symbols)):
         trace = _transform_for_operator_executor_execution(trace, executors)
     return trace
 
 
-def _is_unclaimed(bsym: BoundSymbol, executors: Sequence[Executor]) -> bool:
-    """Whether nothing can run it yet, and nobody left it for a fusion."""
+def _is_unclaimed(bsym: BoundSymbol) -> bool:
+    """Whether nothing can run it yet."""
     symbol = bsym.sym
-    if symbol.executor or symbol.python_impl or symbol.id is PrimIDs.GET_GRAD:
-        return False
-    return not any(isinstance(e, FusionExecutor) and e.can_fuse(bsym) for e in executors)
-
-
-def write_out_of_place(state: State) -> State:
-    """Let as much as possible be recomputed, for a plan; comes before our other passes."""
-    facts = state.facts
-    if facts.planner is None:
-        return state
-    return replace(state, joint=facts.planner.prepared(state.joint, arguments=facts.arguments))
+    return not (symbol.executor or symbol.python_impl or symbol.id is PrimIDs.GET_GRAD)
 
 
 def gather_again(state: State) -> State:
@@ -108,39 +92,9 @@ def compute_again(state: State) -> State:
     return replace(state, joint=recompute(state.joint, actions=state.actions))
 
 
-def fuse(state: State) -> State:
-    """Let executors that fuse do so: after the plan, which knows operations."""
-    trace = state.joint
-    for executor in state.facts.executors:
-        if isinstance(executor, FusionExecutor):
-            trace = executor.fusion_pass(trace)
-    return replace(state, joint=trace)
-
-
 def run_in_python(state: State) -> State:
     """Leave the rest to Python's own operations: that matters to what is run, and to nothing that is planned."""
     if not state.facts.is_run:
         return state
     trace = _transform_for_operator_executor_execution(state.joint, get_always_executors())
     return replace(state, joint=trace)
-
-
-def check_writes(state: State) -> State:
-    """Refuse writes in place that would be lost, or late."""
-    refuse_lost_writes(state.joint)
-    return state
-
-
-@contextmanager
-def _errors_name_user_code() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
-        found = (f["bsym"] for f in frames if isinstance(f.get("bsym"), BoundSymbol))
-        if (bsym := next(found, None)) is None:
-            raise
-        raise CompileError(
-            f"Thunder cannot differentiate {bsym.sym.name} (at {bsym.source_filename or 'an unknown line'}): {error}. "
-            "Write it with other operations, or keep it out of the compiled model."
-        ) from error

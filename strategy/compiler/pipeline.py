@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import (
     dce,
     wrap_return_value_together_with_arguments,
 )
-from thunder.core.update_aliases import insert_alias_updates
 
 from thunder_memsave.compiler import joint_steps, run, split
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
-from thunder_memsave.passes.fold_casts import fold_casts
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.step import Pass, Step, on_joint
 
@@ -31,27 +28,16 @@ def _tried(name: str, does: str, do: Callable[[State], State]) -> Step[State]:
     return Step(name=name, does=does, do=do, is_tried=True)
 
 
-def _order_writes(trace: TraceCtx) -> TraceCtx:
-    return insert_alias_updates(trace, [])
-
-
 STEPS: tuple[Step[State], ...] = (
     _pass(
         "wrap_results",
         "return the results together with the arguments",
         wrap_return_value_together_with_arguments,
     ),
-    _pass("order_writes", "let readers follow what is written in place", _order_writes),
     _pass("drop_unread", "drop what nothing reads", dce),
     _step("differentiate", "add the backward", joint_steps.differentiate),
     _step("claim", "let executors claim operations", joint_steps.claim),
-    # Passes over the joint trace: operations are claimed, and nothing is fused yet.
-    _step(
-        "out_of_place",
-        "write out of place what may then be recomputed",
-        joint_steps.write_out_of_place,
-    ),
-    _pass("fold_casts", "compute in two bytes what is cast up and down", fold_casts),
+    # Passes over the joint trace: operations are claimed.
     _pass("keep_overwritten", "copy what is written over and read by backward", keep_overwritten),
     _pass(
         "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype
@@ -60,10 +46,7 @@ STEPS: tuple[Step[State], ...] = (
     # The plan is carried out, here and by all that is `_tried`.
     _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),
     _tried("recompute", "recompute in backward what the plan says", joint_steps.compute_again),
-    # Not tried: the plan knows operations, not fusions.
-    _step("fuse", "let executors fuse operations", joint_steps.fuse),
     _step("python_operations", "leave the rest to Python", joint_steps.run_in_python),
-    _step("refuse_lost_writes", "refuse writes that would be lost", joint_steps.check_writes),
     # Two traces from here on.
     _tried("split", "make a forward and a backward", split.split),
     _tried("check_gradients", "refuse a backward that lacks a gradient", split.check),
@@ -71,7 +54,6 @@ STEPS: tuple[Step[State], ...] = (
     _tried("keep_gradients", "make a backward that does not reduce", split.keep_gradients),
     _tried("add_gradients", "add to gradients where new ones are made", split.add_gradients),
     _tried("delete_last_used", "delete values after their last use", split.delete),
-    _step("check_copies", "refuse a fusion that reads what it has written over", run.check_copies),
     _step("unwrap_results", "return the results alone, without a backward", run.unwrap_results),
     _step("run", "make what the call runs", run.make_callable),
 )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import (
-    _inplace_copy_sanity_check,
     unwrap_return_value,
 )
 from torch import Tensor
@@ -18,18 +17,11 @@ from torch import Tensor
 from thunder_memsave.budget.planned_call import differentiated
 from thunder_memsave.compiler import autograd
 from thunder_memsave.compiler.cuda_graphs.graphed_call import GraphedCall
-from thunder_memsave.compiler.gradient_checks import dependencies
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.lowering import Lowered
 from thunder_memsave.ops.accumulation import UnreducedGradients, accumulated_names
 from thunder_memsave.ops.added_gradients import added_names
 from thunder_memsave.ops.running_backward import RunningBackward, running
-
-
-def check_copies(state: State) -> State:
-    """Refuse a fusion that reads what it has written over."""
-    _inplace_copy_sanity_check(state.forward)
-    return state
 
 
 def unwrap_results(state: State) -> State:
@@ -118,7 +110,6 @@ def training(
     added = set(added_names(backward))
     named = {*accumulated_names(backward), *added}
     slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in named]
-    depends_on = dependencies(lowered, forward, backward)
     planned_gradients = differentiated(forward.output[0]["output"])
     adds_to = frozenset(i for i, name in slots if name in added)
 
@@ -128,7 +119,7 @@ def training(
         function = autograd.Differentiable(
             forward=run_forward,
             backward=run_backward_of(parameters),
-            output_depends_on=depends_on,
+            output_depends_on=lowered.depends_on,
             planned_gradients=planned_gradients,
             adds_to=adds_to,
         )

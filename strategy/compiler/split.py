@@ -14,7 +14,6 @@ from thunder.transforms.autodiff import (
 
 from thunder_memsave.compiler.gradient_checks import (
     check_gradients,
-    dependencies,
     refuse_gradients,
 )
 from thunder_memsave.compiler.state import State
@@ -38,8 +37,7 @@ def check(state: State) -> State:
     if state.backward is None:
         refuse_gradients(lowered)
     else:
-        depends_on = dependencies(lowered, state.forward, state.backward)
-        check_gradients(lowered.input_names, state.forward, state.backward, depends_on)
+        check_gradients(lowered, state.forward, state.backward)
     return state
 
 

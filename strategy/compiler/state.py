@@ -32,7 +32,7 @@ class Facts:
     steps: Sequence[Step[State]]
     """Those that are done, in order."""
     lowered: Lowered
-    """The captured call, in Thunder's operations."""
+    """The captured call, in ATen operators."""
     executors: Sequence[Executor]
     """Claim operations, in their order; those among them that fuse come after."""
     regathers: bool

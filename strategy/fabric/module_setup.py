@@ -120,11 +120,11 @@ class ModuleSetup:
 
     def _frozen_in_fp8(self, module: nn.Module) -> FrozenInFp8 | None:
         choose = partial(frozen_in_fp8, module, self.config.fp8, data_parallel=self.data_parallel)
-        return self._on_all_ranks(lambda: choose(frontend=self.config.frontend))
+        return self._on_all_ranks(choose)
 
     def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:
         set_up = partial(set_up_fp8, module, fp8, backend=backend)
-        return self._on_all_ranks(lambda: set_up(frontend=self.config.frontend))
+        return self._on_all_ranks(set_up)
 
     def _planner(self) -> MemoryPlanner:
         return MemoryPlanner(

@@ -1,19 +1,16 @@
-"""Finds in-place operations in a captured graph, and refuses those whose effect Thunder would lose.
-
-Thunder makes in-place operations functional, but a change made through one view does not reach other views of the same
-storage: the result would silently differ from eager's.
-"""
+"""Finds in-place operations in a captured graph, and refuses those whose effect would be lost."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from thunder_memsave.errors import CompileError
+from thunder_memsave.frontend.capture import GraphInput
 from thunder_memsave.frontend.fx_nodes import example_values, value_needs_grad, where
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -57,45 +54,10 @@ def changed_operand(node: fx.Node) -> fx.Node | None:
     return operand if in_place and isinstance(operand, fx.Node) and storage(operand) else None
 
 
-def refuse_lost_changes(graph: fx.GraphModule) -> None:
-    """Refuse graphs that change a tensor in place and read another view of its storage afterwards.
-
-    Raises:
-        CompileError: A change would be lost; the message names the user's line.
-    """
-    for node in graph.graph.find_nodes(op="get_attr"):
-        body = operator.attrgetter(node.target)(graph)
-        if isinstance(body, fx.GraphModule):
-            refuse_lost_changes(body)
-    for node in graph.graph.nodes:
-        _refuse_other_changes(node)
-    for node in lost_changes(graph.graph):
-        raise CompileError(
-            f"A tensor is changed in place at {where(node)} while another "
-            "view of it is used later; Thunder would lose the change. Write the operation out of place."
-        )
-
-
-def lost_changes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the nodes that change a tensor in place of which another view is read afterwards."""
-    nodes = list(graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    for node in nodes:
-        operand = changed_operand(node)
-        if operand is None:
-            continue
-        for other in nodes[: position[node]]:
-            if storage(other) != storage(operand) or _origin(other) is _origin(operand):
-                continue
-            if any(position[user] > position[node] for user in other.users):
-                yield node
-                break
-
-
 def refuse_changed_inputs(body: fx.GraphModule, *, what: str) -> None:
     """Refuse bodies of higher-order operators that change a tensor from outside of them.
 
-    Thunder would lose a change in a custom autograd function; eager makes one in a checkpointed region twice.
+    Eager makes such a change twice in a checkpointed region.
 
     Raises:
         CompileError: The body does so; the message names the user's line.
@@ -116,12 +78,6 @@ def storage(node: fx.Node) -> Any:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def _origin(node: fx.Node) -> fx.Node:
-    """Return the first operand of a chain of in-place operations, each of which returns its operand."""
-    changed = changed_operand(node)
-    return node if changed is None else _origin(changed)
-
-
 def inplace_position(node: fx.Node) -> int | str | None:
     """Return the position or the name of the argument `inplace=True` of `node`; None if it has none."""
     if node.kwargs.get("inplace") is True:
@@ -130,17 +86,6 @@ def inplace_position(node: fx.Node) -> int | str | None:
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     position = names.index("inplace") if "inplace" in names else len(node.args)
     return position if position < len(node.args) and node.args[position] is True else None
-
-
-def _refuse_other_changes(node: fx.Node) -> None:
-    """Refuse nodes that change an operand other than the first."""
-    if node.kwargs.get("out") is not None:
-        raise CompileError(
-            f"The result is written to out= at {where(node)}; Thunder would lose it. Use the returned tensor instead."
-        )
-    _refuse_statistics(node)
-    if _is_renormalised(node):
-        _refuse_renormalised(node)
 
 
 def refuse_unseen_changes(graph: fx.GraphModule) -> None:
@@ -161,7 +106,7 @@ def _refuse_statistics(node: fx.Node) -> None:
     statistics = (*node.args[1:3], node.kwargs.get("running_mean"))
     if node.target is F.instance_norm and any(isinstance(s, fx.Node) for s in statistics):
         raise CompileError(
-            f"instance_norm updates running statistics at {where(node)}; Thunder would lose the update. Use "
+            f"instance_norm updates running statistics at {where(node)}; compiled code would lose the update. Use "
             "track_running_stats=False, or batch_norm."
         )
 
@@ -182,23 +127,28 @@ def _argument(node: fx.Node, position: int, name: str) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
-def refuse_changed_weights(graph: fx.GraphModule, weights: Mapping[fx.Node, str]) -> None:
-    """Refuse graphs that change a trained parameter in place.
+def refuse_changed_weights(graph: fx.GraphModule, weights: Mapping[fx.Node, GraphInput]) -> None:
+    """Refuse graphs that change a parameter in place which is trained or sharded.
 
     Args:
         graph: The captured graph.
-        weights: Names of the trained parameters, by placeholder.
+        weights: These parameters, by placeholder.
 
     Raises:
         CompileError: The graph does so; the message names the user's line.
     """
-    names = {storage(node): name for node, name in weights.items()}
+    by_storage = {storage(node): weight for node, weight in weights.items()}
     for node in graph.graph.nodes:
         operand = changed_operand(node)
-        name = None if operand is None else names.get(storage(operand))
-        if name is not None:
+        weight = None if operand is None else by_storage.get(storage(operand))
+        if weight is not None:
+            why = (
+                "compiled code would compute no gradient for it"
+                if weight.is_whole
+                else ("each rank holds only its rows, so the change would be lost")
+            )
             raise CompileError(
-                f"The forward changes the parameter {name!r} in place (at {where(node)}), and compiled code would "
-                "compute no gradient for it. Make it a buffer, freeze it, or change it outside of the compiled "
-                "forward, inside `with torch.no_grad(), fabric.strategy.summon_full(model, writeback=True):`."
+                f"The forward changes the parameter {weight.name!r} in place (at {where(node)}), and {why}. Make it a "
+                "buffer, freeze it on one device, or change it outside of the compiled forward, inside "
+                "`with torch.no_grad(), fabric.strategy.summon_full(model, writeback=True):`."
             )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import thunder.torch as ltorch
 import torch
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
@@ -22,7 +21,6 @@ from thunder_memsave.fp8.compute.symbols import (
     LinearOperators,
     StateProxies,
     dequantized,
-    fp8_linear,
 )
 from thunder_memsave.fp8.weights.frozen import refuse_trained_again
 from thunder_memsave.frontend.capture import Capture
@@ -85,21 +83,11 @@ class LinearNodes:
         """Return whether the node is a linear in fp8."""
         return node in self._linear_of
 
-    def run(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorProxy:
-        """Record the node on its proxies.
+    def call(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Compute the node on tensors without numbers, as a call that stays whole.
 
         Autocast changes only the dtype of the result: the input is cast to it, the weight is quantised uncast.
         """
-        linear = self._linear_of[node]
-        x, weight, bias = _operands(args, kwargs)
-        state = self._proxies[linear.name]
-        if linear.is_kept_in_fp8:
-            state = replace(state, weight=weight)
-        dtype = dtypes.to_dtype(node.meta["example_value"].dtype)
-        return fp8_linear(self._computation(linear), ltorch.to(x, dtype), weight, bias, state)
-
-    def call(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Compute the node on tensors without numbers, as a call that stays whole; see `run`."""
         linear = self._linear_of[node]
         x, weight, bias = _operands(args, kwargs)
         rule = _InFp8(self._computation(linear), linear.name, self)

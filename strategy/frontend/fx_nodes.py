@@ -19,8 +19,6 @@ from thunder_memsave.ops.location import module_name as named_module
 from thunder_memsave.passes.checkpoint_regions import Region, mark
 
 _UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
-UNREACHED = "unreached"
-"""Key in a node's meta: those of its operands that its derivative gives no gradient to."""
 
 
 def where(node: fx.Node) -> str:

@@ -63,11 +63,6 @@ class GraphInputs:
                     self._constants[id(value)] = (value, proxy)
         return list(self._constants.values())
 
-    def attribute(self, graph: fx.GraphModule, target: Any) -> Any:
-        """Return what a graph holds under a dotted path; its proxy, where that is a tensor."""
-        value = _getattr_path(graph, target)
-        return self._constants[id(value)][1] if isinstance(value, Tensor) else value
-
     def force(self, value: Any, *, as_kept: bool = False) -> Any:
         """Return the value of what may be an input, gathered if nothing asked for it before.
 

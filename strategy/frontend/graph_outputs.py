@@ -14,10 +14,8 @@ from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from torch import Tensor, fx
 
-from thunder_memsave.frontend.aliasing import changed_operand, storage
-from thunder_memsave.frontend.fx_nodes import UNREACHED, node_callable, own_name, value_needs_grad
-
-_NONE: frozenset[int] = frozenset()
+from thunder_memsave.frontend.aliasing import storage
+from thunder_memsave.frontend.fx_nodes import node_callable, own_name
 
 _SHAPES = ("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _DIMS = ("t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims")
@@ -151,32 +149,3 @@ def distinct_values() -> Callable[[Any], Any]:
         return value
 
     return distinct
-
-
-def output_dependencies(
-    graph: fx.GraphModule, outputs: Sequence[fx.Node]
-) -> tuple[frozenset[int], ...]:
-    """Return, for each of `outputs`, the indices of the placeholders that autograd would reach from it.
-
-    A node whose value needs no gradient in eager (`node.meta["example_value"]`) reaches nothing. An in-place operation
-    adds what its operands reach to the tensor that it changes.
-    """
-    reached: dict[fx.Node, frozenset[int]] = {}
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    for index, node in enumerate(placeholders):
-        reached[node] = frozenset({index}) if _needs_grad(node) else _NONE
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        read = [n for n in node.all_input_nodes if n not in node.meta.get(UNREACHED, ())]
-        operands = frozenset().union(*(reached.get(n, _NONE) for n in read))
-        reached[node] = operands if _needs_grad(node) else _NONE
-        if (changed := changed_operand(node)) is not None:
-            # Every view of the changed memory depends on the operands from here on.
-            for other in [n for n in reached if storage(n) == storage(changed)]:
-                reached[other] |= operands
-    return tuple(reached.get(o, _NONE) if _needs_grad(o) else _NONE for o in outputs)
-
-
-def _needs_grad(node: fx.Node) -> bool:
-    return value_needs_grad(node.meta.get("example_value"))

@@ -1,4 +1,4 @@
-"""Calls a PyTorch function inside a trace unchanged, if Thunder does not know it and no gradient is needed."""
+"""Calls a function inside a trace as it is, where no gradient is needed."""
 
 from __future__ import annotations
 

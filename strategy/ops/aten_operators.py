@@ -1,6 +1,6 @@
 """ATen operators as symbols of a trace: torch's own functions, one operator each, under names that every process uses.
 
-Each runs as it is, so it is measured, recomputed and freed like any other. `frontend/joint/recorded.py` records them.
+Each runs as it is, so it is measured, recomputed and freed like any other. `frontend/recorded_joint.py` records them.
 """
 
 from __future__ import annotations

@@ -8,27 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.extend import OperatorExecutor
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a torch function that is lowered."""
-
-    args: Sequence[Any]
-    """Arguments with proxies for tensors, as are `kwargs`."""
-    kwargs: Mapping[str, Any]
-    eager_args: Sequence[Any]
-    """Arguments with eager PyTorch's tensors, without their numbers, as are `eager_kwargs`."""
-    eager_kwargs: Mapping[str, Any]
-
-    def needs_grad(self, position: int, name: str) -> bool:
-        """Say whether eager gives a gradient to an argument, which the caller may have left out."""
-        given = (*self.eager_args[position : position + 1], self.eager_kwargs.get(name))
-        return any(isinstance(v, torch.Tensor) and v.requires_grad for v in given)
 
 
 class Operand(Protocol):
@@ -59,19 +39,6 @@ def like_first(value: TensorProxy, *_: Any) -> TensorProxy:
     return TensorProxy(like=value)
 
 
-def is_float(value: Any) -> bool:
-    """Say whether it stands for a tensor of floating-point numbers."""
-    return isinstance(value, TensorProxy) and dtypes.is_float_dtype(value.dtype)
-
-
-def _as_given(*args: Any) -> Sequence[Any]:
-    return args
-
-
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
 def _not_known(operands: Sequence[Operand]) -> bool:
     return False
 
@@ -99,14 +66,10 @@ class Derivative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """An operator of ours: what computes an operation, and what computes its gradients."""
+    """An operator of ours, called by `kernel_calls.call_kernel`: computes an operation, and its gradients."""
 
     name: str
     """In the trace that runs."""
-    executor: OperatorExecutor | None = None
-    """Claims the operation; None: graphs call the kernel by `kernel_calls.call_kernel`."""
-    symbol: Symbol | None = None
-    """Thunder's for the operation; None as `executor`."""
     takes: tuple[str, ...]
     """Names of the arguments."""
     run: Callable[..., Any]
@@ -115,12 +78,6 @@ class Kernel:
     """Names; the first is the operation's result, the others are there for the derivatives alone."""
     meta: Callable[..., Any] = like_first
     """`run` on proxies."""
-    arguments: Callable[..., Sequence[Any]] = _as_given
-    """`(arguments of the symbol) -> arguments`."""
-    cast: Callable[..., Any] | None = None
-    """`(arguments of the symbol) -> dtype` of the first argument while it computes; None, or if so: as it is."""
-    applies: Callable[..., bool] = _always
-    """`(arguments of the symbol)`: where not, another executor gets it."""
     scratch: Mapping[str, Scratch] = field(default_factory=lambda: NO_SCRATCH)
     """Formulas of scratch bytes by device type; 0 bytes on other devices."""
     is_one_kernel: IsOneKernel = _not_known
@@ -139,44 +96,22 @@ class Kernel:
         return {self.name: self, **{d.name: d for d in self.derivatives}}
 
 
-def _never(bsym: BoundSymbol) -> bool:
-    return False
-
-
-def _none(operator: str, operands: Sequence[Operand]) -> int:
-    return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Foreign:
-    """Facts of other executors' operators, and of torch's own functions that run as they are."""
+    """Facts of PyTorch's own operators."""
 
     matches: Callable[[str], bool]
     """`(name in the trace that runs) -> bool`; never called with the name of one of our kernels."""
-    scratch: Callable[[str, Sequence[Operand]], int] = _none
+    scratch: Callable[[str, Sequence[Operand]], int]
     """`(name, tensors that it reads) -> bytes` that it takes at most inside of itself."""
-    draws: Callable[[BoundSymbol], bool] = _never
-    """Whether it draws random numbers where no tag of Thunder's says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """All that this package knows of one operation. What a row leaves out is as Thunder has it."""
+    """Functions of torch that graphs call otherwise, with kernels of ours."""
 
     name: str
-    functions: tuple[Callable[..., Any], ...] = ()
-    """Those of torch that it stands for."""
-    run: Callable[..., Any] | None = None
-    """The function of tensors that graphs call instead, with kernels of ours in it."""
-    lower: Callable[[Call], Any] | None = None
-    """Record it on proxies; NotImplemented: this call is as Thunder has it."""
-    rewrite: Callable[[Call], Call] | None = None
-    """The call that Thunder's own symbol gets instead."""
-    runs_torchs_own: bool = False
-    """Whether torch's function runs as it is where no gradient is needed, though Thunder knows it."""
-    has_whole_derivative: bool = False
-    """Whether torch's operators run where a gradient is needed: Thunder takes the function apart, which is slower."""
-    wrong_gradient: Callable[[Call], str | None] | None = None
-    """`(call) -> what is wrong with Thunder's derivative, in words`; None if it is right."""
-    kernels: tuple[Kernel, ...] = ()
-    foreign: Foreign | None = None
+    functions: tuple[Callable[..., Any], ...]
+    run: Callable[..., Any]
+    """`(arguments of the functions) -> tensor`."""
+    kernels: tuple[Kernel, ...]

@@ -27,8 +27,6 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from thunder_memsave.ops.table import draws_untagged
-
 _NUM_STATE_BYTES = {devices.DeviceType.CPU: 5056, devices.DeviceType.CUDA: 16}
 
 _executor = OperatorExecutor("thunder_memsave_random", version="0")
@@ -37,8 +35,7 @@ register_executor(_executor)
 
 def draws_random_numbers(bsym: BoundSymbol) -> bool:
     """Whether running this symbol of an executed trace moves a generator on."""
-    # The frontend tags the symbols of functions of which Thunder does not know that they draw.
-    if OpTags.RANDOM_OP in (*bsym.tags, *(bsym.sym.tags or ())) or draws_untagged(bsym):
+    if OpTags.RANDOM_OP in (*bsym.tags, *(bsym.sym.tags or ())):
         return True
     return any(map(draws_random_numbers, bsym.subsymbols))
 

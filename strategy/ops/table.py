@@ -1,65 +1,40 @@
-"""The table of operations: a row for each of which there is more to know than Thunder does, and what is looked up."""
+"""The table of operations: a row for each that runs by kernels of ours, and what is looked up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from thunder.core.symbol import BoundSymbol
-from thunder.extend import OperatorExecutor
 from torch import Tensor
 
 from thunder_memsave.ops import aten_operators
-from thunder_memsave.ops.claim import kernels_executor
 from thunder_memsave.ops.families import (
-    activations,
+    aten_scratch,
     attention,
-    collectives,
-    cross_entropy,
-    indexing,
-    no_arithmetic,
-    norms,
+    attention_kernels,
     packed_kernels,
-    random_numbers,
     rms_norm,
-    softmax,
-    whole_kernels,
     windowed_attention,
 )
-from thunder_memsave.ops.families.collectives import collectives_executor
-from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.ops.operation import Derivative, Foreign, Kernel, Operand, Operation
 
 OPERATIONS: tuple[Operation, ...] = (
     *attention.OPERATIONS,
     *packed_kernels.OPERATIONS,
     *windowed_attention.OPERATIONS,
-    *cross_entropy.OPERATIONS,
-    *activations.OPERATIONS,
-    *softmax.OPERATIONS,
-    *norms.OPERATIONS,
-    *whole_kernels.OPERATIONS,
     *rms_norm.OPERATIONS,
-    *indexing.OPERATIONS,
-    *no_arithmetic.OPERATIONS,
-    *collectives.OPERATIONS,
-    *random_numbers.OPERATIONS,
+)
+
+FOREIGN: tuple[Foreign, ...] = (
+    attention_kernels.of_pytorch,
+    aten_scratch.layer_norm_backward,
+    aten_scratch.embedding_backward,
 )
 
 
 def operation_of(function: Callable[..., Any]) -> Operation | None:
-    """Return the row of a torch function; None: all there is to know of it is Thunder's."""
+    """Return the row of a torch function; None: it runs as it is."""
     return _BY_FUNCTION.get(function)
-
-
-def executors(*, fuses: bool) -> tuple[OperatorExecutor, ...]:
-    """Return the executors of kernels, in the order in which they claim.
-
-    Args:
-        fuses: Whether another executor fuses the parts of operations, which a kernel would take as a whole.
-    """
-    of_parts = () if fuses else (kernels_executor,)
-    return (own_executor, *of_parts, collectives_executor)
 
 
 def scratch_bytes(operator: str, operands: Sequence[Operand]) -> int:
@@ -97,15 +72,8 @@ def write_numbers(operator: str, arguments: Sequence[Tensor]) -> None:
         numbers(arguments)
 
 
-def draws_untagged(bsym: BoundSymbol) -> bool:
-    """Say whether running a symbol moves a generator on, though no tag of Thunder's says so."""
-    name = str(bsym.sym.name)
-    foreign = None if name in _OPERATORS else _foreign(name)
-    return foreign is not None and foreign.draws(bsym)
-
-
 def _foreign(operator: str) -> Foreign | None:
-    return next((f for f in _FOREIGN if f.matches(operator)), None)
+    return next((f for f in FOREIGN if f.matches(operator)), None)
 
 
 def _by_function(operations: Iterable[Operation]) -> Mapping[Callable[..., Any], Operation]:
@@ -117,7 +85,6 @@ def _by_function(operations: Iterable[Operation]) -> Mapping[Callable[..., Any],
     return found
 
 
-_FOREIGN = tuple(o.foreign for o in OPERATIONS if o.foreign is not None)
 _BY_FUNCTION = _by_function(OPERATIONS)
 _OPERATORS: Mapping[str, Kernel | Derivative] = {
     name: operator

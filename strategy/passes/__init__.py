@@ -1,4 +1,4 @@
-"""Passes over the joint trace: forward, then backward, with operators claimed by executors and nothing fused yet.
+"""Passes over the joint trace: forward, then backward, with operators claimed by executors.
 
 In: a trace. Out: the same object if there is nothing to do, else a new trace whose provenance names the pass.
 `tests/passes/contract.py` checks what every pass guarantees; `compiler/pipeline.py` has their order. Thunder's split

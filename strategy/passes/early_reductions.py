@@ -1,6 +1,6 @@
 """Starts each reduction as soon as its gradient is there, where the trace has all of them at the end.
 
-One rule of differentiation for a whole graph (`frontend/whole_graph.py`) gives the gradients of all weights together,
+One rule of differentiation for a whole graph (`frontend/lowering.py`) gives the gradients of all weights together,
 so that Thunder records every reduction after all else:
 
     g2 = mm(...)                        g2 = mm(...)

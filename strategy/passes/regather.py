@@ -4,19 +4,19 @@ Before, a weight is gathered once, at its first use, and lives until backward ha
 
     ft1 = all_gather_rows(w, group, True, None)
     t2 = torch_wait_prim_impl(ft1)                  # forward
-    t3 = torch.nn.functional.linear(x, t2, None)
+    t3 = aten_mm(x, t2)
     ...
-    t9 = torch.matmul(g, t2)                        # backward
+    t9 = aten_mm(g, t2)                        # backward
 
 After, each reader has its own copy, gathered right before it:
 
     ft1_0 = all_gather_rows(w, group, True, None)
     t2_0 = torch_wait_prim_impl(ft1_0)              # forward
-    t3 = torch.nn.functional.linear(x, t2_0, None)
+    t3 = aten_mm(x, t2_0)
     ...
     ft1_1 = all_gather_rows(w, group, True, None)   # backward
     t2_1 = torch_wait_prim_impl(ft1_1)
-    t9 = torch.matmul(g, t2_1)
+    t9 = aten_mm(g, t2_1)
 
 The same holds for every value computed from one gathered parameter alone: its rows without padding, a transpose, a
 cast. Keeping those would keep the weight, or a copy of it. Thunder's split, which runs later, then saves the shards,

@@ -9,7 +9,6 @@ from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
 
 from thunder_memsave.ops import aten_operators
-from thunder_memsave.ops.claim import kernels_executor
 from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
 from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
@@ -27,7 +26,6 @@ _COMMUNICATES = (
 _HAPPENS_ONCE = (OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
 _OF_KERNELS = (
     own_executor.name,
-    kernels_executor.name,
     "thunder_memsave_fp8_torch",
     "thunder_memsave_fp8_transformer_engine",
 )

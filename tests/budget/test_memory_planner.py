@@ -177,7 +177,7 @@ class Model:
 
     @contextmanager
     def _one_capture(self) -> Iterator[None]:
-        capture = CallCompiler._dynamo
+        capture = CallCompiler._traced
         state = (self.module.training, torch.is_grad_enabled())
 
         def once(*args: Any) -> Any:
@@ -189,7 +189,7 @@ class Model:
             traced.lowered.trace.names = set(names)
             return traced
 
-        with patch.object(CallCompiler, "_dynamo", once):
+        with patch.object(CallCompiler, "_traced", once):
             yield
 
 

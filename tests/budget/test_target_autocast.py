@@ -119,7 +119,11 @@ def dtypes_of_powers(model: nn.Module) -> set[str]:
     compiled = CallCompiler(config=CompileConfig(), data_parallel=None).compile(
         model, Call.of(model, (), {"input_ids": ids}), name="forward", reason="test"
     )
-    powers = [b for b in compiled.forward_traces[0].bound_symbols if b.sym.name == "pow"]
+    powers = [
+        b
+        for b in compiled.forward_traces[-1].bound_symbols
+        if b.sym.name == "aten_pow_Tensor_Scalar"
+    ]
     return {str(b.output.dtype) for b in powers}
 
 

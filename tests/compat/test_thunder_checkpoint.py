@@ -1,6 +1,6 @@
 """Thunder redraws the dropout of a `torch.utils.checkpoint` region in backward, which gives wrong gradients.
 
-That is why such regions are ours (`strategy/frontend/higher_order.py`, `strategy/passes/checkpoint_regions.py`): random
+That is why such regions are ours (`strategy/frontend/checkpoints.py`, `strategy/passes/checkpoint_regions.py`): random
 numbers are drawn once, and backward replays them. Found in Thunder 0.2.6: its rule clones `uniform` like any other
 operation.
 """
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.fabric import make_fabric
 
 HEALED = (
-    "Thunder is healed: delete this file, and the reason in `inline_checkpoints` (strategy/frontend/higher_order.py); "
+    "Thunder is healed: delete this file, and the reason in `inline_checkpoints` (strategy/frontend/checkpoints.py); "
     "look whether its rule for regions could be used instead."
 )
 WIDTH = 256

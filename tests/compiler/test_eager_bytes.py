@@ -69,9 +69,9 @@ def test_no_more_is_saved_than_by_eager_under_autocast(build: Callable[..., nn.M
     check(build, torch.float32, torch.autocast("cpu", torch.bfloat16))
 
 
-def test_without_the_free_wins_more_is_saved() -> None:
+def test_without_a_plan_exactly_what_eager_saves_is_saved() -> None:
     module: nn.Module = models.gpt2(2)
     module.to(torch.bfloat16)
     compiled = CompiledModule(module)
     compiled(input_ids=IDS, labels=IDS)
-    assert saved_bytes(module, compiled) > 1.1 * saved_bytes(module, module)
+    assert saved_bytes(module, compiled) == saved_bytes(module, module) > 0

@@ -1,4 +1,4 @@
-"""Operations that Thunder does not know have the same names in every process."""
+"""Functions that are called as they are have the same names in every process."""
 
 from __future__ import annotations
 

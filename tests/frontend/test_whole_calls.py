@@ -1,65 +1,19 @@
-"""`frontend: aot`: kernels of ours, linears in fp8 and functions that look at numbers are calls that stay whole."""
+"""Kernels of ours, and functions that look at numbers, are calls that stay whole."""
 
 from __future__ import annotations
-
-import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.fp8_linears import fp8_module, linears_of
 from harness.parity import Twins, weighted_sum
-from thunder_memsave.config import CompileConfig
 from thunder_memsave.errors import CompileError
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
-
-AOT = CompileConfig(frontend="aot")
 
 
 def names_of(twins: Twins) -> list[str]:
     return [b.sym.name for b in twins.compiled.captures[-1].forward_traces[-1].bound_symbols]
-
-
-class Linears(nn.Module):
-    """Of one weight, a linear and another operation read it."""
-
-    def __init__(self, *, is_frozen: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128, bias=False)
-        self.first.weight.requires_grad_(not is_frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x))) + self.first.weight.sum(0)
-
-
-@pytest.mark.parametrize("options", [{}, {"frozen_weights": "fp8"}], ids=["trained", "kept in fp8"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_linears_in_fp8_have_the_bits_and_the_state_that_they_have_under_dynamo(
-    recipe: str, options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    model = Linears(is_frozen=bool(options))
-    configs = (AOT, CompileConfig(frontend="dynamo"))
-    both = [
-        fp8_module(copy.deepcopy(model), compile_config=c, recipe=recipe, **options)
-        for c in configs
-    ]
-    for _ in range(2):
-        x = torch.randn(16, 128)
-        for compiled in both:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = compiled(x)
-            y.float().square().sum().backward()
-            linears_of(compiled).update(None)
-    pairs = zip(*(m.state_dict().items() for m in both), strict=True)
-    assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
-    for first, second in zip(*(m.parameters() for m in both), strict=True):
-        assert (first.grad is None) is (second.grad is None)
-        if first.grad is not None and second.grad is not None:
-            assert torch.equal(first.grad, second.grad)
 
 
 class Packed(nn.Module):
@@ -74,7 +28,7 @@ class Packed(nn.Module):
 
 
 def test_packed_rows_attend_by_their_boundaries_and_norms_are_one_operator() -> None:
-    twins = Twins(Packed(), config=AOT)
+    twins = Twins(Packed())
     x = torch.randn(2, 3, 12, 8)
     ends = torch.tensor([[3, 7, 12], [12, 12, 12]], dtype=torch.int32)
     twins.assert_equal(x, boundaries_of(ends, 12), loss=weighted_sum)
@@ -99,7 +53,7 @@ class FromSpectrum(nn.Module):
 
 
 def test_a_function_that_looks_at_numbers_runs_where_no_gradient_is_needed() -> None:
-    twins = Twins(FromSpectrum(), config=AOT)
+    twins = Twins(FromSpectrum())
     twins.assert_equal(torch.randn(2, 32), loss=weighted_sum, rtol=0.0, atol=0.0)
 
 
@@ -136,4 +90,4 @@ def test_changes_that_would_be_lost_or_that_eager_refuses_too_are_refused_by_nam
     kind: str, message: str
 ) -> None:
     with pytest.raises(CompileError, match=message):
-        Twins(Refused(kind), config=AOT).compiled(torch.randn(3, 4))
+        Twins(Refused(kind)).compiled(torch.randn(3, 4))

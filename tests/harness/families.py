@@ -1,4 +1,4 @@
-"""Tiny models of many families, and modules with operations that Thunder does not know, each with a batch.
+"""Tiny models of many families, and modules with rare operations, each with a batch.
 
 They test properties that hold for every model; `models.py` has the models that tests inspect.
 """
@@ -106,7 +106,7 @@ UNKNOWN = {
     "differentiated": _differentiated,
     "all": _all,
 }
-"""Functions with an operation that Thunder does not know."""
+"""Functions with a rare operation."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

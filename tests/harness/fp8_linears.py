@@ -42,7 +42,7 @@ def fp8_module(
     """Compile `model` with its linears in fp8; `options` are those of the section `fp8`."""
     config = Fp8Config(**{**_defaults(options), **options})
     choices = choose(model, skip_modules=config.skip_modules)
-    frozen = frozen_in_fp8(model, config, frontend="dynamo", data_parallel=None)
+    frozen = frozen_in_fp8(model, config, data_parallel=None)
     if frozen is not None:
         frozen.cast_rest(torch.device("cpu"))
     linears = Fp8Linears(model, choices, recipe=recipe_of(config), backend=backend)

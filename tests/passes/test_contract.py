@@ -14,12 +14,9 @@ from thunder.core.transform_common import dce
 
 from harness.joint_passes import JOINT_PASSES
 from passes import contract
-from thunder_memsave.budget.extract import memory_of
 from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.early_reductions import reduce_early
-from thunder_memsave.passes.fold_casts import fold_casts
-from thunder_memsave.passes.out_of_place import out_of_place
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
@@ -28,7 +25,6 @@ from thunder_memsave.planner.actions import NO_ACTIONS
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.
 IDLE: tuple[Pass, ...] = (
-    fold_casts,
     gather_in_compute_dtype,
     regather,
     regather_forward,
@@ -44,10 +40,9 @@ def test_every_pass_satisfies_the_contract() -> None:
 
 
 def test_no_pass_of_the_list_is_left_out_of_these_tests() -> None:
-    """`out_of_place` is for a planner: tests/passes/test_random_graphs.py runs it with every policy."""
     names = [step.name for step in STEPS]
     found = names[names.index("claim") + 1 : names.index("plan")]
-    assert found == ["out_of_place", *JOINT_PASSES]
+    assert found == [*JOINT_PASSES]
     assert set(JOINT_PASSES) < {run.__name__ for run in IDLE}
 
 
@@ -56,17 +51,9 @@ def test_recompute_satisfies_the_contract() -> None:
     contract.check_identity(partial(recompute, actions=NO_ACTIONS), name="recompute")
 
 
-def test_out_of_place_satisfies_the_contract() -> None:
-    run = partial(out_of_place, memory=memory_of)
-    in_place = partial(contract.check, probe=contract.InPlaceProbe, others=(keep_overwritten,))
-    in_place(run, name="out_of_place")
-    contract.check(run, name="out_of_place", changes_the_probe=False)
-    contract.check_identity(run, name="out_of_place")
-
-
 def recompute_one(trace: TraceCtx) -> TraceCtx:
     """The smallest real pass: backward reads a clone of one value of the forward."""
-    return _with_clone(trace, "recompute_one", clone_of="gelu_kernel")
+    return _with_clone(trace, "recompute_one", clone_of="aten_gelu")
 
 
 def keep(trace: TraceCtx) -> TraceCtx:
@@ -89,7 +76,7 @@ def rebuilds_for_nothing(trace: TraceCtx) -> TraceCtx:
 
 
 def anonymous(trace: TraceCtx) -> TraceCtx:
-    return _with_clone(trace, "somebody else", clone_of="gelu_kernel")
+    return _with_clone(trace, "somebody else", clone_of="aten_gelu")
 
 
 def changes_numbers(trace: TraceCtx) -> TraceCtx:
@@ -98,7 +85,7 @@ def changes_numbers(trace: TraceCtx) -> TraceCtx:
 
 
 def loses_a_producer(trace: TraceCtx) -> TraceCtx:
-    without = [b for b in trace.bound_symbols if "gelu_kernel" not in b.sym.name]
+    without = [b for b in trace.bound_symbols if "aten_gelu" not in b.sym.name]
     return _edited(trace, "loses_a_producer", without)
 
 

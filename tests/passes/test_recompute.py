@@ -65,50 +65,54 @@ class Normalized(nn.Module):
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.first(x)) * self.scale
+        y = self.norm(self.first(x)) + self.scale
         self.scale.add_(1.0)
         return self.second(y).relu() * self.scale
 
 
-Read = Callable[[Tensor], Tensor]
+class Doubling(nn.Module):
+    """Overwrites a value that it computed, which only forward has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).mul_(2.0).sin())
 
 
-def written_after(y: Tensor, buffer: Tensor, read: Read) -> Tensor:
-    z = y * read(buffer)
+def written_after(y: Tensor, buffer: Tensor) -> Tensor:
+    z = y * buffer.clone()
     buffer.add_(1.0)
     return z
 
 
-def view_written_after(y: Tensor, buffer: Tensor, read: Read) -> Tensor:
-    z = y * read(buffer.view(8, 6).t().reshape(6, 8))
+def view_written_after(y: Tensor, buffer: Tensor) -> Tensor:
+    z = (y + buffer.view(8, 6).t().reshape(6, 8)).sin()
     buffer.mul_(2.0)
-    return z * read(buffer)
+    return z * buffer
 
 
-def written_twice_between(y: Tensor, buffer: Tensor, read: Read) -> Tensor:
-    z = y * read(buffer).exp().log()
+def written_twice_between(y: Tensor, buffer: Tensor) -> Tensor:
+    z = (y + buffer).exp() * buffer.exp().log()
     buffer.add_(1.0)
     buffer.add_(1.0)
-    return (z * read(buffer)).tanh()
+    return (z * buffer).tanh()
 
 
 class Written(nn.Module):
-    """Writes to a buffer; eager PyTorch differentiates that where it reads a copy."""
+    """Writes to a buffer of which no derivative reads the old numbers, but those that are computed from them."""
 
     buffer: Tensor
 
-    def __init__(self, run: Callable[[Tensor, Tensor, Read], Tensor], read: Read) -> None:
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear, self.run, self.read = nn.Linear(8, 8), run, read
+        self.linear, self.run = nn.Linear(8, 8), run
         self.register_buffer("buffer", torch.rand(6, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.linear(x), self.buffer, self.read)
-
-
-def as_it_is(buffer: Tensor) -> Tensor:
-    return buffer
+        return self.run(self.linear(x), self.buffer)
 
 
 IDS = models.token_batch()
@@ -123,6 +127,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "bert": (lambda: models.bert(**BERT), TOKENS),
     "experts": (DenseExperts, {"input": VECTORS["x"]}),
     "normalized": (Normalized, VECTORS),
+    "doubling": (Doubling, VECTORS),
 }
 
 
@@ -230,7 +235,7 @@ def test_a_clone_runs_right_before_its_first_reader() -> None:
 
 def linear_of(trace: TraceCtx) -> str:
     """Return the first linear's result, which the derivative of gelu reads."""
-    return next(str(b.output.name) for b in trace.bound_symbols if b.sym.name == "linear")
+    return next(str(b.output.name) for b in trace.bound_symbols if b.sym.name == "aten_addmm")
 
 
 def test_a_view_of_a_kept_value_is_recomputed_instead_of_saved() -> None:
@@ -240,7 +245,7 @@ def test_a_view_of_a_kept_value_is_recomputed_instead_of_saved() -> None:
             return y.t().view(4, 2, 5).transpose(0, 1).sin() + y.sum()
 
     trace = joint_trace(Views(3, 4), torch.randn(10, 3))
-    base = next(b.output.name for b in trace.bound_symbols if b.sym.name == "exp")
+    base = next(b.output.name for b in trace.bound_symbols if b.sym.name == "aten_exp")
     step = run_joint(
         recompute(trace, actions=keeping({base})), [torch.rand(a.shape) for a in trace.args]
     )
@@ -260,30 +265,25 @@ def test_what_is_read_before_it_is_overwritten_is_not_recomputed() -> None:
     recompute(trace, actions=keeping(nothing(trace)))
 
 
-class Doubling(nn.Module):
-    """Overwrites a value that it computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).mul_(2.0).sin()
-
-
-def test_what_was_written_to_computed_values_is_kept() -> None:
-    trace = joint_trace(Doubling(), VECTORS["x"])
+def test_a_plan_that_recomputes_what_reads_it_is_refused() -> None:
+    trace = joint_trace(Normalized().train(), VECTORS["x"])
     with pytest.raises(
-        PlanError, match=r"recomputed: copy_ writes to '\w+' \(at .*\)\. Keep '\w+'"
+        PlanError,
+        match=r"recomputed: aten_add_Tensor reads 't_scale', which is overwritten later \(at .*\)\. Keep '\w+'",
     ):
         recompute(trace, actions=NO_ACTIONS)
-    recompute(trace, actions=keeping(nothing(trace)))
+
+
+def test_values_that_were_changed_in_place_are_recomputed_like_others() -> None:
+    trace = joint_trace(Doubling(), VECTORS["x"])
+    again = recompute(trace, actions=NO_ACTIONS)
+    assert "aten_mul_Tensor" in {b.sym.name for b in clones(again)}
 
 
 def test_merging_equal_expressions_leaves_the_clones() -> None:
     trace = joint_trace(Probe(), torch.randn(5, 8))
     again = recompute(trace, actions=keeping(everything(trace) - {linear_of(trace)}))
-    assert [b.sym.name for b in clones(cse(again))] == ["linear"]
+    assert [b.sym.name for b in clones(cse(again))] == ["aten_addmm"]
 
 
 def long_trace(num_symbols: int) -> TraceCtx:
@@ -316,11 +316,13 @@ def test_forty_thousand_symbols_take_seconds() -> None:
 def test_backward_reads_what_a_buffer_was_when_forward_read_it(run: Any, policy: Any) -> None:
     memory = MemoryConfig(policy=policy)
     planner = MemoryPlanner(memory, device=device_at(torch.device("cpu")), budget_bytes=None)
-    ours, eager = Written(run, as_it_is), Written(run, torch.clone)
+    ours, eager = Written(run), Written(run)
     compiled = CompiledModule(ours, planner=planner)
     for _ in range(2):
         for module in (compiled, eager):
             module(VECTORS["x"]).square().sum().backward()
     assert torch.equal(ours.buffer, eager.buffer)
     for p, reference in zip(ours.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, reference.grad)
+        assert p.grad is not None
+        assert reference.grad is not None
+        assert torch.equal(p.grad, reference.grad)

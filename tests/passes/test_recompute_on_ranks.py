@@ -34,7 +34,9 @@ PLANNED_GATHERS = (*JOINT_PASSES[:-1], regather_forward)
 def block_inputs(trace: TraceCtx) -> set[str]:
     """Keep only the residual stream, as checkpointing each block does."""
     residual = (2, 12, 32)
-    sums = [b.output for b in trace.bound_symbols if b.sym.name in ("add", "embedding")]
+    sums = [
+        b.output for b in trace.bound_symbols if b.sym.name in ("aten_add_Tensor", "aten_embedding")
+    ]
     named = {s.name for s in sums if isinstance(s, TensorProxy) and tuple(s.shape) == residual}
     return named & set(forward_values(trace))
 

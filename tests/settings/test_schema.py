@@ -22,17 +22,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_name_or_with_all() -> None:
     message = r"^sharding\.mod is not a key of 'sharding'; did you mean 'mode'\?$"
     with pytest.raises(ConfigError, match=message):
         parse_section(ShardingConfig, {"mod": "none"}, where="sharding")
-    message = r"'compile'; its keys are cuda_graphs, executors, frontend, fullgraph, leave_out, trace_dir\.$"
+    message = r"'compile'; its keys are cuda_graphs, fullgraph, leave_out, trace_dir\.$"
     with pytest.raises(ConfigError, match=message):
         parse_section(CompileConfig, {"xyz": 1}, where="compile")
 
 
 def test_all_problems_of_a_section_are_found_together_each_with_its_key() -> None:
-    values = {"frontend": "dynamos", "executors": 3, "executor": 4}
+    values = {"cuda_graphs": "maybe", "leave_out": 3, "executors": 4}
     with pytest.raises(ConfigErrors) as error:
         parse_section(CompileConfig, values, where="compile")
     keys = {problem.key for problem in error.value.problems}
-    assert keys == {"compile.frontend", "compile.executors", "compile.executor"}
+    assert keys == {"compile.cuda_graphs", "compile.leave_out", "compile.executors"}
 
 
 def test_what_is_wrong_in_a_section_of_a_section_is_found_with_the_rest() -> None:
@@ -45,7 +45,7 @@ def test_what_is_wrong_in_a_section_of_a_section_is_found_with_the_rest() -> Non
 
 def test_a_section_made_in_python_is_checked_with_the_same_words() -> None:
     with pytest.raises(ConfigError) as made:
-        CompileConfig(frontend="dynamos")  # type: ignore[arg-type]
+        CompileConfig(cuda_graphs="maybe")  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as read:
-        parse_section(CompileConfig, {"frontend": "dynamos"}, where="CompileConfig")
+        parse_section(CompileConfig, {"cuda_graphs": "maybe"}, where="CompileConfig")
     assert str(made.value) == str(read.value)

@@ -158,7 +158,6 @@ def check(directory: Path) -> None:
         check_optimizers(fabric)
     check_averages(fabric)
     check_files(fabric, directory)
-    check_the_other_frontend()
 
 
 def check_returned(fabric: Fabric) -> None:
@@ -366,33 +365,6 @@ def check_state(fabric: Fabric, model: nn.Module, expected: dict[str, Tensor]) -
     torch.save(
         {name: value.data for name, value in state.items()}, buffer
     )  # these rows, by request
-
-
-def check_the_other_frontend() -> None:
-    fabric = make_fabric(devices=2, sharding="zero3", frontend="interpreter", timeout="2min")
-    reference, model = build(), fabric.setup(Plain(build()))
-    expected = Plain(reference)
-    for enabled in (True, False):
-        with torch.set_grad_enabled(enabled):
-            for ours, theirs in zip(model(X), expected(X), strict=True):
-                assert not is_sharded(ours)
-                torch.testing.assert_close(ours, theirs)
-    for net in (model, expected):
-        loss, used, unread, tied = net(X)
-        fabric.backward(loss + used.norm() + unread.pow(2).sum() + tied.std())
-    same_gradients(fabric, model, expected, "interpreter")
-
-
-class Plain(nn.Module):
-    """Returns a tuple, which the interpreter supports."""
-
-    def __init__(self, net: Net) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        loss = self.net.linear(x).square().mean()
-        return loss, self.net.linear.weight, self.net.unread, self.net.tied
 
 
 def rows_of(whole: Tensor) -> nn.Parameter:

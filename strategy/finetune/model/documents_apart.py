@@ -15,10 +15,10 @@ from thunder_memsave.finetune.model.windows import Windows, windows_of
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.ops.families.packed_attention import packed_mask
 
-MaskKind = Literal["none", "boundaries", "boolean", "additive"]
+MaskKind = Literal["none", "boundaries", "additive"]
 """How the documents of a row are kept apart: not at all, by their boundaries, which `take_boundaries` makes a model
-take, by a boolean mask, or by an additive one for eager attention (given a boolean one, transformers' eager attention
-adds it to the scores)."""
+take, or by an additive mask for eager attention (transformers' eager attention would add a boolean one to the
+scores)."""
 
 
 def mask_kind(config: RunConfig) -> MaskKind:
@@ -27,8 +27,7 @@ def mask_kind(config: RunConfig) -> MaskKind:
         return "none"
     if config.model.attn_implementation != "sdpa":
         return "additive"
-    # Thunder's interpreter runs no hooks.
-    return "boolean" if config.strategy.frontend == "interpreter" else "boundaries"
+    return "boundaries"
 
 
 def take_boundaries(model: nn.Module) -> None:

@@ -57,6 +57,5 @@ def _widened_window(model: Any, config: RunConfig) -> str | None:
         return None
     return (
         f"the model's sliding window of {window} tokens is shorter than data.max_seq_length ({length}), and the mask "
-        f"of packed rows cannot have it with attn_implementation: {config.model.attn_implementation} and "
-        f"frontend: {config.strategy.frontend}"
+        f"of packed rows cannot have it with attn_implementation: {config.model.attn_implementation}"
     )

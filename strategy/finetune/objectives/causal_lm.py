@@ -44,8 +44,7 @@ def _mask(batch: Batch, kind: MaskKind) -> Tensor:
     boundaries = boundaries_of(batch.document_ends, length)
     if kind == "boundaries":
         return boundaries
-    allowed = packed_mask(boundaries, num_rows, length)
-    return allowed if kind == "boolean" else _additive(allowed)
+    return _additive(packed_mask(boundaries, num_rows, length))
 
 
 def _additive(allowed: Tensor) -> Tensor:

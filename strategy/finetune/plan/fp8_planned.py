@@ -28,10 +28,10 @@ def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None
     fp8 = strategy.fp8
     if fp8 is None:
         return None
-    choices = choose_linears(model, fp8, frontend=strategy.frontend)
+    choices = choose_linears(model, fp8)
     # Both backends have the same tensors, and nothing is computed here.
     backend = "torch" if fp8.backend == "auto" else fp8.backend
-    frozen = frozen_in_fp8(model, fp8, frontend=strategy.frontend, data_parallel=None)
+    frozen = frozen_in_fp8(model, fp8, data_parallel=None)
     if frozen is not None:
         frozen.stand_in()
     linears = Fp8Linears(model, choices, recipe=recipe_of(fp8), backend=backend)

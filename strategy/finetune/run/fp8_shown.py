@@ -28,14 +28,14 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
         ConfigError: no linear would compute in fp8, this machine cannot, its ranks would scale differently, or
             there are no frozen weights to keep in fp8.
     """
-    fp8, frontend = config.fp8, config.strategy.frontend
+    fp8 = config.fp8
     if fp8 is None:
         return None
     refuse_own_scales(fp8, num_ranks=world_size(config))
-    choices = choose_linears(model, fp8, frontend=frontend)
+    choices = choose_linears(model, fp8)
     backend = choose_backend(fp8, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     lines = describe_choices(choices, recipe=fp8.recipe, backend=backend)
-    frozen = frozen_in_fp8(model, fp8, frontend=frontend, data_parallel=None)
+    frozen = frozen_in_fp8(model, fp8, data_parallel=None)
     return lines if frozen is None else f"{lines}\n{len(frozen)} frozen weights kept in fp8 alone"
 
 

@@ -57,37 +57,28 @@ def is_scaling_state(name: str) -> bool:
     return STATE_NAME in name.split(".")
 
 
-def set_up_fp8(
-    module: nn.Module, config: Fp8Config, *, frontend: str, backend: Backend
-) -> Fp8Linears:
+def set_up_fp8(module: nn.Module, config: Fp8Config, *, backend: Backend) -> Fp8Linears:
     """Choose the linears of `module` that compute in fp8, and add their scaling state.
 
     Args:
         module: The module, after sharding.
         config: The `fp8` section.
-        frontend: The frontend that captures the module.
         backend: The backend that computes.
 
     Raises:
         ConfigError: Nothing would run in fp8.
     """
-    choices = choose_linears(module, config, frontend=frontend)
+    choices = choose_linears(module, config)
     _log.info("fp8 by %s: %s", backend, report(choices))
     return Fp8Linears(module, choices, recipe=recipe_of(config), backend=backend)
 
 
-def choose_linears(module: nn.Module, config: Fp8Config, *, frontend: str) -> tuple[Choice, ...]:
+def choose_linears(module: nn.Module, config: Fp8Config) -> tuple[Choice, ...]:
     """Decide for each linear of `module` whether it computes in fp8, without changing it.
 
     Raises:
-        ConfigError: None would, or the frontend cannot tell them apart.
+        ConfigError: None would.
     """
-    if frontend == "interpreter":
-        raise ConfigError(
-            "fp8 is set, and strategy.frontend is 'interpreter', which does not say which module an operation comes "
-            "from; leave fp8 out, or the frontend.",
-            key="fp8",
-        )
     choices = choose(module, skip_modules=config.skip_modules)
     if all(c.reason is not None for c in choices):
         raise ConfigError(
@@ -101,7 +92,6 @@ def frozen_in_fp8(
     module: nn.Module,
     config: Fp8Config | None,
     *,
-    frontend: str,
     data_parallel: DataParallel | None,
 ) -> FrozenInFp8 | None:
     """Choose the frozen weights of `module` to keep as fp8 numbers only; None: `config` asks for none.
@@ -109,7 +99,6 @@ def frozen_in_fp8(
     Args:
         module: The module, before it has values or is sharded.
         config: The `fp8` section.
-        frontend: The frontend that captures the module.
         data_parallel: The ranks that will share its parameters.
 
     Raises:
@@ -117,7 +106,7 @@ def frozen_in_fp8(
     """
     if config is None or config.frozen_weights == "compute":
         return None
-    choices = choose_linears(module, config, frontend=frontend)
+    choices = choose_linears(module, config)
     return FrozenInFp8(module, choices, recipe=recipe_of(config), data_parallel=data_parallel)
 
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, Literal
 
 import thunder.torch as ltorch
 import torch
-from thunder.core import dtypes, prims
+from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
-from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
@@ -115,29 +114,6 @@ def transpose(backend: Backend, q: Tensor) -> Tensor:
     return _transpose(backend, q)
 
 
-def fp8_linear(
-    computation: Computation,
-    x: TensorProxy,
-    weight: TensorProxy,
-    bias: TensorProxy | None,
-    state: StateProxies,
-) -> TensorProxy:
-    """Record `x @ weight.t() + bias`, computed in fp8.
-
-    Args:
-        computation: The settings.
-        x: Shape [..., in], in the compute dtype.
-        weight: Shape [out, in]; not read if `state` has it in fp8.
-        bias: Shape [out].
-        state: The linear's state.
-
-    Returns:
-        Shape [..., out], in the dtype of `x`.
-    """
-    parts = (getattr(state, field.name) for field in fields(state))
-    return _symbol(computation)(x, weight, bias, *parts)
-
-
 def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
     """Record the dequantisation of a weight.
 
@@ -155,28 +131,6 @@ def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtyp
     return ltorch.to(ltorch.to(numbers, dtypes.float32) * factors, dtype)
 
 
-@cache
-def _symbol(computation: Computation) -> Symbol:
-    """Return the symbol for these settings; each has its own, because Thunder looks gradients up by symbol."""
-    identity = ("thunder_memsave.fp8_linear", computation)
-
-    def run(x: TensorProxy, weight: TensorProxy, bias: Any, *parts: Any) -> TensorProxy:
-        return LinearOperators(computation, x, weight, bias, StateProxies(*parts)).forward()
-
-    def differentiate(x: TensorProxy, weight: TensorProxy, bias: Any, *parts: Any) -> TensorProxy:
-        operators = LinearOperators(computation, x, weight, bias, StateProxies(*parts))
-        result = operators.forward()
-        pairs = zip((x, weight, bias), operators.gradients(prims.get_grad(result)), strict=True)
-        for operand, gradient in pairs:
-            if gradient is not None:
-                prims.put_grad(operand, gradient)
-        return result
-
-    symbol = Symbol("fp8_linear", meta=run, id=identity, is_prim=False, _module=ltorch)
-    register_grad(identity, differentiate)
-    return symbol
-
-
 @dataclass(frozen=True, slots=True)
 class _Quantized:
     data: TensorProxy
@@ -184,7 +138,7 @@ class _Quantized:
 
 
 class LinearOperators:
-    """One linear, recorded as operators of a backend: forward, and after it the gradients."""
+    """`x @ weight.t() + bias` in fp8, recorded as operators of a backend: forward, and after it the gradients."""
 
     def __init__(
         self,
@@ -194,7 +148,15 @@ class LinearOperators:
         bias: TensorProxy | None,
         state: StateProxies,
     ) -> None:
-        """Record nothing yet; the arguments are those of `fp8_linear`."""
+        """Record nothing yet.
+
+        Args:
+            computation: The settings.
+            x: Shape [..., in], in the compute dtype.
+            weight: Shape [out, in]; not read if `state` has it in fp8.
+            bias: Shape [out].
+            state: The linear's state.
+        """
         self._recipe, self._records = computation.recipe, computation.records
         self._is_frozen, self._is_block = computation.is_frozen, computation.recipe.name == "block"
         self._operators = operators(computation.backend)
@@ -203,7 +165,7 @@ class LinearOperators:
         self._quantized: tuple[_Quantized, _Quantized] | None = None
 
     def forward(self) -> TensorProxy:
-        """Record the result."""
+        """Record the result: shape [..., out], in the dtype of `x`."""
         weight = self._quantized_weight()
         x = self._quantize(self._rows(self._x), "input")
         self._quantized = weight, x

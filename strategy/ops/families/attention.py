@@ -16,7 +16,6 @@ from thunder_memsave.ops.families.attention_kernels import (
     cuda_cudnn,
     cuda_efficient,
     cuda_flash,
-    of_other_executors,
 )
 from thunder_memsave.ops.kernel_calls import call_kernel, in_autocasts_dtype
 from thunder_memsave.ops.operation import Operation
@@ -131,6 +130,5 @@ OPERATIONS = (
         functions=(F.scaled_dot_product_attention,),
         run=scaled_dot_product_attention,
         kernels=(cuda_flash, cuda_cudnn, cuda_efficient),
-        foreign=of_other_executors,
     ),
 )

@@ -9,7 +9,6 @@ has the bytes of a real run. Thunder's own executors query the GPU, and decompos
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
 from torch import Tensor
 
 from thunder_memsave.ops.operation import (
@@ -279,21 +277,11 @@ def _rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _of_other_executors(operator: str, operands: Sequence[Operand]) -> int:
-    """They run PyTorch's kernels, too."""
+def _of_pytorch(operator: str, operands: Sequence[Operand]) -> int:
     if operands[0].device.startswith("cpu"):
         return cpu_blocks_bytes(operands)
     is_backward = "backward" in operator or "bwd" in operator
     return cuda_backward_bytes(operands) if is_backward else 0
-
-
-def _drops_out(bsym: BoundSymbol) -> bool:
-    """Kernels draw inside, and no tag says so."""
-    if not bsym.sym.is_prim:
-        return False
-    parameters = list(inspect.signature(bsym.sym.meta).parameters)
-    given = {**dict(zip(parameters, bsym.args, strict=False)), **bsym.kwargs}
-    return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
 cuda_flash = attention_kernel(
@@ -323,8 +311,6 @@ cuda_efficient = attention_kernel(
 )
 """For CUDA: any mask, boolean or added."""
 
-of_other_executors = Foreign(
-    matches=lambda operator: "attention" in operator or "sdp" in operator,
-    scratch=_of_other_executors,
-    draws=_drops_out,
+of_pytorch = Foreign(
+    matches=lambda operator: "attention" in operator or "sdp" in operator, scratch=_of_pytorch
 )

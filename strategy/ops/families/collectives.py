@@ -31,7 +31,6 @@ from thunder_memsave.distributed.transport import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from thunder_memsave.ops.operation import Operation
 
 _ALL_GATHER = "all_gather_rows"
 _CAST_AND_ALL_GATHER = "cast_and_all_gather_rows"
@@ -206,13 +205,3 @@ for _prim, _name, _run in (
         collectives_executor.register_operator(_name, like=_prim, fn=_run),
         checker=_along_rows,
     )
-
-
-OPERATIONS = (
-    Operation(
-        name="wait_tensor",
-        functions=(torch.ops._c10d_functional.wait_tensor,),
-        # Thunder's returns its argument at once, which may be read before the collective has ended.
-        runs_torchs_own=True,
-    ),
-)

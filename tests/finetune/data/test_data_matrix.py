@@ -47,7 +47,7 @@ LAYOUTS = {
     "pad": DataConfig(max_seq_length=32, packing=False),
     "pack": DataConfig(max_seq_length=32, packing=True),
 }
-MASKS: dict[str, MaskKind] = {"sdpa": "boolean", "eager": "additive"}
+MASKS: dict[str, MaskKind] = {"sdpa": "boundaries", "eager": "additive"}
 SampleKey = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -171,6 +171,7 @@ def test_the_mean_per_token_is_that_of_plain_transformers_document_by_document(
     model = AutoModelForCausalLM.from_pretrained(
         model_directory, dtype=torch.float64, attn_implementation=attention
     )
+    take_boundaries(model)
     mask = MASKS[attention] if layout == "pack" else "none"
     batch = make_batch(rows, [*range(min(len(rows), 6)), -1])
     measured = loss_sum(model, batch, mask=mask) / (batch.targets != IGNORED).sum()
@@ -239,7 +240,7 @@ def _train_and_record(model_directory: Path, path: Path) -> None:
         num_steps=2 * num_steps,
         sharding=sharding,
         seed=7,
-        objective=SupervisedFineTuning(mask="boolean", length=rows.length),
+        objective=SupervisedFineTuning(mask="additive", length=rows.length),
         max_grad_norm=None,
         lr_scheduler=LRSchedulerConfig(),
         eval=EvalConfig(),

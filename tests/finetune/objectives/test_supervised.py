@@ -21,7 +21,7 @@ def test_a_perplexity_that_is_too_large_is_infinite(loss: float, expected: float
     assert perplexity(loss) == expected
 
 
-@pytest.mark.parametrize("mask", ["none", "boundaries", "boolean", "additive"])
+@pytest.mark.parametrize("mask", ["none", "boundaries", "additive"])
 def test_planning_calls_the_model_with_what_the_loop_does(mask: MaskKind) -> None:
     objective = SupervisedFineTuning(mask=mask, length=8, num_documents=2)
     rows = pack([sample_of([4, 5, 6]), sample_of([7, 8])], length=8, pad_id=0, seed=0)
@@ -38,7 +38,7 @@ def test_planning_calls_the_model_with_what_the_loop_does(mask: MaskKind) -> Non
 
 def test_the_loss_weighs_as_many_tokens_as_are_trained_on() -> None:
     rows = pack([sample_of([4, 5, 6]), sample_of([7, 8])], length=8, pad_id=0, seed=0)
-    objective = SupervisedFineTuning(mask="boolean", length=8)
+    objective = SupervisedFineTuning(mask="additive", length=8)
     assert int(objective.weight(rows.lay_out([0]))) == 3
     assert int(objective.weight(rows.lay_out([None, None]))) == 0
     nothing = torch.zeros(2, 8, 11)

@@ -80,11 +80,6 @@ def test_a_run_without_fp8_says_nothing_of_it(config_of: Read) -> None:
     assert "\nfp8:" not in describe_job(job)
 
 
-def test_a_frontend_that_does_not_tell_linears_apart_is_refused(config_of: Read) -> None:
-    with pytest.raises(ConfigError, match=r"fp8 is set, and strategy\.frontend is 'interpreter'"):
-        prepare(config_of("fp8={}", "strategy.frontend=interpreter"))
-
-
 def test_a_monitor_of_scales_without_fp8_is_refused(config_of: Read) -> None:
     message = "Fp8Monitor watches scales that change from step to step, but there is no section fp8"
     with pytest.raises(ConfigError, match=message):

@@ -64,7 +64,7 @@ def test_on_cuda_tensors_take_whole_blocks() -> None:
     assert memory.other_bytes == 3 * 512
 
 
-@pytest.mark.parametrize(("mask", "num_given"), [("none", 1), ("boolean", 2), ("additive", 2)])
+@pytest.mark.parametrize(("mask", "num_given"), [("none", 1), ("boundaries", 2), ("additive", 2)])
 def test_the_batches_of_a_step_are_held_but_for_what_the_call_is_given(
     mask: str, num_given: int
 ) -> None:

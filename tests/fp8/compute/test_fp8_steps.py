@@ -349,10 +349,6 @@ def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
     ("settings", "message"),
     [
         (
-            {"fp8": {}, "frontend": "interpreter"},
-            "fp8 is set, and strategy.frontend is 'interpreter', which does not say which module",
-        ),
-        (
             {"fp8": {"skip_modules": ["lm_head", "first", "frozen"]}},
             "fp8 is set, but 0 of 3 linears run in fp8; not first: skip_modules has 'first'",
         ),

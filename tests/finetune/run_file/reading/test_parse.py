@@ -93,7 +93,7 @@ def test_another_optimizer_gets_no_arguments_of_the_default_one(tmp_path: Path) 
 
 def test_a_dumped_configuration_loads_as_itself(tmp_path: Path) -> None:
     names = ["--output_dir=1e-4", "--model.name_or_path=2026-11-21"]
-    strategy = ["--strategy.timeout=90s", "--strategy.executors=[torch]", "--memory.budget=80%"]
+    strategy = ["--strategy.timeout=90s", "--strategy.leave_out=[schedule]", "--memory.budget=80%"]
     overrides = ["--lora.r=8", "--lr_scheduler.warmup_steps=5", "--fp8={}", *strategy, *names]
     config = load(tmp_path, GOOD, *overrides)
     assert load(tmp_path, dump_run_config(config)) == config

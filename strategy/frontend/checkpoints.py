@@ -1,36 +1,23 @@
-"""Inlines the checkpointed regions of a captured graph, and lowers its custom autograd functions."""
+"""Inlines the checkpointed regions of a captured graph, so that the plan sees what is in them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from thunder.core import prims
-from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
 from torch import fx
 
 from thunder_memsave.aten.origin import REGION
 from thunder_memsave.errors import CompileError
 from thunder_memsave.frontend.aliasing import refuse_changed_inputs
 from thunder_memsave.frontend.fx_nodes import where
-from thunder_memsave.frontend.opaque import OpaqueExecutor
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 _ids = count()
-
-
-class Evaluator(Protocol):
-    """The part of the lowering that a rule calls."""
-
-    opaque: OpaqueExecutor
-
-    def evaluate(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
-        """Run a subgraph on values."""
 
 
 def inline_checkpoints(graph: fx.GraphModule) -> None:
@@ -84,44 +71,3 @@ def _copy_nodes(
             if node.op == "get_attr":
                 values[node].target = f"{name}.{node.target}"
     raise AssertionError("a graph has an output")
-
-
-def _autograd_function(
-    lowering: Evaluator, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Record one symbol whose gradient is the user's `backward`, lowered like the forward."""
-    forward, backward, *inputs = args
-
-    def run_forward(*inputs: Any) -> Any:
-        return lowering.evaluate(forward, inputs)
-
-    def meta(*inputs: Any) -> Any:
-        # Values of the body are constants of the differentiation, the copies are not.
-        return tuple(map(prims.shallow_copy, run_forward(*inputs)[0]))
-
-    def grad(*inputs: Any) -> Any:
-        outputs, saved = run_forward(*inputs)
-        outputs = tuple(map(prims.shallow_copy, outputs))
-        grad_outputs = [prims.get_grad(o) for o in outputs]
-        grad_inputs = lowering.evaluate(backward, (*grad_outputs, *saved))
-        tensors = [i for i in inputs if isinstance(i, TensorProxy)]
-        for tensor, gradient in zip(tensors, _sequence(grad_inputs), strict=True):
-            if gradient is not None:
-                prims.put_grad(tensor, gradient)
-        return outputs
-
-    name = lowering.opaque.unique("autograd_function")
-    symbol = Symbol(name=name, meta=meta, id=f"thunder_memsave.{name}", is_prim=False)
-    lowering.opaque.register_implementation(
-        symbol, execution_transform=meta, grad_transform=grad, checker=lambda *_: True
-    )
-    return symbol(*inputs)
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else (value,)
-
-
-HIGHER_ORDER: Mapping[Any, Callable[[Any, fx.Node, Sequence[Any], Mapping[str, Any]], Any]] = {
-    torch.ops.higher_order.autograd_function_apply: _autograd_function,
-}

@@ -35,7 +35,7 @@ def test_a_write_to_a_sharded_parameter_is_refused(mode: str, num_rows: int) -> 
     with fake_ranks(2, mode=mode) as data_parallel:
         shard_module(model, data_parallel)
         module = CompiledModule(model, data_parallel=data_parallel)
-        with pytest.raises(CompileError, match=r"'t_.*count.*' in place, but each rank holds"):
+        with pytest.raises(CompileError, match=r"'count' in place \(at .*each rank holds"):
             module(torch.ones(3, 4))
 
 
@@ -58,17 +58,15 @@ class Partly(nn.Module):
         self.register_buffer("count", torch.ones(3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x) * self.count
+        y = self.linear(x) + self.count
         self.count[0].add_(1.0)
         return y
 
 
-def test_a_write_to_a_part_of_a_buffer_that_would_happen_in_backward_is_refused() -> None:
+def test_a_write_to_a_part_of_a_buffer_happens_once() -> None:
     model, x = Partly(), torch.ones(3, 4)
-    with pytest.raises(
-        CompileError, match=r"changes a part of 't_.*count.*' in place .*Write to al"
-    ):
-        CompiledModule(model)(x)
-    with torch.no_grad():
-        CompiledModule(model)(x)
-    assert model.count.tolist() == [[2.0] * 4, [1.0] * 4, [1.0] * 4]
+    for times in (1, 2, 3):
+        with torch.set_grad_enabled(times < 3):
+            y = CompiledModule(model)(x)
+        assert model.count.tolist() == [[1.0 + times] * 4, [1.0] * 4, [1.0] * 4]
+    assert not y.requires_grad

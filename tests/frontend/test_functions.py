@@ -1,4 +1,4 @@
-"""Functions that Thunder does not know, or not with a derivative, run as torch's own: with eager's bits."""
+"""Functions, layers and operators of torch and of users have eager's bits, and draw eager's random numbers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,37 @@ def _shared(x: Tensor) -> Tensor:
     return windows.sum(-1)[:, :4] + values
 
 
-MATRIX, IMAGE = (4, 8), (1, 2, 4, 4)
+MATRIX, IMAGE, IMAGES = (4, 8), (1, 2, 4, 4), (2, 4, 6, 6)
+LAYERS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
+    "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding="same"), ((2, 4, 6), (6, 4, 3), (6,))),
+    "conv2d": (
+        lambda x, w: F.conv2d(x, w, stride=2, dilation=2, groups=2),
+        (IMAGES, (6, 2, 2, 2)),
+    ),
+    "depthwise": (lambda x, w: F.conv2d(x, w, padding=1, groups=4), (IMAGES, (4, 1, 3, 3))),
+    "conv3d": (lambda x, w: F.conv3d(x[None], w), (IMAGES, (3, 2, 2, 2, 2))),
+    "transposed": (lambda x, w: F.conv_transpose2d(x, w, stride=2), (IMAGES, (4, 3, 2, 2))),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1), (IMAGES,)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), (IMAGES,)),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x[0], 2), (IMAGES,)),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (1, 1)), (IMAGES,)),
+    "adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x[0], 4), (IMAGES,)),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, 2), (IMAGES,)),
+    "batch_norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        (IMAGES, (4,), (4,)),
+    ),
+    "group_norm_of_images": (lambda x, w, b: F.group_norm(x, 2, w, b), (IMAGES, (4,), (4,))),
+    "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), (IMAGES, (4,))),
+    "prelu": (F.prelu, (IMAGES, (4,))),
+    **{
+        f.__name__: (f, (MATRIX,))
+        for f in (
+            *(F.hardswish, F.hardsigmoid, F.hardtanh, F.relu6, F.leaky_relu, F.elu, F.selu),
+            *(F.celu, F.mish, F.softplus, F.logsigmoid, F.softshrink, F.hardshrink),
+        )
+    },
+}
 FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "flip": (lambda x: x.flip(1).roll(1, 0), (MATRIX,)),
     "scan": (lambda x: torch.cumsum(x, 0)[1:] * torch.repeat_interleave(x[:1], 3, 0), (MATRIX,)),
@@ -118,15 +148,103 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "weight_norm": (_weight_norm, ((6, 4, 3), (6, 1, 1), (2, 4, 8))),
     "distances": (lambda x, y: torch.cdist(x.t(), y.t()).t(), (MATRIX, MATRIX)),
     "renorm": (lambda x: torch.ops.aten.renorm(x, 2, 0, 1.0), (MATRIX,)),
+    **LAYERS,
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_gradients_have_the_bits_of_eager(name: str) -> None:
+def test_functions_have_the_bits_of_eager(name: str) -> None:
     function, shapes = FUNCTIONS[name]
     twins = Twins(Applies(function, *shapes))
     ours = twins.assert_equal(loss=weighted_sum, rtol=0.0, atol=0.0)
     assert ours.stride() == twins.eager().stride()
+
+
+class Layers(nn.Module):
+    """All of `LAYERS` in one model, each of parameters of its own, times numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.values = nn.ModuleDict(
+            {
+                name: nn.ParameterList(torch.randn(s, dtype=dtype) * 3 for s in shapes)
+                for name, (_, shapes) in LAYERS.items()
+            }
+        )
+
+    def forward(self) -> Tensor:
+        found = []
+        for name, values in self.values.items():
+            assert isinstance(values, nn.ParameterList)
+            y = LAYERS[name][0](*values)
+            found.append((y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape)).flatten())
+        return torch.cat(found)
+
+
+def test_they_have_the_bits_of_eager_in_bfloat16() -> None:
+    Twins(Layers(torch.bfloat16)).assert_equal(loss=weighted_sum, rtol=0.0, atol=0.0)
+
+
+class Loss(nn.Module):
+    """The sum of all losses of cross entropy: each reduction, with weights, smoothed."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("weight", torch.arange(1.0, 5.0))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        logits = self.linear(x).movedim(-1, min(1, x.ndim - 1))
+        losses = [
+            F.cross_entropy(logits, target, weight, reduction=reduction, label_smoothing=smoothing)
+            for reduction in ("mean", "sum", "none")
+            for weight in (None, self.weight)
+            for smoothing in (0.0, 0.1)
+        ]
+        return torch.cat([weighted_sum(loss)[None] for loss in losses])
+
+
+@pytest.mark.parametrize(
+    ("shape", "target"),
+    [
+        ((4,), torch.tensor(2)),
+        ((3, 4), torch.tensor([0, -100, 3])),
+        ((2, 3, 4), torch.tensor([[0, -100, 3], [1, 1, -100]])),
+    ],
+    ids=["class", "rows", "more dims"],
+)
+def test_cross_entropy_with_ignored_rows_has_the_bits_of_eager(
+    shape: tuple[int, ...], target: Tensor
+) -> None:
+    Twins(Loss()).assert_equal(torch.randn(shape), target, loss=weighted_sum, rtol=0.0, atol=0.0)
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.no_bias = nn.LayerNorm(12), nn.LayerNorm(12, bias=False)
+        for p in self.parameters():
+            nn.init.normal_(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.no_bias(F.gelu(self.both(x)))
+
+
+def test_layer_norms_of_no_rows_have_the_bits_of_eager() -> None:
+    Twins(Norms()).assert_equal(torch.randn(0, 12), loss=weighted_sum, rtol=0.0, atol=0.0)
+
+
+def test_layer_norms_with_frozen_parameters_have_the_bits_of_eager() -> None:
+    twins = Twins(Norms())
+    twins.change(lambda m: m.both.requires_grad_(False))
+    x = torch.randn(5, 12, requires_grad=True)
+    twins.assert_equal(x, loss=weighted_sum, rtol=0.0, atol=0.0)
+    backward = twins.compiled.captures[-1].backward_traces[-1].bound_symbols
+    (first, last) = (b for b in backward if b.sym.name == "aten_native_layer_norm_backward")
+    assert [a for a in first.args if isinstance(a, list)][-1] == [True, True, False]
+    assert [a for a in last.args if isinstance(a, list)][-1] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -195,13 +313,13 @@ def test_a_layer_that_eager_computes_in_place_has_the_numbers_of_eager() -> None
 )
 def test_shapes_that_depend_on_numbers_are_refused_with_file_and_line(function: Function) -> None:
     with pytest.raises(
-        CompileError, match=r"test_one_call\.py:\d+ .*shape of its result depends on numbers"
+        CompileError, match=r"test_functions\.py:\d+ .*shape of its result depends on numbers"
     ):
         CompiledModule(Applies(function, MATRIX))()
 
 
 class Drawn(nn.Module):
-    """Random and complex values, and a scan: none has a derivative of Thunder's."""
+    """Random and complex values, and a scan."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from thunder_memsave.aten.joint_graph import JointGraph
+from thunder_memsave.aten.round_trips import only_casts
 from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD
 from thunder_memsave.frontend.fx_nodes import tag_origin
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
@@ -41,8 +42,6 @@ class RecordedJoint:
     opaque: OpaqueExecutor
     device: torch.device | None
     """Where every tensor is taken to be, for a plan; None: where it is."""
-    operands_vary: bool = True
-    """Whether operands may have other strides than those that were traced."""
 
     def forward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
         """Record what the results need, and return them; rules of whole calls read tensors beyond the operands."""
@@ -70,8 +69,6 @@ class RecordedJoint:
     def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[Any, Any]:
         own = zip(self.joint.operands, tensors, strict=False)
         values: dict[Any, Any] = dict(own)
-        if self.operands_vary:
-            values = {node: self._laid_out(node, tensor) for node, tensor in values.items()}
         values[_OTHERS] = tensors[len(self.joint.operands) :]
         self._run(self._results, values)
         return values
@@ -82,14 +79,7 @@ class RecordedJoint:
             return tensor
         traced: Tensor = node.meta["val"]
         stride = tuple(traced.stride())
-
-        def laid_out(value: Tensor) -> Tensor:
-            if value.stride() == stride:
-                return value
-            new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-            return new.copy_(value)
-
-        return self.opaque.call(laid_out, traced, (tensor,), {}, device=self.device)
+        return self.opaque.call(laid_out, traced, (tensor, stride), {}, device=self.device)
 
     def _run(self, results: Sequence[Any], values: dict[Any, Any]) -> None:
         """Record what results need beside the values."""
@@ -116,7 +106,7 @@ class RecordedJoint:
             return args[0]
         if node.target in _CONJUGATES and isinstance(args[0], complex):
             return args[0].conjugate()  # PyTorch would make a tensor of this factor
-        if _only_casts(node):
+        if only_casts(node):
             return prims.convert_element_type(args[0], dtypes.to_dtype(kwargs["dtype"]))
         args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
         assert isinstance(node.target, OpOverload), "the graph has no others"
@@ -156,18 +146,6 @@ class RecordedJoint:
         return tuple(outputs)
 
 
-def _only_casts(node: fx.Node) -> bool:
-    """Whether it is a cast between real numbers, which passes know as Thunder's."""
-    if node.target is not torch.ops.aten._to_copy.default:
-        return False
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    stays = (before.device, before.layout) == (after.device, after.layout)
-    is_real = not (before.is_complex() or after.is_complex())
-    return (
-        before.dtype is not after.dtype and stays and is_real and "memory_format" not in node.kwargs
-    )
-
-
 def joint_symbol(recorded: RecordedJoint, function: Callable[..., Any]) -> Symbol:
     """Return a symbol that stands for the recorded function: `(*operands) -> (*tensors among the outputs, *writes)`."""
     opaque = recorded.opaque
@@ -180,6 +158,17 @@ def joint_symbol(recorded: RecordedJoint, function: Callable[..., Any]) -> Symbo
         checker=lambda *_: True,
     )
     return symbol
+
+
+def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return the value with these strides: itself, or a copy.
+
+    One function for all traces, so that what is known of a call holds for all that are alike.
+    """
+    if value.stride() == tuple(stride):
+        return value
+    new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return new.copy_(value)
 
 
 def _plain(argument: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Compares `frontend: aot` with `frontend: dynamo`: bits, times and peaks, of ten architectures.
+"""Compares steps with eager's: bits and times of ten architectures, and the peaks that are planned.
 
-    python benchmarks/frontends.py [--only llama mamba] [--save]
+    python benchmarks/eager_bits.py [--only llama mamba] [--save]
 
-Models are those of `toy_architectures.py`, without dropout. For each, eager and both frontends take steps in turn, and
-medians of the CPU time of the process on one thread are compared; the first step includes capture and compilation.
-`bits` counts the gradients that equal eager's bit by bit. Peaks are those that the plan counts when it keeps all.
+Models are those of `toy_architectures.py`, without dropout. For each, eager and the compiled module take steps
+in turn, and medians of the CPU time of the process on one thread are compared; the first step includes capture and
+compilation. `bits` counts the gradients that equal eager's bit by bit. Peaks are those that the plan counts when it
+keeps all.
 `--save` writes the table into benchmarks/results/.
 """
 
@@ -14,7 +15,7 @@ import argparse
 import copy
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
@@ -34,7 +35,6 @@ NAMES = (
     *("llama", "gpt2", "qwen3_moe", "gpt_oss", "mamba"),
     *("BERT (masked)", "T5", "Whisper", "ViT", "Swin"),
 )
-FRONTENDS = ("dynamo", "aot")
 RESULTS = Path(__file__).parent / "results"
 REPEATS, WARM_STEPS = 21, 2
 
@@ -71,48 +71,42 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines = [
-        "| model | frontend | bits | largest difference | first step, s | step, ms | / eager | peak, KiB |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| model | bits | largest difference | first step, s | step, ms | / eager | peak, KiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     print(*lines, sep="\n")
     for name in arguments.only:
-        for line in _rows(name):
-            lines.append(line)
-            print(line, flush=True)
+        lines.append(_row(name))
+        print(lines[-1], flush=True)
     if arguments.save:
         _save(lines)
 
 
-def _rows(name: str) -> Iterator[str]:
-    """Measure an architecture, and yield a line for each frontend."""
+def _row(name: str) -> str:
+    """Measure an architecture."""
     (model, make_batch), _ = eager(name)
     batch = make_batch(1)
     of_eager = Trained(model, list(model.parameters()))
-    ours = {frontend: _set_up(copy.deepcopy(model), frontend) for frontend in FRONTENDS}
-    expected = of_eager.step(batch)
-    found = {frontend: trained.step(batch) for frontend, trained in ours.items()}
+    ours = _set_up(copy.deepcopy(model))
+    expected, found = of_eager.step(batch), ours.step(batch)
     for _ in range(WARM_STEPS + REPEATS):
-        for trained in (*ours.values(), of_eager):
+        for trained in (ours, of_eager):
             trained.step(batch)
-    for frontend, trained in ours.items():
-        pairs = [(a, b) for a, b in zip(expected, found[frontend], strict=True) if a is not None]
-        num_equal = sum(b is not None and torch.equal(a, b) for a, b in pairs)
-        worst = max(relative(a, b) for a, b in pairs if b is not None)
-        ratio = trained.steady_ms / of_eager.steady_ms
-        assert trained.strategy is not None
-        plan = trained.strategy.plan
-        assert plan is not None
-        peak = f"{plan.predicted_peak_bytes / 1024:,.0f}"
-        yield (
-            f"| {name} | {frontend} | {num_equal} of {len(pairs)} | {worst:.1e} | {trained.seconds[0]:.2f} | "
-            f"{trained.steady_ms:.2f} | {ratio:.2f} | {peak} |"
-        )
-
-
-def _set_up(model: nn.Module, frontend: str) -> Trained:
-    strategy = ThunderMemsaveStrategy(
-        frontend=frontend, memory={"policy": "keep_all"}, fullgraph=True
+    pairs = [(a, b) for a, b in zip(expected, found, strict=True) if a is not None]
+    num_equal = sum(b is not None and torch.equal(a, b) for a, b in pairs)
+    worst = max(relative(a, b) for a, b in pairs if b is not None)
+    ratio = ours.steady_ms / of_eager.steady_ms
+    assert ours.strategy is not None
+    plan = ours.strategy.plan
+    assert plan is not None
+    return (
+        f"| {name} | {num_equal} of {len(pairs)} | {worst:.1e} | {ours.seconds[0]:.2f} | {ours.steady_ms:.2f} | "
+        f"{ratio:.2f} | {plan.predicted_peak_bytes / 1024:,.0f} |"
     )
+
+
+def _set_up(model: nn.Module) -> Trained:
+    strategy = ThunderMemsaveStrategy(memory={"policy": "keep_all"}, fullgraph=True)
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
     return Trained(fabric.setup(model), list(model.parameters()), strategy)
@@ -123,13 +117,13 @@ def _save(lines: Sequence[str]) -> None:
         f"{n} {version(n)}" for n in ("torch", "lightning-thunder", "transformers")
     )
     text = (
-        "# The frontends `dynamo` and `aot`, beside eager\n\n"
-        f"`python benchmarks/frontends.py --save`, {date.today()}, one thread of a {platform.machine()} CPU that "
+        "# Bits, times and peaks beside eager\n\n"
+        f"`python benchmarks/eager_bits.py --save`, {date.today()}, one thread of a {platform.machine()} CPU that "
         "other "
         f"processes used too, Python {platform.python_version()}, {versions}; float32, dropout 0, toy sizes. Medians "
         f"of the CPU time of {REPEATS} steps each, in turn.\n\n"
     )
-    (RESULTS / f"frontends_{date.today()}_cpu.md").write_text(text + "\n".join(lines) + "\n")
+    (RESULTS / f"eager_bits_{date.today()}_cpu.md").write_text(text + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def refusal(graph: fx.GraphModule, failed: fx.Node | None, error: UntraceableErr
         changes = [where(node) for node in _changes_after_a_reader(graph.graph)]
         return (
             f"A tensor is changed in place at {' or '.join(changes) or 'a line unknown'}, after an operation whose "
-            "gradient needs its old numbers; eager PyTorch ends there in an error too, in backward. Write the change "
-            "out of place."
+            "gradient needs its old numbers; eager PyTorch ends there in an error too, in backward, unless a "
+            "checkpoint reads it anew. Write the change out of place."
         )
     node = failed if failed is not None else error.node
     what = "The graph"
