@@ -1,4 +1,4 @@
-"""Calls of every operation that has a row in the table, for tests that go through all of them."""
+"""Calls of operations, among them every one that has a row in the table, for tests that go through all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROWS, COLUMNS = 4, 8
 class Sample:
     """One call."""
 
-    of: str
-    """Name of the row."""
     run: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...] = ((ROWS, COLUMNS),)
     """Of its arguments, all of which get gradients."""
+    of: str = ""
+    """Name of its row in the table; empty: it has none."""
     kernel: str = ""
     """That of ours which runs on the CPU; empty: none of ours."""
 
@@ -97,34 +97,28 @@ SAMPLES: Mapping[str, Sample] = {
         run=lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
         shapes=(*_heads(), (ROWS, ROWS)),
     ),
-    "cross_entropy": Sample(of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x))),
-    "nll_loss": Sample(of="nll_loss", run=lambda x: F.nll_loss(F.log_softmax(x, -1), _classes(x))),
+    "cross_entropy": Sample(run=lambda x: F.cross_entropy(x, _classes(x))),
+    "nll_loss": Sample(run=lambda x: F.nll_loss(F.log_softmax(x, -1), _classes(x))),
     "cross_entropy_of_rows": Sample(
-        of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x), reduction="none")
+        run=lambda x: F.cross_entropy(x, _classes(x), reduction="none")
     ),
     "cross_entropy_smoothed": Sample(
-        of="cross_entropy", run=lambda x: F.cross_entropy(x, _classes(x), label_smoothing=0.1)
+        run=lambda x: F.cross_entropy(x, _classes(x), label_smoothing=0.1)
     ),
-    "gelu": _kernel("gelu", F.gelu),
-    "gelu_tanh": _kernel("gelu", lambda x: F.gelu(x, approximate="tanh")),
-    "silu": _kernel("silu", F.silu),
-    "relu": _kernel("relu", F.relu),
-    "tanh": _kernel("tanh", torch.tanh),
-    "sigmoid": _kernel("sigmoid", torch.sigmoid),
-    "softmax": _kernel("softmax", lambda x: F.softmax(x, dim=-1)),
-    "softmax_of_columns": _kernel("softmax", lambda x: F.softmax(x, dim=0)),
-    "softmax_in_fp32": _kernel(
-        "softmax", lambda x: F.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype)
-    ),
-    "layer_norm": _kernel("layer_norm", lambda x: F.layer_norm(x, (COLUMNS,))),
-    "layer_norm_of_two": _kernel(
-        "layer_norm", lambda x: F.layer_norm(x, (ROWS, COLUMNS), eps=1e-3)
-    ),
+    "gelu": Sample(run=F.gelu),
+    "gelu_tanh": Sample(run=lambda x: F.gelu(x, approximate="tanh")),
+    "silu": Sample(run=F.silu),
+    "relu": Sample(run=F.relu),
+    "tanh": Sample(run=torch.tanh),
+    "sigmoid": Sample(run=torch.sigmoid),
+    "softmax": Sample(run=lambda x: F.softmax(x, dim=-1)),
+    "softmax_of_columns": Sample(run=lambda x: F.softmax(x, dim=0)),
+    "softmax_in_fp32": Sample(run=lambda x: F.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype)),
+    "layer_norm": Sample(run=lambda x: F.layer_norm(x, (COLUMNS,))),
+    "layer_norm_of_two": Sample(run=lambda x: F.layer_norm(x, (ROWS, COLUMNS), eps=1e-3)),
     "layer_norm_with_parameters": Sample(
-        of="layer_norm",
         run=lambda x, weight, bias: F.layer_norm(x, (COLUMNS,), weight, bias),
         shapes=NORM,
-        kernel="layer_norm_kernel",
     ),
     "rms_norm": _kernel("rms_norm", lambda x: F.rms_norm(x, (COLUMNS,))),
     "rms_norm_of_two": _kernel("rms_norm", lambda x: F.rms_norm(x, (ROWS, COLUMNS), eps=1e-3)),
@@ -135,19 +129,17 @@ SAMPLES: Mapping[str, Sample] = {
         kernel="rms_norm_kernel",
     ),
     "rms_norm_module": _kernel("rms_norm", nn.RMSNorm(COLUMNS, elementwise_affine=False)),
-    "embedding": Sample(of="embedding", run=lambda x: F.embedding(_classes(x), x)),
-    "index_put": Sample(of="index_put", run=_index_put),
-    "unfold": Sample(of="unfold", run=lambda x: x.unfold(-1, 3, 2)),
-    "no_grad": Sample(of="nothing", run=_in_other_grad_modes),
-    "detach": Sample(of="detach", run=lambda x: x * x.detach()),
-    "data": Sample(of="detach", run=lambda x: x * x.data),
-    "T": Sample(of="transpose", run=lambda x: x.T),
-    "mT": Sample(of="transpose", run=lambda x: x.mT @ x),
-    "cat": Sample(
-        of="cat", run=lambda x: torch.cat([torch.tensor([], dtype=x.dtype), x, x], dim=-1)
-    ),
+    "embedding": Sample(run=lambda x: F.embedding(_classes(x), x)),
+    "index_put": Sample(run=_index_put),
+    "unfold": Sample(run=lambda x: x.unfold(-1, 3, 2)),
+    "no_grad": Sample(run=_in_other_grad_modes),
+    "detach": Sample(run=lambda x: x * x.detach()),
+    "data": Sample(run=lambda x: x * x.data),
+    "T": Sample(run=lambda x: x.T),
+    "mT": Sample(run=lambda x: x.mT @ x),
+    "cat": Sample(run=lambda x: torch.cat([torch.tensor([], dtype=x.dtype), x, x], dim=-1)),
     "cat_by_name": Sample(
-        of="cat", run=lambda x: torch.cat(tensors=[torch.tensor([], dtype=x.dtype), x], dim=-1)
+        run=lambda x: torch.cat(tensors=[torch.tensor([], dtype=x.dtype), x], dim=-1)
     ),
 }
 

@@ -15,9 +15,8 @@ from harness.fp8_linears import fp8_module
 from harness.operations import COLUMNS, ROWS, SAMPLES
 from harness.parity import assert_trees_close
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.compat import torch214_function_apply
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.config import MemoryConfig
 from thunder_memsave.planner.devices import device
 
 HALF = torch.bfloat16
@@ -93,21 +92,10 @@ def planner() -> MemoryPlanner:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_operators_without_gradients_are_planned_and_compute_what_eager_does(mode: str) -> None:
-    check(CompileConfig(), mode, OPERATIONS)
-
-
-def test_so_they_do_where_the_interpreter_traces_them() -> None:
-    names = ["gelu", "softmax_of_half_in_fp32", "log_softmax_in_fp64", "layer_norm"]
-    if not torch214_function_apply.is_needed():  # Thunder's interpreter cannot trace a builtin
-        names.append("autograd_function")
-    check(CompileConfig(frontend="interpreter"), "no_grad", names)
-
-
-def check(config: CompileConfig, mode: str, names: Collection[str]) -> None:
     torch.manual_seed(0)
-    model = Operations(names)
+    model = Operations(OPERATIONS)
     model.values.requires_grad_(mode != "frozen")
-    compiled = CompiledModule(model, config=config, planner=planner())
+    compiled = CompiledModule(model, planner=planner())
     with MODES[mode]():
         assert_trees_close(compiled(), model(), rtol=1e-6, atol=1e-6)
     assert compiled.planner is not None
