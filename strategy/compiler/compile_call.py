@@ -34,8 +34,6 @@ from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.ops.cuda_device import planned_for
-from thunder_memsave.ops.families.collectives import collectives_executor
-from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
 from thunder_memsave.planner.graph import StorageKind
 from thunder_memsave.progress import stage
@@ -159,7 +157,7 @@ class CallCompiler:
         opaque = OpaqueExecutor()
         compile_data = CompileData(
             fn=module,
-            executors_list=(opaque, own_executor, collectives_executor, torchex.ex),
+            executors_list=(opaque, torchex.ex),
             disable_preprocessing=True,
             using_jit=True,
         )

@@ -43,6 +43,8 @@ def claim(state: State) -> State:
     """
     stage("choose executors")
     joint = dce(_claimed(dce(state.joint), state.facts.executors))
+    # Nothing after this asks what an operation was made of.
+    joint.bound_symbols = [b.from_bsym(subsymbols=()) for b in joint.bound_symbols]
     return replace(state, joint=reduce_early(joint))
 
 

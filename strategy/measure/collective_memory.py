@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.distributed.prims import DistributedReduceOps
 from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten.record import storage_id
@@ -22,12 +21,13 @@ from thunder_memsave.measure.layouts import Layout, Value, contiguous
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops.accumulation import with_unreduced
 from thunder_memsave.ops.families.collectives import (
+    all_gather,
     all_gather_bucket,
+    all_reduce,
     all_reduce_bucket,
-    cast_and_all_gather,
     is_wait,
+    reduce_scatter,
     reduce_scatter_bucket,
-    reduces_in_place,
 )
 
 _Allocated = Callable[[int, str], int]
@@ -52,12 +52,11 @@ class CollectiveRules:
         group = _group(bsym)
         if group is None:
             return None
-        name = bsym.sym.name
-        if name in ("all_gather_rows", cast_and_all_gather.name, all_gather_bucket.name):
+        if bsym.sym in (all_gather, all_gather_bucket):
             return self._all_gather(bsym, arguments, group)
-        if name in ("reduce_scatter_rows", reduce_scatter_bucket.name):
+        if bsym.sym in (reduce_scatter, reduce_scatter_bucket):
             return self._reduce_scatter(bsym, arguments, group)
-        if name in ("all_reduce_values", all_reduce_bucket.name):
+        if bsym.sym in (all_reduce, all_reduce_bucket):
             return self._all_reduce(bsym, arguments, group)
         layouts = _results(bsym)
         return self._new_results(layouts, arguments, sent_bytes=sum(map(_nbytes, layouts)))
@@ -103,7 +102,7 @@ class CollectiveRules:
         if self._is_on_cpu(given[0]):
             # Every rank sends each other rank its rows, several tensors as one, and sums the rows that it receives.
             inside_bytes += self._cpu_bytes(whole) * (1 if len(whole) == 1 else 2)
-            inside_bytes += self._divisor_bytes(bsym, given[0].dtype)
+            inside_bytes += self._divisor_bytes(given[0].dtype)
         return self._new_results(
             _results(bsym),
             arguments,
@@ -117,14 +116,11 @@ class CollectiveRules:
         self, bsym: BoundSymbol, arguments: Sequence[Value], group: dist.ProcessGroup
     ) -> OpProfile:
         given = [a.layout for a in arguments]
-        is_bucket = bsym.sym.name == all_reduce_bucket.name
-        is_in_place = bsym.args[3] if is_bucket else reduces_in_place(bsym)
+        *_, is_in_place = bsym.args
         values = given if is_in_place else list(map(_cloned, given))
         inside_bytes = 0
         if self._is_on_cpu(given[0]):
-            inside_bytes = max(
-                self._gloo_sum(values, group), self._divisor_bytes(bsym, given[0].dtype)
-            )
+            inside_bytes = max(self._gloo_sum(values, group), self._divisor_bytes(given[0].dtype))
         sent_bytes = 2 * _received(sum(map(_nbytes, given)), group)
         if is_in_place:
             return _in_place(arguments, sent_bytes=sent_bytes, peak_bytes=inside_bytes, writes=True)
@@ -148,10 +144,8 @@ class CollectiveRules:
         # The padded copy, and as much for the result: first of all_to_all, then of the all-gather.
         return flat_bytes + max(reshaped, 2 * part_bytes * num_ranks + part_bytes)
 
-    def _divisor_bytes(self, bsym: BoundSymbol, dtype: torch.dtype) -> int:
+    def _divisor_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of what a mean is divided by: PyTorch makes a float64 tensor of it, and casts that."""
-        if not any(a is DistributedReduceOps.AVG for a in bsym.args):
-            return 0
         cast_bytes = 0 if dtype is torch.float64 else self._allocated(dtype.itemsize, "cpu")
         return self._allocated(torch.float64.itemsize, "cpu") + cast_bytes
 

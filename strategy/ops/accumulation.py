@@ -3,7 +3,7 @@
 The trace of a backward that may do so has a `with_unreduced` before each reduction:
 
     t8 = with_unreduced(t7, "t_weight")             # t7 plus the kept sum
-    ft9 = reduce_scatter_rows(t8, op, group, True, None)
+    ft9 = reduce_scatter_rows(t8, group)
     t10 = torch_wait_prim_impl(ft9)
     return (t10, ...)
 

@@ -35,9 +35,7 @@ register_executor(_executor)
 
 def draws_random_numbers(bsym: BoundSymbol) -> bool:
     """Whether running this symbol of an executed trace moves a generator on."""
-    if OpTags.RANDOM_OP in (*bsym.tags, *(bsym.sym.tags or ())):
-        return True
-    return any(map(draws_random_numbers, bsym.subsymbols))
+    return OpTags.RANDOM_OP in bsym.tags
 
 
 def is_replayable(bsym: BoundSymbol) -> bool:
@@ -94,10 +92,7 @@ def _pair(bsym: BoundSymbol) -> tuple[Symbol, Symbol]:
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
     """Return the function that the symbol runs; None if its Python code is generated in another way."""
-    context = bsym._call_ctx or {}
-    if bsym.sym.name in context:
-        return context[bsym.sym.name]  # type: ignore[no-any-return]
-    return getattr(bsym.sym.module, bsym.sym.name, None) if bsym.sym.executor else None
+    return (bsym._call_ctx or {}).get(bsym.sym.name)
 
 
 def _device(bsym: BoundSymbol) -> devices.Device | None:

@@ -9,13 +9,11 @@ from thunder.core import dtypes, prims
 from thunder.core.proxies import DistParallelType, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
-from thunder.distributed import prims as dist_prims
 from torch.distributed import ProcessGroup
 
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.ops.accumulation import with_unreduced
-
-_MEAN = dist_prims.DistributedReduceOps.AVG
+from thunder_memsave.ops.families.collectives import all_gather, all_reduce, reduce_scatter
 
 
 def unshard(
@@ -28,15 +26,14 @@ def unshard(
     """
     if training and proxy.requires_grad:
         return _trained(proxy, kind, *_reduction(proxy, data_parallel))
-    if training:
-        # Unlike a bare gather, Thunder's gradient transform takes these where nothing needs a gradient.
-        if proxy.dtype == dtypes.float8_e4m3fn:
-            assert kind is DistParallelType.FULLY_SHARDED, "what is replicated is read as it is"
-            return _in_fp8(proxy, kind, data_parallel.group)
-        return dist_prims.synchronize(proxy, data_parallel.group, kind)
     if kind is DistParallelType.REPLICATED:
         return proxy
-    return _gathered(proxy, data_parallel.group)
+    # Unlike a bare gather, Thunder's gradient transform takes this symbol where nothing needs a gradient.
+    return (
+        _frozen(proxy, kind, data_parallel.group)
+        if training
+        else _gathered(proxy, data_parallel.group)
+    )
 
 
 def _reduction(proxy: TensorProxy, data_parallel: DataParallel) -> tuple[Any, ...]:
@@ -80,36 +77,27 @@ def _grad_transform(
     if accumulates:
         grad = with_unreduced(grad, proxy.name)
     if sharded:
-        grad = _reduce_scatter(grad, group)
-        grad = grad if replicas is None else _all_reduce(grad, replicas, owned=True)
+        grad = reduce_scatter(grad, group).wait()
+        # What was scattered is nobody else's.
+        grad = grad if replicas is None else all_reduce(grad, replicas, True).wait()
     else:
-        grad = _all_reduce(grad, everyone, owned=False)
+        grad = all_reduce(grad, everyone, False).wait()
     prims.put_grad(proxy, clang.maybe_convert_to_dtype(grad, proxy.dtype))
     return full
 
 
 register_grad(_trained.id, _grad_transform)
 
-# Thunder's own wants to average a gradient, which fp8 numbers do not have. Of a symbol that needs no gradient its
-# transform takes the rule only where the symbol has this name.
-_in_fp8 = Symbol("synchronize", meta=_meta, id="thunder_memsave.unshard_fp8", is_prim=True)
+# Of a symbol that needs no gradient, Thunder's transform takes the rule only where the symbol has this name.
+_frozen = Symbol("synchronize", meta=_meta, id="thunder_memsave.unshard_frozen", is_prim=True)
 
 
 def _without_gradient(proxy: TensorProxy, _: DistParallelType, group: ProcessGroup) -> TensorProxy:
     return _gathered(proxy, group)
 
 
-register_grad(_in_fp8.id, _without_gradient)
+register_grad(_frozen.id, _without_gradient)
 
 
 def _gathered(proxy: TensorProxy, group: ProcessGroup) -> TensorProxy:
-    return dist_prims.all_gather(proxy, group, True).wait()
-
-
-def _reduce_scatter(grad: TensorProxy, group: ProcessGroup) -> TensorProxy:
-    return dist_prims.reduce_scatter(grad, _MEAN, group, True).wait()
-
-
-def _all_reduce(grad: TensorProxy, group: ProcessGroup, *, owned: bool) -> TensorProxy:
-    """Average `grad` over the group; `owned`: it may be overwritten, so it is not copied."""
-    return dist_prims.all_reduce(grad, _MEAN, group, True, owned).wait()
+    return all_gather(proxy, group, dtypes.to_torch_dtype(proxy.dtype)).wait()

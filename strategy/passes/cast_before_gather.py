@@ -2,14 +2,14 @@
 
 Under `bf16-mixed` this halves the bytes sent and the bytes of a gathered weight. Before:
 
-    ft1 = all_gather_rows(w, group, True, None)
+    ft1 = all_gather_rows(w, group, torch.float32)
     t2 = torch_wait_prim_impl(ft1)                  # f32, whole
     t3 = Tensor.to(t2, torch.bfloat16)
     t4 = torch.nn.functional.linear(x, t3, None)
 
 After:
 
-    ft1 = cast_and_all_gather_rows(w, group, torch.bfloat16)
+    ft1 = all_gather_rows(w, group, torch.bfloat16)
     t3 = torch_wait_prim_impl(ft1)                  # bf16, whole
     t4 = torch.nn.functional.linear(x, t3, None)
 
@@ -27,7 +27,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
 
-from thunder_memsave.ops.families.collectives import cast_and_all_gather, is_all_gather, is_wait
+from thunder_memsave.ops.families.collectives import all_gather, is_all_gather, is_wait
 from thunder_memsave.passes.symbols import is_cast
 
 
@@ -91,5 +91,5 @@ def _cast_first(chain: Sequence[BoundSymbol], cast: BoundSymbol) -> Iterator[Bou
         swaps[variableify(output)] = cast.output if bsym is chain[-1] else named
     shard, group, *_ = gather.args
     future = swaps[variableify(gather.output)]
-    yield cast_and_all_gather.bind(shard, group, to_torch_dtype(dtype), output=future)
+    yield all_gather.bind(shard, group, to_torch_dtype(dtype), output=future)
     yield from (bsym.from_bsym_swap_proxies(swaps) for bsym in rest)

@@ -43,35 +43,16 @@ def keep_overwritten(trace: TraceCtx) -> TraceCtx:
     if not is_joint(symbols) or not any(written_in_place(b) is not None for b in symbols):
         return trace
     forward, memory = forward_symbols(symbols), roots(symbols)
-    kept = _without_idle_writes(symbols, forward, memory, {a.name for a in trace.args})
-    copied = _overwritten(kept, forward, memory)
-    if not copied and len(kept) == len(symbols):
+    copied = _overwritten(symbols, forward, memory)
+    if not copied:
         return trace
     new = from_trace(trace)
     new.names = set(trace.names)  # a copy: other passes may start from the same trace
     with tracectx(new):
         before = {t.name: t.replace_name(f"before_{t.name}") for ts in copied.values() for t in ts}
-        new.bound_symbols = list(_rewritten(kept, forward, copied, before))
+        new.bound_symbols = list(_rewritten(symbols, forward, copied, before))
     new.set_provenance(TraceProvenance("Joint pass keep_overwritten"))
     return new
-
-
-def _without_idle_writes(
-    symbols: Sequence[BoundSymbol],
-    forward: Set[int],
-    memory: Mapping[str, Set[str]],
-    arguments: Set[str],
-) -> Sequence[BoundSymbol]:
-    """Leave out writes to forward's own values that nothing reads: the split would move them to backward."""
-    read = {a.name for b in symbols for a in b.flat_proxy_args}
-
-    def is_idle(bsym: BoundSymbol) -> bool:
-        written = written_in_place(bsym)
-        if written is None or id(bsym) in forward or memory.get(written, {written}) & arguments:
-            return False
-        return not any(o.name in read for o in bsym.flat_proxy_outs)
-
-    return [b for b in symbols if not is_idle(b)]
 
 
 def _overwritten(

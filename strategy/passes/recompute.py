@@ -221,18 +221,11 @@ def _is_argument(bsym: BoundSymbol) -> bool:
 
 def _clone(producer: BoundSymbol, inputs: Mapping[str, Proxy]) -> BoundSymbol:
     given = {a.name for a in producer.flat_proxy_args}
-    made = {o.name: o for o in _made_inside(producer) if o.name not in given}
-    named = {name: o.replace_name(f"{PREFIX}{name}") for name, o in made.items()}
+    made = [o for o in producer.flat_proxy_outs if o.name not in given]
+    named = {o.name: o.replace_name(f"{PREFIX}{o.name}") for o in made}
     clone = without_recording(renamed(producer, {**inputs, **named}))
     clone.tags.update((BoundSymbolTag.BACKWARD, BoundSymbolTag.RECOMPUTE_IN_BACKWARD))
     return clone
-
-
-def _made_inside(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """Yield the results of a symbol and of its subsymbols, which a fusion may run instead of it."""
-    yield from bsym.flat_proxy_outs
-    for part in bsym.subsymbols:
-        yield from _made_inside(part)
 
 
 class _BackwardGathers:

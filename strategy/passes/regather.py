@@ -2,7 +2,7 @@
 
 Before, a weight is gathered once, at its first use, and lives until backward has read it:
 
-    ft1 = all_gather_rows(w, group, True, None)
+    ft1 = all_gather_rows(w, group, torch.float32)
     t2 = torch_wait_prim_impl(ft1)                  # forward
     t3 = aten_mm(x, t2)
     ...
@@ -10,11 +10,11 @@ Before, a weight is gathered once, at its first use, and lives until backward ha
 
 After, each reader has its own copy, gathered right before it:
 
-    ft1_0 = all_gather_rows(w, group, True, None)
+    ft1_0 = all_gather_rows(w, group, torch.float32)
     t2_0 = torch_wait_prim_impl(ft1_0)              # forward
     t3 = aten_mm(x, t2_0)
     ...
-    ft1_1 = all_gather_rows(w, group, True, None)   # backward
+    ft1_1 = all_gather_rows(w, group, torch.float32)   # backward
     t2_1 = torch_wait_prim_impl(ft1_1)
     t9 = aten_mm(g, t2_1)
 
@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from thunder.core import prims
-from thunder.core.prims import OpTags
 from thunder.core.proxies import (
     Proxy,
     variableify,
@@ -44,6 +43,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_memsave.ops.families.collectives import is_all_gather
+from thunder_memsave.ops.random_ops import draws_random_numbers
 from thunder_memsave.passes.symbols import (
     decisive_args,
     forward_symbols,
@@ -117,12 +117,8 @@ def _gathered_values(symbols: Sequence[BoundSymbol]) -> dict[str, _Gathered]:
 
 def _can_be_repeated(bsym: BoundSymbol) -> bool:
     """Return False for operations that must run once: random, in-place, and those that return a value."""
-    tags = bsym.sym.tags or ()
-    if bsym.sym in (prims.python_return, prims.get_grad) or written_in_place(bsym) is not None:
-        return False
-    if OpTags.RANDOM_OP in tags or OpTags.IN_PLACE in tags:
-        return False
-    return all(_can_be_repeated(b) for b in bsym.subsymbols)
+    returns = bsym.sym in (prims.python_return, prims.get_grad)
+    return not (returns or draws_random_numbers(bsym) or written_in_place(bsym) is not None)
 
 
 def _rewritten(

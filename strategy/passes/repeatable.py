@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
+from thunder.executors import torchex
 
 from thunder_memsave.ops import aten_operators
 from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
@@ -14,34 +15,15 @@ from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
 from thunder_memsave.passes.symbols import is_tensor, written_in_place
 
-# Parts of the names of executors' operators, which do not carry Thunder's tags; `broadcast_in_dim` matches none.
-_COMMUNICATES = (
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "reduce_scatter",
-    "torch_broadcast",
-    "wait_tensor",
-)
-_HAPPENS_ONCE = (OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
+# Parts of the names of collectives, the user's own among them.
+_COMMUNICATES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "wait_tensor")
 _OF_KERNELS = (
     own_executor.name,
     "thunder_memsave_fp8_torch",
     "thunder_memsave_fp8_transformer_engine",
 )
-_COPIES = (
-    "cat",
-    "clone",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "embedding",
-    "index_select",
-    "take",
-    "where",
-)
-_MAKES_NEW_MEMORY = (OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP)
+_COPIES = ("clone", "sum", "to", "torch_pad_prim_impl")
+"""Operations of Thunder's executor for PyTorch that make new memory."""
 
 
 def why_not_repeatable(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:
@@ -71,15 +53,9 @@ def _why_not(bsym: BoundSymbol) -> str | None:
         return "communicates"
     if draws_random_numbers(bsym) and not is_replayable(bsym):
         return "draws random numbers from a generator that cannot be set back"
-    if any(tag in tags for tags in _all_tags(bsym) for tag in _HAPPENS_ONCE):
+    if OpTags.DONT_DCE in (bsym.sym.tags or ()):
         return "has a side effect"
     return None
-
-
-def _all_tags(bsym: BoundSymbol) -> Iterator[Sequence[OpTags]]:
-    yield bsym.sym.tags or ()
-    for part in bsym.subsymbols:
-        yield from _all_tags(part)
 
 
 def _read_what_is_overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:
@@ -113,14 +89,8 @@ def roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
 
 
 def _makes_new_memory(bsym: BoundSymbol) -> bool:
-    """Return whether the result is certainly new memory: of an elementwise operation, reduction, matmul or kernel."""
+    """Return whether the result is certainly new memory."""
     executor = bsym.sym.executor
-    if bsym.sym.name in _COPIES or (executor is not None and executor.name in _OF_KERNELS):
-        return True
-    if aten_operators.makes_new_memory(bsym):
-        return True
-    if bsym.subsymbols:
-        return any(map(_makes_new_memory, bsym.subsymbols))
-    # Elementwise operations have no tag, but their metas come from one factory.
-    is_elementwise = "_elementwise_" in getattr(bsym.sym.meta, "__qualname__", "")
-    return is_elementwise or any(tag in (bsym.sym.tags or ()) for tag in _MAKES_NEW_MEMORY)
+    is_kernel = executor is not None and executor.name in _OF_KERNELS
+    is_copy = executor is torchex.ex and bsym.sym.name in _COPIES
+    return is_kernel or is_copy or aten_operators.makes_new_memory(bsym)

@@ -13,9 +13,7 @@ from thunder.core.proxies import (
     TensorProxy,
 )
 from thunder.core.symbol import BoundSymbol
-
-_CASTS = frozenset({prims.PrimIDs.CONVERT_ELEMENT_TYPE, prims.PrimIDs.CLONE})
-"""A cast with `copy=True` is a conversion and a copy."""
+from thunder.executors import torchex
 
 
 def is_tensor(proxy: object) -> bool:
@@ -29,17 +27,9 @@ def written_in_place(bsym: BoundSymbol) -> str | None:
     return str(bsym.args[1].name) if bsym.sym.name == "copy_" else None
 
 
-def primitives(bsym: BoundSymbol) -> frozenset[object]:
-    """Return the primitives that an operation of an executor stands for."""
-    found = {p for part in bsym.subsymbols for p in primitives(part)}
-    return frozenset(found) if bsym.subsymbols else frozenset({bsym.sym.id})
-
-
 def is_cast(bsym: BoundSymbol) -> bool:
-    """Return whether an executor's operation only converts a tensor to a dtype."""
-    found = primitives(bsym)
-    converts = prims.PrimIDs.CONVERT_ELEMENT_TYPE in found and found <= _CASTS
-    return converts and bsym.sym.executor is not None
+    """Return whether an operation only converts a tensor to another dtype."""
+    return bsym.sym.executor is torchex.ex and bsym.sym.name == "to"
 
 
 def records_amax(bsym: BoundSymbol) -> bool:
@@ -99,7 +89,6 @@ def renamed(
         args=_swapped(bsym.args, names),
         kwargs=_swapped(bsym.kwargs, names),
         output=bsym.output if skip_output else _swapped(bsym.output, names),
-        subsymbols=[renamed(part, names, skip_output=skip_output) for part in bsym.subsymbols],
     )
 
 

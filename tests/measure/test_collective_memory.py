@@ -15,7 +15,6 @@ from thunder.core.devices import cpu
 from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
-from thunder.distributed.prims import DistributedReduceOps
 from thunder.executors.passes import del_last_used
 from thunder.executors.torchex import ex as torch_executor
 from torch import Tensor
@@ -27,15 +26,15 @@ from harness.traces import fake_ranks
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.ops.families.collectives import (
+    all_gather,
     all_gather_bucket,
+    all_reduce,
     all_reduce_bucket,
-    cast_and_all_gather,
-    collectives_executor,
+    reduce_scatter,
     reduce_scatter_bucket,
 )
 from thunder_memsave.planner.simulate import simulate
 
-MEAN = DistributedReduceOps.AVG
 WAIT = torch_executor.opmap["torch_wait_prim_impl"]
 ADD = torch_executor.opmap["add"]
 SHAPES = ((6, 5), (12, 7), (6,))
@@ -45,16 +44,12 @@ Start = Callable[[Sequence[TensorProxy], dist.ProcessGroup], Any]
 """A function that starts collectives of a trace, and returns their futures."""
 
 
-def named(name: str) -> Any:
-    return collectives_executor.opmap[name]
-
-
-def all_gather(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [named("all_gather_rows")(values[0], group, True)]
+def gather(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
+    return [all_gather(values[0], group, torch.float32)]
 
 
 def cast_gather(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [cast_and_all_gather(values[0], group, torch.bfloat16)]
+    return [all_gather(values[0], group, torch.bfloat16)]
 
 
 def gather_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
@@ -65,41 +60,41 @@ def cast_gather_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) 
     return all_gather_bucket(values, group, torch.float64)
 
 
-def reduce_scatter(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [named("reduce_scatter_rows")(values[0], MEAN, group, True)]
-
-
-def all_reduce(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [named("all_reduce_values")(values[0], MEAN, group, True)]
-
-
-def all_reduce_in_place(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return [named("all_reduce_values")(values[0], MEAN, group, True, True)]
-
-
-def reduce_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return all_reduce_bucket(values, MEAN, group, False)
-
-
-def reduce_bucket_in_place(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return all_reduce_bucket(values, MEAN, group, True)
+def scatter(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
+    return [reduce_scatter(values[0], group)]
 
 
 def scatter_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
-    return reduce_scatter_bucket(values, MEAN, group)
+    return reduce_scatter_bucket(values, group)
+
+
+def reduce(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
+    return [all_reduce(values[0], group, False)]
+
+
+def reduce_in_place(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
+    return [all_reduce(values[0], group, True)]
+
+
+def reduce_bucket(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
+    return all_reduce_bucket(values, group, False)
+
+
+def reduce_bucket_in_place(values: Sequence[TensorProxy], group: dist.ProcessGroup) -> Any:
+    return all_reduce_bucket(values, group, True)
 
 
 ROWS: tuple[Start, ...] = (
-    all_gather,
+    gather,
     cast_gather,
     gather_bucket,
     cast_gather_bucket,
-    reduce_scatter,
+    scatter,
     scatter_bucket,
 )
 VALUES: tuple[Start, ...] = (
-    all_reduce,
-    all_reduce_in_place,
+    reduce,
+    reduce_in_place,
     reduce_bucket,
     reduce_bucket_in_place,
 )
@@ -167,7 +162,7 @@ def test_three_ranks_take_the_bytes_of_the_rules(tmp_path: Path) -> None:
     run_on_ranks(check_all, 3, tmp_path / "rendezvous")
 
 
-@pytest.mark.parametrize("start", [reduce_scatter, scatter_bucket, all_gather, gather_bucket])
+@pytest.mark.parametrize("start", [scatter, scatter_bucket, gather, gather_bucket])
 def test_on_cuda_sent_tensors_are_held_until_the_wait(start: Start) -> None:
     """Nccl holds its inputs, although the trace frees them: the other operation runs while both are live."""
     value = torch.ones(256, 4)
@@ -195,7 +190,7 @@ def test_one_wait_ends_a_collective_of_several_and_frees_storages_without_a_name
 
     def sums(values: Sequence[TensorProxy]) -> Any:
         first, second = (ADD(v, v) for v in values)
-        futures = reduce_scatter_bucket([first, second], MEAN, group)
+        futures = reduce_scatter_bucket([first, second], group)
         reduced = WAIT(futures[0])
         return reduced, ADD(first, first), WAIT(futures[1])
 

@@ -12,11 +12,10 @@ from thunder_memsave.ops.families.collectives import (
     is_all_gather,
     is_all_reduce,
     is_reduce_scatter,
-    reduces_in_place,
 )
 from thunder_memsave.passes.symbols import is_tensor
 
-Kind = tuple[Any, ...]  # whether and how it sums, or averages, dtype, device, the group's id
+Kind = tuple[Any, ...]  # the collective, dtype, device, the group's id
 
 
 def operations_of(symbols: Sequence[BoundSymbol]) -> Mapping[int, int]:
@@ -46,7 +45,7 @@ def _only_source(bsym: BoundSymbol, source_of: Mapping[str, str]) -> str | None:
 
 
 def is_reduction(bsym: BoundSymbol) -> bool:
-    """Return whether it sums or averages over ranks."""
+    """Return whether it averages over ranks."""
     return is_reduce_scatter(bsym) or is_all_reduce(bsym)
 
 
@@ -57,9 +56,8 @@ def largest_reduction(symbols: Sequence[BoundSymbol]) -> int:
 
 def kind_of(bsym: BoundSymbol) -> Kind:
     """Return the key of a gather or reduction; those with equal keys can share a collective."""
-    sums = is_all_reduce(bsym) and ("in place" if reduces_in_place(bsym) else "in a copy")
-    op, group = bsym.args[1:3] if is_reduction(bsym) else (None, bsym.args[1])
-    return sums, op, bsym.output.dtype, bsym.output.device, id(group)
+    _, group, *how = bsym.args
+    return bsym.sym.name, *how, bsym.output.dtype, bsym.output.device, id(group)
 
 
 def nbytes_of(tensor: TensorProxy | FutureTensorProxy) -> int:

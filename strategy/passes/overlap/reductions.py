@@ -12,7 +12,6 @@ from thunder_memsave.ops.families.collectives import (
     all_reduce_bucket,
     is_reduce_scatter,
     reduce_scatter_bucket,
-    reduces_in_place,
 )
 from thunder_memsave.passes.overlap.facts import Kind, is_reduction, kind_of, nbytes_of
 from thunder_memsave.passes.overlap.room import BudgetLeft
@@ -133,8 +132,5 @@ class Reductions:
 
 def _reduction_bucket(symbols: Sequence[BoundSymbol]) -> BoundSymbol:
     first, values = symbols[0], [b.args[0] for b in symbols]
-    op, group = first.args[1:3]
-    output = tuple(b.output for b in symbols)
-    if is_reduce_scatter(first):
-        return reduce_scatter_bucket.bind(values, op, group, output=output)
-    return all_reduce_bucket.bind(values, op, group, reduces_in_place(first), output=output)
+    bucket = reduce_scatter_bucket if is_reduce_scatter(first) else all_reduce_bucket
+    return bucket.bind(values, *first.args[1:], output=tuple(b.output for b in symbols))

@@ -3,18 +3,18 @@
 Each gather starts before the operation that needs it, as early as the window allows; each reduction is waited for as
 late as the window allows. Before:
 
-    ft1 = all_gather_rows(w1, group, True, None)
+    ft1 = all_gather_rows(w1, group, torch.float32)
     t1 = torch_wait_prim_impl(ft1)
     t5 = torch.nn.functional.linear(x, t1, None)
-    ft2 = all_gather_rows(w2, group, True, None)
+    ft2 = all_gather_rows(w2, group, torch.float32)
     t2 = torch_wait_prim_impl(ft2)
     t6 = torch.nn.functional.linear(t5, t2, None)
 
 After, with a window of at least w2's bytes:
 
-    ft1 = all_gather_rows(w1, group, True, None)
+    ft1 = all_gather_rows(w1, group, torch.float32)
     t1 = torch_wait_prim_impl(ft1)
-    ft2 = all_gather_rows(w2, group, True, None)    # in flight while linear runs
+    ft2 = all_gather_rows(w2, group, torch.float32)    # in flight while linear runs
     t5 = torch.nn.functional.linear(x, t1, None)
     t2 = torch_wait_prim_impl(ft2)
     t6 = torch.nn.functional.linear(t5, t2, None)

@@ -13,7 +13,6 @@ import torch
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import DistParallelType, TensorProxy
 from thunder.core.trace import TraceCtx, from_trace, tracectx
-from thunder.distributed.prims import DistributedReduceOps
 from thunder.executors.torchex import wait_prim_impl
 from torch import nn
 
@@ -26,7 +25,7 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.measure.devices import device_at
-from thunder_memsave.ops.families.collectives import collectives_executor, is_wait
+from thunder_memsave.ops.families.collectives import all_gather, is_wait, reduce_scatter
 from thunder_memsave.passes.overlap.room import NO_ROOM, BudgetLeft, Room
 from thunder_memsave.passes.overlap.schedule import schedule
 from thunder_memsave.sharding.rows import shard_module
@@ -202,13 +201,12 @@ def test_what_did_not_fit_into_a_bucket_joins_it_where_it_fits() -> None:
 
 
 def reductions(number: int) -> TraceCtx:
-    """Return a trace of gradients of 40 bytes, each summed over two ranks, waited for, and cast."""
+    """Return a trace of gradients of 40 bytes, each averaged over two ranks, waited for, and cast."""
 
     def backward(x: TensorProxy, data_parallel: DataParallel) -> list[Any]:
-        reduce = collectives_executor.opmap["reduce_scatter_rows"]
         group, results = data_parallel.group, []
         for _ in range(number):
-            future = reduce(prims.sin(x), DistributedReduceOps.SUM, group, True, None)
+            future = reduce_scatter(prims.sin(x), group)
             results.append(prims.convert_element_type(wait_prim_impl(future), dtypes.bfloat16))
         return results
 
@@ -219,10 +217,9 @@ def gathers(*num_rows: int) -> TraceCtx:
     """Return a trace with one operation per parameter; each of two ranks has that many rows, of 20 bytes."""
 
     def forward(x: TensorProxy, data_parallel: DataParallel) -> list[Any]:
-        gather = collectives_executor.opmap["all_gather_rows"]
         sharded = DistParallelType.FULLY_SHARDED
         shards = [tensor(f"w{i}", rows, sharded) for i, rows in enumerate(num_rows)]
-        futures = [gather(shard, data_parallel.group, True, None) for shard in shards]
+        futures = [all_gather(shard, data_parallel.group, torch.float32) for shard in shards]
         return [prims.linear(x, wait_prim_impl(future), None) for future in futures]
 
     return traced(forward)
