@@ -111,10 +111,11 @@ def _cpu_forward(
     )
 
 
-def _cpu_backward(grad: Tensor, *saved: Any) -> Any:
-    *operands, mask, is_causal, _ = saved
+def _cpu_backward(
+    saved: attention_kernels.Saved, mask: Tensor | None, is_causal: bool, _: None
+) -> Any:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, *operands, 0.0, is_causal, attn_mask=mask
+        *saved, 0.0, is_causal, attn_mask=mask
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from thunder_memsave.compat import (
-    absent_transformer_engine,
     dynamo_compile_metrics,
     dynamo_function_names,
     hidden_transformer_engine,
@@ -24,11 +23,7 @@ from thunder_memsave.compat import (
 @functools.cache
 def apply() -> None:
     """Import Thunder with its work-arounds; each package that needs it calls this before importing its modules."""
-    with (
-        removed_names(),
-        absent_transformer_engine.silence(),
-        hidden_transformer_engine.hide(),
-    ):
+    with removed_names(), hidden_transformer_engine.hide():
         importlib.import_module("thunder")
     dynamo_function_names.apply()
     padded_encoders.apply()

@@ -15,7 +15,6 @@ enters each file once:
           |  passes/          keep_overwritten ... regather
           |  budget/          plan: tries plans, and does with each the steps marked * -> actions, room
           |  passes/          recompute *
-          |  joint_steps.py   python_operations
           |  split.py         split *, check_gradients *      two traces
           |  passes/overlap/  schedule *
           |  split.py         keep_gradients *, add_gradients *, delete_last_used *

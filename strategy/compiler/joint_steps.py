@@ -14,7 +14,6 @@ from thunder.executors.passes import (
 )
 from thunder.extend import (
     Executor,
-    get_always_executors,
 )
 from thunder.transforms.autodiff import (
     grad_transform_on_trace,
@@ -38,8 +37,8 @@ def differentiate(state: State) -> State:
 def claim(state: State) -> State:
     """Let executors claim operations; what they need not compute goes.
 
-    With `python_operations` this is Thunder's `transform_for_execution`, without what that does for
-    Thunder's own data parallelism.
+    This is Thunder's `transform_for_execution`, without what that does for Thunder's own data parallelism. Executors of
+    Python's own operations have nothing to claim.
     """
     stage("choose executors")
     joint = dce(_claimed(dce(state.joint), state.facts.executors))
@@ -92,11 +91,3 @@ def compute_again(state: State) -> State:
     if state.actions is None:
         return state
     return replace(state, joint=recompute(state.joint, actions=state.actions))
-
-
-def run_in_python(state: State) -> State:
-    """Leave the rest to Python's own operations: that matters to what is run, and to nothing that is planned."""
-    if not state.facts.is_run:
-        return state
-    trace = _transform_for_operator_executor_execution(state.joint, get_always_executors())
-    return replace(state, joint=trace)

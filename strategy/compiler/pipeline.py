@@ -46,10 +46,9 @@ STEPS: tuple[Step[State], ...] = (
     # The plan is carried out, here and by all that is `_tried`.
     _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),
     _tried("recompute", "recompute in backward what the plan says", joint_steps.compute_again),
-    _step("python_operations", "leave the rest to Python", joint_steps.run_in_python),
     # Two traces from here on.
     _tried("split", "make a forward and a backward", split.split),
-    _tried("check_gradients", "refuse a backward that lacks a gradient", split.check),
+    _tried("check_gradients", "assert that backward lacks no gradient", split.check),
     _tried("schedule", "communicate beside what computes", split.order),
     _tried("keep_gradients", "make a backward that does not reduce", split.keep_gradients),
     _tried("add_gradients", "add to gradients where new ones are made", split.add_gradients),

@@ -34,7 +34,7 @@ class Facts:
     lowered: Lowered
     """The captured call, in ATen operators."""
     executors: Sequence[Executor]
-    """Claim operations, in their order; those among them that fuse come after."""
+    """Claim operations, in their order."""
     regathers: bool
     """Whether backward gathers whole weights again, or may as the plan says."""
     planner: MemoryPlanner | None

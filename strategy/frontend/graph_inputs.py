@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,17 +18,6 @@ from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.modes import differentiated
 from thunder_memsave.ops.unshard import unshard
 from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
-
-
-@dataclass(slots=True)
-class LazyInput:
-    """A parameter whose full value is asked for at its first use, not at the start of the forward."""
-
-    proxy: TensorProxy
-    graph_input: GraphInput
-    value: TensorProxy | None = field(default=None)
-    weight_itself: TensorProxy | None = field(default=None)
-    """The dequantised weight, if an operation other than an fp8 linear reads it."""
 
 
 class GraphInputs:
@@ -47,8 +35,9 @@ class GraphInputs:
         self._capture, self._compile_data = capture, compile_data
         self._data_parallel, self._target, self._fp8 = data_parallel, target, fp8
         self._constants: dict[int, tuple[Tensor, TensorProxy]] = {}
+        self._whole: dict[int, TensorProxy] = {}
 
-    def proxies(self) -> list[LazyInput]:
+    def proxies(self) -> list[TensorProxy]:
         """Make those of the inputs, in their order."""
         return [self._proxy_of(i) for i in self._capture.inputs]
 
@@ -63,52 +52,43 @@ class GraphInputs:
                     self._constants[id(value)] = (value, proxy)
         return list(self._constants.values())
 
-    def force(self, value: Any, *, as_kept: bool = False) -> Any:
-        """Return the value of what may be an input, gathered if nothing asked for it before.
+    def value(self, index: int, proxy: TensorProxy, *, as_kept: bool) -> TensorProxy:
+        """Return the value of an input, which is gathered once.
 
         Args:
-            value: Of a node.
+            index: Of the input.
+            proxy: The one that `proxies` made for it.
             as_kept: Whether a weight of which fp8 numbers are kept is to be these.
         """
-        if not isinstance(value, LazyInput):
-            return value
-        if value.value is None:
-            value.value = self._full_value(value)
-        if as_kept or unquantized_dtype(value.graph_input.tensor) is None:
-            return value.value
-        if value.weight_itself is None:
-            assert self._fp8 is not None, "only linears in fp8 keep weights so"
-            tensor = value.graph_input.tensor
-            value.weight_itself = self._fp8.weight_itself(tensor, value.value)
-        return value.weight_itself
+        if index not in self._whole:
+            self._whole[index] = self._gathered(self._capture.inputs[index], proxy)
+        whole, tensor = self._whole[index], self._capture.inputs[index].tensor
+        if as_kept or unquantized_dtype(tensor) is None:
+            return whole
+        assert self._fp8 is not None, "only linears in fp8 keep weights so"
+        return self._fp8.weight_itself(tensor, whole)
 
-    def _full_value(self, lazy: LazyInput) -> TensorProxy:
-        if self._data_parallel is None or lazy.graph_input.kind != "parameter":
-            return lazy.proxy
-        parameter = lazy.graph_input.tensor
-        sharded = is_sharded(parameter)
-        if not sharded and not parameter.requires_grad:
-            return lazy.proxy
-        kind = DistParallelType.FULLY_SHARDED if sharded else DistParallelType.REPLICATED
-        training = self._capture.training
+    def _gathered(self, graph_input: GraphInput, proxy: TensorProxy) -> TensorProxy:
+        kind, parameter = self._kind(graph_input), graph_input.tensor
+        if self._data_parallel is None or kind is None:
+            return proxy
         with differentiated(self._compile_data, enabled=parameter.requires_grad):
-            full = unshard(lazy.proxy, self._data_parallel, kind, training=training)
-            num_rows = parameter.unsharded_shape[0] if sharded else None  # type: ignore[attr-defined]
-            if sharded and full.shape[0] != num_rows:
-                full = full[:num_rows]
+            full = unshard(proxy, self._data_parallel, kind, training=self._capture.training)
+            if kind is DistParallelType.FULLY_SHARDED:
+                num_rows = parameter.unsharded_shape[0]  # type: ignore[attr-defined]
+                full = full if full.shape[0] == num_rows else full[:num_rows]
         return full
 
-    def _proxy_of(self, graph_input: GraphInput) -> LazyInput:
-        tensor = graph_input.tensor
+    def _proxy_of(self, graph_input: GraphInput) -> TensorProxy:
         name = "t_" + "".join(c if c.isalnum() else "_" for c in graph_input.name)
-        kind = None
-        if graph_input.kind == "parameter" and self._data_parallel is not None:
-            kind = (
-                DistParallelType.FULLY_SHARDED
-                if is_sharded(tensor)
-                else DistParallelType.REPLICATED
-            )
-        return LazyInput(_proxy(tensor, name, kind, self._target), graph_input)
+        return _proxy(graph_input.tensor, name, self._kind(graph_input), self._target)
+
+    def _kind(self, graph_input: GraphInput) -> DistParallelType | None:
+        """Return how the ranks share a parameter; None for what they do not."""
+        if graph_input.kind != "parameter" or self._data_parallel is None:
+            return None
+        is_rows = is_sharded(graph_input.tensor)
+        return DistParallelType.FULLY_SHARDED if is_rows else DistParallelType.REPLICATED
 
 
 def _proxy(

@@ -32,7 +32,7 @@ from thunder_memsave.frontend.fx_nodes import (
     value_needs_grad,
 )
 from thunder_memsave.frontend.graph_function import GraphFunction
-from thunder_memsave.frontend.graph_inputs import GraphInputs, LazyInput
+from thunder_memsave.frontend.graph_inputs import GraphInputs
 from thunder_memsave.frontend.graph_outputs import (
     OutputOrder,
     ViewOfInput,
@@ -174,15 +174,15 @@ class _Lowering:
         as_they_are = {*_whole_inputs(capture), *views}
         outputs, computed = graph_outputs(capture.graph, as_they_are=as_they_are)
         with tracectx(self.trace), in_language():
-            lazy, constants = self.inputs.proxies(), self.inputs.constants()
+            proxies, constants = self.inputs.proxies(), self.inputs.constants()
             state = () if self.fp8 is None else self.fp8.proxies()
             of_constants = [p for _, p in constants]
-            _begin(self.trace, (*(i.proxy for i in lazy), *of_constants, *state))
+            _begin(self.trace, (*proxies, *of_constants, *state))
             held = tuple(t for t, _ in constants)
             unseen = UnseenCalls(self.opaque, self.target)
             function = GraphFunction(capture.graph, computed, held, self.fp8, unseen)
             joint = self._joint(function)
-            returned = self._record(joint, function, lazy, of_constants, state)
+            returned = self._record(joint, function, proxies, of_constants, state)
             prims.python_return(tuple(map(distinct_values(), returned)))
         return Lowered(
             trace=self.trace,
@@ -211,15 +211,15 @@ class _Lowering:
         self,
         joint: JointGraph,
         function: GraphFunction,
-        lazy: Sequence[LazyInput],
+        proxies: Sequence[TensorProxy],
         constants: Sequence[TensorProxy],
         state: Sequence[TensorProxy],
     ) -> list[TensorProxy]:
         """Record the operators, and the copies to what the graph changes; return the outputs."""
         recorded = RecordedJoint(joint, self.opaque, self.target)
         with differentiated(self.compile_data, enabled=True):
-            operands = [*(self._value(lazy[i], function, i) for i in function.read), *constants]
-            others = (*state, *self._kept_weights(lazy))
+            operands = [*(self._value(i, proxies[i], function) for i in function.read), *constants]
+            others = (*state, *self._kept_weights(proxies))
             results = list(joint_symbol(recorded, function)(*operands, *others))
         num_outputs = len(results) - len(joint.writes)
         with differentiated(self.compile_data, enabled=False):
@@ -227,17 +227,18 @@ class _Lowering:
                 operands[index].copy_(value)
         return results[:num_outputs]
 
-    def _value(self, lazy: LazyInput, function: GraphFunction, index: int) -> TensorProxy:
+    def _value(self, index: int, proxy: TensorProxy, function: GraphFunction) -> TensorProxy:
         """Return an input; of a weight that only linears in fp8 read, the numbers that are kept."""
         users = function.placeholders[index].users
         as_kept = self.fp8 is not None and all(map(self.fp8.computes, users))
-        return self.inputs.force(lazy, as_kept=as_kept)
+        return self.inputs.value(index, proxy, as_kept=as_kept)
 
-    def _kept_weights(self, lazy: Sequence[LazyInput]) -> list[TensorProxy]:
+    def _kept_weights(self, proxies: Sequence[TensorProxy]) -> list[TensorProxy]:
         """Return the numbers of the weights that linears read in fp8."""
-        by_tensor = {id(i.graph_input.tensor): i for i in lazy}
+        index_of = {id(each.tensor): i for i, each in enumerate(self.capture.inputs)}
         weights = () if self.fp8 is None else self.fp8.kept_weights()
-        return [self.inputs.force(by_tensor[id(w)], as_kept=True) for w in weights]
+        found = (index_of[id(weight)] for weight in weights)
+        return [self.inputs.value(i, proxies[i], as_kept=True) for i in found]
 
     def _reached(self, joint: JointGraph, function: GraphFunction, output: int) -> frozenset[int]:
         """Return the inputs of the graph that an output gives a gradient to."""

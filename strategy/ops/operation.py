@@ -86,11 +86,6 @@ class Kernel:
     """For the kernel and its derivatives, which are measured on zeros; None if zeros are as good as any."""
 
     @property
-    def saves(self) -> frozenset[str]:
-        """Names of what forward keeps for backward, where all that can get a gradient gets one."""
-        return frozenset(name for d in self.derivatives for name in d.reads)
-
-    @property
     def operators(self) -> Mapping[str, Kernel | Derivative]:
         """Map each operator's name in a trace, its own first, to what is known of it."""
         return {self.name: self, **{d.name: d for d in self.derivatives}}

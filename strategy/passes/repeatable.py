@@ -22,7 +22,7 @@ _OF_KERNELS = (
     "thunder_memsave_fp8_torch",
     "thunder_memsave_fp8_transformer_engine",
 )
-_COPIES = ("clone", "sum", "to", "torch_pad_prim_impl")
+_COPIES = ("clone", "mul", "sum", "to", "torch_pad_prim_impl")
 """Operations of Thunder's executor for PyTorch that make new memory."""
 
 

@@ -6,11 +6,11 @@ it tries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.passes.overlap.room import Room
@@ -90,7 +90,7 @@ def try_steps(steps: Sequence[Step[S]], traces: S) -> S:
 
 
 def done(step: Step[S], traces: S) -> S:
-    """Do a step, unless it was tried with the same: executors that run after the plan seldom change what it tried."""
+    """Do a step, unless the plan that was tried last did it with the same."""
     before, after = traces.tried.get(step.name, (None, None))
     if before is not None and _is_as(traces, before):
         return after  # type: ignore[return-value]  # what a step makes is of the type of what it gets
@@ -98,30 +98,7 @@ def done(step: Step[S], traces: S) -> S:
 
 
 def _is_as(traces: Traces, other: Traces) -> bool:
+    of_plan = (traces.actions, traces.room, traces.added)
+    is_same_plan = of_plan == (other.actions, other.room, other.added)
     mine, others = traces.current, other.current
-    return (
-        len(mine) == len(others)
-        and (traces.actions, traces.room, traces.added) == (other.actions, other.room, other.added)
-        and all(_is_same(a, b) for a, b in zip(mine, others, strict=True))
-    )
-
-
-def _is_same(trace: TraceCtx, other: TraceCtx) -> bool:
-    """Whether the same operators run on the same values, whatever these are called.
-
-    Thunder's executors change an operator, or name what it makes anew, and nothing else of it.
-    """
-    if trace is other:
-        return True
-    if len(trace.bound_symbols) != len(other.bound_symbols):
-        return False
-    pairs = zip(_numbered(trace), _numbered(other), strict=True)
-    return all(a == b for a, b in pairs)
-
-
-def _numbered(trace: TraceCtx) -> Iterator[tuple[Symbol, list[int]]]:
-    """Yield the operators, with their arguments and results numbered in the order in which they appear."""
-    numbers: dict[str, int] = {}
-    for bsym in trace.bound_symbols:
-        proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-        yield bsym.sym, [numbers.setdefault(p.name, len(numbers)) for p in proxies]
+    return is_same_plan and len(mine) == len(others) and all(map(operator.is_, mine, others))

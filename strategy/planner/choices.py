@@ -44,25 +44,13 @@ class Needs:
     last_in_forward: Mapping[int, int]
     """The operation of forward that reads a storage last, or makes it."""
 
-    def waits_until(self, storage: int) -> int:
-        """Return the position until which a kept storage is live: its first read, else its last recompute read."""
-        return self.first.get(storage, self.latest.get(storage, -1))
-
     def readers(self, storage: int) -> Sequence[int]:
         """Return the operations that can be recomputed and read this storage."""
         return self._readers.get(storage, ())
 
-    def read_first_at(self, position: int) -> Sequence[int]:
-        """Return the storages that backward first reads at a position."""
-        return self._read_first.get(position, ())
-
     @cached_property
     def _readers(self) -> Mapping[int, Sequence[int]]:
         return _inverted((o, s) for o in self.ops for s in self.inputs[o])
-
-    @cached_property
-    def _read_first(self) -> Mapping[int, Sequence[int]]:
-        return _inverted(self.first.items())
 
 
 def needs(graph: TrainingGraph) -> Needs:

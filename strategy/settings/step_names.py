@@ -22,7 +22,6 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "regather": "",
         "plan": "without it, nothing keeps the step within `memory.budget`; `memory.policy` has other plans",
         "recompute": _PLAN,
-        "python_operations": "what no executor has claimed cannot run",
         "split": _BACKWARD,
         "check_gradients": "without it, a gradient may be missing without a word",
         "schedule": "",

@@ -15,16 +15,10 @@ from torch.utils.flop_counter import flop_registry
 
 from thunder_memsave.aten.attention_flops import attention_flops
 from thunder_memsave.aten.record import AtenRecord
-from thunder_memsave.ops.families.attention_kernels import (
-    _cudnn_backward,
-    _cudnn_forward,
-    _efficient_backward,
-    _efficient_forward,
-    _flash_backward,
-    _flash_forward,
-)
+from thunder_memsave.ops.families.attention_kernels import cuda_cudnn, cuda_efficient, cuda_flash
 from thunder_memsave.ops.families.packed_attention import boundaries_of
 from thunder_memsave.ops.families.packed_kernels import cpu_packed, cuda_packed
+from thunder_memsave.ops.operation import Kernel
 
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -53,6 +47,10 @@ def both(
     return flops, backward_flops
 
 
+def of_kernel(kernel: Kernel, num_keys: int, *settings: Any) -> tuple[int, int]:
+    return both(kernel.run, kernel.derivatives[0].run, num_keys, *settings)
+
+
 @pytest.mark.parametrize("num_keys", [HEADS, 2], ids=["heads", "grouped queries"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_kernel_for_the_cpu_counts_the_heads_of_the_queries(
@@ -67,13 +65,9 @@ def test_kernels_for_cuda_count_half_of_the_square_where_they_are_causal(is_caus
     expected = (SQUARE, 5 * SQUARE // 2) if is_causal else (2 * SQUARE, 5 * SQUARE)
     with FakeTensorMode():
         for num_keys in (HEADS, 2):
-            assert (
-                both(_flash_forward, _flash_backward, num_keys, None, is_causal, None) == expected
-            )
-            cudnn = both(_cudnn_forward, _cudnn_backward, num_keys, None, is_causal, None)
-            assert cudnn == expected
-        efficient = both(_efficient_forward, _efficient_backward, HEADS, None, is_causal, None)
-    assert efficient == expected
+            for kernel in (cuda_flash, cuda_cudnn):
+                assert of_kernel(kernel, num_keys, None, is_causal, None) == expected
+        assert of_kernel(cuda_efficient, HEADS, None, is_causal, None) == expected
 
 
 def test_packed_rows_count_each_document_alone() -> None:
@@ -81,8 +75,7 @@ def test_packed_rows_count_each_document_alone() -> None:
     boundaries = boundaries_of(ends, LENGTH)
     squares = sum(n * n for n in (4, 4, 2, 10, 4))
     pairs = HEADS * squares // 2
-    backward = cpu_packed.derivatives[0].run
-    flops = both(cpu_packed.run, backward, HEADS, boundaries, None)
+    flops = of_kernel(cpu_packed, HEADS, boundaries, None)
     assert flops == (2 * 2 * pairs * WIDTH, 2 * 5 * pairs * WIDTH)
 
 
@@ -106,8 +99,7 @@ def test_documents_within_a_window_count_its_pairs() -> None:
 def test_documents_that_are_not_known_fill_rows_within_a_window_too() -> None:
     with FakeTensorMode():
         boundaries = torch.empty(ROWS * 4 + 1, dtype=torch.int32)
-        backward = cuda_packed.derivatives[0].run
-        flops = both(cuda_packed.run, backward, HEADS, boundaries, None, 4)
+        flops = of_kernel(cuda_packed, HEADS, boundaries, None, 4)
     pairs = ROWS * HEADS * 4 * (2 * LENGTH - 4) // 2
     assert flops == (2 * 2 * pairs * WIDTH, 2 * 5 * pairs * WIDTH)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 
-from harness.te_on_cpu import FOLDER
+import pytest
 
+from harness.te_on_cpu import FOLDER
+from thunder_memsave.compat.hidden_transformer_engine import MESSAGE
+
+ABSENT = importlib.util.find_spec("transformer_engine") is None
 IMPORT = "from thunder_memsave.compat import removed_names\nwith removed_names():"
 
 
@@ -40,3 +45,20 @@ def test_our_import_of_thunder_leaves_transformer_engine_alone() -> None:
     )
     assert result.stderr == ""
     assert result.stdout == "[]\nTrue\n"
+
+
+@pytest.mark.skipif(not ABSENT, reason="TransformerEngine is installed: Thunder has no complaint")
+def test_canary_thunder_still_warns_about_an_absent_one() -> None:
+    assert MESSAGE in import_errors(f"{IMPORT} import thunder"), (
+        "Thunder no longer warns about an absent TransformerEngine: do not suppress that in "
+        "strategy/compat/hidden_transformer_engine.py."
+    )
+
+
+def test_our_import_of_thunder_warns_about_nothing() -> None:
+    assert import_errors("from thunder_memsave import compat; compat.apply()") == ""
+
+
+def import_errors(script: str) -> str:
+    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr

@@ -103,7 +103,6 @@ def test_what_a_kernel_reads_for_its_gradient_is_what_the_trace_saves_of_it() ->
         tensors = {name: v.name for name, v in values.items() if isinstance(v, TensorProxy)}
         gets_one = [d for d in kernel.derivatives if any(n in tensors for n in d.of)]
         read = {name for d in gets_one for name in d.reads} & set(tensors)
-        assert read <= kernel.saves
         assert {name for name, of in tensors.items() if of in saved} == read, kernel.name
 
 

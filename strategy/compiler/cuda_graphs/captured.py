@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.compiler.cuda_graphs.runtime import Graph, Runtime
 
@@ -129,12 +128,6 @@ class CapturedCall:
             return differentiate([saved, numbers], list(cotangents))
 
         self.backward, self.gradients = self.runtime.capture(function, arguments, pool=self.pool)
-
-    @property
-    def static_bytes(self) -> int:
-        """Bytes of the buffers that are copied to."""
-        buffers = tree_leaves([self.static_inputs, self.cotangents])
-        return sum(each.nbytes for each in buffers if isinstance(each, Tensor))
 
 
 def _addresses(inputs: Sequence[Any], is_fixed: Sequence[bool]) -> tuple[int, ...]:

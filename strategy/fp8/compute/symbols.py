@@ -11,7 +11,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any, Literal
 
@@ -77,16 +77,20 @@ def operators(backend: Backend) -> Operators:
     executor = OperatorExecutor(f"thunder_memsave_fp8_{backend}", version="0")
     register_executor(executor)
 
-    def operator(name: str, meta: Callable[..., Any], run: Callable[..., Any]) -> Symbol:
-        run = partial(run, backend)
+    def operator(name: str, meta: Callable[..., Any]) -> Symbol:
+        def run(*arguments: Any) -> Any:
+            # `data` has its own version counter; else autograd would refuse the backward of an earlier micro-batch.
+            plain = [a.data if isinstance(a, Tensor) else a for a in arguments]
+            return getattr(_backend(backend), name)(*plain)
+
         return executor.register_operator(f"fp8_{name}_{backend}", meta=meta, fn=run)
 
     return Operators(
-        quantize_delayed=operator("quantize_delayed", _per_tensor, _quantize_delayed),
-        quantize_current=operator("quantize_current", _per_tensor, _quantize_current),
-        quantize_block=operator("quantize_block", _per_block, _quantize_block),
-        transpose=operator("transpose", _transposed, _transpose),
-        gemm=operator("gemm", _product, _gemm),
+        quantize_delayed=operator("quantize_delayed", _per_tensor),
+        quantize_current=operator("quantize_current", _per_tensor),
+        quantize_block=operator("quantize_block", _per_block),
+        transpose=operator("transpose", _transposed),
+        gemm=operator("gemm", _product),
     )
 
 
@@ -104,14 +108,15 @@ def quantize_frozen(backend: Backend, recipe: Recipe, weight: Tensor) -> tuple[T
         The weight in fp8, and its inverse scale.
     """
     dtype = recipe.dtype("weight")
+    kernels = _backend(backend)
     if recipe.name == "block":
-        return _quantize_block(backend, weight, dtype, BLOCK, BLOCK)
-    return _quantize_current(backend, weight, dtype)
+        return kernels.quantize_block(weight, dtype, BLOCK, BLOCK)  # type: ignore[no-any-return]
+    return kernels.quantize_current(weight, dtype)  # type: ignore[no-any-return]
 
 
 def transpose(backend: Backend, q: Tensor) -> Tensor:
     """Return a contiguous transpose of a quantised matrix."""
-    return _transpose(backend, q)
+    return _backend(backend).transpose(q)  # type: ignore[no-any-return]
 
 
 def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
@@ -266,25 +271,6 @@ def _per_tensor(x: TensorProxy, *arguments: Any) -> tuple[TensorProxy, TensorPro
     return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), scale_inv
 
 
-def _quantize_delayed(
-    backend: Backend,
-    x: Tensor,
-    scale: Tensor,
-    amax_history: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    records: bool,
-) -> tuple[Tensor, Tensor]:
-    # `data` has its own version counter: otherwise autograd would refuse the backward of an earlier micro-batch.
-    return _backend(backend).quantize_delayed(  # type: ignore[no-any-return]
-        x, scale, amax_history.data, index, dtype, records
-    )
-
-
-def _quantize_current(backend: Backend, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _backend(backend).quantize_current(x, dtype)  # type: ignore[no-any-return]
-
-
 def _per_block(
     x: TensorProxy, dtype: torch.dtype, block_rows: int, block_cols: int
 ) -> tuple[TensorProxy, TensorProxy]:
@@ -293,18 +279,8 @@ def _per_block(
     return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), scale_inv
 
 
-def _quantize_block(
-    backend: Backend, x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int
-) -> tuple[Tensor, Tensor]:
-    return _backend(backend).quantize_block(x, dtype, block_rows, block_cols)  # type: ignore[no-any-return]
-
-
 def _transposed(q: TensorProxy) -> TensorProxy:
     return TensorProxy(like=q, shape=(q.shape[1], q.shape[0]))
-
-
-def _transpose(backend: Backend, q: Tensor) -> Tensor:
-    return _backend(backend).transpose(q)  # type: ignore[no-any-return]
 
 
 def _product(
@@ -317,7 +293,3 @@ def _product(
     use_fast_accum: bool,
 ) -> TensorProxy:
     return TensorProxy(like=a, shape=(a.shape[0], b.shape[0]), dtype=dtypes.to_dtype(out_dtype))
-
-
-def _gemm(backend: Backend, *arguments: Any) -> Tensor:
-    return _backend(backend).gemm(*arguments)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,19 @@ _ROWS = 128
 
 Shape = tuple[int, ...]
 Forward = Callable[..., tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Gradients = tuple[Tensor, Tensor, Tensor]
+Backward = Callable[..., Gradients]
+
+
+class Saved(NamedTuple):
+    """The tensors that each backward reads."""
+
+    grad: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    logsumexp: Tensor
 
 
 def attention_kernel(
@@ -56,7 +68,7 @@ def attention_kernel(
     Args:
         name: The operator's name in the executed trace.
         forward: `(query, key, value, *settings) -> (output, logsumexp)`.
-        backward: `(grad, query, key, value, output, logsumexp, *settings) -> three gradients`.
+        backward: `(saved, *settings) -> three gradients`.
         settings: Names of the other arguments.
         logsumexp: `(shape of the queries) -> shape` of the numbers that forward writes for backward.
         scratch: Formulas of the bytes that `forward` takes inside, by device type.
@@ -64,9 +76,14 @@ def attention_kernel(
         numbers: See `Kernel`.
     """
     operands = ("query", "key", "value")
+
+    def run_backward(*arguments: Any) -> Gradients:
+        num_tensors = len(Saved._fields)
+        return backward(Saved(*arguments[:num_tensors]), *arguments[num_tensors:])
+
     gradients = Derivative(
         name=f"{name}_backward",
-        run=backward,
+        run=run_backward,
         meta=_like_operands,
         of=operands,
         reads=(*operands, "output", "logsumexp", *settings),
@@ -115,30 +132,10 @@ def _flash_forward(
     return results[0], results[1]
 
 
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    _: None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = (None, None, query.shape[-2], key.shape[-2])
+def _flash_backward(saved: Saved, _: None, is_causal: bool, scale: float | None) -> Gradients:
+    lengths = (None, None, saved.query.shape[-2], saved.key.shape[-2])
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-        grad,
-        query,
-        key,
-        value,
-        output,
-        logsumexp,
-        *lengths,
-        0.0,
-        is_causal,
-        *no_dropout(query),
-        scale=scale,
+        *saved, *lengths, 0.0, is_causal, *no_dropout(saved.query), scale=scale
     )
 
 
@@ -157,26 +154,20 @@ def _cudnn_forward(
     return results[0], results[1]
 
 
-def _cudnn_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    _: None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # Read for dropout only (native/cudnn/MHA.cpp).
-    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+def _cudnn_backward(saved: Saved, _: None, is_causal: bool, scale: float | None) -> Gradients:
     no_mask_and_no_documents = (None, None, None)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
-        *(grad, query, key, value, output, logsumexp, seed, offset),
+        *(*saved, *_seed_and_offset(saved.query)),
         *no_mask_and_no_documents,
-        *(query.shape[-2], key.shape[-2], 0.0, is_causal),
+        *(saved.query.shape[-2], saved.key.shape[-2], 0.0, is_causal),
         scale=scale,
     )
+
+
+def _seed_and_offset(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what other backwards read for dropout only (native/cudnn/MHA.cpp)."""
+    seed = torch.empty((), dtype=torch.int64, device=query.device)
+    return seed, torch.empty_like(seed)
 
 
 def _efficient_forward(
@@ -195,31 +186,13 @@ def _efficient_forward(
 
 
 def _efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
-    wanted = [True, True, True, False]
+    saved: Saved, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Gradients:
+    grad, query, key, value, *results = saved
+    bias, wanted = _bias(mask, query, key), [True, True, True, False]
     grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        _bias(mask, query, key),
-        output,
-        logsumexp,
-        seed,
-        offset,
-        0.0,
-        wanted,
-        is_causal,
+        *(grad, query, key, value, bias, *results, *_seed_and_offset(query)),
+        *(0.0, wanted, is_causal),
         scale=scale,
     )
     return grads[0], grads[1], grads[2]

@@ -20,6 +20,8 @@ from thunder_memsave.ops.families.attention import (
     share_heads,
 )
 from thunder_memsave.ops.families.attention_kernels import (
+    Gradients,
+    Saved,
     attention_kernel,
     cpu_blocks_bytes,
     flash_backward_bytes,
@@ -72,21 +74,14 @@ def _cpu_forward(
 
 
 def _cpu_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    boundaries: Tensor,
-    scale: float | None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    saved: Saved, boundaries: Tensor, scale: float | None, window: int | None = None
+) -> Gradients:
+    _, query, key, value, *_ = saved
     num_rows, _, length, _ = query.shape
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     _write_zeros_into_padding(grads, boundaries)
     for run in runs(boundaries, num_rows, length):
-        operands = (run.of(t) for t in (grad, query, key, value, output, logsumexp))
+        operands = map(run.of, saved)
         band = band_of(run.length, window, query)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *operands, 0.0, band is None, attn_mask=band, scale=scale
@@ -119,22 +114,15 @@ def _cuda_forward(
 
 
 def _cuda_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    boundaries: Tensor,
-    scale: float | None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    length = query.shape[-2]
-    operands = (_one_after_the_other(t) for t in (grad, query, key, value, output))
+    saved: Saved, boundaries: Tensor, scale: float | None, window: int | None = None
+) -> Gradients:
+    *tensors, logsumexp = saved
+    length = saved.query.shape[-2]
+    operands = map(_one_after_the_other, tensors)
     grads = flash_backward(operands, logsumexp, boundaries, length, scale, window)
     of_query, of_key, of_value = (
         _without_padding(_by_rows(g, like), boundaries)
-        for g, like in zip(grads, (query, key, value), strict=True)
+        for g, like in zip(grads, saved[1:4], strict=True)
     )
     return of_query, of_key, of_value
 

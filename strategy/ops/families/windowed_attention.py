@@ -15,6 +15,8 @@ from torch import Tensor
 from thunder_memsave.ops.cuda_device import device_of
 from thunder_memsave.ops.families.attention import flash_applies, scaled_dot_product_attention
 from thunder_memsave.ops.families.attention_kernels import (
+    Gradients,
+    Saved,
     attention_kernel,
     cuda_backward_bytes,
     no_dropout,
@@ -143,18 +145,10 @@ def _forward(
     return output.transpose(1, 2), logsumexp
 
 
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    window: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    operands = (t.transpose(1, 2) for t in (grad, query, key, value, output))
-    grads = flash_backward(operands, logsumexp, None, query.shape[2], scale, window)
+def _backward(saved: Saved, window: int, scale: float | None) -> Gradients:
+    *tensors, logsumexp = saved
+    operands = (t.transpose(1, 2) for t in tensors)
+    grads = flash_backward(operands, logsumexp, None, saved.query.shape[2], scale, window)
     of_query, of_key, of_value = (g.transpose(1, 2) for g in grads)
     return of_query, of_key, of_value
 
