@@ -76,14 +76,9 @@ def attention_kernel(
         numbers: See `Kernel`.
     """
     operands = ("query", "key", "value")
-
-    def run_backward(*arguments: Any) -> Gradients:
-        num_tensors = len(Saved._fields)
-        return backward(Saved(*arguments[:num_tensors]), *arguments[num_tensors:])
-
     gradients = Derivative(
         name=f"{name}_backward",
-        run=run_backward,
+        run=_of_saved(backward),
         meta=_like_operands,
         of=operands,
         reads=(*operands, "output", "logsumexp", *settings),
@@ -99,6 +94,12 @@ def attention_kernel(
         scratch=scratch,
         numbers=numbers,
     )
+
+
+def _of_saved(backward: Backward) -> Backward:
+    """Return the same backward of tensors one by one."""
+    num_tensors = len(Saved._fields)
+    return lambda *given: backward(Saved(*given[:num_tensors]), *given[num_tensors:])
 
 
 def _meta(shape: Callable[[Shape], Shape]) -> Callable[..., tuple[TensorProxy, TensorProxy]]:
