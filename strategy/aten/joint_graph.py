@@ -266,10 +266,17 @@ def _taken_writes(graph: fx.Graph, operands: Sequence[Operand]) -> tuple[tuple[i
         target, value = node.args[:2]
         index = index_of.get(target, len(operands))
         if index < len(operands) and not operands[index].requires_grad:
-            found.append((index, value))
             node.replace_all_uses_with(value)
             graph.erase_node(node)
+            found.append((index, _copied(value)))
     return tuple(found)
+
+
+def _copied(value: fx.Node) -> fx.Node:
+    """Return what was copied to make a value that nothing else reads: the write copies it again, with the same bits."""
+    is_read = any(user.users or user.op == "output" for user in value.users)
+    is_copy = value.target is torch.ops.aten.copy.default and not is_read
+    return value.args[1] if is_copy else value  # type: ignore[return-value]
 
 
 def _refuse_writes(graph: fx.Graph) -> None:

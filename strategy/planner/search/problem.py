@@ -12,7 +12,7 @@ from thunder_memsave.planner.linear.model import Model
 from thunder_memsave.planner.search.anchors import anchors
 from thunder_memsave.planner.search.describe import Description
 from thunder_memsave.planner.search.evaluate import Evaluated, Evaluator
-from thunder_memsave.planner.search.free_wins import choose_free
+from thunder_memsave.planner.search.free_wins import MOVED_PER_KEPT_BYTE, choose_free
 from thunder_memsave.planner.search.task import Task
 
 _ANCHORS = (1, 2, 3)
@@ -25,6 +25,8 @@ class Problem:
     needs: Needs
     free: frozenset[int]
     """Storages that the plan of the free wins keeps."""
+    all_kept: frozenset[int]
+    """Storages that are kept where only views are recomputed."""
     least: frozenset[int]
     evaluate: Evaluator
     pinned: Mapping[int, bool]
@@ -76,7 +78,7 @@ class Problem:
             actions=described.actions(found.decided),
             budget_bytes=budget_bytes,
             predicted_peak_bytes=found.peak_bytes,
-            keep_all_peak_bytes=self.evaluate(self.free).peak_bytes,
+            keep_all_peak_bytes=self.evaluate(self.all_kept).peak_bytes,
             saved_bytes=sum(storages[s].nbytes for s in found.keep),
             recompute_us=found.recompute_us,
             lower_bound_us=min(bound_us, found.recompute_us),
@@ -94,8 +96,10 @@ def problem_of(
 ) -> Problem:
     """Prepare a graph; the arguments are those of `solve`."""
     found = needs(graph)
-    free = choose_free(found, pinned=pinned)
-    kept = frozenset(s for s in found.storages if graph.storages[s].name in free)
+    kept, all_kept = (
+        _named(found, choose_free(found, pinned=pinned, moved_per_kept_byte=moved))
+        for moved in (MOVED_PER_KEPT_BYTE, 0)
+    )
     evaluate = Evaluator(
         needs=found, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
     )
@@ -105,11 +109,16 @@ def problem_of(
     return Problem(
         needs=found,
         free=kept,
+        all_kept=all_kept,
         least=frozenset(found.must_keep) | _read_of(found, pinned.kept),
         evaluate=evaluate,
         pinned=_pinned(found, pinned),
         costs_us=costs_us,
     )
+
+
+def _named(needs: Needs, names: Set[str]) -> frozenset[int]:
+    return frozenset(s for s in needs.storages if needs.graph.storages[s].name in names)
 
 
 def _read_of(needs: Needs, names: Set[str]) -> frozenset[int]:

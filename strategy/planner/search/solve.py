@@ -73,7 +73,7 @@ def solve(
         budget_bytes: The largest peak of a step, by the exact simulation; None: no limit.
         costs_us: Microseconds of each operation.
         memory: Bytes that a step holds besides.
-        policy: `keep_all` uses the free wins only, `recompute_all` keeps only storages that cannot be recomputed and
+        policy: `keep_all` recomputes views alone, `recompute_all` keeps only storages that cannot be recomputed and
             those that pass from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
         pinned: Actions by names of storages: kept if backward reads them; or recomputed if they can be, which counts
             as a free win.
@@ -91,11 +91,14 @@ def solve(
         BudgetError: no plan was found.
     """
     problem = problem_of(graph, costs_us, memory, pinned, generator_state_bytes)
-    free = problem.evaluate(problem.free)
     if policy == "recompute_all":
         return _least_kept(problem)
-    if policy == "keep_all" or budget_bytes is None or free.peak_bytes <= budget_bytes:
-        return problem.plan(free, budget_bytes if policy == "plan" else None, bound_us=0.0)
+    if policy == "keep_all" or budget_bytes is None:
+        return problem.plan(problem.evaluate(problem.all_kept), None, bound_us=0.0)
+    for kept in (problem.all_kept, problem.free):
+        found = problem.evaluate(kept)
+        if found.peak_bytes <= budget_bytes:
+            return problem.plan(found, budget_bytes, bound_us=0.0)
     problem.remember(known)
     return _planned(problem, budget_bytes, time_limit_s, searches)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from harness.all_plans import model_of, task_of
+from harness.free_wins import plan_of_free_wins
 from harness.training_graphs import GraphBuilder
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.linear.model import Model
@@ -87,7 +88,7 @@ def test_several_layers_are_recomputed_together(part: float) -> None:
 
 def test_the_solver_finds_them_too() -> None:
     graph = residual_stream()
-    free = solve(graph, budget_bytes=None, costs_us=costs(graph), memory=MEMORY)
+    free = plan_of_free_wins(graph, costs(graph), MEMORY)
     budget = int(0.7 * free.predicted_peak_bytes)
     plan = solve(graph, budget_bytes=budget, costs_us=costs(graph), memory=MEMORY)
     assert plan.predicted_peak_bytes <= budget

@@ -10,6 +10,7 @@ from math import inf
 
 import pytest
 
+from harness.free_wins import plan_of_free_wins
 from harness.training_graphs import GraphBuilder, chain, llama_like, random_graph
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.actions import KEEP, RECOMPUTE, REGATHER, REPLAY, Actions, keeping
@@ -127,7 +128,7 @@ def blocks() -> TrainingGraph:
 
 @cache
 def free_plan_of_blocks() -> Plan:
-    return solve(blocks(), budget_bytes=None, costs_us=costs_us(blocks(), device("cpu")))
+    return plan_of_free_wins(blocks(), costs_us(blocks(), device("cpu")))
 
 
 @cache
@@ -217,6 +218,20 @@ def test_the_curve_falls_to_nothing_and_is_below_every_plan() -> None:
     for plan in plans_of_blocks():
         within = [us for nbytes, us in curve if nbytes >= plan.predicted_peak_bytes]
         assert max(within) <= plan.recompute_us + 1e-6
+
+
+def test_all_is_kept_where_that_fits_and_the_free_wins_are_taken_where_they_do() -> None:
+    graph, free = blocks(), free_plan_of_blocks()
+    costs = costs_us(graph, device("cpu"))
+    fastest = solve(graph, budget_bytes=None, costs_us=costs)
+    kept, peak = fastest.actions.kept, fastest.predicted_peak_bytes
+    made = [s for o in graph.ops if o.repeat != "free" for s in o.makes]
+    first = needs(graph).first
+    assert {graph.storages[s].name for s in made if s in first} <= kept
+    assert free.predicted_peak_bytes < peak == fastest.keep_all_peak_bytes
+    assert solve(graph, budget_bytes=peak, costs_us=costs).actions == fastest.actions
+    assert solve(graph, budget_bytes=peak - 1, costs_us=costs).actions == free.actions
+    assert solve(graph, budget_bytes=None, policy="keep_all", costs_us=costs).actions.kept == kept
 
 
 def test_the_rest_of_the_step_takes_part_of_the_budget() -> None:
