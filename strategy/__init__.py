@@ -11,8 +11,8 @@
       compiler/      `CompiledModule` around it: nothing is compiled before the first call
                                      |  first call
                                      v
-    frontend/      a call -> a torch-level graph (Dynamo, guards kept) -> a Thunder trace
-    ops/, fp8/     the operations that Thunder does not have
+    frontend/      a call -> a torch-level graph (Dynamo, guards kept) -> a trace of ATen operators
+    ops/, fp8/     the operations of a trace: ATen operators, kernels of ours, collectives
                                      v
     compiler/      the one ordered list of steps; passes/: trace -> trace, one file each
     budget/        a trace and a budget -> a plan that all ranks agree on

@@ -13,7 +13,7 @@ Stage = Literal[
     "capture",
     "lower",
     "differentiate",
-    "choose executors",
+    "claim operations",
     "extract",
     "time operations",
     "solve",

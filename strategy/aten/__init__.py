@@ -1,4 +1,5 @@
-"""Watches the operators that PyTorch runs: the memory that they allocate, and their floating-point operations.
+"""PyTorch's own operators: traces a function with its derivative to them, and watches what they allocate and compute.
 
-In: code that runs, also on fake tensors. Out: bytes live at each moment, FLOPs.
+In: a function, or code that runs, also on fake tensors. Out: a graph of forward and backward (`joint_graph.py`;
+`whole_calls.py`: what stays whole in it), or bytes live at each moment and FLOPs (`record.py`).
 """

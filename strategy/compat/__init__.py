@@ -1,7 +1,9 @@
 """Work-arounds for other projects' defects and changed names, one file each.
 
 `apply` imports Thunder with those that it needs; the others are imported where they are used. A file that begins with
-`torch213_` or `torch214_` is for that version and later ones. `foreign_messages.py` reads other projects' error texts.
+`torch214_` is for that version and later ones, and so on for others. What Thunder misses only while it is imported goes
+into `removed_names`, all else into `apply`. Each file has a version guard, the condition for deleting it, and a canary
+in tests/compat/. `foreign_messages.py` reads other projects' error texts.
 A private function that a version renamed belongs here too: its caller imports it from a file of this package.
 """
 

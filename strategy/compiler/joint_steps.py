@@ -1,4 +1,4 @@
-"""The steps of the joint trace: from what was captured to forward and backward in one, planned, with all executors."""
+"""The steps of the joint trace: from what was captured to forward and backward in one, claimed and planned."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def differentiate(state: State) -> State:
 def claim(state: State) -> State:
     """Let executors claim operations; what they need not compute goes.
 
-    This is Thunder's `transform_for_execution`, without what that does for Thunder's own data parallelism. Executors of
-    Python's own operations have nothing to claim.
+    This is Thunder's `transform_for_execution`, without what that does for Thunder's own data parallelism.
     """
-    stage("choose executors")
+    stage("claim operations")
     joint = dce(_claimed(dce(state.joint), state.facts.executors))
     # Nothing after this asks what an operation was made of.
     joint.bound_symbols = [b.from_bsym(subsymbols=()) for b in joint.bound_symbols]
@@ -51,7 +50,7 @@ def _claimed(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
     """Let executors claim operations, and then those of which their own rules are made.
 
     Thunder offers to no executor what a rule for execution records in place of an operation: a cast before a kernel, or
-    the whole forward of a user's `autograd.Function`. Rules for gradients have run before, so their parts are claimed.
+    the operators of the whole graph. Rules for gradients have run before, so their parts are claimed.
     """
     trace = _transform_for_operator_executor_execution(trace, executors)
     while any(map(_is_unclaimed, trace.bound_symbols)):

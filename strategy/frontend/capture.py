@@ -386,8 +386,7 @@ def _capture_message(call: Call, error: TorchDynamoException) -> str:
         )
     return (
         f"{start}: {summary} (at {where}). "
-        "Move that code out of the compiled method, or make it independent of tensor values; "
-        "strategy.frontend: interpreter traces the Python code instead, at a higher cost."
+        "Move that code out of the compiled method, or make it independent of tensor values;"
     )
 
 

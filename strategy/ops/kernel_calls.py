@@ -19,7 +19,7 @@ from thunder_memsave.aten.whole_calls import call_whole
 from thunder_memsave.ops.operation import Derivative, Kernel
 
 own_executor = OperatorExecutor("thunder_memsave_own", version="0")
-"""Runs kernels of ours that stand for no symbol of Thunder's."""
+"""Runs kernels of ours."""
 register_executor(own_executor)
 
 
@@ -27,7 +27,7 @@ def call_kernel(kernel: Kernel, *arguments: Any) -> Tensor:
     """Return the kernel's first result.
 
     Args:
-        kernel: One without a symbol.
+        kernel: One of a row in the table.
         arguments: What it takes, in its order.
     """
     tensors = [a for a in arguments if isinstance(a, Tensor)]

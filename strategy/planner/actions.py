@@ -4,10 +4,10 @@ A new action, such as `offload` (copy to the host after forward, and back before
 
 - this file: its kind, and its parameters, such as the operation before which to copy back;
 - `order.py` and `fast_simulate.py`: the lifetimes of its copies;
-- `search/` and `linear/`, which choose between kept and not kept only, and `search/solve.py`, which names the action;
+- `search/` and `linear/`, which choose between kept and not kept only, and `search/describe.py`, which names it;
 - `budget/extract.py`, where bytes are not on the device;
-- a pass, a file of its own beside `passes/recompute.py` (which recomputes all that is not kept), as a step in
-  `compiler/pipeline.py`, with its reason in `settings/step_names.py`.
+- a pass, a file of its own beside `passes/recompute.py` (which recomputes all whose action is not `keeps`), as a step
+  in `compiler/joint_steps.py` and `compiler/pipeline.py`, with its reason in `settings/step_names.py`.
 
 The plan cache, the agreement of ranks, reports and manifests carry any action unchanged; pins keep or recompute.
 """

@@ -1,4 +1,4 @@
-"""The rows of the table of operations, one file per family; `table.py` lists the files.
+"""Families of operations: rows of the table with their kernels, scratch of PyTorch's own operators, and collectives.
 
-In: nothing. Out: `OPERATIONS` of each file, with the kernels that run them.
+In: nothing. Out: `OPERATIONS` and `Foreign`s, which `table.py` lists; operators of `collectives.py`, which have no row.
 """

@@ -1,10 +1,10 @@
-"""PyTorch's attention kernels for the CPU and CUDA, each as one operator with its own backward.
+"""PyTorch's attention kernels for CUDA, each as one operator with its own backward, and the scratch of all of them.
 
 Each takes `(query, key, value, mask, is_causal, scale)` and saves its output and the logsumexp of each row, never the
 scores. None supports dropout.
 
 The device that a trace is for selects the kernel, without querying a GPU, so that a plan made on a machine without one
-has the bytes of a real run. Thunder's own executors query the GPU, and decompose without one.
+has the bytes of a real run. PyTorch, traced without a GPU, would choose a kernel for the CPU.
 """
 
 from __future__ import annotations
