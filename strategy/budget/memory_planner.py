@@ -48,7 +48,7 @@ from thunder_memsave.planner.graph import (
     StepMemory,
 )
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
-from thunder_memsave.planner.workspaces import blas_workspace_bytes
+from thunder_memsave.planner.workspaces import blas_workspace_bytes, te_workspace_bytes
 from thunder_memsave.progress import stage
 
 _MOST_ROUNDS = 8
@@ -82,6 +82,7 @@ class MemoryPlanner:
         step_memory: Callable[[], StepMemory] = StepMemory,
         device_type: str = "",
         times: MeasuredTimes | None = None,
+        by_transformer_engine: bool = False,
     ) -> None:
         """Store what plans depend on besides the call.
 
@@ -94,6 +95,7 @@ class MemoryPlanner:
             device_type: Type of the planned device, if it is not here; scratch inside kernels is then bounded
                 instead of measured.
             times: Measured costs for plans that run here; None: the rates of `device`.
+            by_transformer_engine: Whether it computes the fp8 products, in a workspace of its own.
         """
         self._memory = memory
         self.device = device
@@ -103,6 +105,7 @@ class MemoryPlanner:
         self._step_memory = step_memory
         self._device_type = device_type
         self._times = times
+        self._te_bytes = te_workspace_bytes(device) if by_transformer_engine else 0
         self._known = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, _Run] = {}
         self._asked: Question | None = None
@@ -146,7 +149,7 @@ class MemoryPlanner:
         trace = traces.joint
         memory = self._step_memory()
         other_bytes = arguments.unread_bytes + blas_workspace_bytes(self.device, os.environ)
-        other_bytes += self._pool_bytes
+        other_bytes += self._te_bytes + self._pool_bytes
         memory = replace(memory, other_bytes=memory.other_bytes + other_bytes)
         added = adding(memory, arguments)
         graph = training_graph(

@@ -75,7 +75,7 @@ class ModuleSetup:
             may_be_split=self._may_be_split,
             config=self.config,
             data_parallel=self._accumulating(module),
-            planner=self._planner(),
+            planner=self._planner(backend),
             fp8=None if fp8 is None or backend is None else self._linears(module, fp8, backend),
         )
 
@@ -126,7 +126,7 @@ class ModuleSetup:
         set_up = partial(set_up_fp8, module, fp8, backend=backend)
         return self._on_all_ranks(set_up)
 
-    def _planner(self) -> MemoryPlanner:
+    def _planner(self, backend: Backend | None) -> MemoryPlanner:
         return MemoryPlanner(
             self.config.memory,
             device=device_at(self.device),
@@ -134,6 +134,7 @@ class ModuleSetup:
             data_parallel=self.data_parallel,
             step_memory=self.step_memory,
             times=MeasuredTimes(),
+            by_transformer_engine=backend == "transformer_engine",
         )
 
     def _accumulating(self, module: nn.Module) -> DataParallel | None:

@@ -1,11 +1,15 @@
-"""cuBLAS's workspaces are counted by device and setting."""
+"""The workspaces of cuBLAS and TransformerEngine are counted by device and setting."""
 
 from __future__ import annotations
 
 import pytest
 
 from thunder_memsave.planner.devices import device
-from thunder_memsave.planner.workspaces import VARIABLE, blas_workspace_bytes
+from thunder_memsave.planner.workspaces import (
+    VARIABLE,
+    blas_workspace_bytes,
+    te_workspace_bytes,
+)
 
 M = 2**20
 
@@ -28,3 +32,11 @@ M = 2**20
 def test_two_threads_have_one_each(name: str, setting: str | None, nbytes: int) -> None:
     environment = {} if setting is None else {VARIABLE: setting}
     assert blas_workspace_bytes(device(name), environment) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("cpu", 0), ("l40s", 4 * M), ("h100", 32 * M + 1024), ("b200", 32 * M + 1024)],
+)
+def test_transformer_engine_has_one_for_all_threads(name: str, nbytes: int) -> None:
+    assert te_workspace_bytes(device(name)) == nbytes

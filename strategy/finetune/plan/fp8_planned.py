@@ -39,6 +39,13 @@ def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None
     return linears
 
 
+def by_transformer_engine(fp8: Fp8Config | None, device: Device) -> bool:
+    """Return whether TransformerEngine computes the fp8 products; with `backend: auto`, where it is installed."""
+    if fp8 is None or "transformer_engine" not in _BACKENDS[fp8.backend]:
+        return False
+    return _why_not("transformer_engine", fp8.recipe, device) is None
+
+
 def refuse_without_fp8(fp8: Fp8Config | None, device: Device) -> None:
     """Refuse a device that cannot compute the run's fp8 settings.
 

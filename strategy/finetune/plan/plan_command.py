@@ -201,15 +201,31 @@ def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
             _made_in(plan, progress),
             "",
             _verdict(made, config),
+            *_lacking(made, config),
         ]
     )
+
+
+def _lacking(made: RunPlan, config: RunConfig) -> list[str]:
+    """Warn of a budget that leaves less of the device than CUDA and nccl are estimated to need."""
+    if made.lacking_bytes == 0:
+        return []
+    advice = "raise memory.reserve" if config.memory.budget == "auto" else "lower memory.budget"
+    return [
+        f"warning: the budget leaves {in_units(made.lacking_bytes)} less of the {made.device.name} than what is "
+        f"outside of PyTorch's allocator is estimated to need; {advice} by that."
+    ]
 
 
 def _reserved(made: RunPlan) -> list[str]:
     """Say what is reserved, on CUDA devices."""
     if made.reserved is None:
         return []
-    return [describe_reserved(made.reserved, peak_bytes=made.call.profile.peak_bytes)]
+    outside = ", ".join(f"{in_units(n)} of {name}" for name, n in made.outside_bytes.items())
+    return [
+        describe_reserved(made.reserved, peak_bytes=made.call.profile.peak_bytes),
+        f"outside of PyTorch's allocator, estimated: {outside}",
+    ]
 
 
 def _title(made: RunPlan, config: RunConfig) -> str:
@@ -267,6 +283,7 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "reserved_simulated": (
             dataclasses.asdict(made.reserved) if isinstance(made.reserved, ReservedMemory) else None
         ),
+        "outside_bytes": dict(made.outside_bytes),
         "keep_all_peak_bytes": plan.keep_all_peak_bytes,
         "saved_bytes": plan.saved_bytes,
         "recompute_us": plan.recompute_us,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,11 @@ from thunder_memsave.errors import BudgetError
 from thunder_memsave.finetune.model.build import autocast_of, describe_model
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.objectives.objective import Objective
-from thunder_memsave.finetune.plan.fp8_planned import planned_fp8, refuse_without_fp8
+from thunder_memsave.finetune.plan.fp8_planned import (
+    by_transformer_engine,
+    planned_fp8,
+    refuse_without_fp8,
+)
 from thunder_memsave.finetune.process.deterministic import deterministic_choice
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
@@ -40,6 +44,7 @@ from thunder_memsave.finetune.training.loss_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.capture import Call
+from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
@@ -75,6 +80,8 @@ class RunPlan:
     """Bytes that the device's allocator reserves; None on the CPU, where nothing is reserved."""
     limits_reserved: bool
     """Whether the budget limits these, not bytes of tensors."""
+    outside_bytes: Mapping[str, int]
+    """Estimated bytes that the device holds beside what the allocator reserves; empty on the CPU."""
     curve: tuple[tuple[int, float], ...]
     """Budgets in bytes, each with a lower bound in microseconds of the recompute time under it."""
 
@@ -82,6 +89,14 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether a plan within the budget was found."""
         return self.refusal is None
+
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes by which the budget, and what is held beside it, exceed the device's memory; 0: they do not."""
+        if self.budget_bytes is None or self.device.memory_bytes is None:
+            return 0
+        held_bytes = self.budget_bytes + sum(self.outside_bytes.values())
+        return max(held_bytes - self.device.memory_bytes, 0)
 
     @property
     def doubled_bytes(self) -> int:
@@ -110,7 +125,9 @@ def plan_run(
     """
     strategy = _strategy(config, device, num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
-    budget_bytes = strategy.memory.budget_bytes(device.memory_bytes)
+    budget_bytes = strategy.memory.budget_bytes(
+        device.memory_bytes, available_bytes=_available_bytes(device)
+    )
     objective = objective_of(config)
     stage("describe the model")
     model = describe_model(config).train()
@@ -119,6 +136,7 @@ def plan_run(
         stand_in(model, data_parallel)
         memory = _step_memory(config, objective, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
+        outside = _outside_bytes(device, num_ranks, data_parallel)
         inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
         _compile(model, inputs, config, strategy, data_parallel, planner)
     return RunPlan(
@@ -134,6 +152,7 @@ def plan_run(
         curve=planner.curve(smallest) if has_curve else (),
         reserved=_reserved(planner.call, device, config.memory),
         limits_reserved=limits_reserved(config.memory, device),
+        outside_bytes=outside,
     )
 
 
@@ -151,6 +170,22 @@ def _reserved(
         return None
     stage("reserved memory")
     return reserved_or_reason(call.program, call.memory, environment=allocator_environment(memory))
+
+
+def _available_bytes(device: Device) -> int | None:
+    """Return what CUDA leaves of a device that nothing else uses."""
+    return None if device.memory_bytes is None else device.memory_bytes - CONTEXT_BYTES
+
+
+def _outside_bytes(
+    device: Device, num_ranks: int, data_parallel: DataParallel | None
+) -> dict[str, int]:
+    return outside_bytes(
+        device,
+        num_ranks=num_ranks,
+        ranks_per_node=_ranks_per_node(num_ranks),
+        shard_size=None if data_parallel is None else data_parallel.world_size,
+    )
 
 
 def _compile(
@@ -196,6 +231,7 @@ class _Planner(MemoryPlanner):
             budget_bytes=budget_bytes,
             step_memory=lambda: memory,
             device_type="" if device.name == "cpu" else "cuda",
+            by_transformer_engine=by_transformer_engine(strategy.fp8, device),
         )
         self.refusal: BudgetError | None = None
         self._sharding = "none" if data_parallel is None else data_parallel.mode
@@ -277,7 +313,11 @@ def _ranks(strategy: StrategyConfig, num_ranks: int) -> Iterator[DataParallel | 
         yield None
         return
     with fake_ranks(num_ranks):
-        yield make_data_parallel(strategy, ranks_per_node=min(num_ranks, 8))
+        yield make_data_parallel(strategy, ranks_per_node=_ranks_per_node(num_ranks))
+
+
+def _ranks_per_node(num_ranks: int) -> int:
+    return min(num_ranks, 8)
 
 
 def _target(device: Device) -> torch.device:

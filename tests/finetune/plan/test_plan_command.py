@@ -89,6 +89,10 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
     assert reserved["reserved_bytes"] > reserved["allocated_bytes"]
     assert reserved["reserved_bytes"] % (2 << 20) == 0
     assert "reserved by PyTorch's allocator, simulated: " in output
+    nccl_bytes = plan["outside_bytes"]["nccl's buffers"]
+    outside = f"512.00 MiB of CUDA's context, {in_units(nccl_bytes)} of nccl's buffers"
+    assert f"outside of PyTorch's allocator, estimated: {outside}\n" in output
+    assert "warning" not in output
     assert html.read_text().count("<svg") == 2
     shown = re.findall(r"^\[[ \d]+/\d+\] (.*) \.\.\. \d+\.\d s$", progress, re.MULTILINE)
     assert shown == list(plan["cpu_seconds"]) == list(STAGES)
@@ -124,6 +128,27 @@ def test_a_budget_is_of_reserved_bytes_and_names_the_smallest_that_works(
     output = capsys.readouterr().out
     assert f"it fits: {shown} of {in_units(smallest)}." in output
     assert re.search(r"smallest budget with a plan: about .* of tensors$", output, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--memory.reserve=512MiB", "raise memory.reserve by that."),
+        ("--budget=138GiB", "lower memory.budget by that."),
+    ],
+)
+def test_a_budget_that_leaves_nccl_too_little_is_warned_of(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, advice: str
+) -> None:
+    code, plan = planned(run_file, tmp_path, "--world-size=4", option)
+    assert code == 0
+    # 512 MiB of 139 GiB are left beside CUDA's context.
+    lacking = in_units(plan["outside_bytes"]["nccl's buffers"] - (512 << 20))
+    assert (
+        f"warning: the budget leaves {lacking} less of the h200 than what is outside of PyTorch's allocator is "
+        f"estimated to need; {advice}" in capsys.readouterr().out
+    )
 
 
 def test_ctrl_c_ends_a_plan_at_once_with_one_line_and_130(run_file: str) -> None:

@@ -133,6 +133,19 @@ def test_a_plan_counts_frozen_weights_that_are_kept_in_fp8_alone_once(config_of:
     assert alone.call.profile.peak_bytes_by_kind["buffer"] == found["fp8"]["buffer"]
 
 
+def test_a_plan_counts_the_workspace_of_transformer_engine_where_it_may_compute(
+    config_of: Read,
+) -> None:
+    held = {}
+    for backend in ("auto", "transformer_engine", "torch"):
+        config = config_of(
+            f"fp8={NOT_ADAPTERS}", f"fp8.backend={backend}", "memory.policy=keep_all"
+        )
+        plan = plan_run(config, device=DEVICES["h200"], num_ranks=1, has_curve=False)
+        held[backend] = plan.call.memory.other_bytes
+    assert held["auto"] == held["transformer_engine"] == held["torch"] + 32 * 2**20 + 1024
+
+
 def test_frozen_weights_in_fp8_alone_of_a_run_that_freezes_none_are_refused(
     config_of: Read,
 ) -> None:
