@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from thunder_memsave.frontend.aliasing import storage
 from thunder_memsave.frontend.fx_nodes import node_callable
 from thunder_memsave.frontend.opaque import is_random
+from thunder_memsave.frontend.rewrites.mask_intervals import intervals
 from thunder_memsave.frontend.rewrites.nodes import (
     erase_unused,
     is_pure,
@@ -44,7 +45,7 @@ _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _OF_THE_MASK = ("boundaries", "num_rows", "length", "window")
 _OTHER_MASK = "has a mask, neither causal nor of a window or packed rows, so that no flash kernel for CUDA takes it,"
 _LARGEST = 2**30
-"""Elements of a mask that is looked at, which needs a few bytes of the host's memory for each."""
+"""Elements of a mask that is made to be looked at, which needs a few bytes of the host's memory for each."""
 _KEPT = 2**16
 """Elements up to which a value is not computed again for each that reads it."""
 
@@ -185,12 +186,12 @@ class _Constants:
 
     def _band(self, mask: fx.Node, length: int) -> int | None:
         example = mask.meta["example_value"]
-        if (
-            example.dtype is not torch.bool
-            or tuple(example.shape[-2:]) != (length, length)
-            or example.numel() > _LARGEST
-            or (value := self._value(mask)) is None
-        ):
+        if example.dtype is not torch.bool or tuple(example.shape[-2:]) != (length, length):
+            return None
+        found = intervals(mask, length, is_known=self._is_known, value=self._value)
+        if found is not None:
+            return found.window()
+        if example.numel() > _LARGEST or (value := self._value(mask)) is None:
             return None
         masks = value.reshape(-1, length, length)
         if (window := int(masks[0, -1].sum())) == 0:
@@ -208,15 +209,20 @@ class _Constants:
 
     def _computed(self, node: fx.Node) -> Tensor | None:
         """Run the node on the CPU; None if it is no function of constants alone."""
-        if storage(node) is None or storage(node) in self._changed or not is_pure(node):
+        if not self._is_known(node):
             return None
         operands = {n: self._value(n) for n in node.all_input_nodes}
-        if any(v is None for v in operands.values()) or is_random(node):
+        if any(v is None for v in operands.values()):
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
         args, kwargs = tree_map(_on_cpu, (tuple(args), dict(kwargs)))
         with torch.no_grad():
             return node_callable(node)(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _is_known(self, node: fx.Node) -> bool:
+        """Return whether a node is a function of its operands alone, which nothing changes later."""
+        is_changed = storage(node) is None or storage(node) in self._changed
+        return not is_changed and is_pure(node) and not is_random(node)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -21,6 +21,8 @@ from thunder_memsave.planner.report.step_work import work_table
 
 TINY = Path(str(files("thunder_memsave.configs"))) / "tiny_pretrain.yaml"
 LENGTH, WINDOW, HEADS, WIDTH = 1344, 256, 4, 64  # a length like no other dimension
+LONG = 131_072
+"""A mask of 2^34 elements, 16 GiB."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": HEADS * WIDTH,
@@ -72,6 +74,24 @@ def test_on_an_h200_a_window_costs_its_own_pairs_and_no_square_is_planned(
     assert min(scratch) > 4 * plan.num_rows * HEADS * LENGTH * WIDTH
     windows = [s for s in symbols if s.sym.name == "cuda_windowed_attention"]
     assert len(windows) == (0 if packing else num_windowed)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernels"),
+    [
+        ({**MISTRAL, "sliding_window": LONG}, ["cuda_cudnn_attention"] * 2),
+        (GEMMA, ["cuda_windowed_attention", "cuda_cudnn_attention"]),
+    ],
+    ids=["mistral", "gemma3"],
+)
+def test_masks_too_large_to_be_made_here_are_recognised(
+    architecture: dict[str, Any], kernels: list[str], compiled: list[Compiled]
+) -> None:
+    config = run_of({**architecture, "max_position_embeddings": LONG})
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, max_seq_length=LONG))
+    plan_run.plan_run(config, device=device("h200"), num_ranks=1, has_curve=False)
+    symbols = compiled[0].forward_traces[-1].bound_symbols
+    assert [b.sym.name for b in symbols if "attention" in b.sym.name] == kernels
 
 
 def test_heads_that_a_gpu_has_no_kernel_for_keep_the_mask(compiled: list[Compiled]) -> None:
