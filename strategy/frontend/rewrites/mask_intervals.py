@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from thunder_memsave.frontend.rewrites.nodes import shape_of, torch_call
 
 _SAME = {"to", "bool", "contiguous", "clone", "expand", "expand_as"}
-_BOTH = {"and_", "__and__", "bitwise_and", "logical_and"}
+_BOTH = {"and", "bitwise_and", "logical_and"}
 _FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq"}
 
 
@@ -59,12 +59,13 @@ def intervals(
         call = torch_call(node)
         if call is None or length < 2 or shape_of(node)[-2:] != (length, length):
             return None
-        if call.name in _SAME:
+        name = call.name.strip("_")  # torch 2.11 captures `a == b` as the method `__eq__`
+        if name in _SAME:
             return found(call.args[0])
-        if call.name in _BOTH and len(call.args) == 2:
+        if name in _BOTH and len(call.args) == 2:
             return _intersection(*map(found, call.args))
-        if call.name in _FLIPPED and len(call.args) == 2:
-            return _of_comparison(call.name, *call.args, length=length, value=value)
+        if name in _FLIPPED and len(call.args) == 2:
+            return _of_comparison(name, *call.args, length=length, value=value)
         return None
 
     return found(mask)

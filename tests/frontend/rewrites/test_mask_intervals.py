@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -23,9 +24,12 @@ OPERANDS = (
 )
 
 
-def found_in(mask: Mask) -> tuple[Tensor, Intervals | None]:
-    """Return the mask, and its intervals if they are known."""
+def found_in(mask: Mask, *, methods: bool = False) -> tuple[Tensor, Intervals | None]:
+    """Return the mask, and its intervals if they are known; `methods`: operators are captured as methods."""
     graph = fx.symbolic_trace(mask)
+    for node in graph.graph.nodes if methods else ():
+        if getattr(node.target, "__module__", "") == "_operator" and node.target is not getitem:
+            node.op, node.target = "call_method", f"__{node.target.__name__.strip('_')}__"
     values: dict[fx.Node, Tensor] = {}
     operands = iter(OPERANDS)
     for node in graph.graph.nodes:
@@ -70,9 +74,10 @@ IN_INTERVALS: dict[str, Mask] = {
 }
 
 
+@pytest.mark.parametrize("methods", [False, True], ids=["functions", "methods"])
 @pytest.mark.parametrize("name", IN_INTERVALS)
-def test_intervals_mean_the_same_mask(name: str) -> None:
-    mask, found = found_in(IN_INTERVALS[name])
+def test_intervals_mean_the_same_mask(name: str, methods: bool) -> None:
+    mask, found = found_in(IN_INTERVALS[name], methods=methods)
     assert found is not None
     assert torch.equal(shown(found).expand(mask.shape), mask)
 
