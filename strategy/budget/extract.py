@@ -24,6 +24,7 @@ from thunder_memsave.measure.collective_memory import CollectiveRules
 from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
 from thunder_memsave.ops.families.collectives import gathers, is_wait
+from thunder_memsave.ops.kernel_calls import alone
 from thunder_memsave.ops.location import Location, location
 from thunder_memsave.passes.repeatable import why_not_repeatable
 from thunder_memsave.passes.symbols import (
@@ -232,10 +233,30 @@ class Values:
             sent_bytes=profile.sent_bytes,
             dtype=profile.dtype,
             key=profile.key,
+            alone=self._alone(bsym, index, arguments),
             source=place.source,
             module=place.module,
         )
         return _Ran(op, makes, is_repeated)
+
+    def _alone(self, bsym: BoundSymbol, index: int, arguments: Sequence[Value | None]) -> Op | None:
+        """Return what forward runs instead where the symbol is recomputed."""
+        if (less := alone(bsym)) is None:
+            return None
+        profile = self.known.profile(less, arguments)
+        return Op(
+            symbol=less.sym.name,
+            index=index,
+            arguments=(),
+            results=(),
+            reads=(),
+            makes=(),
+            peak_bytes=profile.peak_bytes,
+            flops=profile.flops,
+            moved_bytes=profile.moved_bytes,
+            dtype=profile.dtype,
+            key=profile.key,
+        )
 
     def _make(
         self, bsym: BoundSymbol, profile: OpProfile, numbers: list[int], kind: StorageKind

@@ -46,6 +46,7 @@ from thunder_memsave.frontend.recorded_joint import RecordedJoint, joint_symbol
 from thunder_memsave.frontend.refusal import refusal
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
 from thunder_memsave.frontend.rewrites.batch_norms import split_batch_norms
+from thunder_memsave.frontend.rewrites.linear_losses import join_linear_losses
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
 from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
 from thunder_memsave.frontend.rewrites.scaled_linears import scale_smaller_operands
@@ -103,6 +104,9 @@ def lower(
     join_rms_norms(capture.graph, changed=changed)
     linears = None if fp8 is None else LinearNodes(fp8, capture, target)
     in_fp8 = linears.computes if linears is not None else lambda node: False
+    join_linear_losses(
+        capture.graph, changed=changed, grad_enabled=capture.grad_enabled, stays=in_fp8
+    )
     scale_smaller_operands(capture.graph, changed=changed, stays=in_fp8)
     inputs = GraphInputs(capture, compile_data, data_parallel, target, linears)
     return _Lowering(capture, compile_data, inputs, opaque, target, linears).lower()

@@ -73,10 +73,9 @@ class MeasuredTimes:
             graph: Graph whose operations were remembered.
             device: This device, whose roofline says which kinds to time first.
         """
-        kinds = {
-            op.key: op for op in graph.ops if op.key and op.repeat != "free" and not op.sent_bytes
-        }
-        counts = Counter(op.key for op in graph.ops)
+        ops = [op.alone or op for op in graph.ops]
+        kinds = {op.key: op for op in ops if op.key and op.repeat != "free" and not op.sent_bytes}
+        counts = Counter(op.key for op in ops)
         self._time(
             sorted(kinds, key=lambda key: -counts[key] * roofline_us(kinds[key], device)),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
@@ -49,10 +49,10 @@ class _Rule:
     arguments: tuple[Any, ...]
 
     def result(self, tensors: Sequence[Tensor]) -> Tensor:
-        return _tuple(self.kernel.run(*self._with(tensors)))[0]  # type: ignore[no-any-return]
+        return _tuple(self._run_fake(tensors))[0]  # type: ignore[no-any-return]
 
     def gradients(self, grad: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        named = self._named(self._with(tensors), self.kernel.run(*self._with(tensors)))
+        named = self._named(self._with(tensors), self._run_fake(tensors))
         found: dict[str, Tensor] = {}
         for derivative in self._derivatives(named):
             run = derivative.fake or derivative.run
@@ -63,7 +63,7 @@ class _Rule:
         self, operands: Sequence[TensorProxy], others: Sequence[TensorProxy]
     ) -> tuple[TensorProxy, Mapping[str, Any]]:
         values = self._with(operands)
-        results = _symbol(self.kernel)(*values)
+        results = symbol_of(self.kernel)(*values)
         named = self._named(values, results)
         return named[self.kernel.results[0]], named
 
@@ -73,9 +73,12 @@ class _Rule:
         """Record each derivative as an operator, so that those whose gradients nobody reads are left out."""
         found: dict[str, TensorProxy] = {}
         for derivative in self._derivatives(saved):
-            operator = _symbol(derivative)
+            operator = symbol_of(derivative)
             found |= _gradients(derivative, operator(grad, *(saved[n] for n in derivative.reads)))
         return [found.get(name) for name in self._names_of_tensors]
+
+    def _run_fake(self, tensors: Sequence[Tensor]) -> Any:
+        return (self.kernel.fake or self.kernel.run)(*self._with(tensors))
 
     @property
     def _names_of_tensors(self) -> list[str]:
@@ -99,15 +102,28 @@ class _Rule:
         return [d for d in derivatives if any(named[n] is not None for n in d.of)]
 
 
+def alone(bsym: BoundSymbol) -> BoundSymbol | None:
+    """Return what computes only the first result of a kernel, for less; None: nothing does."""
+    kernel = _with_alone.get(bsym.sym.name) if bsym.sym.executor is own_executor else None
+    if kernel is None:
+        return None
+    assert kernel.alone is not None
+    first, *_ = bsym.flat_proxy_outs
+    return symbol_of(kernel.alone).bind(*bsym.args, output=first)
+
+
 _symbols: dict[str, Symbol] = {}
+_with_alone: dict[str, Kernel] = {}
 
 
-def _symbol(operator: Kernel | Derivative) -> Symbol:
+def symbol_of(operator: Kernel | Derivative) -> Symbol:
     """Return the operator's symbol in a trace; each is registered once."""
     if operator.name not in _symbols:
         _symbols[operator.name] = own_executor.register_operator(
             operator.name, meta=operator.meta, fn=operator.run
         )
+        if isinstance(operator, Kernel) and operator.alone is not None:
+            _with_alone[operator.name] = operator
     return _symbols[operator.name]
 
 

@@ -82,6 +82,10 @@ class Kernel:
     """Formulas of scratch bytes by device type; 0 bytes on other devices."""
     is_one_kernel: IsOneKernel = _not_known
     """Where not, what it makes and moves is what `run` makes and moves on FakeTensors."""
+    fake: Callable[..., Any] | None = None
+    """`run` on tensors without numbers, where only what its results are is asked."""
+    alone: Kernel | None = None
+    """Takes the same and makes the first result alone, for less: forward runs it where backward computes the others."""
     numbers: Numbers | None = None
     """For the kernel and its derivatives, which are measured on zeros; None if zeros are as good as any."""
 

@@ -12,6 +12,7 @@ from thunder_memsave.ops.families import (
     aten_scratch,
     attention,
     attention_kernels,
+    linear_cross_entropy,
     packed_kernels,
     rms_norm,
     windowed_attention,
@@ -23,6 +24,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *packed_kernels.OPERATIONS,
     *windowed_attention.OPERATIONS,
     *rms_norm.OPERATIONS,
+    *linear_cross_entropy.OPERATIONS,
 )
 
 FOREIGN: tuple[Foreign, ...] = (

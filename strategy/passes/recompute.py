@@ -27,7 +27,8 @@ backward, shared, and freed after its last reader. The clone gets a gather of it
 weight's last reader in backward has run, or there is none). So no whole weight is saved, and without clones the trace
 does not change.
 
-Random numbers are drawn once: see `random_ops`.
+Random numbers are drawn once: see `random_ops`. A kernel that makes a loss and its gradients makes the loss alone in
+forward, where a clone makes the gradients.
 
 Fusions. Clones are tagged as backward's, so that Thunder's fusions do not join them with forward and its `cse` (which
 nvFuser's pass runs) does not merge them with their originals; they also carry `RECOMPUTE_IN_BACKWARD`, and names that
@@ -47,6 +48,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_memsave.errors import PlanError
 from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
+from thunder_memsave.ops.kernel_calls import alone
 from thunder_memsave.ops.random_ops import draws_random_numbers, replay
 from thunder_memsave.passes.repeatable import roots, why_not_repeatable
 from thunder_memsave.passes.symbols import (
@@ -90,7 +92,7 @@ def recompute(trace: TraceCtx, *, actions: Actions) -> TraceCtx:
         rewritten = [s for bsym in symbols for s in backward.placed(bsym)]
         if not backward.clones:
             return trace
-        new.bound_symbols = [backward.drawing.get(id(b), b) for b in rewritten]
+        new.bound_symbols = [backward.instead.get(id(b), b) for b in rewritten]
     new.set_provenance(TraceProvenance("Joint pass recompute"))
     return new
 
@@ -118,8 +120,9 @@ class _Backward:
         """Recomputed values, by the names of the originals."""
         self.clones: set[int] = set()
         """Ids of the symbols of forward that have a clone."""
-        self.drawing: dict[int, BoundSymbol] = {}
-        """Forward's replacements of random symbols, by the symbols' ids."""
+        self.instead: dict[int, BoundSymbol] = {}
+        """What forward runs instead of symbols that have a clone, by their ids: of random ones, and of kernels whose
+        gradients only backward makes."""
 
     def _missing_values(
         self, symbols: Sequence[BoundSymbol], keep: Set[str]
@@ -185,10 +188,20 @@ class _Backward:
         clone = _clone(producer, inputs)
         self._call(producer, clone)
         if not draws_random_numbers(producer):
+            self._make_less(producer)
             return clone
         pair = replay(producer)
-        self.drawing[id(producer)] = pair.drawing
+        self.instead[id(producer)] = pair.drawing
         return pair.replaying(clone)
+
+    def _make_less(self, producer: BoundSymbol) -> None:
+        """Let forward make the first result alone, if nothing reads the others there."""
+        _, *others = producer.flat_proxy_outs
+        if all(o.name in self._producers for o in others):
+            less = alone(producer)
+            if less is not None:
+                less.source_filename = producer.source_filename
+                self.instead[id(producer)] = less
 
     def _call(self, producer: BoundSymbol, clone: BoundSymbol) -> None:
         """Let later readers read the clone's results; kept values they read directly."""

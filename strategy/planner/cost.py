@@ -13,7 +13,7 @@ _NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 def costs_us(
     graph: TrainingGraph, device: Device, measured_us: Mapping[str, float] = _NOTHING_MEASURED
 ) -> tuple[float, ...]:
-    """Return the time of each operation of a graph.
+    """Return the time that each operation of a graph takes to be recomputed.
 
     Args:
         graph: The operations.
@@ -39,6 +39,9 @@ def roofline_us(op: Op, device: Device) -> float:
 
 
 def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:
+    op = (
+        op.alone or op
+    )  # forward then runs that one, and backward this: one time more than without recomputation
     if op.repeat != "free" and op.key in measured_us:
         return measured_us[op.key]
     return roofline_us(op, device)

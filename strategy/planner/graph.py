@@ -78,6 +78,9 @@ class Op:
     """Dtype of the first result: decides which peak rate applies."""
     key: str = ""
     """Key of the measured costs: equal for operations with equal symbol, shapes, strides, dtypes and numbers."""
+    alone: Op | None = None
+    """What forward runs instead, for less, where this is recomputed; None: itself. So recomputing it costs as much more
+    as this one takes."""
     source: str = ""
     """`file:line` of the user's code, empty where unknown."""
     module: str = ""

@@ -1,0 +1,296 @@
+"""A linear layer and the cross-entropy of its results as one operation, whose logits never exist whole.
+
+Forward makes the gradients too, for a cotangent of one, while it has a tile's logits; backward multiplies them. They
+are one value that a plan keeps or not: where not, `without_gradients` says what forward runs instead, and backward runs
+the whole kernel, so that the bits are the same. Rows of losses each with a cotangent of its own leave a trained weight
+no such value: there backward computes each tile's logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from torch import Tensor
+
+from thunder_memsave.ops.families.tiled_loss import (
+    IGNORED,
+    Gradients,
+    LossOptions,
+    Sizes,
+    Wanted,
+    gradients_in,
+    losses_in_tiles,
+    multiplied,
+    tile_rows,
+    wide_dtype,
+)
+from thunder_memsave.ops.kernel_calls import call_kernel
+from thunder_memsave.ops.operation import Derivative, Kernel, Operation
+
+Reduction = Literal["mean", "sum", "none"]
+Part = Literal["hidden", "weight", "bias"]
+_PARTS: tuple[Part, ...] = ("hidden", "weight", "bias")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    loss_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute `cross_entropy(soft_cap * tanh(logit_scale * linear(hidden, weight, bias) / soft_cap), targets)`.
+
+    Args:
+        hidden: (tokens, width).
+        weight: (classes, width).
+        bias: (classes,), or None.
+        targets: (tokens,), int64.
+        reduction: `mean` over the tokens that are not ignored, `sum`, or `none`: a loss per token. Without smoothing
+            and `z_loss` that is the negative logarithm of the target's probability.
+        ignore_index: Target of tokens that have no loss.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+        z_loss: Factor of the squared logarithm of the softmax's denominator.
+        soft_cap: See above; None: logits are not capped.
+        logit_scale: See above.
+        dtype: That of the linear layer's results; None: that of `hidden`.
+        loss_dtype: That of the result; None: float32, or float64 for float64.
+
+    Returns:
+        The loss: a scalar, or (tokens,).
+    """
+    sizes = (hidden.shape[0], hidden.shape[1], weight.shape[0])
+    operands = [None if t is None else t.to(dtype or hidden.dtype) for t in (hidden, weight, bias)]
+    is_known = ignore_index == IGNORED
+    targets = targets if is_known else torch.where(targets == ignore_index, IGNORED, targets)
+    options = (float(label_smoothing), float(z_loss), soft_cap, float(logit_scale))
+    rows = tile_rows(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options))
+    wanted = _wanted(operands)
+    settings = (*sizes, reduction, *options, rows)
+    loss = call_kernel(_kernel_for(wanted, reduction), *operands, targets, *settings)
+    return loss if loss_dtype is None else loss.to(loss_dtype)
+
+
+def _wanted(operands: Sequence[Tensor | None]) -> Wanted:
+    is_enabled = torch.is_grad_enabled()
+    return Wanted(*(is_enabled and t is not None and t.requires_grad for t in operands))
+
+
+_TAKES = (
+    *("hidden", "weight", "bias", "targets"),
+    *("num_tokens", "width", "num_classes", "reduction"),
+    *("label_smoothing", "z_loss", "soft_cap", "logit_scale", "rows_per_tile"),
+)
+
+
+def _losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *settings: Any,
+    factors: Tensor | None = None,
+    gradients: Gradients | None = None,
+) -> Tensor:
+    *options, rows = settings[4:]
+    return losses_in_tiles(
+        *(hidden, weight, bias, targets, LossOptions(*options)),
+        rows_per_tile=rows,
+        factors=factors,
+        gradients=gradients,
+    )
+
+
+def _loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
+) -> Tensor:
+    _refuse_unknown(targets, weight.shape[0])
+    losses = _losses(hidden, weight, bias, targets, *settings)
+    return _reduced(losses, targets, settings[3])
+
+
+def _reduced(losses: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / _num_kept(targets, losses.dtype)
+
+
+def _num_kept(targets: Tensor, dtype: torch.dtype) -> Tensor:
+    return (targets != IGNORED).sum().to(dtype)
+
+
+def _refuse_unknown(targets: Tensor, num_classes: int) -> None:
+    """Refuse targets that are no class, as PyTorch does; on CUDA its kernel for `gather` does."""
+    if not targets.is_cpu or type(targets) is not Tensor or not targets.numel():
+        return
+    is_known = ((targets >= 0) & (targets < num_classes)) | (targets == IGNORED)
+    if not bool(is_known.all()):
+        raise IndexError(
+            f"Target {int(targets[~is_known][0])} is out of bounds: there are {num_classes} classes, 0 to "
+            f"{num_classes - 1}."
+        )
+
+
+def _fake_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
+) -> Tensor:
+    shape = targets.shape if settings[3] == "none" else ()
+    return hidden.new_empty(shape, dtype=wide_dtype(hidden.dtype))
+
+
+def _loss_meta(
+    hidden: TensorProxy, weight: TensorProxy, bias: Any, targets: TensorProxy, *settings: Any
+) -> TensorProxy:
+    return TensorProxy(
+        shape=targets.shape if settings[3] == "none" else (),
+        device=hidden.device,
+        dtype=dtypes.float64 if hidden.dtype is dtypes.float64 else dtypes.float32,
+    )
+
+
+def _loss_and_gradients(wanted: Wanted) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        _refuse_unknown(targets, weight.shape[0])
+        sizes, reduction = Sizes(*settings[:3]), settings[3]
+        flat = hidden.new_empty(sizes.num_elements(wanted))
+        factor = torch.ones((), dtype=wide_dtype(hidden.dtype), device=hidden.device)
+        if reduction == "mean":
+            factor = factor / _num_kept(targets, factor.dtype)
+        gradients = gradients_in(flat, sizes, wanted)
+        operands = (hidden, weight, bias, targets, *settings)
+        losses = _losses(*operands, factors=factor, gradients=gradients)
+        return _reduced(losses, targets, reduction), flat
+
+    return run
+
+
+def _part_of(wanted: Wanted, name: Part) -> Derivative:
+    def run(grad: Tensor, gradients: Tensor, *sizes: int) -> Tensor:
+        return multiplied(getattr(gradients_in(gradients, Sizes(*sizes), wanted), name), grad)
+
+    def shape(sizes: Sequence[int]) -> tuple[int, ...]:
+        found = Sizes(*sizes).shapes(wanted)[_PARTS.index(name)]
+        assert found is not None, "it is wanted"
+        return found
+
+    return Derivative(
+        name=f"{_name(wanted)}_{name}_backward",
+        run=run,
+        meta=lambda grad, gradients, *sizes: TensorProxy(like=gradients, shape=shape(sizes)),
+        fake=lambda grad, gradients, *sizes: gradients.new_empty(shape(sizes)),
+        of=(name,),
+        reads=("gradients", "num_tokens", "width", "num_classes"),
+    )
+
+
+def _gradients_of_rows(wanted: Wanted) -> Derivative:
+    def shapes(settings: Sequence[Any]) -> list[tuple[int, ...]]:
+        return [s for s in Sizes(*settings[:3]).shapes(wanted) if s is not None]
+
+    def run(grad: Tensor, *operands: Any) -> Any:
+        made = iter([operands[0].new_empty(shape) for shape in shapes(operands[4:])])
+        gradients = Gradients(*(next(made) if w else None for w in wanted))
+        _losses(*operands, factors=grad, gradients=gradients)
+        return _one_or_all([g for g in gradients if g is not None])
+
+    def meta(grad: TensorProxy, hidden: TensorProxy, *others: Any) -> Any:
+        return _one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[3:])])
+
+    def fake(grad: Tensor, hidden: Tensor, *others: Any) -> Any:
+        return _one_or_all([hidden.new_empty(s) for s in shapes(others[3:])])
+
+    return Derivative(
+        name=f"{_name(wanted)}_of_rows_backward",
+        run=run,
+        meta=meta,
+        fake=fake,
+        of=tuple(part for part, w in zip(_PARTS, wanted, strict=True) if w),
+        reads=_TAKES,
+    )
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return tuple(values) if len(values) > 1 else values[0]
+
+
+def _name(wanted: Wanted) -> str:
+    parts = [part for part, w in zip(_PARTS, wanted, strict=True) if w]
+    return "_".join(("linear_cross_entropy", *parts))
+
+
+def _loss_kernel(name: str, derivatives: tuple[Derivative, ...] = ()) -> Kernel:
+    return Kernel(
+        name=name,
+        takes=_TAKES,
+        run=_loss,
+        fake=_fake_loss,
+        meta=_loss_meta,
+        derivatives=derivatives,
+    )
+
+
+_without_gradients = _loss_kernel("linear_cross_entropy_alone")
+
+
+def _kernel_with_gradients(wanted: Wanted) -> Kernel:
+    def fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        sizes = Sizes(*others[3:6])
+        return _fake_loss(hidden, *others), hidden.new_empty(sizes.num_elements(wanted))
+
+    def meta(hidden: TensorProxy, *others: Any) -> tuple[TensorProxy, TensorProxy]:
+        length = Sizes(*others[3:6]).num_elements(wanted)
+        return _loss_meta(hidden, *others), TensorProxy(like=hidden, shape=(length,))
+
+    return Kernel(
+        name=_name(wanted),
+        takes=_TAKES,
+        run=_loss_and_gradients(wanted),
+        fake=fake,
+        meta=meta,
+        results=("result", "gradients"),
+        derivatives=tuple(_part_of(wanted, p) for p in _PARTS if getattr(wanted, p)),
+        alone=_without_gradients,
+    )
+
+
+_ALL_WANTED = [Wanted(*w) for w in product((True, False), repeat=3) if any(w)]
+_with_gradients = {wanted: _kernel_with_gradients(wanted) for wanted in _ALL_WANTED}
+_of_rows = {
+    wanted: _loss_kernel(f"{_name(wanted)}_of_rows", (_gradients_of_rows(wanted),))
+    for wanted in _ALL_WANTED
+    if wanted.weight or wanted.bias
+}
+
+
+def _kernel_for(wanted: Wanted, reduction: Reduction) -> Kernel:
+    if not any(wanted):
+        return _without_gradients
+    if reduction == "none" and wanted in _of_rows:
+        return _of_rows[wanted]
+    return _with_gradients[wanted]
+
+
+OPERATIONS = (
+    Operation(
+        name="linear_cross_entropy",
+        functions=(linear_cross_entropy,),
+        run=linear_cross_entropy,
+        kernels=(_without_gradients, *_with_gradients.values(), *_of_rows.values()),
+    ),
+)

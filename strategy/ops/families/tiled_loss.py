@@ -1,0 +1,271 @@
+"""Cross-entropy of a linear layer's results in tiles of tokens: the logits never exist whole, nor do their gradients.
+
+The losses, and with `wanted` their gradients by hidden states, weight and bias for a cotangent of one, come from one
+pass: each tile has its logits once. All after the products is computed in float32, in float64 for float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+IGNORED = -100
+"""The target of tokens that have no loss."""
+TILE_BYTES = 192 * 2**20
+"""Of the logits of a tile, with their copies."""
+_PRODUCT_BYTES = 32 * 2**20
+"""Of a part of the weight's gradient by one tile, before it is added up in float32."""
+
+
+class Wanted(NamedTuple):
+    """The operands that get a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """What a loss is beyond cross-entropy."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    """Factor of the squared logarithm of the softmax's denominator, which is added to each token's loss."""
+    soft_cap: float | None = None
+    """Logits are `soft_cap * tanh(logits / soft_cap)`."""
+    logit_scale: float = 1.0
+    """Factor of the logits, before they are capped."""
+
+
+class Gradients(NamedTuple):
+    """Tensors for the gradients of the operands; None: not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """Numbers of tokens, of elements of a hidden state, and of classes."""
+
+    num_tokens: int
+    width: int
+    num_classes: int
+
+    def shapes(self, wanted: Wanted) -> list[tuple[int, ...] | None]:
+        """Return the shapes of the gradients of hidden states, weight and bias."""
+        num_tokens, width, num_classes = self
+        shapes = ((num_tokens, width), (num_classes, width), (num_classes,))
+        return [shape if w else None for shape, w in zip(shapes, wanted, strict=True)]
+
+    def num_elements(self, wanted: Wanted) -> int:
+        """Return the elements of all gradients."""
+        return sum(math.prod(shape) for shape in self.shapes(wanted) if shape is not None)
+
+
+def gradients_in(flat: Tensor, sizes: Sizes, wanted: Wanted) -> Gradients:
+    """Return the gradients that lie one after the other in `flat`."""
+    parts: list[Tensor | None] = []
+    start = 0
+    for shape in sizes.shapes(wanted):
+        end = start + (0 if shape is None else math.prod(shape))
+        parts.append(None if shape is None else flat[start:end].view(shape))
+        start = end
+    return Gradients(*parts)
+
+
+def tile_rows(num_tokens: int, num_classes: int, dtype: torch.dtype, options: LossOptions) -> int:
+    """Return the tokens of a tile: as many as `TILE_BYTES` allow, in tiles of about one size."""
+    wide = wide_dtype(dtype).itemsize
+    row = num_classes * (wide * (1 + (options.soft_cap is not None)))
+    row += num_classes * dtype.itemsize * (dtype.itemsize != wide)
+    most = max(1, TILE_BYTES // row)
+    num_tiles = max(1, -(-num_tokens // most))
+    return max(1, -(-num_tokens // num_tiles))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that losses are computed in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def losses_in_tiles(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    options: LossOptions,
+    *,
+    rows_per_tile: int,
+    factors: Tensor | None = None,
+    gradients: Gradients | None = None,
+) -> Tensor:
+    """Return the loss of each token, 0 where it is ignored.
+
+    Args:
+        hidden: (tokens, width).
+        weight: (classes, width), of the same dtype.
+        bias: (classes,), of the same dtype.
+        targets: (tokens,); `IGNORED` has no loss. On a CPU such tokens are not computed.
+        options: Of the loss.
+        rows_per_tile: Tokens whose logits exist at a time.
+        factors: What each token's loss is multiplied by before it is differentiated, as a number or (tokens,).
+        gradients: Are written, if given.
+    """
+    wide = wide_dtype(hidden.dtype)
+    losses = torch.zeros(targets.shape, dtype=wide, device=hidden.device)
+    places = _kept(targets)
+    num_tokens = hidden.shape[0] if places is None else places.numel()
+    step = rows_per_tile
+    sums = None if gradients is None else _Sums(gradients, wide, is_one=num_tokens <= step)
+    for start in range(0, num_tokens, step):
+        rows: Tensor | slice = slice(start, min(start + step, num_tokens))
+        rows = rows if places is None else places[rows]
+        tile = _Tile(hidden[rows], weight, bias, targets[rows], options)
+        losses[rows] = tile.losses()
+        if factors is not None and sums is not None:
+            sums.add(tile, rows, factors[rows] if factors.ndim else factors)
+        del tile  # before the next one's logits
+    if sums is not None:
+        sums.finish()
+    return losses
+
+
+def _kept(targets: Tensor) -> Tensor | None:
+    """Return the places of the tokens with a loss; None: compute all, which needs no number on the host."""
+    if isinstance(targets, FakeTensor) or not targets.is_cpu:
+        return None
+    is_kept = targets != IGNORED
+    return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
+
+
+class _Tile:
+    """The logits of some tokens, and in their place later what is made of them."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: LossOptions,
+    ) -> None:
+        self.hidden, self.weight, self.options = hidden, weight, options
+        self.is_kept = targets != IGNORED
+        self.targets = targets.where(self.is_kept, 0).unsqueeze(1)
+        self.values = F.linear(hidden, weight, bias).to(wide_dtype(hidden.dtype))
+        self.tanh: Tensor | None = None
+        self.logarithm: Tensor | None = None
+        """Of the softmax's denominator."""
+
+    def losses(self) -> Tensor:
+        """Return the tokens' losses, and leave logarithms of probabilities."""
+        values, options = self.values, self.options
+        if options.logit_scale != 1.0:
+            values.mul_(options.logit_scale)
+        if options.soft_cap is not None:
+            self.tanh = values.div_(options.soft_cap).tanh_().clone()
+            values.mul_(options.soft_cap)
+        of_first = values[:, 0].clone()
+        torch.ops.aten._log_softmax.out(values, -1, False, out=values)
+        losses = -values.gather(1, self.targets).squeeze(1)
+        if options.label_smoothing:
+            losses.mul_(1.0 - options.label_smoothing)
+            losses.sub_(values.sum(1), alpha=options.label_smoothing / values.shape[1])
+        if options.z_loss:
+            self.logarithm = of_first - values[:, 0]
+            losses.add_(self.logarithm.square(), alpha=options.z_loss)
+        return losses.masked_fill_(~self.is_kept, 0.0)
+
+    def of_logits(self, factors: Tensor) -> Tensor:
+        """Return the gradients of the linear layer's results, in its dtype; they are left in place of all else."""
+        options, values = self.options, self.values.exp_()
+        factors = torch.where(self.is_kept, factors, 0.0).to(values.dtype).unsqueeze(1)
+        if self.logarithm is None:
+            values.mul_(factors)
+        else:
+            values.mul_(factors * (1.0 + 2.0 * options.z_loss * self.logarithm.unsqueeze(1)))
+        if options.label_smoothing:
+            values.sub_(factors * (options.label_smoothing / values.shape[1]))
+        of_target = values.gather(1, self.targets).sub_(factors * (1.0 - options.label_smoothing))
+        values.scatter_(1, self.targets, of_target)
+        if self.tanh is not None:
+            values.mul_(self.tanh.square_().neg_().add_(1.0))
+            self.tanh = None
+        if options.logit_scale != 1.0:
+            values.mul_(options.logit_scale)
+        return values.to(self.hidden.dtype)
+
+
+class _Sums:
+    """Adds up the gradients of all tiles: in a wide dtype, and in place where that is their own."""
+
+    def __init__(self, gradients: Gradients, wide: torch.dtype, *, is_one: bool) -> None:
+        """`is_one`: there is one tile at most, so that nothing is added up."""
+        self.of = gradients
+        if gradients.hidden is not None:
+            gradients.hidden.zero_()
+        self.weight, self.bias = (
+            _sum_of(g, None if is_one else wide) for g in (gradients.weight, gradients.bias)
+        )
+
+    def add(self, tile: _Tile, rows: Tensor | slice, factors: Tensor) -> None:
+        """Add the gradients of a tile."""
+        of_logits = tile.of_logits(factors)
+        if self.bias is not None:
+            self.bias.add_(tile.values.sum(0))
+        del tile.values
+        if self.of.hidden is not None:
+            self.of.hidden[rows] = of_logits @ tile.weight
+        if self.weight is not None:
+            _add_product(self.weight, of_logits.T, tile.hidden)
+
+    def finish(self) -> None:
+        """Round the sums to the dtype of the gradients."""
+        for result, total in ((self.of.weight, self.weight), (self.of.bias, self.bias)):
+            if result is not None and total is not None and total is not result:
+                result.copy_(total)
+
+
+def _sum_of(result: Tensor | None, wide: torch.dtype | None) -> Tensor | None:
+    """Return zeros to add to: the result itself, where its dtype is wide or need not be."""
+    if result is None:
+        return None
+    is_enough = wide is None or result.dtype is wide
+    return result.zero_() if is_enough else torch.zeros_like(result, dtype=wide)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right`; where the total is wider, by parts of its rows, so that no whole product is made."""
+    if total.dtype is right.dtype:
+        torch.addmm(total, left, right, out=total)  # its FLOPs are counted, those of `addmm_` not
+        return
+    for rows in _parts(total):
+        total[rows].add_(left[rows] @ right)
+
+
+def multiplied(value: Tensor, factor: Tensor) -> Tensor:
+    """Return `value * factor` in its dtype, by parts of its rows where the factor has a wider one."""
+    result = torch.empty_like(value, memory_format=torch.contiguous_format)
+    factor = factor.reshape(-1, *[1] * (value.ndim - 1))
+    if value.dtype is factor.dtype:
+        return torch.mul(value, factor, out=result)
+    for rows in _parts(value):
+        of_rows = factor[rows] if factor.shape[0] == value.shape[0] else factor
+        result[rows] = value[rows].to(factor.dtype).mul_(of_rows)
+    return result
+
+
+def _parts(value: Tensor) -> Iterator[slice]:
+    """Yield rows of which a copy in float32 has `_PRODUCT_BYTES` at most."""
+    step = max(1, _PRODUCT_BYTES // (4 * value[0].numel() or 1)) if value.shape[0] else 1
+    for start in range(0, value.shape[0], step):
+        yield slice(start, start + step)

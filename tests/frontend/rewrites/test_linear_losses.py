@@ -1,0 +1,233 @@
+"""The loss of a linear layer is one operator, with the same numbers; what only resembles one stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.frontend.rewrites import linear_losses
+from thunder_memsave.sharding.rows import gather_rows
+from thunder_memsave.sharding.sharded_parameter import is_sharded
+
+ROWS, LENGTH, WIDTH, CLASSES = 2, 9, 16, 50
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _small_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_losses, "FEWEST_LOGITS", 1)
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Loss, *, bias: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = loss
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self.head, torch.tanh(self.layer(self.embedding(ids))), targets)
+
+
+def plain(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
+
+
+def shifted(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden).float()[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), targets[..., 1:].reshape(-1))
+
+
+def of_transformers(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden[:, slice(0, None), :]).float()
+    targets = F.pad(targets, (0, 1), value=-100)[..., 1:].contiguous()
+    loss = F.cross_entropy(
+        logits.view(-1, CLASSES), targets.view(-1), ignore_index=-100, reduction="sum"
+    )
+    return loss / 7
+
+
+def with_columns(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden).transpose(1, 2), targets, label_smoothing=0.1)
+
+
+def capped(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = torch.tanh(head(hidden) * 0.7 / 3.0) * 3.0
+    return F.cross_entropy(logits.reshape(-1, CLASSES), targets.flatten())
+
+
+def per_token(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(head(hidden).permute(0, 2, 1), targets, reduction="none")
+    return (losses * torch.linspace(0.5, 1.5, LENGTH)).sum()
+
+
+def ignoring_a_class(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden[:, 0]), targets[:, 0].clamp(min=0), ignore_index=3)
+
+
+def last_tokens(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden)[:, -1], targets[:, -1])
+
+
+JOINED: tuple[Loss, ...] = (
+    *(plain, shifted, of_transformers, with_columns, capped, per_token),
+    *(ignoring_a_class, last_tokens),
+)
+
+
+def weighted(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 1.5, CLASSES)
+    return F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), weight)
+
+
+def read_twice(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten()) + logits.mean()
+
+
+def with_an_adapter(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    more = F.linear(F.linear(hidden, torch.ones(2, WIDTH)), torch.ones(CLASSES, 2))
+    return F.cross_entropy((head(hidden) + more * 0.1).flatten(0, 1), targets.flatten())
+
+
+def of_probabilities(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    wanted = F.one_hot(targets.clamp(min=0), CLASSES).float() * 0.9 + 0.1 / CLASSES
+    return F.cross_entropy(head(hidden).flatten(0, 1), wanted.flatten(0, 1))
+
+
+def some_classes(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden)[..., : CLASSES - 1].flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten().clamp(max=CLASSES - 2))
+
+
+def tokens_as_classes(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden), targets[:, :1].clamp(0, LENGTH - 1).expand(-1, CLASSES))
+
+
+def without_gradients(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = head(hidden).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten()) + hidden.sum()
+
+
+def masked(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden).flatten(0, 1).masked_fill(torch.arange(CLASSES) == 0, -1e4)
+    return F.cross_entropy(logits, targets.flatten().clamp(min=1))
+
+
+LEFT_ALONE: tuple[Loss, ...] = (
+    *(weighted, read_twice, with_an_adapter, of_probabilities, some_classes),
+    *(tokens_as_classes, without_gradients, masked),
+)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, CLASSES, (ROWS, LENGTH))
+    targets = ids.roll(1, 1)
+    targets[0, :4] = -100
+    return ids, targets
+
+
+def check(model: Model, *, rtol: float = 1e-5, atol: float = 1e-7) -> CompiledModule:
+    """Compare the loss and all gradients with eager's, backward twice."""
+    eager, compiled = copy.deepcopy(model), CompiledModule(model)
+    losses = [call(*batch()) for call in (eager, compiled)]
+    assert losses[0].dtype is losses[1].dtype
+    torch.testing.assert_close(losses[1], losses[0], rtol=rtol, atol=atol)
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=rtol, atol=atol)
+    return compiled
+
+
+def is_joined(compiled: CompiledModule) -> bool:
+    symbols = compiled.captures[-1].forward_traces[-1].bound_symbols
+    names = [b.sym.name for b in symbols]
+    found = any(n.startswith("linear_cross_entropy") for n in names)
+    assert found != any("log_softmax" in n for n in names)
+    return found
+
+
+@pytest.mark.parametrize("loss", JOINED, ids=lambda f: f.__name__)
+def test_it_is_found_as_people_write_it(loss: Loss) -> None:
+    assert is_joined(check(Model(loss)))
+
+
+@pytest.mark.parametrize("loss", LEFT_ALONE, ids=lambda f: f.__name__)
+def test_what_the_operator_does_not_compute_is_left_alone(loss: Loss) -> None:
+    assert not is_joined(check(Model(loss)))
+
+
+def test_few_logits_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_losses, "FEWEST_LOGITS", ROWS * LENGTH * CLASSES + 1)
+    assert not is_joined(check(Model(plain), rtol=0.0, atol=0.0))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_heads_may_be_tied_biased_or_frozen(frozen: bool) -> None:
+    for model in (Model(plain, tied=True), Model(plain, bias=True), Model(per_token, bias=True)):
+        model.head.requires_grad_(not frozen)
+        assert is_joined(check(model))
+
+
+def test_dtypes_and_autocast() -> None:
+    assert is_joined(check(Model(plain).double(), rtol=1e-12, atol=1e-14))
+    assert is_joined(check(Model(shifted).bfloat16(), rtol=0.02, atol=1e-3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert is_joined(check(Model(shifted), rtol=0.02, atol=1e-3))
+
+
+def test_without_gradients_it_is_the_loss_alone() -> None:
+    model = Model(plain)
+    compiled = CompiledModule(model)
+    with torch.no_grad():
+        found, expected = compiled(*batch()), model(*batch())
+    torch.testing.assert_close(found, expected)
+    symbols = compiled.captures[-1].forward_traces[-1].bound_symbols
+    assert any(b.sym.name == "linear_cross_entropy_alone" for b in symbols)
+
+
+@on_fabric_rank
+def _train_on_ranks() -> None:
+    linear_losses.FEWEST_LOGITS = 1
+    for mode, loss, tied in (
+        ("zero2", plain, False),
+        ("zero3", plain, True),
+        ("zero3", per_token, False),
+    ):
+        eager = Model(loss, tied=tied)
+        fabric = make_fabric(devices=2, sharding=mode)
+        model: Any = fabric.setup(copy.deepcopy(eager))
+        rows = [row.unsqueeze(0) for row in batch()[0]]
+        mine = rows[fabric.global_rank]
+        fabric.backward(model(mine, mine))
+        for row in rows:
+            (eager(row, row) / 2).backward()
+        strategy: Any = fabric.strategy
+        named = model._original_module.named_parameters()
+        for (name, p), expected in zip(named, eager.parameters(), strict=True):
+            shape = getattr(p, "unsharded_shape", None)
+            found = gather_rows(p.grad, shape, strategy.data_parallel) if is_sharded(p) else p.grad
+            torch.testing.assert_close(found, expected.grad, rtol=1e-5, atol=1e-7, msg=name)
+        assert is_joined(model._forward_module)
+
+
+def test_heads_may_be_sharded() -> None:
+    run_on_fabric_ranks(_train_on_ranks, 2)

@@ -1,0 +1,261 @@
+"""The loss of a linear layer in tiles: PyTorch's numbers, the bytes that are predicted, and no work without need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.memory import measured_memory, measured_peak_bytes
+from thunder_memsave.aten.record import AtenRecord
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.ops.families import linear_cross_entropy as operation
+from thunder_memsave.ops.families.tiled_loss import (
+    IGNORED,
+    TILE_BYTES,
+    LossOptions,
+    Wanted,
+    tile_rows,
+)
+from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.graph import StepMemory
+
+TOKENS, WIDTH, CLASSES = 37, 16, 50
+PLAIN = LossOptions()
+ALL = LossOptions(label_smoothing=0.1, z_loss=0.01, soft_cap=5.0, logit_scale=0.5)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+EVERY_OPERAND = Wanted(hidden=True, weight=True, bias=True)
+
+
+def operands(dtype: torch.dtype, ignored: float) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    shapes = ((TOKENS, WIDTH), (CLASSES, WIDTH), (CLASSES,))
+    targets = torch.randint(0, CLASSES, (TOKENS,))
+    targets[torch.rand(TOKENS) < ignored] = IGNORED
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes], targets
+
+
+def composed(tensors: Sequence[Tensor], targets: Tensor, reduction: str, of: LossOptions) -> Tensor:
+    """Compute the loss by PyTorch's functions."""
+    logits = F.linear(*tensors)
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    logits = logits * of.logit_scale
+    if of.soft_cap is not None:
+        logits = of.soft_cap * torch.tanh(logits / of.soft_cap)
+    loss = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=of.label_smoothing)
+    if not of.z_loss:
+        return loss
+    is_kept = targets != IGNORED
+    more = of.z_loss * logits.logsumexp(-1).square() * is_kept
+    if reduction == "none":
+        return loss + more
+    return loss + more.sum() / (is_kept.sum() if reduction == "mean" else 1)
+
+
+def in_tiles(
+    tensors: Sequence[Tensor], targets: Tensor, reduction: str, of: LossOptions, rows: int
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return the loss, its gradients and the cotangent that they are for."""
+    options = (of.label_smoothing, of.z_loss, of.soft_cap, of.logit_scale)
+    settings = (TOKENS, WIDTH, CLASSES, reduction, *options, rows)
+    kernel = operation._kernel_for(EVERY_OPERAND, reduction)  # type: ignore[arg-type]
+    values = [*(t.detach() for t in tensors), targets, *settings]
+    results = kernel.run(*values)
+    results = results if isinstance(results, tuple) else (results,)
+    named = {
+        **dict(zip(kernel.takes, values, strict=True)),
+        **dict(zip(kernel.results, results, strict=True)),
+    }
+    grad = torch.linspace(0.5, 1.5, results[0].numel(), dtype=results[0].dtype)
+    grad = grad.reshape(results[0].shape)
+    gradients: list[Tensor] = []
+    for derivative in kernel.derivatives:
+        found = derivative.run(grad, *(named[n] for n in derivative.reads))
+        gradients += found if isinstance(found, tuple) else [found]
+    return results[0], gradients, grad
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    scale = expected.double().abs().max().clamp(min=1e-30)
+    return float((found.double() - expected.double()).abs().max() / scale)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
+def test_loss_and_gradients_are_those_of_pytorch(dtype: torch.dtype, options: LossOptions) -> None:
+    for reduction, ignored, rows in product(
+        ("mean", "sum", "none"), (0.0, 0.3, 0.9, 1.0), (1, 7, TOKENS)
+    ):
+        tensors, targets = operands(dtype, ignored)
+        loss, found, grad = in_tiles(tensors, targets, reduction, options, rows)
+        expected = composed(tensors, targets, reduction, options)
+        torch.testing.assert_close(
+            loss, expected.detach(), rtol=TOLERANCE[dtype], atol=1e-7, equal_nan=True
+        )
+        gradients = torch.autograd.grad(expected, tensors, grad)
+        if ignored == 1.0:
+            assert not any(g.any() for g in found), "a token that is ignored has no gradient"
+            continue
+        errors = list(map(relative_error, found, gradients))
+        assert max(errors) < TOLERANCE[dtype], (reduction, ignored, rows, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_in_lower_precision_the_error_is_that_of_pytorch(
+    dtype: torch.dtype, reduction: str
+) -> None:
+    for ignored, rows in product((0.0, 0.5), (5, TOKENS)):
+        tensors, targets = operands(dtype, ignored)
+        loss, found, grad = in_tiles(tensors, targets, reduction, PLAIN, rows)
+        exact_tensors = [t.detach().double().requires_grad_() for t in tensors]
+        exact = composed(exact_tensors, targets, reduction, PLAIN)
+        theirs = composed(tensors, targets, reduction, PLAIN)
+        exact_loss, their_loss = exact.detach(), theirs.detach()
+        assert relative_error(loss, exact_loss) <= 2 * relative_error(their_loss, exact_loss) + 1e-6
+        exact_gradients = torch.autograd.grad(exact, exact_tensors, grad.double())
+        of_theirs = torch.autograd.grad(theirs, tensors, grad)
+        for mine, plain, right in zip(found, of_theirs, exact_gradients, strict=True):
+            most = 2 * relative_error(plain, right) + torch.finfo(dtype).eps  # of sums of tiles
+            assert relative_error(mine, right) <= most
+
+
+def test_a_token_that_is_ignored_costs_nothing_on_a_cpu() -> None:
+    flops = {}
+    for num_ignored in (0, 20, TOKENS):
+        tensors, targets = operands(torch.float32, 0.0)
+        targets[:num_ignored] = IGNORED
+        with torch.no_grad(), AtenRecord() as record:
+            in_tiles(tensors, targets, "mean", PLAIN, 5)
+        flops[num_ignored] = record.flops
+    assert flops[20] * TOKENS == flops[0] * (TOKENS - 20)
+    assert flops[TOKENS] == 0
+
+
+def test_an_unknown_target_is_refused_as_by_pytorch() -> None:
+    tensors, targets = operands(torch.float32, 0.0)
+    targets[3] = CLASSES
+    with pytest.raises(IndexError, match="Target 50 is out of bounds: there are 50 classes"):
+        in_tiles(tensors, targets, "mean", PLAIN, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
+def test_a_tile_has_a_bound_whatever_the_vocabulary_and_length(
+    dtype: torch.dtype, options: LossOptions
+) -> None:
+    num_copies = (4 if dtype is torch.float32 else 6) + 4 * (options.soft_cap is not None)
+    for num_tokens, num_classes in product((1, 2048, 10**6), (10, 32_000, 128_256, 10**6)):
+        rows = tile_rows(num_tokens, num_classes, dtype, options)
+        assert rows >= 1
+        assert rows == 1 or rows * num_classes * num_copies <= TILE_BYTES < 256 * 2**20
+
+
+WIDTH_OF_HEAD = 8
+
+
+class Head(nn.Module):
+    """A layer and a head over a large vocabulary, with the loss."""
+
+    def __init__(self, num_classes: int, *, is_trained: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH_OF_HEAD, WIDTH_OF_HEAD)
+        self.head = nn.Linear(WIDTH_OF_HEAD, num_classes, bias=False)
+        self.head.requires_grad_(is_trained)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layer(x)), targets)
+
+
+class Run:
+    """Steps of `Head`, planned."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_classes: int,
+        *,
+        is_trained: bool,
+        policy: Literal["plan", "recompute_all"] = "plan",
+        budget: int | None = None,
+        between: int = 0,
+    ) -> None:
+        self.head = Head(num_classes, is_trained=is_trained)
+        self.planner = MemoryPlanner(
+            MemoryConfig(policy=policy),
+            device=device("cpu"),
+            budget_bytes=budget,
+            step_memory=lambda: StepMemory(between_bytes=between),
+        )
+        self.compiled = CompiledModule(self.head, planner=self.planner)
+        self.x = torch.randn(num_tokens, WIDTH_OF_HEAD)
+        self.targets = torch.randint(0, num_classes, (num_tokens,))
+        self.step()
+
+    def step(self) -> None:
+        self.head.zero_grad()
+        self.compiled(self.x, self.targets).backward()
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.head.parameters() if p.grad is not None]
+
+    def in_forward(self) -> list[str]:
+        trace = self.compiled.captures[-1].forward_traces[-1]
+        return [b.sym.name for b in trace.bound_symbols if "cross_entropy" in b.sym.name]
+
+    def predicted_bytes(self) -> int:
+        call = self.planner.calls[-1]
+        held = sum(call.program.storages[s].nbytes for s in call.program.held)
+        return call.profile.peak_bytes - held
+
+    def measured_bytes(self) -> int:
+        self.head.zero_grad()
+        return measured_peak_bytes(self.step)
+
+    def between_bytes(self) -> int:
+        """Bytes that live between forward and backward, beside the loss."""
+        self.head.zero_grad()
+        return measured_memory(lambda: self.compiled(self.x, self.targets)).end_bytes - 4
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_classes", "is_trained"), [(2048, 128_256, False), (600, 90_000, True)]
+)
+def test_its_bytes_are_those_that_are_predicted(
+    num_tokens: int, num_classes: int, is_trained: bool
+) -> None:
+    kept = Run(num_tokens, num_classes, is_trained=is_trained)
+    again = Run(num_tokens, num_classes, is_trained=is_trained, policy="recompute_all")
+    assert [r.measured_bytes() for r in (kept, again)] == [
+        r.predicted_bytes() for r in (kept, again)
+    ]
+    num_rows = num_tokens + is_trained * num_classes
+    assert kept.between_bytes() == 4 * WIDTH_OF_HEAD * num_rows
+    assert again.between_bytes() == 0
+    assert all(map(torch.equal, kept.gradients(), again.gradients()))
+
+
+def test_a_budget_moves_the_gradients_to_backward_for_the_price_of_the_loss() -> None:
+    free = Run(64, 20_000, is_trained=True, between=2**24)
+    peak = free.planner.calls[-1].profile.peak_bytes
+    tight = Run(64, 20_000, is_trained=True, between=2**24, budget=peak - 1)
+    assert free.in_forward() == ["linear_cross_entropy_hidden_weight"]
+    assert tight.in_forward() == ["linear_cross_entropy_alone"]
+    # The gradients of 64 hidden states give way to the hidden states.
+    assert peak - tight.planner.calls[-1].profile.peak_bytes == 4 * WIDTH_OF_HEAD * 20_000
+    assert all(map(torch.equal, free.gradients(), tight.gradients()))
+    graph = free.planner.calls[-1].graph
+    (number,) = [i for i, o in enumerate(graph.ops) if o.alone is not None]
+    op = graph.ops[number]
+    assert op.alone is not None
+    assert op.flops == 3 * op.alone.flops  # for logits, and gradients of hidden states and weight
+    assert costs_us(graph, device("cpu"), {op.key: 9.0, op.alone.key: 7.0})[number] == 7.0
