@@ -21,7 +21,10 @@ from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
 from thunder_memsave.ops.operation import Kernel
 from thunder_memsave.ops.table import OPERATIONS, scratch_bytes
 
-ELSEWHERE = {"windowed_attention": "ops/families/test_windowed_attention.py"}
+ELSEWHERE = {
+    "linear_cross_entropy": "ops/families/test_linear_cross_entropy.py",
+    "windowed_attention": "ops/families/test_windowed_attention.py",
+}
 """Rows that need more than one call, or none of torch's, with the tests that have it."""
 
 KERNELS = {k.name: k for operation in OPERATIONS for k in operation.kernels}

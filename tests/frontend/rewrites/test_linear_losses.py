@@ -221,10 +221,13 @@ def _train_on_ranks() -> None:
         for row in rows:
             (eager(row, row) / 2).backward()
         strategy: Any = fabric.strategy
-        named = model._original_module.named_parameters()
+        named: Any = model._original_module.named_parameters()
         for (name, p), expected in zip(named, eager.parameters(), strict=True):
-            shape = getattr(p, "unsharded_shape", None)
-            found = gather_rows(p.grad, shape, strategy.data_parallel) if is_sharded(p) else p.grad
+            found = (
+                gather_rows(p.grad, p.unsharded_shape, strategy.data_parallel)
+                if is_sharded(p)
+                else p.grad
+            )
             torch.testing.assert_close(found, expected.grad, rtol=1e-5, atol=1e-7, msg=name)
         assert is_joined(model._forward_module)
 
