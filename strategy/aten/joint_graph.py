@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten.autocast import cached_casts, no_autocast
-from thunder_memsave.aten.origin import KeepsOrigin
+from thunder_memsave.aten.origin import BackwardKeepsPlace, KeepsOrigin, differentiable_nodes
 from thunder_memsave.aten.record import draws
 from thunder_memsave.aten.round_trips import skip_round_trips
 from thunder_memsave.aten.saved_tensors import no_saved_tensors_hooks
@@ -192,14 +192,14 @@ class _Joint:
     def __call__(self, *tensors: Tensor) -> list[Any]:
         given, cotangents = tensors[: len(self.operands)], tensors[len(self.operands) :]
         leaves = _as_leaves(given, self.operands)
-        with cached_casts():
+        with cached_casts(), differentiable_nodes() as nodes:
             outputs = tree_leaves(self.function(*leaves))
         trained = [o.requires_grad for o in self.operands]
         found: Iterator[Tensor | None] = iter(())
         if self.wanted:
             roots = [outputs[i] for i in self.wanted]
             inputs = list(compress(leaves, trained))
-            with no_autocast():
+            with no_autocast(), BackwardKeepsPlace(nodes):
                 found = iter(torch.autograd.grad(roots, inputs, cotangents, allow_unused=True))
         gradients = [next(found, None) if is_trained else None for is_trained in trained]
         return [*(o if isinstance(o, Tensor) else None for o in outputs), *gradients]

@@ -1,16 +1,26 @@
-"""Where a node of a graph is from: the user's line, module and checkpointed region, kept through tracing."""
+"""Where a node of a graph is from: the user's line, module and checkpointed region, kept through tracing.
+
+What autograd runs in backward is from where the operation is that it differentiates: PyTorch numbers the nodes of
+autograd's graph in the order in which forward makes them.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 REGION = "checkpoint_region"
 """Key in a node's meta of the number of its outermost checkpointed region."""
-ORIGIN = ("stack_trace", "nn_module_stack", REGION)
+_PLACE = ("stack_trace", "nn_module_stack")
+ORIGIN = (*_PLACE, REGION)
 """Keys in a node's meta that say where it is from."""
 
 
@@ -34,19 +44,72 @@ class KeepsOrigin(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
-        mode = get_proxy_mode()
-        nodes = None if mode is None else mode.tracer.graph.nodes
-        last = None if nodes is None else next(iter(reversed(nodes)), None)
+        number = torch.autograd._get_sequence_nr()
         try:
-            return self.compute(n)
+            with _given(origin(n)):
+                return self.compute(n)
         except Exception:
             self.failed = self.failed or n
             raise
         finally:
-            if nodes is not None:
-                for new in takewhile(lambda node: node is not last, reversed(nodes)):
-                    new.meta.update(origin(n))
+            if _seen and torch.autograd._get_sequence_nr() > number:
+                _seen[-1].append((number, n))
 
     def compute(self, n: fx.Node) -> Any:
         """Compute the value of one node."""
         return super().run_node(n)
+
+
+Differentiable = list[tuple[int, fx.Node]]
+"""Nodes that ran, each with the number of the first node that it added to autograd's graph."""
+
+_seen: list[Differentiable] = []
+
+
+@contextmanager
+def differentiable_nodes() -> Iterator[Differentiable]:
+    """Yield the list to which `KeepsOrigin` adds the nodes that it runs inside."""
+    _seen.append([])
+    try:
+        yield _seen[-1]
+    finally:
+        _seen.pop()
+
+
+class BackwardKeepsPlace(TorchDispatchMode):
+    """Gives what `make_fx` records of backward the place of what it differentiates."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, forward: Differentiable) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers: Sequence[int] = [number for number, _ in forward]
+        self._places = [{k: n.meta[k] for k in _PLACE if k in n.meta} for _, n in forward]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        with _given(self._place()):
+            return func(*args, **(kwargs or {}))
+
+    def _place(self) -> Mapping[str, Any]:
+        current = torch._C._current_autograd_node()
+        index = -1
+        if current is not None:
+            index = bisect_right(self._numbers, current._sequence_nr()) - 1
+        return self._places[index] if index >= 0 else {}
+
+
+@contextmanager
+def _given(meta: Mapping[str, Any]) -> Iterator[None]:
+    """Add `meta` to what `make_fx` records inside."""
+    mode = get_proxy_mode()
+    nodes = None if mode is None else mode.tracer.graph.nodes
+    last = None if nodes is None else next(iter(reversed(nodes)), None)
+    try:
+        yield
+    finally:
+        if nodes is not None:
+            for new in takewhile(lambda node: node is not last, reversed(nodes)):
+                new.meta.update(meta)

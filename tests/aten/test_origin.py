@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from thunder_memsave.aten.origin import REGION, KeepsOrigin, origin
+from thunder_memsave.aten.origin import (
+    REGION,
+    BackwardKeepsPlace,
+    KeepsOrigin,
+    differentiable_nodes,
+    origin,
+)
 
 
 def graph_of_two() -> fx.GraphModule:
@@ -30,6 +36,22 @@ def test_each_operator_has_the_origin_of_its_node() -> None:
     found = [origin(n) for n in traced.graph.nodes if n.op == "call_function"]
     assert found[0] == {"stack_trace": "line 1", REGION: 3}
     assert found[-1] == {"stack_trace": "line 2"}
+
+
+def test_operators_of_backward_have_the_place_of_what_they_differentiate() -> None:
+    def joint(x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        with differentiable_nodes() as nodes:
+            y = KeepsOrigin(graph_of_two()).run(leaf)
+        with BackwardKeepsPlace(nodes):
+            return torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
+
+    traced = make_fx(joint)(x_of())
+    found = {str(n.target): origin(n) for n in traced.graph.nodes if "backward" in str(n.target)}
+    assert found == {
+        "aten._softmax_backward_data.default": {"stack_trace": "line 2"},
+        "aten.silu_backward.default": {"stack_trace": "line 1"},
+    }
 
 
 def test_it_runs_where_nothing_is_traced_too_and_tells_which_node_failed() -> None:
