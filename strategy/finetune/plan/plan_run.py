@@ -125,13 +125,9 @@ def plan_run(
     """
     strategy = _strategy(config, device, num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
-    budget_bytes = strategy.memory.budget_bytes(
-        device.memory_bytes, available_bytes=_available_bytes(device)
-    )
+    budget_bytes = _budget_bytes(strategy, device)
     objective = objective_of(config)
-    stage("describe the model")
-    model = describe_model(config).train()
-    check_pins(strategy.memory, (name for name, _ in model.named_modules()))
+    model = _described(config, strategy)
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
         memory = _step_memory(config, objective, model, device, sizes)
@@ -156,6 +152,11 @@ def plan_run(
     )
 
 
+def _budget_bytes(strategy: StrategyConfig, device: Device) -> int | None:
+    available_bytes = _available_bytes(device)
+    return strategy.memory.budget_bytes(device.memory_bytes, available_bytes=available_bytes)
+
+
 def _strategy(config: RunConfig, device: Device, num_ranks: int) -> StrategyConfig:
     sections = StrategySections(strategy=config.strategy, memory=config.memory, fp8=config.fp8)
     refuse_without_fp8(config.fp8, device)
@@ -175,6 +176,13 @@ def _reserved(
 def _available_bytes(device: Device) -> int | None:
     """Return what CUDA leaves of a device that nothing else uses."""
     return None if device.memory_bytes is None else device.memory_bytes - CONTEXT_BYTES
+
+
+def _described(config: RunConfig, strategy: StrategyConfig) -> nn.Module:
+    stage("describe the model")
+    model = describe_model(config).train()
+    check_pins(strategy.memory, (name for name, _ in model.named_modules()))
+    return model
 
 
 def _outside_bytes(

@@ -81,11 +81,8 @@ def solve(
             all plans for smaller budgets here, time never rises with the budget.
         generator_state_bytes: Bytes that forward keeps for each random operation that backward recomputes.
         time_limit_s: Work after which the best plan so far is returned, in seconds of a usual core: plans do not
-            depend on the machine. Its gap says how good it is.
+            depend on the machine.
         searches: The searches to use; without some, plans can be worse.
-
-    Returns:
-        A plan whose simulated peak is within the budget.
 
     Raises:
         BudgetError: no plan was found.
@@ -95,10 +92,10 @@ def solve(
         return _least_kept(problem)
     if policy == "keep_all" or budget_bytes is None:
         return problem.plan(problem.evaluate(problem.all_kept), None, bound_us=0.0)
-    for kept in (problem.all_kept, problem.free):
-        found = problem.evaluate(kept)
-        if found.peak_bytes <= budget_bytes:
-            return problem.plan(found, budget_bytes, bound_us=0.0)
+    found = map(problem.evaluate, (problem.all_kept, problem.free))
+    fits = next((each for each in found if each.peak_bytes <= budget_bytes), None)
+    if fits is not None:
+        return problem.plan(fits, budget_bytes, bound_us=0.0)
     problem.remember(known)
     return _planned(problem, budget_bytes, time_limit_s, searches)
 
