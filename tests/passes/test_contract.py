@@ -11,6 +11,7 @@ from thunder.core.proxies import variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
+from thunder.executors import torchex
 
 from harness.joint_passes import JOINT_PASSES
 from passes import contract
@@ -131,7 +132,7 @@ def _negate_a_gradient(trace: TraceCtx) -> Sequence[BoundSymbol]:
     gradients = list(result["output"])
     with tracectx(trace):
         negated = gradients[0].replace_name("negated")
-    negation = prims.neg.bind(gradients[0], output=negated)
+    negation = torchex.ex.opmap["neg"].bind(gradients[0], output=negated)
     returned = symbols[-1].from_bsym(args=({**result, "output": (negated, *gradients[1:])},))
     return [*symbols[:-1], negation, returned]
 

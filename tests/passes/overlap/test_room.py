@@ -63,7 +63,7 @@ def unlimited() -> tuple[Compiled, PlannedCall]:
 
 @pytest.fixture(scope="module")
 def budget_bytes(unlimited: tuple[Compiled, PlannedCall]) -> int:
-    return unlimited[1].profile.peak_bytes * 7 // 10
+    return unlimited[1].profile.peak_bytes * 6 // 10
 
 
 @pytest.fixture(scope="module")
