@@ -273,10 +273,32 @@ def _taken_writes(graph: fx.Graph, operands: Sequence[Operand]) -> tuple[tuple[i
 
 
 def _copied(value: fx.Node) -> fx.Node:
-    """Return what was copied to make a value that nothing else reads: the write copies it again, with the same bits."""
+    """Return what was copied to make a value that nothing else reads, if the write that copies it again gives the same.
+
+    It does of a value that the graph makes: of what it is given, another write may come first.
+    """
     is_read = any(user.users or user.op == "output" for user in value.users)
-    is_copy = value.target is torch.ops.aten.copy.default and not is_read
-    return value.args[1] if is_copy else value  # type: ignore[return-value]
+    if value.target is not torch.ops.aten.copy.default or is_read:
+        return value
+    source: Any = value.args[1]
+    made, copied = (_metadata(node) for node in (source, value))
+    return source if made == copied and not _may_be_given(source) else value
+
+
+def _metadata(node: Any) -> Any:
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return (found.shape, found.dtype, found.device) if isinstance(found, Tensor) else None
+
+
+def _may_be_given(node: fx.Node) -> bool:
+    """Return whether a value may share memory with what the graph is given or holds."""
+    while isinstance(node.target, OpOverload) and node.target.is_view:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    target = node.target
+    returns = target._schema.returns if isinstance(target, OpOverload) else ()
+    return not returns or any(r.alias_info is not None for r in returns)
 
 
 def _refuse_writes(graph: fx.Graph) -> None:

@@ -254,10 +254,55 @@ class WritesOut(nn.Module):
         return y * self.weight + wide * 2
 
 
-@pytest.mark.parametrize("make", [Masked, Rotary, Router, Mapped, WritesOut])
+class History(nn.Module):
+    """Buffers that are copied from each other, of which some are written before they are read for the copy."""
+
+    now: Tensor
+    before: Tensor
+    turned: Tensor
+    row: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        for name in ("now", "before", "turned"):
+            self.register_buffer(name, torch.randn(4, 4))
+        self.register_buffer("row", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        drift = (self.now - self.before).sum() + self.row.sum()
+        self.before.copy_(self.now)
+        self.turned.copy_(self.now.t()[:, :1])
+        self.now.copy_(x[0])
+        self.row.copy_(self.now.mean())
+        return x * self.weight * drift
+
+
+class Numbered(nn.Module):
+    """Writes a number, and the results of operators, to buffers that nothing reads after that."""
+
+    number: Tensor
+    following: Tensor
+    wide: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        for name in ("number", "following"):
+            self.register_buffer(name, torch.zeros(3, 4))
+        self.register_buffer("wide", torch.zeros(3, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number.copy_(1.5)  # type: ignore[arg-type]  # torch takes numbers
+        self.following.copy_(x + 1)
+        self.wide.copy_(x * 2)
+        return x * self.weight
+
+
+@pytest.mark.parametrize("make", [Masked, Rotary, Router, Mapped, WritesOut, History, Numbered])
 def test_forwards_of_many_kinds_have_eagers_bits(make: Make) -> None:
     twins = Twins(make())
-    for _ in range(2):
+    for _ in range(3):
         twins.assert_equal(torch.randn(3, 4), loss=weighted_sum, rtol=0.0, atol=0.0)
     with torch.no_grad():
         twins.assert_equal(torch.randn(3, 4), rtol=0.0, atol=0.0)

@@ -8,7 +8,8 @@ that:
 
 becomes `linear_cross_entropy(hidden[:, :-1].flatten(0, 1), weight, None, targets)`. Between the two there may be casts
 to a wider dtype, factors, a cap by `tanh`, slices and new shapes of the tokens. Left alone are logits that anything
-else reads, such as the caller; those of few elements, whose loss keeps eager's bits; and layers that compute in fp8.
+else reads, such as the caller; those of few elements, whose loss keeps eager's bits; layers that compute in fp8; and
+float16, in which gradients for a cotangent of one underflow, or overflow, before they are multiplied by a scaled one.
 """
 
 from __future__ import annotations
@@ -122,7 +123,10 @@ def _logits(values: fx.Node, loss: fx.Node) -> _Logits | None:
 
 def _understood(logits: _Logits) -> _Logits | None:
     """Read what each node between does; None if one of them is not known."""
-    if logits.linear.kwargs or len(logits.linear.args) not in (2, 3):
+    arguments = logits.linear.args
+    if logits.linear.kwargs or len(arguments) not in (2, 3):
+        return None
+    if not isinstance(arguments[1], fx.Node) or len(shape_of(arguments[1])) != 2:
         return None
     for node in logits.nodes[1:]:
         if not (_casts(node) or _computes(node, logits) or _reshapes(node, logits)):
@@ -210,9 +214,10 @@ def _is_of_tokens(index: Any, shape: tuple[int, ...]) -> bool:
         return False
     if not all(b is None or isinstance(b, int) for b in bounds):
         return False
-    if Ellipsis not in parts and len(parts) < len(shape):
+    num_named = sum(p is not Ellipsis for p in parts)
+    if num_named < len(shape) and (Ellipsis not in parts or parts[-1] is Ellipsis):
         return True
-    return parts[-1] is Ellipsis or parts[-1] == slice(None)
+    return bool(parts[-1] == slice(None))
 
 
 def _is_like_eager(
@@ -226,6 +231,8 @@ def _is_like_eager(
     operands = [n for n in logits.linear.args if isinstance(n, fx.Node)]
     values: list[Any] = [n.meta.get("example_value") for n in (*operands, *logits.nodes, loss)]
     if not all(isinstance(v, Tensor) and v.is_floating_point() for v in values):
+        return False
+    if any(v.dtype is torch.float16 for v in values):  # a loss's scale comes before its gradients
         return False
     if not _has_classes(logits, shape_of(given["target"])):
         return False

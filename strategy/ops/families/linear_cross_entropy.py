@@ -74,8 +74,10 @@ def linear_cross_entropy(
     """
     sizes = (hidden.shape[0], hidden.shape[1], weight.shape[0])
     operands = [None if t is None else t.to(dtype or hidden.dtype) for t in (hidden, weight, bias)]
-    is_known = ignore_index == IGNORED
-    targets = targets if is_known else torch.where(targets == ignore_index, IGNORED, targets)
+    assert hidden.shape[0] == targets.shape[0], "each token has a target"
+    if ignore_index != IGNORED:
+        others = targets.masked_fill(targets == IGNORED, IGNORED - 1)  # no class either
+        targets = torch.where(targets == ignore_index, IGNORED, others)
     options = (float(label_smoothing), float(z_loss), soft_cap, float(logit_scale))
     rows = tile_rows(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options))
     wanted = _wanted(operands)

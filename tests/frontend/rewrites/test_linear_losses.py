@@ -77,6 +77,10 @@ def ignoring_a_class(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor
     return F.cross_entropy(head(hidden[:, 0]), targets[:, 0].clamp(min=0), ignore_index=3)
 
 
+def ignoring_three(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), ignore_index=3)
+
+
 def last_tokens(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(head(hidden)[:, -1], targets[:, -1])
 
@@ -127,7 +131,18 @@ def masked(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten().clamp(min=1))
 
 
+def some_classes_by_an_ellipsis(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden)[:, :, : CLASSES - 1, ...].flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten().clamp(max=CLASSES - 2))
+
+
+def of_a_vector(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden[0], head.weight[0]).unsqueeze(0)  # type: ignore[index]
+    return F.cross_entropy(logits, targets[0, :1].clamp(0, LENGTH - 1))
+
+
 LEFT_ALONE: tuple[Loss, ...] = (
+    *(some_classes_by_an_ellipsis, of_a_vector),
     *(weighted, read_twice, with_an_adapter, of_probabilities, some_classes),
     *(tokens_as_classes, without_gradients, masked),
 )
@@ -192,6 +207,20 @@ def test_dtypes_and_autocast() -> None:
     assert is_joined(check(Model(shifted).bfloat16(), rtol=0.02, atol=1e-3))
     with torch.autocast("cpu", torch.bfloat16):
         assert is_joined(check(Model(shifted), rtol=0.02, atol=1e-3))
+
+
+def test_in_float16_gradients_are_not_made_before_they_are_scaled() -> None:
+    assert not is_joined(check(Model(shifted).half(), rtol=0.02, atol=1e-3))
+    with torch.autocast("cpu", torch.float16):
+        assert not is_joined(check(Model(shifted), rtol=0.02, atol=1e-3))
+
+
+def test_the_usual_ignored_target_is_no_class_where_another_is_ignored() -> None:
+    ids, targets = batch()
+    targets[0, 0] = -100
+    for run in (Model(ignoring_three), CompiledModule(Model(ignoring_three))):
+        with pytest.raises(IndexError, match="is out of bounds"):
+            run(ids, targets)
 
 
 def test_without_gradients_it_is_the_loss_alone() -> None:
