@@ -50,9 +50,9 @@ class _Logits:
 
     linear: fx.Node
     nodes: list[fx.Node]
-    """What is between the two, the linear layer first."""
+    """Nodes from the linear layer to the one before the loss, in order."""
     factor: float = 1.0
-    """Of the logits, or of what `tanh` gets."""
+    """Factor of the logits, or of the operand of `tanh`."""
     cap: float | None = None
     """Factor of the results of `tanh`."""
     shapes: list[fx.Node] = field(default_factory=list)

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 IGNORED = -100
 """The target of tokens that have no loss."""
 TILE_BYTES = 192 * 2**20
-"""Of the logits of a tile, with their copies."""
+"""Bytes that the logits of a tile may take, with their copies."""
 _PRODUCT_BYTES = 32 * 2**20
-"""Of a part of the weight's gradient by one tile, before it is added up in float32."""
+"""Bytes that a part of the weight's gradient of one tile may take, before it is added up in float32."""
 
 
 class Wanted(NamedTuple):
@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """What a loss is beyond cross-entropy."""
+    """Terms and factors of a loss beyond cross-entropy."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -164,7 +164,7 @@ class _Tile:
         self.values = F.linear(hidden, weight, bias).to(wide_dtype(hidden.dtype))
         self.tanh: Tensor | None = None
         self.logarithm: Tensor | None = None
-        """Of the softmax's denominator."""
+        """Logarithm of the softmax's denominator."""
 
     def losses(self) -> Tensor:
         """Return the tokens' losses, and leave logarithms of probabilities."""
