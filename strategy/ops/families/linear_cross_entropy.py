@@ -75,15 +75,21 @@ def linear_cross_entropy(
     sizes = (hidden.shape[0], hidden.shape[1], weight.shape[0])
     operands = [None if t is None else t.to(dtype or hidden.dtype) for t in (hidden, weight, bias)]
     assert hidden.shape[0] == targets.shape[0], "each token has a target"
-    if ignore_index != IGNORED:
-        others = targets.masked_fill(targets == IGNORED, IGNORED - 1)  # no class either
-        targets = torch.where(targets == ignore_index, IGNORED, others)
+    targets = _with_usual_index(targets, ignore_index)
     options = (float(label_smoothing), float(z_loss), soft_cap, float(logit_scale))
     rows = tile_rows(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options))
     wanted = _wanted(operands)
     settings = (*sizes, reduction, *options, rows)
     loss = call_kernel(_kernel_for(wanted, reduction), *operands, targets, *settings)
     return loss if loss_dtype is None else loss.to(loss_dtype)
+
+
+def _with_usual_index(targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the targets with `IGNORED` for `ignore_index` alone."""
+    if ignore_index == IGNORED:
+        return targets
+    others = targets.masked_fill(targets == IGNORED, IGNORED - 1)  # no class either
+    return torch.where(targets == ignore_index, IGNORED, others)
 
 
 def _wanted(operands: Sequence[Tensor | None]) -> Wanted:
