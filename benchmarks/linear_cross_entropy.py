@@ -1,6 +1,6 @@
 """Time and peak memory of the loss of a large vocabulary, forward and backward: ours beside PyTorch's ways.
 
-    OMP_NUM_THREADS=1 python benchmarks/linear_cross_entropy.py --tokens 1024 --classes 32000 --width 512
+    PYTHONPATH=.typing OMP_NUM_THREADS=1 python benchmarks/linear_cross_entropy.py --tokens 1024 --classes 32000 --width 512
 
 `plain` is `cross_entropy(linear(...))`; `torch` is `torch.nn.functional.linear_cross_entropy` in chunks (2.13);
 `checkpointed` takes chunks of tokens, each in `torch.utils.checkpoint`, as TRL's chunked loss does: no line of it is
@@ -21,8 +21,9 @@ from thunder_memsave.compiler.compiled_module import CompiledModule  # isort: sk
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+
+from harness.memory import measured_peak_bytes
 
 _CHUNK = 256
 _NUM_RUNS = 5
@@ -65,19 +66,6 @@ def ways(head: Head) -> Mapping[str, Loss]:
     return found
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Return the bytes allocated at the peak of a run."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        run()
-    assert seen.profiler is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 def main() -> None:
     """Print a row for each way and share of ignored targets."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write lines between
@@ -117,7 +105,7 @@ def _measure(
     plain = median(seconds["plain"])
     for name, loss in losses.items():
         hidden.grad = head.weight.grad = None
-        mib = peak_bytes(lambda loss=loss: step(loss)) / 2**20  # type: ignore[misc]
+        mib = measured_peak_bytes(lambda loss=loss: step(loss)) / 2**20  # type: ignore[misc]
         ms = median(seconds[name]) * 1e3
         print(f"{ignored:8.0%} {name:>14} {ms:9.0f} {ms / plain / 1e3:9.2f} {mib:9.1f}")
 

@@ -30,9 +30,8 @@ does not change.
 Random numbers are drawn once: see `random_ops`. A kernel that makes a loss and its gradients makes the loss alone in
 forward, where a clone makes the gradients.
 
-Fusions. Clones are tagged as backward's, so that Thunder's fusions do not join them with forward and its `cse` (which
-nvFuser's pass runs) does not merge them with their originals; they also carry `RECOMPUTE_IN_BACKWARD`, and names that
-begin with `bw_`. A fusing executor must not fuse a clone of one layer with the backward of another.
+Clones are tagged as backward's and with `RECOMPUTE_IN_BACKWARD`, and have names that begin with `bw_`. What fuses after
+the plan must not join them with forward, nor a clone of one layer with the backward of another.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ class _Backward:
         self.clones: set[int] = set()
         """Ids of the symbols of forward that have a clone."""
         self.instead: dict[int, BoundSymbol] = {}
-        """What forward runs instead of symbols that have a clone, by their ids: of random ones, and of kernels whose
-        gradients only backward makes."""
+        """Symbols that forward runs instead of those that have a clone, by their ids: of random ones, and of kernels
+        whose gradients only backward makes."""
 
     def _missing_values(
         self, symbols: Sequence[BoundSymbol], keep: Set[str]

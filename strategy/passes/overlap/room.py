@@ -15,8 +15,8 @@ _UNLIMITED = 2**62
 class Room:
     """The bytes that a budget leaves if every collective is waited for as soon as it starts.
 
-    Keyed by name, because executors that run after the plan may fuse operations, and because ranks whose batches have
-    other lengths share the names.
+    Keyed by name, because the schedule reorders operations, and because ranks whose batches have other lengths share
+    the names.
     """
 
     left_bytes: Mapping[str, int]
