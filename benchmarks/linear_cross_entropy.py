@@ -1,6 +1,7 @@
-"""Time and peak memory of the loss of a large vocabulary, forward and backward: ours beside PyTorch's ways.
+r"""Time and peak memory of the loss of a large vocabulary, forward and backward: ours beside PyTorch's ways.
 
-    PYTHONPATH=.typing OMP_NUM_THREADS=1 python benchmarks/linear_cross_entropy.py --tokens 1024 --classes 32000 --width 512
+    OMP_NUM_THREADS=1 PYTHONPATH=tests python benchmarks/linear_cross_entropy.py \
+      --tokens 1024 --classes 32000 --width 512
 
 `plain` is `cross_entropy(linear(...))`; `torch` is `torch.nn.functional.linear_cross_entropy` in chunks (2.13);
 `checkpointed` takes chunks of tokens, each in `torch.utils.checkpoint`, as TRL's chunked loss does: no line of it is
