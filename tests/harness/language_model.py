@@ -166,4 +166,4 @@ def document_ids(batch: Batch) -> Tensor:
 def loss_sum(model: nn.Module, batch: Batch, *, mask: MaskKind) -> Tensor:
     """Run the model as the loop does, and add up the cross-entropy of all target tokens."""
     objective = SupervisedFineTuning(mask=mask, length=batch.input_ids.shape[1])
-    return objective.loss(objective.output(model, batch), batch)
+    return objective.loss(model(**objective.model_inputs(batch)), **objective.loss_inputs(batch))

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 BatchT = TypeVar("BatchT")
 
@@ -19,9 +18,10 @@ class Objective(ABC, Generic[BatchT]):
     the same number of rows have tensors of the same shapes and dtypes. The model is called once per micro-batch. A
     step minimises, over the micro-batches of all ranks,
 
-        sum(loss(output, batch)) / sum(weight(batch))
+        sum(loss(output, **loss_inputs(batch))) / sum(weight(batch))
 
-    An objective is the same on all ranks and stateless, so a checkpoint holds nothing of it.
+    The model's call and `loss` are compiled and planned together (`loss_in_model.py`). An objective is the same on all
+    ranks and stateless, so a checkpoint holds nothing of it.
     """
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("val_loss",)
@@ -32,12 +32,16 @@ class Objective(ABC, Generic[BatchT]):
         """Make the keyword arguments of the model, on the batch's device."""
 
     @abstractmethod
-    def loss(self, output: Any, batch: BatchT) -> Tensor:
+    def loss_inputs(self, batch: BatchT) -> dict[str, Any]:
+        """Return what `loss` reads of a batch: its keyword arguments, on the batch's device."""
+
+    @abstractmethod
+    def loss(self, output: Any, **inputs: Any) -> Tensor:
         """Sum the loss of all rows: a float32 scalar that can be differentiated.
 
         Args:
             output: The model's output.
-            batch: The batch that the model was called with, on the same device.
+            **inputs: The `loss_inputs` of the batch that the model was called with.
         """
 
     @abstractmethod
@@ -50,19 +54,6 @@ class Objective(ABC, Generic[BatchT]):
     @abstractmethod
     def blank(self, num_rows: int) -> BatchT:
         """Make a batch with the shapes and dtypes of all batches, for planning; its values do not matter."""
-
-    @abstractmethod
-    def blank_output(self, model: Any, num_rows: int, *, autocast: torch.dtype | None) -> Any:
-        """Make the output of a training step's call, for planning: a tensor, or a container that pytree knows.
-
-        Args:
-            model: The model, possibly on the meta device or sharded; it is not called.
-            num_rows: Rows of the batch.
-            autocast: Dtype of autocast, if it is on.
-
-        Returns:
-            The argument of `loss`; the tensors that it differentiates are leaves that require a gradient.
-        """
 
     def step_metrics(
         self, batches: Sequence[BatchT], *, weight: float, num_ranks: int
@@ -84,14 +75,15 @@ class Objective(ABC, Generic[BatchT]):
         """
         return None
 
-    def sums(self, output: Any, batch: BatchT) -> Tensor:
-        """Return what an evaluation sums over batches and ranks: float64 of shape (n,), loss and weight first."""
-        return torch.stack([self.loss(output, batch).double(), self.weight(batch).double()])
+    def evaluated(self, output: Any, **inputs: Any) -> Tensor:
+        """Return what an evaluation sums over batches and ranks: float64 of shape (n,), the loss first.
 
-    def evaluation(self, sums: Tensor) -> dict[str, float]:
-        """Turn those sums, over the whole data set, into the metrics of an evaluation."""
-        return {"val_loss": float(sums[0] / sums[1])}
+        Args:
+            output: The model's output.
+            **inputs: As for `loss`.
+        """
+        return self.loss(output, **inputs).double()[None]
 
-    def output(self, model: nn.Module, batch: BatchT) -> Any:
-        """Call the model."""
-        return model(**self.model_inputs(batch))
+    def evaluation(self, sums: Tensor, weight: Tensor) -> dict[str, float]:
+        """Turn those sums, and that of the weights, over the whole data set into the metrics of an evaluation."""
+        return {"val_loss": float(sums[0] / weight)}

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutput
 from typing_extensions import override
 
 from thunder_memsave.callbacks.flops import training_flops
@@ -38,8 +37,12 @@ class SupervisedFineTuning(Objective[Batch]):
         return model_inputs(batch, mask=self.mask)
 
     @override
-    def loss(self, output: Any, batch: Batch) -> Tensor:
-        return loss_of_logits(output.logits, batch.targets)
+    def loss_inputs(self, batch: Batch) -> dict[str, Any]:
+        return {"targets": batch.targets}
+
+    @override
+    def loss(self, output: Any, **inputs: Any) -> Tensor:
+        return loss_of_logits(output.logits, inputs["targets"])
 
     @override
     def weight(self, batch: Batch) -> Tensor:
@@ -51,14 +54,6 @@ class SupervisedFineTuning(Objective[Batch]):
             samples=(), places=(), length=self.length, num_documents=self.num_documents, pad_id=0
         )
         return rows.lay_out([None] * num_rows)
-
-    @override
-    def blank_output(
-        self, model: Any, num_rows: int, *, autocast: torch.dtype | None
-    ) -> CausalLMOutput:
-        shape = (num_rows, self.length, model.config.get_text_config().vocab_size)
-        dtype = autocast or model.get_output_embeddings().weight.dtype
-        return CausalLMOutput(logits=torch.empty(shape, dtype=dtype, requires_grad=True))
 
     @override
     def step_metrics(
@@ -88,8 +83,8 @@ class SupervisedFineTuning(Objective[Batch]):
         return flops / self.length
 
     @override
-    def evaluation(self, sums: Tensor) -> dict[str, float]:
-        metrics = super().evaluation(sums)
+    def evaluation(self, sums: Tensor, weight: Tensor) -> dict[str, float]:
+        metrics = super().evaluation(sums, weight)
         return {**metrics, "val_perplexity": perplexity(metrics["val_loss"])}
 
 

@@ -191,7 +191,6 @@ def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
             "",
             "on each rank, when it holds the most:",
             kinds_table(made.call.profile),
-            f"between forward and backward, the loss outside of the model takes {in_units(made.loss_bytes)}",
             *_reserved(made),
             "",
             explain(plan, num_rows=12),

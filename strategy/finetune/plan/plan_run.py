@@ -31,6 +31,7 @@ from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.finetune.model.build import autocast_of, describe_model
 from thunder_memsave.finetune.objectives.choose import objective_of
+from thunder_memsave.finetune.objectives.loss_in_model import TRAINING, call_inputs, put_loss_in
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.plan.fp8_planned import (
     by_transformer_engine,
@@ -40,7 +41,7 @@ from thunder_memsave.finetune.plan.fp8_planned import (
 from thunder_memsave.finetune.process.deterministic import deterministic_choice
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
-from thunder_memsave.finetune.training.loss_memory import caller_memory
+from thunder_memsave.finetune.training.caller_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.capture import Call
@@ -74,8 +75,6 @@ class RunPlan:
     refusal: BudgetError | None
     smallest_bytes: int
     """Smallest budget for which a plan was found."""
-    loss_bytes: int
-    """Peak bytes of the loss outside of the compiled graph, between forward and backward."""
     reserved: ReservedMemory | NotSimulatedError | None
     """Bytes that the device's allocator reserves; None on the CPU, where nothing is reserved."""
     limits_reserved: bool
@@ -128,6 +127,7 @@ def plan_run(
     budget_bytes = _budget_bytes(strategy, device)
     objective = objective_of(config)
     model = _described(config, strategy)
+    put_loss_in(model, objective)
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
         memory = _step_memory(config, objective, model, device, sizes)
@@ -144,7 +144,6 @@ def plan_run(
         call=planner.call,
         refusal=planner.refusal,
         smallest_bytes=(smallest := planner.smallest_bytes()),
-        loss_bytes=memory.between_bytes,
         curve=planner.curve(smallest) if has_curve else (),
         reserved=_reserved(planner.call, device, config.memory),
         limits_reserved=limits_reserved(config.memory, device),
@@ -213,7 +212,8 @@ def _compile(
         graphs=_graphs(strategy, planner),
     )
     with _precision(config, planner.device), _determinism(config):
-        compiler.compile(model, Call.of(model, (), inputs), name="forward", reason="plan")
+        call = Call.of(getattr(model, TRAINING), (), inputs)
+        compiler.compile(model, call, name=TRAINING, reason="plan")
 
 
 def _graphs(strategy: StrategyConfig, planner: _Planner) -> CudaGraphs:
@@ -357,9 +357,9 @@ def _determinism(config: RunConfig) -> Iterator[None]:
 
 
 def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:
-    """Return the loop's arguments for the model, without memory."""
+    """Return the loop's arguments for the model with its loss, without memory."""
     with FakeTensorMode():
-        inputs = objective.model_inputs(objective.blank(num_rows))
+        inputs = call_inputs(objective, objective.blank(num_rows))
     planned: dict[str, Any] = tree_map_only(
         Tensor, lambda each: without_memory(each.shape, each.dtype), inputs
     )
@@ -377,9 +377,7 @@ def _step_memory(
     device_type = _target(device).type
     optimizer = make_optimizer(config, trained, device_type=device_type)
     max_norm = config.train.max_grad_norm
-    own = caller_memory(
-        objective, model, sizes, autocast=autocast_of(config), device_type=device_type
-    )
+    own = caller_memory(objective, sizes, device_type=device_type)
     return step_memory(
         [optimizer],
         clip=None if max_norm is None else partial(_clip, max_norm=max_norm),

@@ -21,7 +21,6 @@ from thunder_memsave.checkpoints import StateMismatchError
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
 from thunder_memsave.finetune.export.export import export, is_adapted
-from thunder_memsave.finetune.model.build import autocast_of
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.output.environment import add_start
 from thunder_memsave.finetune.process import signals
@@ -40,9 +39,9 @@ from thunder_memsave.finetune.run.resume import (
     with_newest_checkpoint,
 )
 from thunder_memsave.finetune.run_file.config import GuardsConfig, RunConfig
+from thunder_memsave.finetune.training.caller_memory import caller_memory
 from thunder_memsave.finetune.training.loop import LoopPlan, fit
 from thunder_memsave.finetune.training.loop_state import LoopState
-from thunder_memsave.finetune.training.loss_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import (
     make_optimizer,
 )
@@ -175,13 +174,7 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
         ) from error
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(job.config, trained, device_type=fabric.device.type)
-    own = caller_memory(
-        job.objective,
-        job.model,
-        job.batch_sizes,
-        autocast=autocast_of(job.config),
-        device_type=fabric.device.type,
-    )
+    own = caller_memory(job.objective, job.batch_sizes, device_type=fabric.device.type)
     cast(ThunderMemsaveStrategy, fabric.strategy).count_caller(
         between_bytes=own.between_bytes,
         other_bytes=own.other_bytes,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.finetune.data.batches import Sharding, make_batch, ordered_rows
 from thunder_memsave.finetune.data.row_set import RowSet
+from thunder_memsave.finetune.objectives.loss_in_model import EVALUATION, call_inputs
 from thunder_memsave.finetune.objectives.objective import BatchT, Objective
 from thunder_memsave.finetune.training.ahead import to_device
 
@@ -34,7 +35,7 @@ def evaluate(
 
     Args:
         fabric: Its ranks share the work.
-        model: The result of `fabric.setup`.
+        model: The result of `fabric.setup`, with the objective's loss in its model (`put_loss_in`).
         rows: The validation set.
         objective: Computes the metrics.
         sharding: The division of rows over the ranks.
@@ -50,10 +51,12 @@ def evaluate(
             model.train(was_training)
             return None
         batch = to_device(fabric, make_batch(rows, chosen))
-        total = total + objective.sums(objective.output(model, batch), batch)
+        # Of shape (n + 1,): the weight, and what the objective sums.
+        sums = getattr(model, EVALUATION)(**call_inputs(objective, batch))
+        total = total + torch.cat([objective.weight(batch).double()[None], sums])
     total = sum_over_ranks(fabric, total)
     model.train(was_training)
-    return objective.evaluation(total)
+    return objective.evaluation(total[1:], total[0])
 
 
 def sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_memsave.finetune.objectives.loss_in_model import TRAINING, call_inputs
 from thunder_memsave.finetune.objectives.objective import Objective
 
 
@@ -26,9 +27,9 @@ def accumulate(
 
     Args:
         fabric: Its ranks share the global batch.
-        model: The result of `fabric.setup`.
+        model: The result of `fabric.setup`, with the objective's loss in its model (`put_loss_in`).
         batches: This rank's micro-batches, on the device.
-        objective: Calls the model, and computes the loss.
+        objective: Makes the inputs of both from a batch.
         weight: The objective's weight over all ranks, on the device.
     """
     # The strategy averages gradients over the ranks, but a mean over all rows needs their sum.
@@ -37,7 +38,7 @@ def accumulate(
     for number, batch in enumerate(batches, start=1):
         is_last = number == len(batches)
         with fabric.no_backward_sync(model, enabled=not is_last):  # type: ignore[arg-type]
-            loss = objective.loss(objective.output(model, batch), batch)
+            loss = getattr(model, TRAINING)(**call_inputs(objective, batch))
             fabric.backward(loss * scale)
         total += loss.detach()
     return total

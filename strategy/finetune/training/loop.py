@@ -35,6 +35,7 @@ from thunder_memsave.callbacks.control import TrainingControl
 from thunder_memsave.callbacks.hooks import saves_after
 from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.row_set import RowSet
+from thunder_memsave.finetune.objectives.loss_in_model import put_loss_in
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.stop import BadStepError, NotFiniteError
@@ -149,6 +150,7 @@ class _Loop:
 
     def __post_init__(self) -> None:
         plan = self.plan
+        put_loss_in(cast(nn.Module, self.model.module), plan.objective)
         self.unread = UnreadSteps(
             guards=plan.guards,
             max_nonfinite_skips=plan.max_nonfinite_skips,

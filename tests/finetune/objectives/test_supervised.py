@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness.language_model import sample_of
 from thunder_memsave.finetune.data.packing import pack
 from thunder_memsave.finetune.model.documents_apart import MaskKind
+from thunder_memsave.finetune.objectives.loss_in_model import call_inputs
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning, perplexity
 from thunder_memsave.finetune.plan.plan_run import _inputs
 
@@ -25,15 +26,18 @@ def test_a_perplexity_that_is_too_large_is_infinite(loss: float, expected: float
 def test_planning_calls_the_model_with_what_the_loop_does(mask: MaskKind) -> None:
     objective = SupervisedFineTuning(mask=mask, length=8, num_documents=2)
     rows = pack([sample_of([4, 5, 6]), sample_of([7, 8])], length=8, pad_id=0, seed=0)
-    given = objective.model_inputs(rows.lay_out([0, None]))
+    given = call_inputs(objective, rows.lay_out([0, None]))
     planned = _inputs(objective, num_rows=2)
     assert planned.keys() == given.keys()
-    for name, value in given.items():
-        if isinstance(value, Tensor):
-            assert (planned[name].shape, planned[name].dtype) == (value.shape, value.dtype)
-            assert planned[name].untyped_storage().nbytes() == 0
-        else:
-            assert planned[name] is value
+    for part, arguments in given.items():
+        assert planned[part].keys() == arguments.keys()
+        for name, value in arguments.items():
+            of_plan = planned[part][name]
+            if isinstance(value, Tensor):
+                assert (of_plan.shape, of_plan.dtype) == (value.shape, value.dtype)
+                assert of_plan.untyped_storage().nbytes() == 0
+            else:
+                assert of_plan is value
 
 
 def test_the_loss_weighs_as_many_tokens_as_are_trained_on() -> None:
@@ -41,8 +45,8 @@ def test_the_loss_weighs_as_many_tokens_as_are_trained_on() -> None:
     objective = SupervisedFineTuning(mask="additive", length=8)
     assert int(objective.weight(rows.lay_out([0]))) == 3
     assert int(objective.weight(rows.lay_out([None, None]))) == 0
-    nothing = torch.zeros(2, 8, 11)
-    assert float(objective.loss(_Output(nothing), rows.lay_out([None, None]))) == 0.0
+    output, inputs = _Output(torch.zeros(2, 8, 11)), objective.loss_inputs(rows.lay_out([None] * 2))
+    assert float(objective.loss(output, **inputs)) == 0.0
 
 
 def test_a_model_whose_flops_cannot_be_counted_is_trained_without_mfu() -> None:

@@ -104,12 +104,12 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
 def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tight = ("--budget", "65MiB", "--memory.limits=tensors")  # 64 MiB of it are cuBLAS's
+    tight = ("--budget", "66000KiB", "--memory.limits=tensors")  # 64 MiB of it are cuBLAS's
     code, plan = planned(run_file, tmp_path, *tight)
     assert code == 3
     assert not plan["fits"]
-    assert plan["predicted_peak_bytes"] == plan["smallest_budget_bytes"] > 65 << 20
-    assert "it does not fit: the budget is 65.00 MiB, and the smallest" in capsys.readouterr().out
+    assert plan["predicted_peak_bytes"] == plan["smallest_budget_bytes"] > 66000 << 10
+    assert "it does not fit: the budget is 64.45 MiB, and the smallest" in capsys.readouterr().out
 
 
 def test_a_budget_is_of_reserved_bytes_and_names_the_smallest_that_works(

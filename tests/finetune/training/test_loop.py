@@ -23,6 +23,7 @@ from thunder_memsave.callbacks.hooks import HOOKS
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
 from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.data.tokenize import IGNORED
+from thunder_memsave.finetune.objectives.loss_in_model import put_loss_in
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.stop import NotFiniteError
@@ -626,6 +627,7 @@ def test_evaluation_is_the_mean_over_all_tokens_and_leaves_the_mode_as_it_was() 
     rows = rows_of(2, 9, 3, 7, 5)
     fabric = Fabric(accelerator="cpu", devices=1)
     model = TinyModel().train()
+    put_loss_in(model, OBJECTIVE)
     modes: list[bool] = []
     model.register_forward_hook(lambda *_: modes.append(model.training))
     sharding = Sharding(global_batch_size=4, micro_batch_size=2)
