@@ -73,6 +73,11 @@ class CompileConfig(Section):
     own code runs in eager PyTorch and the submodules that it calls are compiled, and the log says so. With
     a `memory.budget` in bytes, fp8 or `cuda_graphs: true` it is refused all the same: no promise would hold."""
 
+    return_logits: bool = False
+    """Whether a model that is given `labels=` computes the logits that it returns beside its loss. Otherwise they
+    are made when they are first read, before the weights change and on one device; to differentiate them too,
+    or read them on shards, set `true`."""
+
     leave_out: tuple[str, ...] = ()
     """Steps of a compilation that are not done, for an experiment: `gather_in_compute_dtype`,
     `regather`, `schedule`, `add_gradients`. Gradients stay the same; memory and time do not."""

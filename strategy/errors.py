@@ -74,6 +74,12 @@ class SavedTensorsError(ThunderMemsaveError, RuntimeError):
     code = None  # the traceback shows the user
 
 
+class LateTensorError(ThunderMemsaveError, RuntimeError):
+    """Logits that a compiled call left out were read when they could no longer be made, or differentiated."""
+
+    code = None  # the traceback shows the user
+
+
 class PlanError(ThunderMemsaveError, RuntimeError):
     """A plan cannot be applied to a trace."""
 

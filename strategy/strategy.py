@@ -79,6 +79,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         cuda_graphs: Whether forward and backward are a CUDA graph each: `"auto"`, True or False.
         trace_dir: Directory for the traces after each step of a compilation; None writes none.
         fullgraph: Whether to refuse a forward that is not one graph; else it runs in compiled and eager pieces.
+        return_logits: Whether logits that a model returns beside its loss are computed before they are read.
         leave_out: Steps of a compilation to leave out, for an experiment.
         nonfinite_gradients: What happens to a step with non-finite gradients: `"ignore"`, `"skip"` or `"stop"`.
         timeout: Longest wait of a collective for the other ranks, such as `"30min"`.
@@ -108,6 +109,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         trace_dir: str | None = None,
         cuda_graphs: str | bool = False,
         fullgraph: bool = False,
+        return_logits: bool = False,
         leave_out: list[str] | tuple[str, ...] = (),
         nonfinite_gradients: str = "ignore",
         timeout: str | timedelta = "30min",

@@ -170,6 +170,7 @@ class CallCompiler:
                 opaque=opaque,
                 target=self.target,
                 fp8=self.fp8,
+                return_logits=self.config.return_logits,
             )
         return _Traced(captured, lowered, compile_data, code)
 

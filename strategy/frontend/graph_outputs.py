@@ -1,6 +1,7 @@
 """Assembles the outputs of a captured graph, and finds the inputs that each is differentiable in.
 
-Outputs are computed values, inputs returned unchanged, views of inputs, and plain Python values. A view is made of the
+Outputs are computed values, inputs returned unchanged, views of inputs, logits that are made when they are read, and
+plain Python values. A view is made of the
 input outside of the trace: a caller who changes it in place changes the input, and autograd knows of both.
 """
 
@@ -16,6 +17,8 @@ from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import storage
 from thunder_memsave.frontend.fx_nodes import node_callable, own_name
+from thunder_memsave.frontend.late_tensor import Kind, LateOutput
+from thunder_memsave.frontend.rewrites.late_logits import LateNodes
 
 _SHAPES = ("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _DIMS = ("t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims")
@@ -116,13 +119,17 @@ class OutputOrder:
         outputs: Sequence[Any],
         computed: Sequence[fx.Node],
         views: Mapping[fx.Node, ViewOfInput],
+        late: Mapping[int, LateNodes],
     ) -> Self:
-        """Record the order of `outputs`; `computed` are the nodes that the trace returns."""
+        """Record the order of `outputs`; `computed` are the nodes that the trace returns, `late` outputs by index."""
         inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
         position: dict[fx.Node, tuple[str, Any]] = {n: ("input", i) for i, n in enumerate(inputs)}
         position.update({n: ("view", v) for n, v in views.items()})
         position.update({n: ("computed", i) for i, n in enumerate(computed)})
-        return cls(tuple(position[o] if isinstance(o, fx.Node) else ("value", o) for o in outputs))
+        order = [position[o] if isinstance(o, fx.Node) else ("value", o) for o in outputs]
+        for index, nodes in late.items():
+            order[index] = "late", _late_output(nodes, position)
+        return cls(tuple(order))
 
     def __call__(self, inputs: Sequence[Tensor], computed: Sequence[Any]) -> Sequence[Any]:
         """Return the graph's outputs from its inputs and the computed values."""
@@ -130,9 +137,15 @@ class OutputOrder:
             "input": inputs.__getitem__,
             "computed": computed.__getitem__,
             "view": lambda view: view.of(inputs[view.position]),
+            "late": lambda late: late.of(inputs, computed),
             "value": lambda value: value,
         }
         return [of[kind](value) for kind, value in self.order]
+
+
+def _late_output(nodes: LateNodes, position: Mapping[fx.Node, tuple[str, Any]]) -> LateOutput:
+    operands = tuple(position[operand] for operand in nodes.operands)
+    return LateOutput(nodes.make, operands, Kind.of(nodes.example), nodes.example.requires_grad)
 
 
 def distinct_values() -> Callable[[Any], Any]:

@@ -6,7 +6,7 @@ Values and gradients have eager's bits, random numbers are those that eager draw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ from thunder_memsave.frontend.recorded_joint import RecordedJoint, joint_symbol
 from thunder_memsave.frontend.refusal import refusal
 from thunder_memsave.frontend.rewrites.attention_masks import simplify_attention
 from thunder_memsave.frontend.rewrites.batch_norms import split_batch_norms
+from thunder_memsave.frontend.rewrites.late_logits import LateNodes
 from thunder_memsave.frontend.rewrites.linear_losses import join_linear_losses
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
 from thunder_memsave.frontend.rewrites.rms_norms import join_rms_norms
@@ -80,6 +81,7 @@ def lower(
     opaque: OpaqueExecutor,
     target: torch.device | None = None,
     fp8: Fp8Linears | None = None,
+    return_logits: bool = True,
 ) -> Lowered:
     """Trace `capture.graph` and its vector-Jacobian product.
 
@@ -90,6 +92,7 @@ def lower(
         opaque: The executor of the graph's own functions.
         target: The device of every tensor, for a plan; None: each tensor's own.
         fp8: The linears that compute in fp8.
+        return_logits: Whether logits that the graph returns beside their loss are computed.
 
     Raises:
         CompileError: PyTorch cannot trace it without numbers; the message names the user's line.
@@ -104,12 +107,16 @@ def lower(
     join_rms_norms(capture.graph, changed=changed)
     linears = None if fp8 is None else LinearNodes(fp8, capture, target)
     in_fp8 = linears.computes if linears is not None else lambda node: False
-    join_linear_losses(
-        capture.graph, changed=changed, grad_enabled=capture.grad_enabled, stays=in_fp8
+    late = join_linear_losses(
+        capture.graph,
+        changed=changed,
+        grad_enabled=capture.grad_enabled,
+        stays=in_fp8,
+        returns=return_logits,
     )
     scale_smaller_operands(capture.graph, changed=changed, stays=in_fp8)
     inputs = GraphInputs(capture, compile_data, data_parallel, target, linears)
-    return _Lowering(capture, compile_data, inputs, opaque, target, linears).lower()
+    return _Lowering(capture, compile_data, inputs, opaque, target, linears, late).lower()
 
 
 def _whole_inputs(capture: Capture) -> frozenset[fx.Node]:
@@ -170,6 +177,7 @@ class _Lowering:
     opaque: OpaqueExecutor
     target: torch.device | None
     fp8: LinearNodes | None
+    late: Mapping[int, LateNodes]
     trace: TraceCtx = field(default_factory=lambda: TraceCtx(_computation))
 
     def lower(self) -> Lowered:
@@ -194,7 +202,7 @@ class _Lowering:
             input_names=tuple(i.name for i in capture.inputs),
             depends_on=tuple(self._reached(joint, function, i) for i in range(len(computed))),
             training=capture.training,
-            outputs=OutputOrder.of(capture.graph, outputs, computed, views),
+            outputs=OutputOrder.of(capture.graph, outputs, computed, views, self.late),
             state=tuple if self.fp8 is None else self.fp8.tensors,
         )
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import torch
 
+from thunder_memsave import ops
 from thunder_memsave.measure.layouts import make_arguments
 from thunder_memsave.measure.op_profile import Operation
 from thunder_memsave.ops.table import write_numbers
@@ -49,8 +53,16 @@ def _generators_kept(device_type: str) -> Iterator[None]:
 def environment() -> str:
     """Describe all that decides which kernels run here: versions, threads and the device."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    versions = f"torch {torch.__version__}{_transformer_engine()}"
+    versions = f"torch {torch.__version__}{_transformer_engine()}, own kernels {_own_kernels()}"
     return f"{versions}, {torch.get_num_threads()} threads, {device}"
+
+
+@cache
+def _own_kernels() -> str:
+    """Return a digest of the code of this package's own operations."""
+    directory = Path(ops.__file__).parent
+    code = [path.read_bytes() for path in sorted(directory.rglob("*.py"))]
+    return hashlib.sha256(b"".join(code)).hexdigest()[:8]
 
 
 def _transformer_engine() -> str:

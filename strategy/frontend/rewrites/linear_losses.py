@@ -7,9 +7,10 @@ that:
     loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), targets)
 
 becomes `linear_cross_entropy(hidden[:, :-1].flatten(0, 1), weight, None, targets)`. Between the two there may be casts
-to a wider dtype, factors, a cap by `tanh`, slices and new shapes of the tokens. Left alone are logits that anything
-else reads, such as the caller; those of few elements, whose loss keeps eager's bits; layers that compute in fp8; and
-float16, in which gradients for a cotangent of one underflow, or overflow, before they are multiplied by a scaled one.
+to a wider dtype, factors, a cap by `tanh`, slices and new shapes of the tokens. The caller may get the logits too, as
+of a model that is given `labels=`: they are made when they are read (`late_tensor.py`). Left alone are logits that
+anything else reads; those of few elements, whose loss keeps eager's bits; layers that compute in fp8; and float16, in
+which gradients for a cotangent of one underflow, or overflow, before they are multiplied by a scaled one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import storage
+from thunder_memsave.frontend.rewrites.late_logits import LateNodes, leave_out, may_be_late
 from thunder_memsave.frontend.rewrites.nodes import erase_unused, shape_of, torch_call
 from thunder_memsave.ops.families.linear_cross_entropy import linear_cross_entropy
 
@@ -61,6 +63,9 @@ class _Logits:
     is_swapped: bool = False
     """Whether the classes are the second dim of three."""
 
+    returned: fx.Node | None = None
+    """The node between that the graph also returns."""
+
     @property
     def scale(self) -> float:
         """Factor of the logits before they are capped."""
@@ -74,7 +79,8 @@ def join_linear_losses(
     changed: Set[Any],
     grad_enabled: bool,
     stays: Callable[[fx.Node], bool],
-) -> None:
+    returns: bool,
+) -> dict[int, LateNodes]:
     """Replace losses of linear layers, and erase the logits.
 
     Args:
@@ -82,14 +88,24 @@ def join_linear_losses(
         changed: The storages that it changes in place, from `changed_storages`.
         grad_enabled: Whether the call has gradients.
         stays: `(linear) -> whether it must stay a linear layer`, such as one in fp8.
+        returns: Whether logits that the graph returns are computed; otherwise they are made when they are read.
+
+    Returns:
+        The outputs that are made when they are read, by their index.
     """
+    late: dict[int, LateNodes] = {}
     for loss in graph.graph.find_nodes(op="call_function", target=F.cross_entropy):
         given = _arguments(loss)
         if given is None or (logits := _logits(given["input"], loss)) is None:
             continue
         if stays(logits.linear) or not _is_like_eager(logits, loss, given, changed, grad_enabled):
             continue
+        if logits.returned is not None:
+            if returns or not may_be_late(logits.linear):
+                continue
+            late.update(leave_out(graph, logits.nodes, logits.returned))
         _join(logits, loss, given)
+    return late
 
 
 def _arguments(loss: fx.Node) -> dict[str, Any] | None:
@@ -108,11 +124,16 @@ def _arguments(loss: fx.Node) -> dict[str, Any] | None:
 def _logits(values: fx.Node, loss: fx.Node) -> _Logits | None:
     """Return the way from a linear layer to the argument of a loss; None if there is none, or others read it."""
     nodes: list[fx.Node] = []
+    returned: fx.Node | None = None
     node, reader = values, loss
-    while set(node.users) == {reader} and isinstance(node.meta.get("example_value"), Tensor):
+    while isinstance(node.meta.get("example_value"), Tensor):
+        others = set(node.users) - {reader}
+        if others and (returned is not None or others != {node.graph.output_node()}):
+            return None
+        returned = node if others else returned
         nodes.insert(0, node)
         if node.target is F.linear:
-            return _understood(_Logits(node, nodes))
+            return _understood(_Logits(node, nodes, returned=returned))
         call = torch_call(node)
         operands = [] if call is None else [a for a in call.args if isinstance(a, fx.Node)]
         if len(operands) != 1 or len(node.all_input_nodes) != 1:

@@ -140,11 +140,16 @@ def losses_in_tiles(
 
 
 def _kept(targets: Tensor) -> Tensor | None:
-    """Return the places of the tokens with a loss; None: compute all, which needs no number on the host."""
-    if isinstance(targets, FakeTensor) or not targets.is_cpu:
+    """Return the places of the tokens with a loss; None: compute all, which needs no number on the host.
+
+    Of tensors without numbers, all tokens have one: what is computed of fewer takes less memory.
+    """
+    if not targets.is_cpu:
         return None
     is_kept = targets != IGNORED
-    return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
+    if isinstance(targets, FakeTensor):
+        return torch.empty_like(targets)
+    return is_kept.nonzero().squeeze(1)
 
 
 class _Tile:
