@@ -7,17 +7,18 @@ that:
     loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), targets)
 
 becomes `linear_cross_entropy(hidden[:, :-1].flatten(0, 1), weight, None, targets)`. Between the two there may be casts
-to a wider dtype, factors, a cap by `tanh`, slices and new shapes of the tokens. The caller may get the logits too, as
-of a model that is given `labels=`: they are made when they are read (`late_tensor.py`). Left alone are logits that
-anything else reads; those of few elements, whose loss keeps eager's bits; layers that compute in fp8; and float16, in
-which gradients for a cotangent of one underflow, or overflow, before they are multiplied by a scaled one.
+to a wider dtype, factors, a cap by `tanh`, slices and new shapes of the tokens; the layer may have LoRA around it. The
+caller may get the logits too, as of a model that is given `labels=`: they are made when they are read
+(`late_tensor.py`). Left alone are logits that anything else reads; those of few elements, whose loss keeps eager's
+bits; layers that compute in fp8; and float16, in which gradients for a cotangent of one underflow, or overflow, before
+they are multiplied by a scaled one.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import storage
+from thunder_memsave.frontend.rewrites.adapted_linears import AdaptedLinear, adapted_linear
 from thunder_memsave.frontend.rewrites.late_logits import LateNodes, leave_out, may_be_late
 from thunder_memsave.frontend.rewrites.nodes import erase_unused, shape_of, torch_call
 from thunder_memsave.ops.families.linear_cross_entropy import linear_cross_entropy
@@ -66,6 +68,14 @@ class _Logits:
     returned: fx.Node | None = None
     """The node between that the graph also returns."""
 
+    adapter: AdaptedLinear | None = None
+    """The linear layer with an adapter, if it has one."""
+
+    @property
+    def linears(self) -> list[fx.Node]:
+        """The linear layer, and the adapter's last one."""
+        return [self.linear] if self.adapter is None else [self.linear, self.adapter.up]
+
     @property
     def scale(self) -> float:
         """Factor of the logits before they are capped."""
@@ -98,10 +108,12 @@ def join_linear_losses(
         given = _arguments(loss)
         if given is None or (logits := _logits(given["input"], loss)) is None:
             continue
-        if stays(logits.linear) or not _is_like_eager(logits, loss, given, changed, grad_enabled):
+        if any(map(stays, logits.linears)):
+            continue
+        if not _is_like_eager(logits, loss, given, changed, grad_enabled):
             continue
         if logits.returned is not None:
-            if returns or not may_be_late(logits.linear):
+            if returns or logits.adapter is not None or not may_be_late(logits.linear):
                 continue
             late.update(leave_out(graph, logits.nodes, logits.returned))
         _join(logits, loss, given)
@@ -134,6 +146,9 @@ def _logits(values: fx.Node, loss: fx.Node) -> _Logits | None:
         nodes.insert(0, node)
         if node.target is F.linear:
             return _understood(_Logits(node, nodes, returned=returned))
+        if (adapted := adapted_linear(node)) is not None:
+            nodes[:1] = adapted.nodes
+            return _understood(_Logits(adapted.linear, nodes, returned=returned, adapter=adapted))
         call = torch_call(node)
         operands = [] if call is None else [a for a in call.args if isinstance(a, fx.Node)]
         if len(operands) != 1 or len(node.all_input_nodes) != 1:
@@ -149,7 +164,8 @@ def _understood(logits: _Logits) -> _Logits | None:
         return None
     if not isinstance(arguments[1], fx.Node) or len(shape_of(arguments[1])) != 2:
         return None
-    for node in logits.nodes[1:]:
+    of_layer = 1 if logits.adapter is None else len(logits.adapter.nodes)
+    for node in logits.nodes[of_layer:]:
         if not (_casts(node) or _computes(node, logits) or _reshapes(node, logits)):
             return None
     return logits
@@ -249,7 +265,7 @@ def _is_like_eager(
     grad_enabled: bool,
 ) -> bool:
     """Return whether the one call, in place of the loss, reads the same numbers and gives the same gradients."""
-    operands = [n for n in logits.linear.args if isinstance(n, fx.Node)]
+    operands = [n for layer in logits.linears for n in layer.args if isinstance(n, fx.Node)]
     values: list[Any] = [n.meta.get("example_value") for n in (*operands, *logits.nodes, loss)]
     if not all(isinstance(v, Tensor) and v.is_floating_point() for v in values):
         return False
@@ -262,7 +278,10 @@ def _is_like_eager(
     if not grad_enabled:
         return True
     needs_grad = any(v.requires_grad for v in values[: len(operands)])
-    return all(v.requires_grad is needs_grad for v in values[len(operands) :])
+    after = values[len(operands) :]
+    if logits.adapter is not None:  # a part of the sum may be frozen
+        after = after[len(logits.adapter.nodes) - 1 :]
+    return all(v.requires_grad is needs_grad for v in after)
 
 
 def _has_classes(logits: _Logits, targets: tuple[int, ...]) -> bool:
@@ -277,16 +296,14 @@ def _has_classes(logits: _Logits, targets: tuple[int, ...]) -> bool:
 def _join(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> None:
     graph = loss.graph
     hidden, weight, *bias = logits.linear.args
-    width = shape_of(weight)[-1]  # type: ignore[arg-type]
     first_new = loss.prev
     with graph.inserting_before(loss):
-        for node in logits.shapes:
-            call = torch_call(node)
-            if call is not None and call.name == "getitem":
-                hidden = graph.call_function(operator.getitem, (hidden, call.args[1]))
-            else:
-                hidden = _reshaped(graph, hidden, (*shape_of(node)[:-1], width))
-        hidden = _reshaped(graph, hidden, (-1, width))
+        hidden = _rows(graph, hidden, logits.shapes)
+        if (adapter := logits.adapter) is not None:
+            low = _rows(graph, adapter.up.args[0], logits.shapes)
+            if adapter.factor != 1.0:
+                low = graph.call_function(torch.mul, (low, adapter.factor))
+            hidden = graph.call_function(torch.cat, ((hidden, low), -1))
         targets = _reshaped(graph, given["target"], (-1,))
         operands = (hidden, weight, *(bias or [None]), targets)
         settings = _settings(logits, loss, given)
@@ -305,6 +322,18 @@ def _join(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> None:
     erase_unused(before)
 
 
+def _rows(graph: fx.Graph, operand: Any, shapes: Sequence[fx.Node]) -> fx.Node:
+    """Return what a linear layer reads as rows of tokens, after what its results went through."""
+    width = shape_of(operand)[-1]
+    for node in shapes:
+        call = torch_call(node)
+        if call is not None and call.name == "getitem":
+            operand = graph.call_function(operator.getitem, (operand, call.args[1]))
+        else:
+            operand = _reshaped(graph, operand, (*shape_of(node)[:-1], width))
+    return _reshaped(graph, operand, (-1, width))
+
+
 def _reshaped(graph: fx.Graph, operand: Any, shape: tuple[int, ...]) -> fx.Node:
     return graph.call_function(torch.reshape, (operand, shape))
 
@@ -318,4 +347,5 @@ def _settings(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> dict[
         "logit_scale": logits.scale,
         "dtype": logits.linear.meta["example_value"].dtype,
         "loss_dtype": loss.meta["example_value"].dtype,
+        **({} if logits.adapter is None else {"adapter": logits.adapter.up.args[1]}),
     }

@@ -20,6 +20,7 @@ from torch import Tensor
 from thunder_memsave.ops.families.tiled_loss import (
     IGNORED,
     Gradients,
+    Head,
     LossOptions,
     Sizes,
     Wanted,
@@ -33,8 +34,8 @@ from thunder_memsave.ops.kernel_calls import call_kernel
 from thunder_memsave.ops.operation import Derivative, Kernel, Operation
 
 Reduction = Literal["mean", "sum", "none"]
-Part = Literal["hidden", "weight", "bias"]
-_PARTS: tuple[Part, ...] = ("hidden", "weight", "bias")
+Part = Literal["hidden", "weight", "bias", "adapter"]
+_PARTS: tuple[Part, ...] = ("hidden", "weight", "bias", "adapter")
 
 
 def linear_cross_entropy(
@@ -43,6 +44,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     *,
+    adapter: Tensor | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
@@ -55,10 +57,12 @@ def linear_cross_entropy(
     """Compute `cross_entropy(soft_cap * tanh(logit_scale * linear(hidden, weight, bias) / soft_cap), targets)`.
 
     Args:
-        hidden: (tokens, width).
+        hidden: (tokens, width), or with an adapter (tokens, width + rank).
         weight: (classes, width).
         bias: (classes,), or None.
         targets: (tokens,), int64.
+        adapter: (classes, rank): the last elements of hidden states times this are added to the linear layer's results;
+            or None.
         reduction: `mean` over the tokens that are not ignored, `sum`, or `none`: a loss per token. Without smoothing
             and `z_loss` that is the negative logarithm of the target's probability.
         ignore_index: Target of tokens that have no loss.
@@ -72,8 +76,10 @@ def linear_cross_entropy(
     Returns:
         The loss: a scalar, or (tokens,).
     """
-    sizes = (hidden.shape[0], hidden.shape[1], weight.shape[0])
-    operands = [None if t is None else t.to(dtype or hidden.dtype) for t in (hidden, weight, bias)]
+    rank = 0 if adapter is None else adapter.shape[1]
+    sizes = (hidden.shape[0], weight.shape[1], weight.shape[0], rank)
+    given = (hidden, weight, bias, adapter)
+    operands = [None if t is None else t.to(dtype or hidden.dtype) for t in given]
     assert hidden.shape[0] == targets.shape[0], "each token has a target"
     targets = _with_usual_index(targets, ignore_index)
     options = (float(label_smoothing), float(z_loss), soft_cap, float(logit_scale))
@@ -98,8 +104,8 @@ def _wanted(operands: Sequence[Tensor | None]) -> Wanted:
 
 
 _TAKES = (
-    *("hidden", "weight", "bias", "targets"),
-    *("num_tokens", "width", "num_classes", "reduction"),
+    *("hidden", "weight", "bias", "adapter", "targets"),
+    *("num_tokens", "width", "num_classes", "rank", "reduction"),
     *("label_smoothing", "z_loss", "soft_cap", "logit_scale", "rows_per_tile"),
 )
 
@@ -108,26 +114,25 @@ def _losses(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    adapter: Tensor | None,
     targets: Tensor,
     *settings: Any,
     factors: Tensor | None = None,
     gradients: Gradients | None = None,
 ) -> Tensor:
-    *options, rows = settings[4:]
+    *options, rows = settings[5:]
     return losses_in_tiles(
-        *(hidden, weight, bias, targets, LossOptions(*options)),
+        *(hidden, Head(weight, bias, adapter), targets, LossOptions(*options)),
         rows_per_tile=rows,
         factors=factors,
         gradients=gradients,
     )
 
 
-def _loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
-) -> Tensor:
-    _refuse_unknown(targets, weight.shape[0])
-    losses = _losses(hidden, weight, bias, targets, *settings)
-    return _reduced(losses, targets, settings[3])
+def _loss(*operands: Any) -> Tensor:
+    targets, reduction = operands[4], operands[9]
+    _refuse_unknown(targets, operands[1].shape[0])
+    return _reduced(_losses(*operands), targets, reduction)
 
 
 def _reduced(losses: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
@@ -153,35 +158,29 @@ def _refuse_unknown(targets: Tensor, num_classes: int) -> None:
         )
 
 
-def _fake_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
-) -> Tensor:
-    shape = targets.shape if settings[3] == "none" else ()
+def _fake_loss(hidden: Tensor, *others: Any) -> Tensor:
+    shape = others[3].shape if others[8] == "none" else ()
     return hidden.new_empty(shape, dtype=wide_dtype(hidden.dtype))
 
 
-def _loss_meta(
-    hidden: TensorProxy, weight: TensorProxy, bias: Any, targets: TensorProxy, *settings: Any
-) -> TensorProxy:
+def _loss_meta(hidden: TensorProxy, *others: Any) -> TensorProxy:
     return TensorProxy(
-        shape=targets.shape if settings[3] == "none" else (),
+        shape=others[3].shape if others[8] == "none" else (),
         device=hidden.device,
         dtype=dtypes.float64 if hidden.dtype is dtypes.float64 else dtypes.float32,
     )
 
 
 def _loss_and_gradients(wanted: Wanted) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
-    ) -> tuple[Tensor, Tensor]:
+    def run(*operands: Any) -> tuple[Tensor, Tensor]:
+        hidden, weight, _, _, targets, *settings = operands
         _refuse_unknown(targets, weight.shape[0])
-        sizes, reduction = Sizes(*settings[:3]), settings[3]
+        sizes, reduction = Sizes(*settings[:4]), settings[4]
         flat = hidden.new_empty(sizes.num_elements(wanted))
         factor = torch.ones((), dtype=wide_dtype(hidden.dtype), device=hidden.device)
         if reduction == "mean":
             factor = factor / _num_kept(targets, factor.dtype)
         gradients = gradients_in(flat, sizes, wanted)
-        operands = (hidden, weight, bias, targets, *settings)
         losses = _losses(*operands, factors=factor, gradients=gradients)
         return _reduced(losses, targets, reduction), flat
 
@@ -203,25 +202,25 @@ def _part_of(wanted: Wanted, name: Part) -> Derivative:
         meta=lambda grad, gradients, *sizes: TensorProxy(like=gradients, shape=shape(sizes)),
         fake=lambda grad, gradients, *sizes: gradients.new_empty(shape(sizes)),
         of=(name,),
-        reads=("gradients", "num_tokens", "width", "num_classes"),
+        reads=("gradients", "num_tokens", "width", "num_classes", "rank"),
     )
 
 
 def _gradients_of_rows(wanted: Wanted) -> Derivative:
     def shapes(settings: Sequence[Any]) -> list[tuple[int, ...]]:
-        return [s for s in Sizes(*settings[:3]).shapes(wanted) if s is not None]
+        return [s for s in Sizes(*settings[:4]).shapes(wanted) if s is not None]
 
     def run(grad: Tensor, *operands: Any) -> Any:
-        made = iter([operands[0].new_empty(shape) for shape in shapes(operands[4:])])
+        made = iter([operands[0].new_empty(shape) for shape in shapes(operands[5:])])
         gradients = Gradients(*(next(made) if w else None for w in wanted))
         _losses(*operands, factors=grad, gradients=gradients)
         return _one_or_all([g for g in gradients if g is not None])
 
     def meta(grad: TensorProxy, hidden: TensorProxy, *others: Any) -> Any:
-        return _one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[3:])])
+        return _one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[4:])])
 
     def fake(grad: Tensor, hidden: Tensor, *others: Any) -> Any:
-        return _one_or_all([hidden.new_empty(s) for s in shapes(others[3:])])
+        return _one_or_all([hidden.new_empty(s) for s in shapes(others[4:])])
 
     return Derivative(
         name=f"{_name(wanted)}_of_rows_backward",
@@ -258,11 +257,11 @@ _without_gradients = _loss_kernel("linear_cross_entropy_alone")
 
 def _kernel_with_gradients(wanted: Wanted) -> Kernel:
     def fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        sizes = Sizes(*others[3:6])
+        sizes = Sizes(*others[4:8])
         return _fake_loss(hidden, *others), hidden.new_empty(sizes.num_elements(wanted))
 
     def meta(hidden: TensorProxy, *others: Any) -> tuple[TensorProxy, TensorProxy]:
-        length = Sizes(*others[3:6]).num_elements(wanted)
+        length = Sizes(*others[4:8]).num_elements(wanted)
         return _loss_meta(hidden, *others), TensorProxy(like=hidden, shape=(length,))
 
     return Kernel(
@@ -277,12 +276,12 @@ def _kernel_with_gradients(wanted: Wanted) -> Kernel:
     )
 
 
-_ALL_WANTED = [Wanted(*w) for w in product((True, False), repeat=3) if any(w)]
+_ALL_WANTED = [Wanted(*w) for w in product((True, False), repeat=4) if any(w)]
 _with_gradients = {wanted: _kernel_with_gradients(wanted) for wanted in _ALL_WANTED}
 _of_rows = {
     wanted: _loss_kernel(f"{_name(wanted)}_of_rows", (_gradients_of_rows(wanted),))
     for wanted in _ALL_WANTED
-    if wanted.weight or wanted.bias
+    if wanted.weight or wanted.bias or wanted.adapter
 }
 
 

@@ -30,6 +30,7 @@ class Wanted(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+    adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,41 @@ class Gradients(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    adapter: Tensor | None = None
+
+
+class Head(NamedTuple):
+    """The tensors that make logits of hidden states."""
+
+    weight: Tensor
+    """(classes, width)."""
+    bias: Tensor | None = None
+    """(classes,)."""
+    adapter: Tensor | None = None
+    """(classes, rank): the weight of what hidden states have after the first `width` elements."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return (tokens, classes) of (tokens, width + rank)."""
+        width = self.weight.shape[1]
+        logits = F.linear(hidden[:, :width], self.weight, self.bias)
+        if self.adapter is not None:
+            torch.addmm(logits, hidden[:, width:], self.adapter.T, out=logits)
+        return logits
 
 
 class Sizes(NamedTuple):
-    """Numbers of tokens, of elements of a hidden state, and of classes."""
+    """Numbers of tokens, of elements of a hidden state, of classes, and of the elements that an adapter reads."""
 
     num_tokens: int
     width: int
     num_classes: int
+    rank: int = 0
 
     def shapes(self, wanted: Wanted) -> list[tuple[int, ...] | None]:
-        """Return the shapes of the gradients of hidden states, weight and bias."""
-        num_tokens, width, num_classes = self
-        shapes = ((num_tokens, width), (num_classes, width), (num_classes,))
+        """Return the shapes of the gradients of hidden states, weight, bias and adapter."""
+        num_tokens, width, num_classes, rank = self
+        of_weight, of_adapter = (num_classes, width), (num_classes, rank)
+        shapes = ((num_tokens, width + rank), of_weight, (num_classes,), of_adapter)
         return [shape if w else None for shape, w in zip(shapes, wanted, strict=True)]
 
     def num_elements(self, wanted: Wanted) -> int:
@@ -99,8 +122,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def losses_in_tiles(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     targets: Tensor,
     options: LossOptions,
     *,
@@ -111,9 +133,8 @@ def losses_in_tiles(
     """Return the loss of each token, 0 where it is ignored.
 
     Args:
-        hidden: (tokens, width).
-        weight: (classes, width), of the same dtype.
-        bias: (classes,), of the same dtype.
+        hidden: (tokens, width), with an adapter (tokens, width + rank).
+        head: Of the same dtype.
         targets: (tokens,); `IGNORED` has no loss. On a CPU such tokens are not computed.
         options: Of the loss.
         rows_per_tile: Tokens whose logits exist at a time.
@@ -129,7 +150,7 @@ def losses_in_tiles(
     for start in range(0, num_tokens, step):
         rows: Tensor | slice = slice(start, min(start + step, num_tokens))
         rows = rows if places is None else places[rows]
-        tile = _Tile(hidden[rows], weight, bias, targets[rows], options)
+        tile = _Tile(hidden[rows], head, targets[rows], options)
         losses[rows] = tile.losses()
         if factors is not None and sums is not None:
             sums.add(tile, rows, factors[rows] if factors.ndim else factors)
@@ -158,15 +179,14 @@ class _Tile:
     def __init__(
         self,
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        head: Head,
         targets: Tensor,
         options: LossOptions,
     ) -> None:
-        self.hidden, self.weight, self.options = hidden, weight, options
+        self.hidden, self.head, self.options = hidden, head, options
         self.is_kept = targets != IGNORED
         self.targets = targets.where(self.is_kept, 0).unsqueeze(1)
-        self.values = F.linear(hidden, weight, bias).to(wide_dtype(hidden.dtype))
+        self.values = head.logits(hidden).to(wide_dtype(hidden.dtype))
         self.tanh: Tensor | None = None
         self.logarithm: Tensor | None = None
         """Logarithm of the softmax's denominator."""
@@ -218,9 +238,8 @@ class _Sums:
         self.of = gradients
         if gradients.hidden is not None:
             gradients.hidden.zero_()
-        self.weight, self.bias = (
-            _sum_of(g, None if is_one else wide) for g in (gradients.weight, gradients.bias)
-        )
+        wide_sum = None if is_one else wide
+        self.weight, self.bias, self.adapter = (_sum_of(g, wide_sum) for g in gradients[1:])
 
     def add(self, tile: _Tile, rows: Tensor | slice, factors: Tensor) -> None:
         """Add the gradients of a tile."""
@@ -228,14 +247,21 @@ class _Sums:
         if self.bias is not None:
             self.bias.add_(tile.values.sum(0))
         del tile.values
+        weight, _, adapter = tile.head
+        width = weight.shape[1]
         if self.of.hidden is not None:
-            self.of.hidden[rows] = of_logits @ tile.weight
+            self.of.hidden[rows, :width] = of_logits @ weight
+            if adapter is not None:
+                self.of.hidden[rows, width:] = of_logits @ adapter
         if self.weight is not None:
-            _add_product(self.weight, of_logits.T, tile.hidden)
+            _add_product(self.weight, of_logits.T, tile.hidden[:, :width])
+        if self.adapter is not None:
+            _add_product(self.adapter, of_logits.T, tile.hidden[:, width:])
 
     def finish(self) -> None:
         """Round the sums to the dtype of the gradients."""
-        for result, total in ((self.of.weight, self.weight), (self.of.bias, self.bias)):
+        totals = (self.weight, self.bias, self.adapter)
+        for result, total in zip(self.of[1:], totals, strict=True):
             if result is not None and total is not None and total is not result:
                 result.copy_(total)
 

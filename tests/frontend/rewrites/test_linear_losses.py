@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,9 +86,14 @@ def last_tokens(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(head(hidden)[:, -1], targets[:, -1])
 
 
+def with_an_adapter(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    more = F.linear(F.linear(hidden, torch.ones(2, WIDTH)), torch.ones(CLASSES, 2))
+    return F.cross_entropy((head(hidden) + more * 0.1).flatten(0, 1), targets.flatten())
+
+
 JOINED: tuple[Loss, ...] = (
     *(plain, shifted, of_transformers, with_columns, capped, per_token),
-    *(ignoring_a_class, last_tokens),
+    *(ignoring_a_class, last_tokens, with_an_adapter),
 )
 
 
@@ -101,9 +107,9 @@ def read_twice(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten()) + logits.mean()
 
 
-def with_an_adapter(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    more = F.linear(F.linear(hidden, torch.ones(2, WIDTH)), torch.ones(CLASSES, 2))
-    return F.cross_entropy((head(hidden) + more * 0.1).flatten(0, 1), targets.flatten())
+def with_two_adapters(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    more = [F.linear(F.linear(hidden, torch.ones(2, WIDTH)), torch.ones(CLASSES, 2)) for _ in "ab"]
+    return F.cross_entropy((head(hidden) + more[0] + more[1]).flatten(0, 1), targets.flatten())
 
 
 def of_probabilities(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -143,7 +149,7 @@ def of_a_vector(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
 
 LEFT_ALONE: tuple[Loss, ...] = (
     *(some_classes_by_an_ellipsis, of_a_vector),
-    *(weighted, read_twice, with_an_adapter, of_probabilities, some_classes),
+    *(weighted, read_twice, with_two_adapters, of_probabilities, some_classes),
     *(tokens_as_classes, without_gradients, masked),
 )
 
@@ -200,6 +206,27 @@ def test_heads_may_be_tied_biased_or_frozen(frozen: bool) -> None:
     for model in (Model(plain, tied=True), Model(plain, bias=True), Model(per_token, bias=True)):
         model.head.requires_grad_(not frozen)
         assert is_joined(check(model))
+
+
+@pytest.mark.parametrize("is_shifted", [False, True], ids=["plain", "shifted"])
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}, {"use_rslora": True}], ids=str)
+def test_heads_may_have_lora(options: dict[str, Any], is_shifted: bool) -> None:
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["head"], **options)
+    peft.inject_adapter_in_model(config, model := Model(shifted if is_shifted else plain))
+    torch.manual_seed(2)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora" in name or "layer" in name)
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    eager, compiled = copy.deepcopy(model), CompiledModule(model)
+    for call in (eager, compiled):
+        torch.manual_seed(3)
+        call(*batch()).backward()
+    assert is_joined(compiled)
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert is_joined(check(Model(with_an_adapter), rtol=0.02, atol=1e-3))
 
 
 def test_dtypes_and_autocast() -> None:
