@@ -48,7 +48,7 @@ def adapted_linear(total: fx.Node) -> AdaptedLinear | None:
     values = [n.meta.get("example_value") for n in (linear, up, *between, total)]
     if not all(isinstance(v, Tensor) for v in values):
         return None
-    if len({(v.dtype, v.shape) for v in values}) > 1:  # type: ignore[union-attr]
+    if len({(v.dtype, v.shape) for v in values}) > 1:
         return None
     if shape_of(linear.args[0])[:-1] != shape_of(up.args[0])[:-1]:  # type: ignore[arg-type]
         return None
