@@ -51,6 +51,7 @@ from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
 from thunder_memsave.planner.report.explain import explain, kinds_table
+from thunder_memsave.planner.report.outside_loss import loss_outside
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.reserved import reserved_or_reason
 from thunder_memsave.settings.schema import field_names, parse_section
@@ -311,6 +312,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             environment = allocator_environment(self.config.memory)
             found = reserved_or_reason(call.program, call.memory, environment=environment)
             parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
+        if (outside := loss_outside(call.graph, call.memory)) is not None:
+            parts.append(outside)
         return "\n\n".join(parts)
 
     def _planned_call(self) -> PlannedCall | None:
