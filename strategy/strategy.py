@@ -49,6 +49,7 @@ from thunder_memsave.fp8.compute.steps import Fp8Steps
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
+from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
 from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
 from thunder_memsave.planner.report.explain import explain, kinds_table
 from thunder_memsave.planner.report.outside_loss import loss_outside
@@ -312,7 +313,8 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             environment = allocator_environment(self.config.memory)
             found = reserved_or_reason(call.program, call.memory, environment=environment)
             parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
-        if (outside := loss_outside(call.graph, call.memory)) is not None:
+        outside = loss_outside(call.graph, call.memory, tile_bytes=TILE_BYTES)
+        if outside is not None:
             parts.append(outside)
         return "\n\n".join(parts)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
 from thunder_memsave.planner.graph import Op, StepMemory, TrainingGraph
 from thunder_memsave.planner.report.explain import in_units
 
@@ -12,24 +11,25 @@ _PRODUCTS = ("aten_mm", "aten_addmm")
 _COPIES = ("aten__to_copy", "aten_clone")
 
 
-def loss_outside(graph: TrainingGraph, memory: StepMemory) -> str | None:
+def loss_outside(graph: TrainingGraph, memory: StepMemory, *, tile_bytes: int) -> str | None:
     """Return what moving a loss into the compiled call would save, in a sentence; None: nothing, or there is none.
 
     Args:
         graph: Of a call whose largest result may be logits: those of a layer that reads a weight, and differentiated.
         memory: What the caller told of its own bytes.
+        tile_bytes: Most bytes of a loss inside.
     """
     storage = max(_logits(graph), key=lambda s: graph.storages[s].nbytes, default=None)
     if storage is None or not graph.cotangents:
         return None
     logits_bytes = graph.storages[storage].nbytes
     gradient_bytes = max(graph.storages[s].nbytes for s in graph.cotangents)
-    saved_bytes = logits_bytes + max(gradient_bytes, memory.between_bytes) - TILE_BYTES
+    saved_bytes = logits_bytes + max(gradient_bytes, memory.between_bytes) - tile_bytes
     if gradient_bytes < logits_bytes or saved_bytes <= 0:
         return None
     return (
         f"the call returns {in_units(logits_bytes)} of a linear layer's results, which a loss outside of it reads and "
-        f"differentiates. Where the module returns the loss in their place, the two take {in_units(TILE_BYTES)} at "
+        f"differentiates. Where the module returns the loss in their place, the two take {in_units(tile_bytes)} at "
         f"most: about {in_units(saved_bytes)} less between forward and backward."
     )
 

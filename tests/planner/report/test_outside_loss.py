@@ -46,7 +46,7 @@ def told(model: nn.Module, *, between_bytes: int = 0) -> str | None:
         MemoryConfig(), device=device("cpu"), budget_bytes=None, step_memory=lambda: memory
     )
     CompiledModule(model, planner=planner)(torch.randn(TOKENS, WIDTH))
-    return loss_outside(planner.calls[-1].graph, memory)
+    return loss_outside(planner.calls[-1].graph, memory, tile_bytes=TILE_BYTES)
 
 
 @pytest.mark.parametrize("between_bytes", [0, 3 * LOGITS_BYTES])
