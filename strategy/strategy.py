@@ -313,9 +313,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             environment = allocator_environment(self.config.memory)
             found = reserved_or_reason(call.program, call.memory, environment=environment)
             parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
-        outside = loss_outside(call.graph, call.memory, tile_bytes=TILE_BYTES)
-        if outside is not None:
-            parts.append(outside)
+        parts += loss_outside(call.graph, call.memory, tile_bytes=TILE_BYTES)
         return "\n\n".join(parts)
 
     def _planned_call(self) -> PlannedCall | None:

@@ -11,8 +11,8 @@ _PRODUCTS = ("aten_mm", "aten_addmm")
 _COPIES = ("aten__to_copy", "aten_clone")
 
 
-def loss_outside(graph: TrainingGraph, memory: StepMemory, *, tile_bytes: int) -> str | None:
-    """Return what moving a loss into the compiled call would save, in a sentence; None: nothing, or there is none.
+def loss_outside(graph: TrainingGraph, memory: StepMemory, *, tile_bytes: int) -> list[str]:
+    """Return what moving a loss into the compiled call would save, as a sentence; none if it saves nothing.
 
     Args:
         graph: Of a call whose largest result may be logits: those of a layer that reads a weight, and differentiated.
@@ -21,17 +21,17 @@ def loss_outside(graph: TrainingGraph, memory: StepMemory, *, tile_bytes: int) -
     """
     storage = max(_logits(graph), key=lambda s: graph.storages[s].nbytes, default=None)
     if storage is None or not graph.cotangents:
-        return None
+        return []
     logits_bytes = graph.storages[storage].nbytes
     gradient_bytes = max(graph.storages[s].nbytes for s in graph.cotangents)
     saved_bytes = logits_bytes + max(gradient_bytes, memory.between_bytes) - tile_bytes
     if gradient_bytes < logits_bytes or saved_bytes <= 0:
-        return None
-    return (
+        return []
+    return [
         f"the call returns {in_units(logits_bytes)} of a linear layer's results, which a loss outside of it reads and "
         f"differentiates. Where the module returns the loss in their place, the two take {in_units(tile_bytes)} at "
         f"most: about {in_units(saved_bytes)} less between forward and backward."
-    )
+    ]
 
 
 def _logits(graph: TrainingGraph) -> Iterator[int]:
