@@ -43,7 +43,7 @@ _USAGE = """\
 usage: thunder-memsave train CONFIG [--key=value ...]
        thunder-memsave validate CONFIG [--key=value ...]
        thunder-memsave plan CONFIG [--world-size N] [--device h200] [--budget 60GiB]
-                            [--json FILE] [--html FILE] [--work] [--key=value ...]
+                            [--json FILE] [--html FILE] [--work] [--longest] [--key=value ...]
        thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16]
        thunder-memsave configs list
        thunder-memsave configs show NAME
@@ -96,6 +96,7 @@ _WHAT = {
         "  --json FILE       the plan as JSON\n"
         "  --html FILE       a report: memory over the step, other budgets, what is recomputed\n"
         "  --work            FLOPs, bytes moved and time by kind of operation, recomputation included\n"
+        "  --longest         search for the longest row that fits, from data.max_seq_length on: minutes\n"
     ),
 }
 

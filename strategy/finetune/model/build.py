@@ -86,6 +86,19 @@ def describe_model(config: RunConfig) -> nn.Module:
     return _with_adapter(_model(architecture, config, with_weights=False), config)
 
 
+def positions_of(config: RunConfig) -> int | None:
+    """Return the most tokens that a row may have for the model, if that is known, without its files.
+
+    Raises:
+        ConfigError: neither the run file nor a local directory describes the model.
+    """
+    return _positions(_architecture_without_hub(config.model))
+
+
+def _positions(architecture: Any) -> int | None:
+    return getattr(architecture.get_text_config(), "max_position_embeddings", None)
+
+
 def _with_adapter(model: Any, config: RunConfig) -> nn.Module:
     section = check_adapter(config)
     check_packable(model, config)
@@ -248,7 +261,6 @@ def _read_if_there(config_class: type) -> list[str]:
 
 
 def _check_fit(architecture: Any, config: RunConfig) -> None:
-    text = architecture.get_text_config()
     quantized = getattr(architecture, "quantization_config", None)
     if quantized is not None:
         raise ConfigError(
@@ -257,7 +269,7 @@ def _check_fit(architecture: Any, config: RunConfig) -> None:
             key="model.name_or_path",
         )
     length = config.data.max_seq_length
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = _positions(architecture)
     if longest is not None and length > longest:
         raise ConfigError(
             f"data.max_seq_length is {length}, but the model has {longest} positions "

@@ -28,6 +28,7 @@ from thunder_memsave.progress import stage
 from thunder_memsave.settings.problems import ConfigError, suggestion
 
 if TYPE_CHECKING:
+    from thunder_memsave.finetune.plan.longest_row import LongestRow
     from thunder_memsave.finetune.plan.plan_run import RunPlan
     from thunder_memsave.finetune.run_file.config import RunConfig
 
@@ -39,6 +40,7 @@ _OPTIONS = {
     "--html": "plan.html",
 }
 _WORK = "--work"
+_LONGEST = "--longest"
 _DEFAULT_DEVICE = "h200"
 
 
@@ -53,6 +55,8 @@ class PlanOptions:
     html: Path | None = None
     shows_work: bool = False
     """Whether to add up FLOPs, bytes moved and time by kind of operation."""
+    finds_longest: bool = False
+    """Whether to search for the longest row that fits; `data.max_seq_length` is where the search begins."""
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
@@ -61,7 +65,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     Raises:
         ConfigError: an option has no value, or an invalid one.
     """
-    given, others = take_options(arguments, _OPTIONS, flags={_WORK})
+    given, others = take_options(arguments, _OPTIONS, flags={_WORK, _LONGEST})
     rest = [word for each in others for word in each.typed]
     if "--budget" in given:
         rest.append(f"--memory.budget={given['--budget']}")
@@ -87,6 +91,7 @@ def _options(given: dict[str, str]) -> PlanOptions:
         json=Path(given["--json"]) if "--json" in given else None,
         html=Path(given["--html"]) if "--html" in given else None,
         shows_work=_WORK in given,
+        finds_longest=_LONGEST in given,
     )
 
 
@@ -111,15 +116,17 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     progress = Progress()
     try:
         with _ends_at_ctrl_c(), _without_garbage_collection(), progress.shown():
-            made = _planned(config, options)
+            made, config, longest = _planned(config, options)
     except BudgetError as error:
         print(f"it does not fit: {error}")
         return DOES_NOT_FIT
+    if longest is not None:
+        print(f"{longest.sentence}\n")
     print(describe_plan(made, config, progress))
     if options.shows_work:
         print(f"\n{work_table(made.call.program, made.device)}")
     if options.json is not None:
-        text = json.dumps(as_json(made, progress), indent=2)
+        text = json.dumps({**as_json(made, progress), **_longest_json(longest)}, indent=2)
         options.json.write_text(f"{text}\n", encoding="utf-8")
     if options.html is not None:
         from thunder_memsave.planner.report.html import write_report
@@ -137,19 +144,43 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     return 0 if made.fits else DOES_NOT_FIT
 
 
-def _planned(config: RunConfig, options: PlanOptions) -> RunPlan:
+def _planned(
+    config: RunConfig, options: PlanOptions
+) -> tuple[RunPlan, RunConfig, LongestRow | None]:
+    """Return the plan, the run that it is of, and how the length of its rows was found, if it was searched for."""
     # These imports take seconds; mistakes in the arguments are found first.
     stage("load libraries")
+    from thunder_memsave.finetune.model.build import positions_of
+    from thunder_memsave.finetune.plan.longest_row import longest_row, with_row
     from thunder_memsave.finetune.plan.plan_run import plan_run
     from thunder_memsave.finetune.run_file.launch import world_size
 
     num_ranks = options.num_ranks or world_size(config)
-    return plan_run(
-        config,
-        device=DEVICES[options.device],
-        num_ranks=num_ranks,
-        has_curve=options.json is not None or options.html is not None,
-    )
+    has_curve = options.json is not None or options.html is not None
+
+    def plan(num_tokens: int) -> RunPlan:
+        run, device = with_row(config, num_tokens), DEVICES[options.device]
+        return plan_run(run, device=device, num_ranks=num_ranks, has_curve=has_curve)
+
+    length = config.data.max_seq_length
+    if not options.finds_longest:
+        return plan(length), config, None
+    found = longest_row(plan, start=length, most=positions_of(config), say=_say)
+    return found.made, with_row(config, found.num_tokens), found
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", file=sys.stderr, flush=True)
+
+
+def _longest_json(longest: LongestRow | None) -> dict[str, Any]:
+    if longest is None:
+        return {}
+    return {
+        "longest_row": longest.num_tokens if longest.made.fits else None,
+        "refused_row": longest.refused_num_tokens,
+        "positions": longest.most,
+    }
 
 
 @contextmanager

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from harness.language_model import llama_config
 from thunder_memsave.budget import plan_request
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan.plan_command import PlanOptions, parse_options
@@ -26,34 +24,6 @@ from thunder_memsave.planner.search.solve import solve
 from thunder_memsave.settings.problems import ConfigError
 
 LENGTH = 64
-RUN = {
-    "model": {
-        "name_or_path": "org/not-here",
-        "architecture": {
-            **llama_config(),
-            "model_type": "llama",
-            "num_hidden_layers": 3,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "max_position_embeddings": LENGTH,
-        },
-    },
-    "lora": {"r": 2, "target_modules": "all-linear"},
-    "data": {
-        "dataset": {"class_path": "ChatJSONL", "init_args": {"path": "nowhere.jsonl"}},
-        "max_seq_length": LENGTH,
-    },
-    "train": {"global_batch_size": 8, "micro_batch_size": 2},
-    "strategy": {"sharding": "zero3"},
-    "output_dir": "runs/x",
-}
-
-
-@pytest.fixture
-def run_file(tmp_path: Path) -> str:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(RUN))
-    return str(path)
 
 
 @pytest.fixture
