@@ -52,6 +52,7 @@ STEPS: tuple[Step[State], ...] = (
     _tried("schedule", "communicate beside what computes", split.order),
     _tried("keep_gradients", "make a backward that does not reduce", split.keep_gradients),
     _tried("add_gradients", "add to gradients where new ones are made", split.add_gradients),
+    _tried("update_in_place", "update buffers where they are", split.update_buffers),
     _tried("delete_last_used", "delete values after their last use", split.delete),
     _step("unwrap_results", "return the results alone, without a backward", run.unwrap_results),
     _step("run", "make what the call runs", run.make_callable),

@@ -15,6 +15,7 @@ from thunder.transforms.autodiff import (
 from thunder_memsave.compiler.state import State
 from thunder_memsave.ops.accumulation import accumulated_names, without_reductions
 from thunder_memsave.ops.added_gradients import with_added
+from thunder_memsave.passes.in_place_updates import update_in_place
 from thunder_memsave.passes.symbols import is_joint
 
 
@@ -63,6 +64,13 @@ def add_gradients(state: State) -> State:
     if backward is None or forward is None or not state.added:
         return state
     return replace(state, backward=with_added(backward, forward.args, state.added))
+
+
+def update_buffers(state: State) -> State:
+    """Update buffers in place where forward makes new values of them and copies these back."""
+    assert state.forward is not None
+    forward = update_in_place(state.forward)
+    return state if forward is state.forward else replace(state, forward=forward)
 
 
 def delete(state: State) -> State:

@@ -39,6 +39,7 @@ OPTIONAL = (
     "regather",
     "schedule",
     "add_gradients",
+    "update_in_place",
 )
 
 

@@ -159,7 +159,9 @@ class _Search:
         if guess <= low * _CLOSE:
             if high is None:
                 return None  # the line ends here
-            guess = min(int(low * _CLOSE) + 1, high - 1)  # which should not fit, and then nothing in between is left
+            guess = min(
+                int(low * _CLOSE) + 1, high - 1
+            )  # which should not fit, and then nothing in between is left
         guess = _rounded(guess)
         guess = guess if self._most is None else min(guess, self._most)
         return None if guess in self.points else guess

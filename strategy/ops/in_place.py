@@ -1,0 +1,45 @@
+"""Operators that update a buffer in place, for what a graph writes as a new tensor and a copy of it.
+
+Each takes what the operator in its place takes, and gives the same bits: it is PyTorch's own, of the same kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from thunder.core.symbol import Symbol
+from torch import Tensor
+
+from thunder_memsave.ops.kernel_calls import own_executor
+
+
+def _add(buffer: Tensor, number: float) -> Tensor:
+    return buffer.add_(number)
+
+
+def _batch_norm(value: Tensor, *others: Any) -> Any:
+    """Return the normalised values and what backward reads; the running statistics are updated."""
+    return torch.ops.aten._batch_norm_with_update.default(value, *others)
+
+
+def _batch_norm_without_cudnn(value: Tensor, *others: Any) -> Any:
+    """Do the same by the kernel that a layer without weight or bias has."""
+    return torch.ops.aten._native_batch_norm_legit.default(value, *others)
+
+
+def _registered(name: str, run: Any) -> Symbol:
+    def meta(*arguments: Any) -> Any:
+        raise AssertionError("it takes the place of an operator, with that one's results")
+
+    return own_executor.register_operator(name, meta=meta, fn=run)
+
+
+ADD = _registered("add_in_place", _add)
+BATCH_NORMS = {
+    "aten_batch_norm_with_update_functional": _registered("batch_norm_in_place", _batch_norm),
+    "aten_native_batch_norm_legit_functional": _registered(
+        "native_batch_norm_in_place", _batch_norm_without_cudnn
+    ),
+}
+"""By the name of the operator that returns new running statistics, as its last two results."""
