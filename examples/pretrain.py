@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from thunder_memsave.callbacks import (
@@ -53,8 +52,7 @@ def main() -> None:
     for step in range(1, arguments.num_steps + 1):
         fabric.call("on_train_batch_start", fabric=fabric, step=step)
         ids = sample(text, generator).to(fabric.device)
-        logits = model(input_ids=ids[:, :-1]).logits
-        loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss = model(input_ids=ids, labels=ids).loss  # within the model, it is a part of its plan
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
