@@ -103,7 +103,7 @@ class ProgressBar:
 
     def _count(self, metrics: Mapping[str, Any]) -> None:
         """Add a step to the averages; its seconds are the mean of those whose numbers came with it."""
-        self._tokens += metrics.get("num_tokens", 0.0)
+        self._tokens += metrics.get("num_input_tokens", metrics.get("num_tokens", 0.0))
         self._num_unread += 1
         if "step_seconds" in metrics:
             self._seconds += metrics["step_seconds"] * self._num_unread
@@ -217,7 +217,10 @@ class _ElapsedColumn(TextColumn):
 
 
 def _fields(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Format the metrics that are known, the most important first."""
+    """Format the metrics that are known, the most important first; the speed is that of all input tokens, if known."""
+    if "input_tokens_per_s" in metrics and "tokens_per_s" in metrics:
+        metrics = {**metrics, "target_tokens_per_s": metrics["tokens_per_s"]}
+        metrics["tokens_per_s"] = metrics["input_tokens_per_s"]
     formats: dict[str, Callable[[float], str]] = {
         "loss": lambda value: f"loss {value:.4f}",
         "tokens_per_s": lambda value: f"{_short(value)} tok/s",
@@ -226,6 +229,7 @@ def _fields(metrics: Mapping[str, Any]) -> dict[str, str]:
         "peak_allocated_gib": lambda value: f"{value:.1f} GiB",
         "process_peak_rss_gib": lambda value: f"RSS {value:.1f} GiB",
         "grad_norm": lambda value: f"grad norm {value:.3g}",
+        "target_tokens_per_s": lambda value: f"{_short(value)} target tok/s",
     }
     return {key: write(metrics[key]) for key, write in formats.items() if key in metrics}
 

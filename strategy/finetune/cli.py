@@ -26,6 +26,7 @@ from thunder_memsave.finetune.process.stop import (
     RunInterruptedError,
     RunStoppedError,
 )
+from thunder_memsave.finetune.run_file.keys.foreign_commands import suggested_command
 from thunder_memsave.finetune.run_file.launch import is_first_local, is_under_torchrun
 from thunder_memsave.finetune.run_file.reading.parse import RunFile, read_run_file
 from thunder_memsave.finetune.run_file.reading.report import Source, report
@@ -37,7 +38,7 @@ from thunder_memsave.finetune.run_file.shipped import (
     shipped_configs,
     shown_name,
 )
-from thunder_memsave.settings.problems import ConfigError, ConfigErrors, suggestion
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 _USAGE = """\
 usage: thunder-memsave train CONFIG [--key=value ...]
@@ -177,7 +178,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"thunder-memsave {__version__}")
         return 0
     if command not in _COMMANDS:
-        raise ConfigError(f"there is no command {command!r}{suggestion(command, _COMMANDS)}")
+        raise ConfigError(f"there is no command {command!r}{suggested_command(command, _COMMANDS)}")
     if "-h" in rest or "--help" in rest:
         print(_help(command), end="")
         return 0
@@ -273,9 +274,11 @@ def _run(run_file: RunFile) -> None:
 def _describe(run_file: RunFile) -> None:
     from thunder_memsave.finetune.run.describe_job import describe_job
     from thunder_memsave.finetune.run.job import prepare
+    from thunder_memsave.finetune.run.resume import base_files
     from thunder_memsave.finetune.run_file.reading.problems import Problems
 
     job = prepare(run_file.config, Problems(run_file.problems))
+    base_files(job)  # which compares them with the checkpoint's
     if is_first_local():
         print(f"{shown_name(run_file.path)} is usable.\n\n{describe_job(job)}")
 

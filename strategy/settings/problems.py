@@ -19,6 +19,10 @@ class ConfigError(ThunderMemsaveError, ValueError):
     code = 2
 
 
+class MissingKeyError(ConfigError):
+    """A setting without a default was not given."""
+
+
 class ConfigErrors(ConfigError):  # noqa: N818 - several of them
     """All errors in a run's settings, found in one pass.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 import os
 import sys
 import types
@@ -156,6 +157,8 @@ def convert(hint: Any, value: Any) -> Any:
         return _conditioned(convert(arguments[0], value), arguments[1:], as_yaml(value))
     if origin in _PARSERS:
         return _parsed(_PARSERS[hint], value)
+    if origin in (int, float) and isinstance(value, str):
+        return _number(origin, value)
     kinds = _kinds(origin)
     if kinds is None:
         return value
@@ -182,6 +185,17 @@ def fits(hint: Any, value: object) -> bool:
     except MisfitError:
         return False
     return True
+
+
+def unquoted(hint: Any, value: Any) -> Any:
+    """Return a value with quoted numbers, such as `"2e-4"`, as numbers where a type takes no texts; others unchanged."""
+    values = value if isinstance(value, list | tuple) else [value]
+    if not any(isinstance(each, str) for each in values) or not fits(hint, value):
+        return value
+    read = convert(hint, value)
+    items = read if isinstance(read, list | tuple) else [read]
+    is_number = get_origin(hint) not in _PARSERS and hint not in _PARSERS
+    return read if is_number and any(type(each) in (int, float) for each in items) else value
 
 
 def wanted(hint: Any) -> str:
@@ -217,8 +231,21 @@ def hint_of(parameter: inspect.Parameter, hints: dict[str, Any]) -> Any:
     return {bool: bool, int: float, float: float}.get(kind, Any)
 
 
+def _number(kind: type[int] | type[float], text: str) -> int | float:
+    """Read a number that was quoted, such as `"2e-4"`."""
+    try:
+        number = kind(text)
+    except ValueError:
+        raise MisfitError from None
+    if not math.isfinite(number):
+        raise MisfitError
+    return number
+
+
 def _one_of(alternatives: Sequence[Any], value: Any) -> Any:
     known = [each for each in alternatives if _is_known(each)]
+    # A quoted number is a text where a text fits too.
+    known.sort(key=lambda each: isinstance(value, str) and not _takes_text(each))
     clause = ""
     for each in known or [Any]:
         try:
@@ -280,6 +307,11 @@ def _kinds(origin: Any) -> tuple[type, ...] | None:
     if isinstance(origin, type) and issubclass(origin, enum.Enum | os.PathLike):
         return (str,)
     return (origin,) if is_section(origin) else None
+
+
+def _takes_text(hint: Any) -> bool:
+    kinds = _kinds(get_origin(hint) or hint)
+    return kinds is not None and str in kinds
 
 
 def _words(hint: Any) -> Iterator[str]:

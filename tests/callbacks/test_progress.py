@@ -10,6 +10,7 @@ from lightning.fabric import Fabric
 from rich.console import Console
 
 from thunder_memsave.callbacks import ProgressBar
+from thunder_memsave.callbacks.progress import _fields
 
 METRICS = {
     "loss": 2.0,
@@ -166,3 +167,11 @@ def test_a_resumed_bar_knows_the_best_loss_of_before() -> None:
     fabric.call("on_validation_end", fabric=fabric, step=2, metrics={"val_loss": 2.0})
     fabric.call("on_train_end", fabric=fabric, step=2)
     assert output.getvalue().splitlines()[-1] == "val_loss 2.0000 | best 1.0000 after step 1"
+
+
+def test_the_speed_is_that_of_all_tokens_that_go_in() -> None:
+    numbers = {"tokens_per_s": 592.0, "input_tokens_per_s": 5414.0}
+    fields = _fields(numbers)
+    assert list(fields.values()) == ["5.41k tok/s", "592 target tok/s"]
+    assert list(_fields({"tokens_per_s": 592.0}).values()) == ["592 tok/s"]
+    assert numbers == {"tokens_per_s": 592.0, "input_tokens_per_s": 5414.0}

@@ -29,6 +29,7 @@ from thunder_memsave.fabric.nonfinite import NonfiniteGradientsError
 from thunder_memsave.finetune import cli
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.run.job import prepare
+from thunder_memsave.finetune.run.resume import base_files
 from thunder_memsave.finetune.run_file.keys.key_help import key_helps
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.finetune.run_file.shipped import shipped_configs
@@ -192,7 +193,7 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
 ) -> None:
     checkpoint = run_file.parent / "run" / "checkpoints" / "step-00000003"
     job = prepare(load_run_config(run_file))
-    values = {"step": 3, **job.identity}
+    values = {"step": 3, **job.identity, **base_files(job).identity}
     write_checkpoint_info(checkpoint, values=values)
     assert main(["validate", str(run_file), "--resume=auto"]) == 0
     assert f"\nstart:     {checkpoint}\n" in capsys.readouterr().out

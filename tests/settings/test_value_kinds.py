@@ -11,7 +11,7 @@ import torch
 
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.finetune.run_file.config import ClassSpec
-from thunder_memsave.settings.value_kinds import Bytes, at_least, fits, wanted
+from thunder_memsave.settings.value_kinds import Bytes, at_least, fits, unquoted, wanted
 
 
 class Color(Enum):
@@ -56,11 +56,36 @@ def test_these_values_fit(hint: Any, value: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hint", "value", "read"),
+    [
+        (float, "2e-4", 2e-4),
+        (int, "16", 16),
+        (float | torch.Tensor, "1", 1.0),
+        (int | Literal["auto"], "2", 2),
+        (float | str, "2e-4", "2e-4"),
+        (str | None, "3", "3"),
+        (Any, "3", "3"),
+        (tuple[float, float], ["0.9", "0.95"], (0.9, 0.95)),
+        (list[str], ["3"], ["3"]),
+        (Bytes, "1KiB", "1KiB"),
+    ],
+)
+def test_a_quoted_number_is_one_where_no_text_is_taken(
+    hint: Any, value: object, read: object
+) -> None:
+    assert fits(hint, value)
+    assert unquoted(hint, value) == read
+    assert type(unquoted(hint, value)) is type(read)
+
+
+@pytest.mark.parametrize(
     ("hint", "value", "words"),
     [
         (int, True, "a whole number"),
         (int, 1.0, "a whole number"),
-        (float, "1", "a number"),
+        (float, "1e", "a number"),
+        (float, "nan", "a number"),
+        (int, "1.5", "a whole number"),
         (float, True, "a number"),
         (str, 3, "a text"),
         (bool, 1, "true or false"),

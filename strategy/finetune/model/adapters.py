@@ -19,6 +19,7 @@ from thunder_memsave.finetune.run_file.classes.class_spec import (
     argument_problems,
     checked_init_args,
     import_class,
+    unquoted_arguments,
 )
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.materialize.pending_weights import load_on_setup
@@ -186,7 +187,11 @@ def _section(config: RunConfig) -> AdapterSection | None:
             return None
         problems = argument_problems(peft.LoraConfig, config.lora, where="lora")
         raise_all(list(problems))
-        return AdapterSection(where="lora", method=peft.LoraConfig, values=config.lora)
+        return AdapterSection(
+            where="lora",
+            method=peft.LoraConfig,
+            values=unquoted_arguments(peft.LoraConfig, config.lora),
+        )
     if config.lora is not None:
         raise ConfigError("adapter and lora are both given; give one of them.", key="adapter")
     method = import_class(config.adapter, where="adapter", default_module="peft")

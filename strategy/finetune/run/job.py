@@ -29,6 +29,7 @@ from thunder_memsave.finetune.run.callbacks import (
     check_logger_package,
 )
 from thunder_memsave.finetune.run.check_references import check_references
+from thunder_memsave.finetune.run.check_start import check_pinned_modules, check_strategy
 from thunder_memsave.finetune.run.fp8_shown import fp8_shown
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.classes.class_kinds import DATASET
@@ -116,6 +117,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     transformers_logging.disable_progress_bar()  # the run has its own
     problems = Problems() if problems is None else problems
     check_references(config, problems)
+    check_strategy(config, problems)
     sizes = _sizes(config, problems)
     resume_from = problems.check(
         lambda: checkpoint_to_resume(config),
@@ -131,6 +133,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         _check_resumed(resume_from, identity, config, problems)
     _check_callbacks(config, data, problems)
     model = _model(config, tokenizer, problems)
+    check_pinned_modules(config, model, problems)
     fp8 = _fp8(config, model, problems)
     problems.raise_all()
     assert sizes is not None

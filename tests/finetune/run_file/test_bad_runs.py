@@ -69,6 +69,8 @@ def test_a_bad_run_is_refused_with_places_and_leaves_nothing(
     captured = capsys.readouterr()
     check_report(captured.err, case)
     assert captured.out == ""
+    assert main(["validate", "run.yaml", *arguments_of(case)]) == 2
+    assert capsys.readouterr() == captured
     assert sorted(workplace.iterdir()) == before
 
 
@@ -91,16 +93,6 @@ def test_a_file_that_is_no_run_file_is_refused(
     report = capsys.readouterr().err
     assert report.startswith("error: run.yaml cannot be used; 1 problem:\n")
     assert message in report
-
-
-def test_validate_and_train_report_the_same(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copyfile(BAD_RUNS / "wrong_types_everywhere.yaml", workplace / "run.yaml")
-    assert main(["train", "run.yaml"]) == 2
-    by_train = capsys.readouterr()
-    assert main(["validate", "run.yaml"]) == 2
-    assert capsys.readouterr() == by_train
 
 
 def test_the_corpus_is_large_and_every_file_of_data_is_used() -> None:

@@ -6,13 +6,13 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from thunder_memsave.finetune.run_file.config import ClassSpec
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError, unknown_key
 from thunder_memsave.settings.problems import ConfigError, raise_all, suggestion
-from thunder_memsave.settings.value_kinds import as_yaml, fits, hint_of, wanted
+from thunder_memsave.settings.value_kinds import as_yaml, fits, hint_of, unquoted, wanted
 
 
 def import_class(spec: ClassSpec, *, where: str, default_module: str) -> Any:
@@ -58,7 +58,7 @@ def checked_init_args(
         ConfigError: an argument is unknown or has a value of the wrong kind, or a required one is
             missing.
     """
-    arguments = dict(spec.get("init_args") or {})
+    arguments = unquoted_arguments(cls, spec.get("init_args") or {})
     section = f"{where}.init_args"
     problems = list(argument_problems(cls, arguments, where=section, given_by_us=given_by_us))
     for parameter in _parameters(cls)[given_by_us:]:
@@ -92,6 +92,15 @@ def argument_problems(
                 yield ConfigError(message, key=key)
         elif not takes_any:
             yield unknown_key(name, where=where, known=known, of=f"an argument of {cls.__name__}")
+
+
+def unquoted_arguments(cls: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a constructor's arguments, with quoted numbers read where it takes numbers."""
+    parameters, hints = {each.name: each for each in _parameters(cls)}, _hints(cls)
+    return {
+        name: unquoted(hint_of(parameters[name], hints), value) if name in parameters else value
+        for name, value in arguments.items()
+    }
 
 
 def build(spec: ClassSpec, *positional: Any, where: str, default_module: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from thunder_memsave.finetune.run_file.config import CheckpointConfig, GuardsConfig, RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, num_local_processes
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.problems import ConfigError
+from thunder_memsave.settings.problems import ConfigError, MissingKeyError
 
 # Fabric silently lets these replace the arguments of its constructor.
 _FABRIC_VARIABLES = ("LT_STRATEGY", "LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
@@ -47,7 +47,7 @@ def _missing(config: RunConfig) -> Iterator[ConfigError]:
     }
     for key, value in wanted.items():
         if not value:
-            yield ConfigError(f"{key} is missing{_ADVICE.get(key, '')}.", key=key)
+            yield MissingKeyError(f"{key} is missing{_ADVICE.get(key, '')}.", key=key)
 
 
 def _lora_and_adapter(config: RunConfig) -> Iterator[ConfigError]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError
-from thunder_memsave.settings.problems import ConfigError, ConfigErrors, belongs_to
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors, MissingKeyError, belongs_to
 
 T = TypeVar("T")
 
@@ -23,12 +23,14 @@ class Problems:
         self.add(*found)
 
     def add(self, *problems: ConfigError) -> None:
-        """Add problems, except those about a key that was refused already, from which they follow."""
+        """Add problems, except those that follow from others: about a refused key, or the absence of what one meant."""
         if not problems:
             return
-        known = set(self._broken_keys())
-        new = [each for each in ConfigErrors(problems).problems if each.key not in known]
-        self._found += new
+        known, meant = set(self._refused_keys()), set(self._meant_keys())
+        for each in ConfigErrors(problems).problems:
+            is_absence = isinstance(each, MissingKeyError)
+            if each.key not in known and not (is_absence and each.key in meant):
+                self._found.append(each)
 
     def check(self, step: Callable[[], T], *, reads: Sequence[str], about: str) -> T | None:
         """Run one check, and record the problem that it raises.
@@ -52,9 +54,8 @@ class Problems:
 
     def is_broken(self, key: str) -> bool:
         """Tell whether there is a problem with this key, a part of it, or a section that contains it."""
-        return any(
-            _contains(key, broken) or _contains(broken, key) for broken in self._broken_keys()
-        )
+        broken_keys = (*self._refused_keys(), *self._meant_keys())
+        return any(_contains(key, broken) or _contains(broken, key) for broken in broken_keys)
 
     @property
     def found(self) -> tuple[ConfigError, ...]:
@@ -70,10 +71,11 @@ class Problems:
         if self._found:
             raise ConfigErrors(self._found)
 
-    def _broken_keys(self) -> Iterator[str]:
+    def _refused_keys(self) -> Iterator[str]:
+        return (problem.key for problem in self._found if problem.key is not None)
+
+    def _meant_keys(self) -> Iterator[str]:
         for problem in self._found:
-            if problem.key is not None:
-                yield problem.key
             if isinstance(problem, UnknownKeyError):
                 yield from problem.meant
 

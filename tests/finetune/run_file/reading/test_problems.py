@@ -4,7 +4,7 @@ import pytest
 
 from thunder_memsave.finetune.run_file.keys.unknown_keys import UnknownKeyError
 from thunder_memsave.finetune.run_file.reading.problems import Problems
-from thunder_memsave.settings.problems import ConfigError, ConfigErrors
+from thunder_memsave.settings.problems import ConfigError, ConfigErrors, MissingKeyError
 
 
 def failing(*problems: ConfigError) -> None:
@@ -48,9 +48,15 @@ def test_a_second_problem_of_a_key_would_follow_from_the_first() -> None:
 
 def test_what_somebody_meant_by_an_unknown_key_is_not_missing() -> None:
     problems = Problems([UnknownKeyError("base_model", key="base_model", meant=["model.x"])])
-    problems.add(ConfigError("model.x is missing", key="model.x"))
+    problems.add(MissingKeyError("model.x is missing", key="model.x"))
     assert [str(each) for each in problems.found] == ["base_model"]
     assert problems.is_broken("model")
+
+
+def test_a_wrong_value_of_what_an_unknown_key_meant_is_reported_too() -> None:
+    problems = Problems([UnknownKeyError("deepspeed", key="deepspeed", meant=["strategy.x"])])
+    problems.add(ConfigError("strategy.x is 'zero9'", key="strategy.x"))
+    assert [str(each) for each in problems.found] == ["deepspeed", "strategy.x is 'zero9'"]
 
 
 def test_the_words_of_a_message_do_not_decide_what_it_is_about() -> None:
