@@ -188,7 +188,7 @@ def fits(hint: Any, value: object) -> bool:
 
 
 def unquoted(hint: Any, value: Any) -> Any:
-    """Return a value with quoted numbers, such as `"2e-4"`, as numbers where a type takes no texts; others unchanged."""
+    """Return quoted numbers, such as `"2e-4"`, as numbers where a type takes no texts; other values unchanged."""
     values = value if isinstance(value, list | tuple) else [value]
     if not any(isinstance(each, str) for each in values) or not fits(hint, value):
         return value
