@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thunder_memsave.errors import DOES_NOT_FIT, BudgetError
+from thunder_memsave.finetune.plan import device_options
 from thunder_memsave.finetune.plan.plan_progress import Progress
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.planner.graph import Device
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.report.step_work import work_table
 from thunder_memsave.planner.reserved import ReservedMemory
 from thunder_memsave.progress import stage
-from thunder_memsave.settings.problems import ConfigError, suggestion
+from thunder_memsave.settings.problems import ConfigError
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.longest_row import LongestRow
@@ -34,14 +36,13 @@ if TYPE_CHECKING:
 
 _OPTIONS = {
     "--world-size": "64",
-    "--device": "h200",
+    **device_options.EXAMPLES,
     "--budget": "60GiB",
     "--json": "plan.json",
     "--html": "plan.html",
 }
 _WORK = "--work"
 _LONGEST = "--longest"
-_DEFAULT_DEVICE = "h200"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class PlanOptions:
 
     num_ranks: int | None = None
     """Number of ranks; None means the run file's `devices`, or torchrun's number."""
-    device: str = _DEFAULT_DEVICE
+    device: Device = DEVICES["h200"]
     json: Path | None = None
     html: Path | None = None
     shows_work: bool = False
@@ -73,12 +74,6 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
 
 
 def _options(given: dict[str, str]) -> PlanOptions:
-    device = given.get("--device", _DEFAULT_DEVICE).lower()
-    if device not in DEVICES:
-        raise ConfigError(
-            f"--device is {device!r}, which is not known{suggestion(device, DEVICES)} Known are "
-            f"{', '.join(DEVICES)}."
-        )
     ranks = given.get("--world-size")
     if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
         raise ConfigError(f"--world-size is {ranks!r}, but must be a whole number of at least 1.")
@@ -87,7 +82,7 @@ def _options(given: dict[str, str]) -> PlanOptions:
             _refuse_unwritable(name, Path(given[name]))
     return PlanOptions(
         num_ranks=None if ranks is None else int(ranks),
-        device=device,
+        device=device_options.chosen_device(given),
         json=Path(given["--json"]) if "--json" in given else None,
         html=Path(given["--html"]) if "--html" in given else None,
         shows_work=_WORK in given,
@@ -159,8 +154,8 @@ def _planned(
     has_curve = options.json is not None or options.html is not None
 
     def plan(num_tokens: int) -> RunPlan:
-        run, device = with_row(config, num_tokens), DEVICES[options.device]
-        return plan_run(run, device=device, num_ranks=num_ranks, has_curve=has_curve)
+        run = with_row(config, num_tokens)
+        return plan_run(run, device=options.device, num_ranks=num_ranks, has_curve=has_curve)
 
     length = config.data.max_seq_length
     if not options.finds_longest:

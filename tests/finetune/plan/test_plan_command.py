@@ -19,6 +19,7 @@ from thunder_memsave.budget import plan_request
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan.plan_command import PlanOptions, parse_options
 from thunder_memsave.finetune.plan.plan_progress import STAGES
+from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.report.explain import in_units
 from thunder_memsave.planner.search.solve import solve
 from thunder_memsave.settings.problems import ConfigError
@@ -198,7 +199,7 @@ def test_what_is_wrong_ends_with_2(
 
 def test_options_may_stand_anywhere_with_or_without_equals() -> None:
     options, rest = parse_options(["--device", "H100", "run.yaml", "--world-size=8", "--lora.r=4"])
-    assert options == PlanOptions(num_ranks=8, device="h100")
+    assert options == PlanOptions(num_ranks=8, device=DEVICES["h100"])
     assert rest == ["run.yaml", "--lora.r=4"]
     with pytest.raises(ConfigError, match="--world-size is '0'"):
         parse_options(["--world-size", "0"])
