@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from thunder_memsave.autoload import DESCRIPTION, STRATEGY_NAME
 from thunder_memsave.budget.agreed import least_available_bytes
-from thunder_memsave.budget.allocator_settings import allocator_environment
+from thunder_memsave.budget.explain_call import explain_call, summarize_call
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.compiler.explain_steps import explain_steps
 from thunder_memsave.config import (
@@ -51,10 +51,6 @@ from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
 from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
-from thunder_memsave.planner.report.explain import explain, kinds_table
-from thunder_memsave.planner.report.outside_loss import loss_outside
-from thunder_memsave.planner.report.reserved_shown import describe_reserved
-from thunder_memsave.planner.reserved import reserved_or_reason
 from thunder_memsave.settings.schema import field_names, parse_section
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
 
@@ -302,19 +298,21 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         """
         if passes:
             return explain_steps([c for m in self._modules for c in m.captures])
-        call = self._planned_call()
-        if call is None or call.plan is None:
-            raise RuntimeError(
-                "there is no plan yet: it is made when a model that fabric.setup() returned is called for the first "
-                "time with gradients enabled. Run one step first; `thunder-memsave plan` makes one without running."
-            )
-        parts = [kinds_table(call.profile), explain(call.plan, num_rows=num_rows)]
-        if self.root_device.type == "cuda":
-            environment = allocator_environment(self.config.memory)
-            found = reserved_or_reason(call.program, call.memory, environment=environment)
-            parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
-        parts += loss_outside(call.graph, call.memory, tile_bytes=TILE_BYTES)
-        return "\n\n".join(parts)
+        return explain_call(
+            self._planned_call(),
+            memory=self.config.memory,
+            device_type=self.root_device.type,
+            tile_bytes=TILE_BYTES,
+            num_rows=num_rows,
+        )
+
+    def summary(self) -> list[str]:
+        """Return the plan in three short lines: whether it fits, what it recomputes, what takes the most.
+
+        Raises:
+            RuntimeError: nothing was compiled yet.
+        """
+        return summarize_call(self._planned_call())
 
     def _planned_call(self) -> PlannedCall | None:
         calls = [c for m in self._modules if m.planner for c in m.planner.calls if c.plan]

@@ -41,7 +41,7 @@ from thunder_memsave.finetune.run_file.shipped import (
 from thunder_memsave.settings.problems import ConfigError, ConfigErrors
 
 _USAGE = """\
-usage: thunder-memsave train CONFIG [--key=value ...]
+usage: thunder-memsave train CONFIG [--verbose] [--key=value ...]
        thunder-memsave validate CONFIG [--key=value ...]
        thunder-memsave plan CONFIG [--world-size N] [--device h200] [--budget 60GiB]
                             [--json FILE] [--html FILE] [--work] [--longest] [--key=value ...]
@@ -83,7 +83,10 @@ These are its keys; each can be overridden on the command line, such as --train.
 """
 
 _WHAT = {
-    "train": "Fine-tunes or pre-trains a language model as the YAML file CONFIG says.",
+    "train": (
+        "Fine-tunes or pre-trains a language model as the YAML file CONFIG says.\n\n"
+        "  --verbose         prints the whole plan of the memory, which is in plan.txt of output_dir\n"
+    ),
     "validate": (
         "Checks everything that `train` would use, reports all problems together, and says what\n"
         "would run, with one sample of the data as the model sees it. Needs no GPU, writes nothing."
@@ -132,6 +135,8 @@ The run files that come with the package; `thunder-memsave train NAME` runs one 
 _SECONDS_TO_REPORT = 15.0
 
 _USER_ERROR = 2
+
+_VERBOSE = "--verbose"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,6 +200,12 @@ def _help(command: str) -> str:
     return _TRAIN_HELP.format(command=command, what=_WHAT[command], keys=help_text())
 
 
+def _train(arguments: list[str]) -> int:
+    rest = [word for word in arguments if word != _VERBOSE]
+    prints_plan = len(rest) < len(arguments)
+    return _with_run_file("train", rest, lambda run_file: _run(run_file, prints_plan=prints_plan))
+
+
 def _plan(arguments: list[str]) -> int:
     options, rest = parse_options(arguments)
 
@@ -225,7 +236,7 @@ def _configs(arguments: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": lambda arguments: _with_run_file("train", arguments, _run),
+    "train": _train,
     "validate": lambda arguments: _with_run_file("validate", arguments, _describe),
     "plan": _plan,
     "export": lambda arguments: run_export(parse_export_options(arguments)),
@@ -260,7 +271,7 @@ def _with_run_file(
         return _refused(report(error, source))
 
 
-def _run(run_file: RunFile) -> None:
+def _run(run_file: RunFile, *, prints_plan: bool) -> None:
     watch_signals()
     # These imports take seconds; mistakes in the arguments are found first.
     from thunder_memsave.finetune.run.job import prepare
@@ -270,7 +281,7 @@ def _run(run_file: RunFile) -> None:
     if run_file.problems:
         # `prepare` finds the other problems, and raises, so that nothing starts.
         prepare(run_file.config, Problems(run_file.problems))
-    train(run_file.config)
+    train(run_file.config, prints_plan=prints_plan)
 
 
 def _describe(run_file: RunFile) -> None:

@@ -280,7 +280,7 @@ def test_an_unexpected_error_keeps_its_traceback(
 
 
 def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def train(config: object) -> None:
+    def train(config: object, *, prints_plan: bool) -> None:
         raise error
 
     monkeypatch.setattr("thunder_memsave.finetune.run.train.train", train)

@@ -45,6 +45,11 @@ class RunDirectory:
         return self.root / "environment.json"
 
     @property
+    def plan(self) -> Path:
+        """The plan of the memory, as text."""
+        return self.root / "plan.txt"
+
+    @property
     def loss_curve(self) -> Path:
         """Plot of losses and learning rate."""
         return self.root / "loss.png"
@@ -84,7 +89,7 @@ class RunDirectory:
         if run_file_before is not None:
             write_text(self.config, run_file_before)
             return
-        for path in (self.config, self.metrics, self.environment, self.loss_curve):
+        for path in (self.config, self.metrics, self.environment, self.plan, self.loss_curve):
             path.unlink(missing_ok=True)
         for directory in (self.checkpoints, self.root):
             with contextlib.suppress(OSError):  # it has other contents

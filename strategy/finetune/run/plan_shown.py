@@ -1,20 +1,32 @@
-"""Shows the plan that a run was compiled with, before its first update, and compares it with the measured peak."""
+"""Says in short what plan a run was compiled with, writes all of it beside the run, and compares the measured peak."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
 
+from thunder_memsave.finetune.output.run_directory import write_text
 from thunder_memsave.planner.report.explain import in_units
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
+_log = logging.getLogger(__name__)
+
 
 class PlanShown:
-    """Prints on rank 0, in the first step only; reads the metrics of `MemoryMonitor`."""
+    """Prints on rank 0, in the first step only; reads the metrics of `MemoryMonitor`.
 
-    def __init__(self) -> None:
+    Args:
+        path: The file for the whole plan.
+        prints_all: Whether to print the whole plan too, instead of three lines.
+    """
+
+    def __init__(self, path: Path, *, prints_all: bool = False) -> None:
+        self._path = path
+        self._prints_all = prints_all
         self._is_first = True
 
     def on_before_optimizer_step(self, *, fabric: Fabric) -> None:
@@ -22,10 +34,17 @@ class PlanShown:
         strategy = fabric.strategy
         assert isinstance(strategy, ThunderMemsaveStrategy)
         if self._is_first and fabric.is_global_zero and strategy.plan is not None:
-            print(
-                f"\nthe plan, per process, when it holds the most:\n{strategy.explain(num_rows=12)}\n",
-                flush=True,
-            )
+            whole = f"the plan, per process, when it holds the most:\n{strategy.explain()}\n"
+            short = "\n".join([*strategy.summary(), f"all of it: {self._path}"])
+            print(f"\n{whole}" if self._prints_all else short, flush=True)
+            self._write(whole)
+
+    def _write(self, text: str) -> None:
+        """Write the file; a disk that refuses it ends no run."""
+        try:
+            write_text(self._path, text)
+        except OSError as error:
+            _log.warning("the plan could not be written to %s: %s", self._path, error)
 
     def on_train_batch_end(self, *, fabric: Fabric, metrics: Mapping[str, Any]) -> None:
         """Print the measured peak."""

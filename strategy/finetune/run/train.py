@@ -63,11 +63,15 @@ _BEFORE_ANY_STEP = (
 )
 
 
-def train(config: RunConfig) -> Path:
+def train(config: RunConfig, *, prints_plan: bool = False) -> Path:
     """Run the whole training and return the directory of the trained model or adapter.
 
     User errors are found before anything is written, and nearly all of them before the
     processes join.
+
+    Args:
+        config: The run.
+        prints_plan: Whether to print the whole plan, which is in `plan.txt` anyway.
 
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
@@ -75,13 +79,14 @@ def train(config: RunConfig) -> Path:
     """
     kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
     with kernels, local_processes(config) as processes:
-        return _train(config, processes)
+        return _train(config, processes, prints_plan=prints_plan)
 
 
-def _train(config: RunConfig, processes: LocalProcesses) -> Path:
+def _train(config: RunConfig, processes: LocalProcesses, *, prints_plan: bool) -> Path:
     job = prepare(config)
     base = base_files(job)
-    callbacks = [*build_callbacks(config, job.directory), PlanShown()]
+    shown = PlanShown(job.directory.plan, prints_all=prints_plan)
+    callbacks = [*build_callbacks(config, job.directory), shown]
     loggers = build_loggers(config, job.directory)
     fabric = build_fabric(config, callbacks=callbacks, loggers=loggers)
     state: dict[str, Any] = {"step": _first_step(job)}
