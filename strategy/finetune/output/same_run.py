@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from peft import LoraConfig
@@ -16,16 +16,25 @@ from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.settings.schema import parse_section
 
 _DATA = (
-    "the data files, the tokenizer with its chat template (some write today's date), "
-    "data.max_seq_length and data.packing"
+    "The rows follow from the data files, the tokenizer with its chat template (some write today's date), "
+    "data.max_seq_length and data.packing."
 )
 # Keys to check if the differing value does not name one.
 _CAUSES = {
     "num_rows": _DATA,
     "fingerprint_of_rows": _DATA,
-    "global_batch_size": "train.global_batch_size, and leave one of train.micro_batch_size and "
-    "train.gradient_accumulation_steps out, for the number of processes is the third",
+    "global_batch_size": "Leave one of train.micro_batch_size and train.gradient_accumulation_steps out, for the "
+    "number of processes is the third.",
 }
+# Values of a checkpoint that have another name in the run file, or none.
+_KEYS = {
+    "seed": "train.seed",
+    "global_batch_size": "train.global_batch_size",
+    "optimizer_class": "optimizer.class_path",
+    "num_rows": "number of rows",
+    "fingerprint_of_rows": "contents of the rows",
+}
+_MOST_SHOWN = 60
 _MOST_LISTED = 20
 
 
@@ -49,14 +58,26 @@ def check_same_run(
         found += _differing(before, dict.fromkeys(before) | now)
     if not found:
         return
-    listed = [f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in found[:_MOST_LISTED]]
-    more = f", and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
-    causes = dict.fromkeys(_CAUSES.get(name, name) for name, _, _ in found[:_MOST_LISTED])
+    causes = dict.fromkeys(_CAUSES[name] for name, _, _ in found if name in _CAUSES)
+    hints = "".join(f" {cause}" for cause in causes)
     raise ConfigError(
-        f"{info.path} was written with other settings than this run has, so it cannot resume from there: "
-        f"{', '.join(listed)}{more}. Restore {', '.join(causes)}, or start a new run in another output_dir.",
+        f"{info.path} was written with other settings than this run has, so it cannot resume from there:\n\n"
+        f"{_table(found)}\n\n"
+        f"Restore the old values, or start a new run in another output_dir.{hints}",
         key="resume",
     )
+
+
+def _table(found: Sequence[_Difference]) -> str:
+    """Lay out key, old and new value; the keys are the run file's own."""
+    rows = [("key", "checkpoint", "this run")]
+    rows += [(_KEYS.get(name, name), _shown(old), _shown(new)) for name, old, new in found]
+    widths = [max(len(row[i]) for row in rows[: _MOST_LISTED + 1]) for i in range(2)]
+    lines = [f"    {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+    shown = lines[: _MOST_LISTED + 1]
+    if len(lines) > len(shown):
+        shown.append(f"    ... and {len(lines) - len(shown)} more")
+    return "\n".join(shown)
 
 
 _Difference = tuple[str, object, object]
@@ -116,4 +137,5 @@ def _plain(value: object) -> object:
 
 
 def _shown(value: object) -> str:
-    return "null" if value is None else str(value)
+    text = "null" if value is None else str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

@@ -35,26 +35,40 @@ def test_all_differences_are_listed_old_to_new() -> None:
     now = RunConfig(lora={"r": 8, "lora_alpha": 16}, fp8=Fp8Config(recipe="current"))
     message = message_of(written_by(before, seed=7), now)
     assert message.startswith("c was written with other settings than this run has, so it cannot")
-    for told in (
-        ": seed 7 -> 42, model.dtype float32 -> bfloat16, lora.",
-        "lora.r 4 -> 8",
-        "lora.lora_alpha 8 -> 16",
-        "fp8.recipe null -> current",
+    rows = [line.split() for line in message.splitlines()]
+    for row in (
+        ["key", "checkpoint", "this", "run"],
+        ["train.seed", "7", "42"],
+        ["model.dtype", "float32", "bfloat16"],
+        ["lora.r", "4", "8"],
+        ["lora.lora_alpha", "8", "16"],
+        ["fp8.recipe", "null", "current"],
     ):
-        assert told in message, message
-    assert "Restore seed, model.dtype, lora.r, lora.lora_alpha, " in message
+        assert row in rows, message
+    assert message.endswith("Restore the old values, or start a new run in another output_dir.")
+
+
+def test_the_columns_of_the_table_stand_below_each_other() -> None:
+    before = RunConfig(lora={"r": 4, "lora_alpha": 8})
+    message = message_of(written_by(before, seed=7), RunConfig(lora={"r": 8, "lora_alpha": 16}))
+    head, *rows = [line for line in message.splitlines() if line.startswith("    ")]
+    column = head.index("this run")
+    assert len(rows) == 3
+    assert all(row[column - 1] == " " and row[column] != " " for row in rows)
 
 
 def test_a_cause_that_the_value_does_not_tell_is_named() -> None:
     message = message_of(written_by(RunConfig(), global_batch_size=3), RunConfig())
-    assert "there: global_batch_size 3 -> 8. Restore train.global_batch_size, and leave" in message
+    assert ["train.global_batch_size", "3", "8"] in [line.split() for line in message.splitlines()]
+    assert "Leave one of train.micro_batch_size and" in message
 
 
 def test_of_many_differences_the_first_are_listed() -> None:
     before = RunConfig(model=ModelConfig(config={f"k{n}": 1 for n in range(30)}))
-    assert "model.config.k19 1 -> null, and 10 more. Restore" in message_of(
-        written_by(before), RunConfig()
-    )
+    *_, last, more = [
+        line.split() for line in message_of(written_by(before), RunConfig()).splitlines()[:-2]
+    ]
+    assert (last, more) == (["model.config.k19", "1", "null"], ["...", "and", "10", "more"])
 
 
 def test_what_means_the_same_is_no_difference() -> None:
