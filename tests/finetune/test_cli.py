@@ -200,8 +200,8 @@ def test_validate_names_the_checkpoint_that_train_would_go_on_from(
     assert main(["validate", str(run_file), "--resume=auto", "--data.max_seq_length=30"]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "was written with other settings than this run has, so it cannot resume from" in message
-    assert f"fingerprint_of_rows {values['fingerprint_of_rows']} -> " in message
-    assert "Restore the data files, the tokenizer with its chat template" in message
+    assert f"contents of the rows {values['fingerprint_of_rows']} " in message
+    assert "The rows follow from the data files, the tokenizer with its chat template" in message
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,19 @@ from torch import nn
 
 from thunder_memsave.callbacks.all_ranks import DiskError, on_all_ranks
 from thunder_memsave.checkpoints import unsharded_state_dict
+from thunder_memsave.finetune.export.model_card import write_card
 from thunder_memsave.fp8.compute.linears import is_scaling_state
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
-def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -> None:
+def export(
+    fabric: Fabric,
+    module: nn.Module,
+    tokenizer: Any,
+    directory: Path,
+    *,
+    card: Mapping[str, str] | None = None,
+) -> None:
     """Write the trained weights, gathered from all ranks. A collective; rank 0 writes.
 
     Of a model with an adapter, only what peft saves is gathered. The fp8 scaling state is not exported.
@@ -26,8 +34,10 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
     Args:
         fabric: Launched.
         module: The result of `fabric.setup`.
-        tokenizer: Saved beside a whole model; an adapter uses its base model's.
+        tokenizer: Saved beside the weights, also of an adapter, so that its directory is all that a server needs;
+            None saves none.
         directory: Directory to write, overwritten if it exists.
+        card: Facts of the run for an adapter's model card; None leaves peft's own.
 
     Raises:
         DiskError: the disk refused it; on all ranks.
@@ -47,8 +57,10 @@ def export(fabric: Fabric, module: nn.Module, tokenizer: Any, directory: Path) -
 
     def write() -> None:
         model.save_pretrained(directory, state_dict=weights)
-        if not is_adapter:
+        if tokenizer is not None:
             tokenizer.save_pretrained(directory)
+        if is_adapter and card is not None:
+            write_card(directory, card)
 
     try:
         on_all_ranks(fabric, write if fabric.is_global_zero else lambda: None)

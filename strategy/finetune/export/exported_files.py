@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from thunder_memsave.checkpoints.sources import open_source
 from thunder_memsave.finetune.export.export import is_adapted, saved_by_peft
 from thunder_memsave.finetune.export.merged import MergedWeights, place_of
+from thunder_memsave.finetune.export.model_card import write_card
 from thunder_memsave.finetune.export.trained_model import TrainedModel
 from thunder_memsave.finetune.model.build import build_base
 from thunder_memsave.finetune.model.hub import model_directory
@@ -38,11 +39,13 @@ class PlainModel:
 
 
 def write_adapter(trained: TrainedModel, directory: Path) -> None:
-    """Write the adapter as peft itself saves it."""
+    """Write the adapter as peft itself saves it, the tokenizer, and a model card."""
     model: Any = trained.model
     is_saved = saved_by_peft(model)
     names = [name for name in model.state_dict(keep_vars=True) if is_saved(name)]
     model.save_pretrained(directory, state_dict={name: trained.read(name) for name in names})
+    trained.tokenizer.save_pretrained(directory)
+    write_card(directory, {"exported from": trained.checkpoint.name})
 
 
 def whole_model(trained: TrainedModel, *, dtype: torch.dtype) -> PlainModel:

@@ -16,6 +16,7 @@ from thunder_memsave.checkpoints.commit import write_file
 from thunder_memsave.checkpoints.disk_errors import told
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, UnverifiableCheckpointError
 from thunder_memsave.finetune.model.safetensors_files import sync_file
+from thunder_memsave.finetune.output.absolute_paths import with_absolute_paths
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, world_size
@@ -98,14 +99,17 @@ class RunDirectory:
     def create(self, config: RunConfig) -> None:
         """Create the directory and write the resolved run file into it.
 
-        The file has two of the three batch sizes, so that an override of one does not contradict it.
+        The file has two of the three batch sizes, so that an override of one does not contradict it; and whole
+        paths, so that it means the same in another directory.
 
         Raises:
             ConfigError: the directory cannot be written.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._write_run_file(dump_run_config(_with_two_sizes(config)), config)
+            self._write_run_file(
+                dump_run_config(with_absolute_paths(_with_two_sizes(config))), config
+            )
         except FileExistsError as error:
             message = (
                 f"another run has just begun in output_dir {self.root}; name another directory."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 from thunder_memsave.finetune.data.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
 from thunder_memsave.finetune.run.job import Job
@@ -25,6 +26,26 @@ def describe_job(job: Job) -> str:
     }
     lines = [_fact(name, text) for name, text in facts.items()]
     return "\n".join([*lines, "", *_sample(job)])
+
+
+def card_facts(job: Job) -> dict[str, str]:
+    """Return what the model card of the run's adapter says; no values that depend on where the run was."""
+    config = job.config
+    dataset = config.data.dataset
+    path = (dataset.get("init_args") or {}).get("path", "")
+    names = [Path(path).name] if isinstance(path, str) else [str(each) for each in path]
+    arguments = config.optimizer.get("init_args") or {}
+    optimizer = config.optimizer["class_path"].rpartition(".")[2]
+    return {
+        "trained weights": f"{job.num_trained_parameters:,} of {job.num_parameters:,}",
+        "data": f"{', '.join(names)} ({dataset['class_path']}), {len(job.data.train):,} rows of "
+        f"{config.data.max_seq_length:,} tokens",
+        "steps": f"{_steps(job)}, {_count(job.batch_sizes.global_batch_size, 'row')} each",
+        "optimizer": f"{optimizer}, learning rate {arguments.get('lr', 'its default')}, "
+        f"{config.lr_scheduler.name} schedule",
+        "number format": f"{config.model.dtype}, trained weights in {config.model.trainable_dtype}",
+        "seed": str(config.train.seed),
+    }
 
 
 def _fact(name: str, text: str) -> str:

@@ -27,6 +27,7 @@ from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.deterministic import deterministic_kernels
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
+from thunder_memsave.finetune.run.describe_job import card_facts
 from thunder_memsave.finetune.run.early_end import explained, interrupted, is_saved, stopped_error
 from thunder_memsave.finetune.run.fabric import build_fabric
 from thunder_memsave.finetune.run.job import Job, prepare
@@ -268,7 +269,7 @@ def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
     directory = job.directory.adapter if is_adapter else job.directory.model
     what = "adapter" if is_adapter else "model"
     _say(fabric, f"writing the {what}")  # minutes for a large one
-    export(fabric, module, job.tokenizer, directory)
+    export(fabric, module, job.tokenizer, directory, card=card_facts(job))
     fabric.barrier()
     _say(fabric, f"{what}: {directory}")
     return directory

@@ -551,7 +551,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(one_rank: Path)
     output = run_here(path, "--resume=auto", "--lora.r=8", exit_code=2)
     words = " ".join(output.split())
     assert words.count("step-00000006 was written with other settings than this run has") == 1
-    assert "so it cannot resume from there: lora.r 4 -> 8. Restore lora.r, or start" in words
+    assert "so it cannot resume from there: key checkpoint this run lora.r 4 8 Restore the" in words
     assert path.read_text() == before
 
 
