@@ -24,7 +24,7 @@ from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
-from thunder_memsave.planner.report.step_work import work_table
+from thunder_memsave.planner.report.step_work import sustained_us, work_table
 from thunder_memsave.planner.reserved import ReservedMemory
 from thunder_memsave.progress import stage
 from thunder_memsave.settings.problems import ConfigError
@@ -124,18 +124,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
         text = json.dumps({**as_json(made, progress), **_longest_json(longest)}, indent=2)
         options.json.write_text(f"{text}\n", encoding="utf-8")
     if options.html is not None:
-        from thunder_memsave.planner.report.html import write_report
-
-        call = made.call
-        write_report(
-            options.html,
-            plan=_plan(made),
-            program=call.program,
-            profile=call.profile,
-            memory=call.memory,
-            curve=made.curve,
-            title=_title(made, config),
-        )
+        _write_html(options.html, made, config)
     return 0 if made.fits else DOES_NOT_FIT
 
 
@@ -162,6 +151,32 @@ def _planned(
         return plan(length), config, None
     found = longest_row(plan, start=length, most=positions_of(config), say=_say)
     return found.made, with_row(config, found.num_tokens), found
+
+
+def _write_html(path: Path, made: RunPlan, config: RunConfig) -> None:
+    from thunder_memsave.planner.report.html import Speed, write_report
+
+    call = made.call
+    ops = [step.op for step in call.program.steps if step.op.repeat != "free"]
+    write_report(
+        path,
+        plan=_plan(made),
+        program=call.program,
+        profile=call.profile,
+        memory=call.memory,
+        curve=made.curve,
+        title=_title(made, config),
+        speed=Speed(
+            micro_batch_ms=sum(sustained_us(op, made.device) for op in ops) / 1e3,
+            tokens=made.num_rows * made.num_tokens * made.num_ranks,
+            num_devices=made.num_ranks,
+            device=made.device.name,
+        ),
+        facts={
+            "smallest budget with a plan, about": in_units(made.smallest_bytes),
+            "twice the rows per micro-batch, about": in_units(made.doubled_bytes),
+        },
+    )
 
 
 def _say(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from thunder_memsave.planner.actions import KEEP, RECOMPUTE, Actions
 from thunder_memsave.planner.graph import Decision, Op, Plan, Program, Step, StepMemory, Storage
 from thunder_memsave.planner.report.explain import explain, folded, kinds_table
-from thunder_memsave.planner.report.html import write_report
+from thunder_memsave.planner.report.html import Speed, write_report
+from thunder_memsave.planner.report.timeline import timeline
 from thunder_memsave.planner.simulate import Profile, simulate
 
 MIB = 2**20
@@ -128,9 +130,65 @@ def test_the_report_is_one_file_that_loads_nothing(report: Path) -> None:
     text = report.read_text()
     assert not re.search(r"""(?:src|href)=["'](?!#)""", text)
     assert not re.search(r"url\((?!#)", text)
-    assert "<script" not in text
+    assert not re.search(r"(?:fetch|import|XMLHttpRequest|WebSocket)\b", text)
     assert "a model &amp; its plan" in text
-    assert text.count("<svg") == 2
+    assert "plan: does not fit" in text
+
+
+def test_the_picture_has_the_peak_of_the_plan_and_names_its_bands(program: Program) -> None:
+    profile = simulate(program, MEMORY)
+    made = timeline(program, profile, MEMORY)
+    totals = [sum(column) for column in zip(*made.bytes, strict=True)]
+    assert max(totals) == totals[made.peak_point] == profile.peak_bytes
+    assert [name for name, _ in made.phases if name != "loss"] == [
+        "forward",
+        "backward",
+        "optimizer",
+    ]
+    assert made.kinds[:1] == ["weights"]
+    assert made.ops[0] == "linear"
+
+
+def test_the_largest_program_makes_a_small_file_that_keeps_its_peak(
+    program: Program, plan: Plan, tmp_path: Path
+) -> None:
+    ops = [step(f"op{n}", makes=()) for n in range(20_000)]
+    for n in range(0, len(ops), 2):
+        module = f"model.layers.{n // 250}.self_attn.q_proj"
+        ops[n] = replace(ops[n], op=replace(ops[n].op, module=module))
+    ops[7777] = replace(ops[7777], op=replace(ops[7777].op, peak_bytes=99 * MIB))
+    long = replace(program, steps=(*program.steps[:2], *ops, *program.steps[2:]), num_forward=9000)
+    profile = simulate(long, MEMORY)
+    made = timeline(long, profile, MEMORY)
+    assert len(made.ops) < 1000
+    assert sum(row[made.peak_point] for row in made.bytes) == profile.peak_bytes > 99 * MIB
+    assert made.ops[made.peak_point] == "op7777"
+    assert {"layers.0", "layers.35"} <= set(made.layers)
+    many = [replace(plan.decisions[0], source=f"/a/b/model.py:{n}") for n in range(5000)]
+    path = tmp_path / "plan.html"
+    write_report(
+        path,
+        plan=replace(plan, decisions=tuple(many)),
+        program=long,
+        profile=profile,
+        memory=MEMORY,
+        title="x",
+    )
+    assert path.stat().st_size < 300_000
+    assert "... and 4700 more rows" in path.read_text()
+
+
+def test_the_speed_is_a_forecast_with_a_cost(program: Program, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    speed = Speed(micro_batch_ms=50.0, tokens=4096, num_devices=8, device="h100")
+    profile = simulate(program, MEMORY)
+    write_report(
+        path, plan=plan, program=program, profile=profile, memory=MEMORY, title="x", speed=speed
+    )
+    text = path.read_text()
+    assert speed.tokens_per_s == 81920.0
+    assert "about 81,920 tokens/s on 8 devices of h100. No device has confirmed it" in text
+    assert "price of a GPU hour" in text
 
 
 def test_the_report_has_folded_decisions_with_their_lines(report: Path) -> None:
