@@ -88,7 +88,7 @@ def _points(program: Program, profile: Profile, memory: StepMemory) -> list[_Poi
     }
     points = []
     for number, most in enumerate(profile.step_peak_bytes):
-        live = {**{kind: row[number] for kind, row in rows.items()}, **constant}
+        live = {kind: row[number] for kind, row in rows.items()} | constant
         op = program.steps[number].op
         is_forward = number < program.num_forward
         points.append(
@@ -99,7 +99,7 @@ def _points(program: Program, profile: Profile, memory: StepMemory) -> list[_Poi
                 op=op.symbol,
             )
         )
-    last = {**{kind: row[-1] for kind, row in rows.items()}, **constant}
+    last = {kind: row[-1] for kind, row in rows.items()} | constant
     if profile.between_peak_bytes and program.num_forward < len(points):
         live = dict(points[program.num_forward].parts) | {"inside": 0, "cotangent": 0}
         rest = max(profile.between_peak_bytes - sum(live.values()), 0)
