@@ -68,6 +68,12 @@ class CompileConfig(Section):
     longer than its kernels and nothing forbids it; `true` is an error where something does. Other shapes of
     the batch run without. Not yet run on a GPU, and therefore off."""
 
+    fusion: Literal["auto"] | bool = "auto"
+    """Compile neighbouring operations that compute element by element to one kernel each, by PyTorch's
+    inductor: `true` does so, with the same bits and at most the same memory; the first step takes seconds
+    more for each kernel, the next run finds them on disk. `auto` does so where it was measured to pay,
+    which is nowhere yet: on a CPU it does not, and on a GPU it was not run."""
+
     fullgraph: bool = False
     """Refuse a `forward` that cannot be captured as one graph, with the line that prevents it. Otherwise its
     own code runs in eager PyTorch and the submodules that it calls are compiled, and the log says so. With

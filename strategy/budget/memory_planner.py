@@ -34,7 +34,7 @@ from thunder_memsave.distributed.agreement import (
 )
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError, PlanError
-from thunder_memsave.measure.op_profile import Operation, OpProfile
+from thunder_memsave.measure.op_profile import Operation, OpProfile, OpProfiles
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
 from thunder_memsave.passes.overlap.room import NO_ROOM, Room
@@ -121,6 +121,11 @@ class MemoryPlanner:
         if self._device_type:
             return bounded_scratch(operation, found, device_type=self._device_type)
         return _measured_scratch()(operation, found)
+
+    @property
+    def profiles(self) -> OpProfiles:
+        """The profiles of all symbols that were planned for, with their scratch."""
+        return self._known
 
     def for_copy(self) -> MemoryPlanner:
         """Return a planner like this one without any planned calls, for a copy of the module."""

@@ -16,6 +16,7 @@ from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 from torch import nn
 
+from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import Arguments
 from thunder_memsave.compiler.compile_trace import compile_trace
@@ -32,6 +33,7 @@ from thunder_memsave.frontend.capture import Call, Capture, capture
 from thunder_memsave.frontend.fx_nodes import GraphCode, graph_code
 from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor
+from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.ops.cuda_device import planned_for
 from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
@@ -197,8 +199,16 @@ class CallCompiler:
             unreduced=self.unreduced or UnreducedGradients(data_parallel),
             is_run=self.target is None,
             name=name,
+            fusion=self._fusion,
             graphs=self.graphs,
         )
+
+    @property
+    def _fusion(self) -> OpProfiles | None:
+        """The profiles of all symbols that are fused, and planned for; None where nothing is fused."""
+        if self.config.fusion is not True or self.target is not None:
+            return None
+        return profiles() if self.planner is None else self.planner.profiles
 
     def _files(self, title: str) -> TraceFiles | None:
         if self.config.trace_dir is None:

@@ -14,6 +14,7 @@ from thunder_memsave.budget.planned_call import Arguments
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.frontend.lowering import Lowered
 from thunder_memsave.ops.accumulation import UnreducedGradients
+from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import Step, Traces
 
@@ -48,6 +49,8 @@ class Facts:
     """Whether the result is to be run here; if not, `run` refuses."""
     name: str
     """The call's name, for messages."""
+    fusion: OpProfiles | None = None
+    """Profiles by which elementwise operators are fused; None: they are not."""
     graphs: CudaGraphs | None = None
     """The module's graphs; None: it has none."""
 

@@ -166,7 +166,8 @@ class OpProfiles:
         is_opaque = isinstance(bsym.sym.executor, TemporaryExecutor)
         operation = Operation(_callable(bsym), arguments, not is_opaque, bsym.sym.name)
         profile = replace(self._run(bsym, operation), key=key)
-        if is_one_kernel(operation.name, on_planned_device(tensors, self._device_type)):
+        on_device = on_planned_device(tensors, self._device_type)
+        if bsym.sym.is_fusion or is_one_kernel(operation.name, on_device):
             profile = _by_one_kernel(profile, tensors)
         scratch_bytes = self._scratch(operation, profile)
         return replace(
@@ -316,7 +317,7 @@ def _key(bsym: BoundSymbol, arguments: Sequence[Value | None]) -> str:
     """Return a key for files: equal in every process, without addresses."""
     executor = bsym.sym.executor
     tensors = " ".join("number" if v is None else _written_out(v) for v in arguments)
-    numbers = ",".join(_text(leaf) for leaf in tree_leaves((bsym.args, bsym.kwargs)))
+    numbers = ",".join(text_of(leaf) for leaf in tree_leaves((bsym.args, bsym.kwargs)))
     return f"{bsym.sym.name}[{executor.name if executor else ''}]({tensors})({numbers})"
 
 
@@ -327,7 +328,8 @@ def _written_out(value: Value) -> str:
     return f"{dtype}[{shape}]/[{stride}]+{layout.offset}@{device}#{value.storage}"
 
 
-def _text(leaf: Any) -> str:
+def text_of(leaf: Any) -> str:
+    """Return an argument that is no tensor as text: equal in every process, without addresses."""
     if isinstance(leaf, NumberProxy):
         return str(leaf.value)
     if isinstance(leaf, Proxy):
@@ -335,9 +337,9 @@ def _text(leaf: Any) -> str:
     if isinstance(leaf, dist.ProcessGroup):
         return f"{leaf.size()} ranks"
     if isinstance(leaf, slice):
-        return f"slice({', '.join(map(_text, (leaf.start, leaf.stop, leaf.step)))})"
+        return f"slice({', '.join(map(text_of, (leaf.start, leaf.stop, leaf.step)))})"
     if isinstance(leaf, set | frozenset):
-        return f"{{{','.join(sorted(map(_text, leaf)))}}}"
+        return f"{{{','.join(sorted(map(text_of, leaf)))}}}"
     if isinstance(leaf, _WRITTEN_OUT):
         return repr(leaf)
     # The `repr` of other objects may have an address.

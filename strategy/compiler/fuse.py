@@ -1,0 +1,55 @@
+"""The step that fuses elementwise operators of the traces that run, where the settings ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+
+from thunder_memsave.budget.extract import Values
+from thunder_memsave.compiler.state import State
+from thunder_memsave.fusion import inductor
+from thunder_memsave.fusion.runs import fused
+
+
+def fuse(state: State) -> State:
+    """Fuse each trace for itself; nothing changes where the settings, or a missing compiler, say so."""
+    facts = state.facts
+    if facts.fusion is None or not facts.is_run or state.forward is None:
+        return state
+    device_type = _device_type(state.forward)
+    if (reason := inductor.why_unavailable(device_type)) is not None:
+        inductor.warn_unavailable(reason)
+        return state
+    values = _values(state)
+    forward = fused(state.forward, values)
+    if state.backward is None:
+        return replace(state, forward=forward)
+    backward = _fused_backward(state, state.backward, values)
+    keeping = state.keeping
+    if keeping is not None:
+        others = _values(state)
+        fused(state.forward, others)
+        keeping = _fused_backward(state, keeping, others)
+    return replace(state, forward=forward, backward=backward, keeping=keeping)
+
+
+def _values(state: State) -> Values:
+    assert state.forward is not None
+    assert state.facts.fusion is not None
+    arguments = state.facts.arguments
+    return Values(state.forward.args, arguments.kinds, arguments.tensors, state.facts.fusion)
+
+
+def _fused_backward(state: State, backward: TraceCtx, values: Values) -> TraceCtx:
+    for proxy in backward.args[1]:
+        if isinstance(proxy, TensorProxy):
+            values.add_cotangent(proxy)
+    return fused(backward, values)
+
+
+def _device_type(trace: TraceCtx) -> str:
+    """Return the type of the first tensor's device that is no CPU; `cpu` if all are."""
+    types = [a.device.type for a in trace.args if isinstance(a, TensorProxy)]
+    return next((t for t in types if t != "cpu"), "cpu")

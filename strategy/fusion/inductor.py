@@ -1,0 +1,88 @@
+"""Compiles a graph of operators with TorchInductor, of PyTorch 2.11 to 2.15; nothing else of ours knows of it.
+
+Inductor keeps what it compiled on disk (`TORCHINDUCTOR_CACHE_DIR`), by the graph, layouts, versions, device and options;
+it writes files beside and renames them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_log = logging.getLogger(__name__)
+
+_OPTIONS = {
+    # Round to bfloat16 where the operators would: else a region keeps float32 inside.
+    "emulate_precision_casts": True,
+    # One kernel after the other, as nothing of the program would gain from a choice by time.
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+}
+
+Kernel = Callable[..., Sequence[Tensor]]
+
+
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Kernel:
+    """Compile a graph for the layouts of its inputs.
+
+    Args:
+        graph: Pure, of ATen operators; returns a list of tensors. Made inside `options()`.
+        inputs: (Fake) tensors with the layouts that it will get.
+
+    Raises:
+        Exception: what inductor raises where it cannot.
+    """
+    from torch._inductor import standalone_compile  # takes seconds to import
+
+    with options():
+        return standalone_compile(graph, list(inputs), dynamic_shapes="from_example_inputs")
+
+
+@contextmanager
+def options() -> Iterator[None]:
+    """Trace and compile with options that keep the bits of the single operators."""
+    from torch._inductor import config
+
+    with config.patch(_OPTIONS):
+        yield
+
+
+@cache
+def why_unavailable(device_type: str) -> str | None:
+    """Return why inductor cannot compile for a type of device here, in one line; None: it can."""
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton, which makes kernels for the GPU, does not work here"
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except Exception as error:  # its own type moved between versions
+        return f"there is no C++ compiler ({_first_line(error)})"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+
+
+def describe() -> str:
+    """Describe what decides, beside the graph, which kernel is made."""
+    return f"torch {torch.__version__} {sorted(_OPTIONS.items())}"
+
+
+def warn_unavailable(reason: str) -> None:
+    """Log, once for each reason, that the step is not fused."""
+    _warn(reason)
+
+
+@cache
+def _warn(reason: Any) -> None:
+    _log.warning("fusion is on, but %s: the step runs unfused, with the same bits and memory.", reason)

@@ -1,0 +1,83 @@
+"""Says which operators may be fused: those whose results are the same bits in whichever kernel they are computed.
+
+IEEE 754 defines the results of sums, products, quotients and comparisons, and moving numbers does not change them. Others
+(`exp`, `tanh`, `sqrt`, `silu`, ...) differ in their last bit between PyTorch's kernels and inductor's, and reductions with
+the order of their terms; they stay as they are, so that no bit depends on what is fused.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from thunder.core.symbol import BoundSymbol
+from torch._ops import OpOverload
+
+from thunder_memsave.measure.op_profile import OpProfile
+from thunder_memsave.ops import aten_operators
+from thunder_memsave.passes.symbols import is_cast
+
+_aten = torch.ops.aten
+
+_EXACT: frozenset[OpOverload] = frozenset(
+    {
+        *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor),
+        *(_aten.neg.default, _aten.abs.default),
+        *(_aten.where.self, _aten.masked_fill.Scalar, _aten.native_dropout_backward.default),
+        *(_aten.relu.default, _aten.threshold_backward.default),
+        *(_aten.eq.Scalar, _aten.ne.Scalar, _aten.gt.Scalar, _aten.ge.Scalar),
+        *(_aten.lt.Scalar, _aten.le.Scalar, _aten.eq.Tensor, _aten.ne.Tensor),
+        *(_aten.gt.Tensor, _aten.ge.Tensor, _aten.lt.Tensor, _aten.le.Tensor),
+        *(_aten.logical_and.default, _aten.logical_or.default, _aten.logical_not.default),
+        *(_aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor, _aten.bitwise_not.default),
+        *(_aten.cat.default, _aten.clone.default, _aten._to_copy.default),
+        *(_aten.slice_backward.default, _aten.select_backward.default),
+    }
+)
+_VIEWS: frozenset[OpOverload] = frozenset(
+    {
+        *(_aten.view.default, _aten._unsafe_view.default, _aten.t.default, _aten.permute.default),
+        *(_aten.transpose.int, _aten.slice.Tensor, _aten.select.int, _aten.expand.default),
+        *(_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.alias.default),
+        *(_aten.detach.default, _aten.split.Tensor, _aten.split_with_sizes.default),
+        *(_aten.unbind.int, _aten.chunk.default),
+    }
+)
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_DTYPES = frozenset({*_FLOATS, torch.bool})
+
+
+class Kind(Enum):
+    """What a symbol is to a run."""
+
+    VIEW = "view"
+    """Moves no data: it ends no run."""
+    FUSES = "fuses"
+    OTHER = "other"
+    """Ends a run."""
+
+
+def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
+    """Return what a symbol is to a run.
+
+    Args:
+        bsym: A symbol of a trace that runs, no bookkeeping.
+        profile: Its profile on the layouts of the trace.
+    """
+    operator = aten_operators.operator_of(bsym)
+    if not (is_cast(bsym) or operator in _EXACT or operator in _VIEWS):
+        return Kind.OTHER
+    results = [r for r in profile.results if r is not None]
+    if profile.written or profile.changes_device or profile.is_random or not results:
+        return Kind.OTHER
+    if any(r.layout.dtype not in _DTYPES for r in results):
+        return Kind.OTHER
+    made = [r.storage >= profile.num_argument_storages for r in results]
+    if not any(made):
+        return Kind.VIEW if profile.num_argument_storages == 1 else Kind.OTHER
+    return Kind.FUSES if all(made) and _is_exact(bsym) else Kind.OTHER
+
+
+def _is_exact(bsym: BoundSymbol) -> bool:
+    """Return whether no number of the call makes it inexact: sums with a factor round once or twice."""
+    return bsym.kwargs.get("alpha", 1) == 1 and len(bsym.kwargs.keys() & {"rounding_mode"}) == 0

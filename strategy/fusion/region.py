@@ -1,0 +1,194 @@
+"""A region: a run of operators as one symbol of a trace, whose function is compiled when it is first called.
+
+    t330 = aten_mul_Tensor(t328, t279)
+    t331 = aten_mul_Tensor(t328, t283)
+->
+    (t330, t331) = fused_5c1f0a9d2b7e(t328, t279, t283)
+
+Equal structures are one function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from thunder.core import prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.proxies import Proxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from thunder_memsave.fusion import inductor
+from thunder_memsave.measure.layouts import Layout, Value
+from thunder_memsave.measure.op_profile import text_of
+from thunder_memsave.ops.location import location
+
+PREFIX = "fused_"
+
+_log = logging.getLogger(__name__)
+
+_executor = OperatorExecutor("thunder_memsave_fusion", version="0")
+register_executor(_executor)
+
+Layouts = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class Region:
+    """The function of a structure: operators one by one on FakeTensors and strange layouts, else compiled."""
+
+    def __init__(self, name: str, eager: Callable[..., Any], inputs: Sequence[Layout]) -> None:
+        """`inputs`: the layouts to compile for."""
+        self.__name__ = self.name = name
+        self.compile_s = 0.0
+        """Seconds that compiling it took in this process."""
+        self._eager = eager
+        self._inputs = inputs
+        self._strides = [layout.stride for layout in inputs]
+        self._kernel: inductor.Kernel | None = None
+        self._is_refused = False
+
+    def __call__(self, *args: Tensor) -> Sequence[Tensor]:
+        """Return the results, one for each output of the region, in new memory."""
+        is_eager = self._is_refused or type(args[0]) is FakeTensor
+        if is_eager or [a.stride() for a in args] != self._strides:
+            return self._eager(*args)  # type: ignore[no-any-return]
+        if self._kernel is None:
+            self._compile(args)
+            return self(*args)
+        return tuple(self._kernel(*args))
+
+    def _compile(self, args: Sequence[Tensor]) -> None:
+        """Compile it; where inductor cannot, or lays results out otherwise, operators run one by one, which is logged."""
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                kernel = inductor.compile_graph(*self._graph())
+                expected, found = self._eager(*args), kernel(*args)
+        except Exception as error:  # of any type: a compiler's, the disk's, inductor's own assertions
+            self._refuse(f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0])
+            return
+        if list(map(_described, found)) != list(map(_described, expected)):
+            self._refuse("inductor lays its results out otherwise")
+        elif len({t.untyped_storage()._cdata for t in (*found, *args)}) != len(
+            {t.untyped_storage()._cdata for t in args}
+        ) + len(found):
+            self._refuse("its results share memory")
+        else:
+            self._kernel = kernel
+        self.compile_s = time.perf_counter() - start
+
+    def _refuse(self, reason: str) -> None:
+        self._is_refused = True
+        _log.warning("%s is not fused: %s; its operators run one by one.", self.name, reason)
+
+    def _graph(self) -> tuple[Any, Sequence[Tensor]]:
+        with inductor.options():
+            mode = FakeTensorMode()
+            with mode:
+                fakes = [_fake(layout) for layout in self._inputs]
+            with mode, torch._C.DisableTorchFunctionSubclass():
+                graph = make_fx(lambda *a: list(self._eager(*a)))(*fakes)
+        return graph, fakes
+
+
+def _fake(layout: Layout) -> Tensor:
+    return torch.empty_strided(
+        layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
+    )
+
+
+def _described(tensor: Tensor) -> tuple[Any, ...]:
+    nbytes = tensor.untyped_storage().nbytes()
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, nbytes)
+
+
+_regions: dict[str, Region] = {}
+"""By structure, for all models of this process."""
+
+
+def region_of(symbol: BoundSymbol) -> Region | None:
+    """Return the region that a symbol of a trace calls; None: it calls none."""
+    return _regions.get(symbol.sym.name) if symbol.sym.is_fusion else None
+
+
+def known(name: str) -> Region | None:
+    """Return the region of a symbol's name; None: it is no region."""
+    return _regions.get(name)
+
+
+def bind(
+    body: Sequence[BoundSymbol],
+    inputs: Sequence[Proxy],
+    outputs: Sequence[Proxy],
+    values: Mapping[str, Value],
+) -> BoundSymbol:
+    """Return the symbol that computes `outputs` from `inputs` as `body` does.
+
+    Args:
+        body: Operators and views, each after what it reads.
+        inputs: All tensors that they read and do not make, each once.
+        outputs: Tensors that they make, none a view of another.
+        values: Layouts of the inputs.
+    """
+    layouts = [values[p.name].layout for p in inputs]
+    name = f"{PREFIX}{_structure(body, inputs, outputs, layouts)}"
+    if name not in _regions:
+        _regions[name] = Region(name, _function(body, inputs, outputs), layouts)
+    symbol = Symbol(name, is_prim=True, is_fusion=True, executor=_executor)
+    place = location(body[0])
+    return BoundSymbol(
+        symbol,
+        tuple(inputs),
+        {},
+        tuple(outputs),
+        tags=set() if place is None else {place},
+        _call_ctx={name: _regions[name]},
+    )
+
+
+def _function(
+    body: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]
+) -> Callable[..., Any]:
+    """Return the operators one by one, as a function."""
+    trace = TraceCtx()
+    trace.args, trace.kwargs = tuple(inputs), {}
+    trace._siginfo = SigInfo.from_name_and_args("region", trace.args)
+    with tracectx(trace):
+        for proxy in inputs:
+            prims.unpack_trivial(proxy, name=proxy.name)
+        trace.bound_symbols += body
+        prims.python_return(tuple(outputs))
+    return trace.python_callable(include_decorators=False)  # type: ignore[no-any-return]
+
+
+def _structure(
+    body: Sequence[BoundSymbol],
+    inputs: Sequence[Proxy],
+    outputs: Sequence[Proxy],
+    layouts: Sequence[Layout],
+) -> str:
+    """Return a digest of the operators on numbered values, and of the layouts of what is read."""
+    numbers = {proxy.name: number for number, proxy in enumerate(inputs)}
+    parts = [inductor.describe()]
+    parts += [f"{e.dtype} {e.shape} {e.stride} {e.device}" for e in layouts]
+    for bsym in body:
+        leaves, tree = tree_flatten((bsym.args, bsym.kwargs))
+        read = [
+            f"#{numbers[leaf.name]}" if isinstance(leaf, Proxy) else text_of(leaf)
+            for leaf in leaves
+        ]
+        for output in bsym.flat_proxy_outs:
+            numbers[output.name] = len(numbers)
+        parts.append(f"{bsym.sym.name} {tree} {read} {len(bsym.flat_proxy_outs)}")
+    parts.append(str([numbers[o.name] for o in outputs]))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

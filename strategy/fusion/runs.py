@@ -1,0 +1,203 @@
+"""Cuts a trace that runs into regions: neighbours that fuse, with the views between them.
+
+Nothing moves over another operation, so what communicates, draws or writes keeps its place, and a region holds no more at
+any moment than its operations one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+
+from thunder_memsave.budget.extract import Values, is_bookkeeping
+from thunder_memsave.fusion.operators import Kind, kind_of
+from thunder_memsave.fusion.region import bind
+
+FEWEST = 2
+"""Operators of a region at least."""
+MOST = 64
+"""Operators of a region at most: inductor's time grows faster than their number."""
+
+
+def fused(trace: TraceCtx, values: Values) -> TraceCtx:
+    """Return the trace with regions in place of runs; the very same trace where there are none.
+
+    Args:
+        trace: A forward or a backward in its final order, before values are deleted.
+        values: With the trace's arguments; gets all values of the trace.
+
+    Raises:
+        CompileError: an operation does not run on tensors without data.
+    """
+    symbols = trace.bound_symbols
+    kinds = [_kind(bsym, index, values) for index, bsym in enumerate(symbols)]
+    cut = _Cut(symbols, kinds, values)
+    found = list(cut.symbols())
+    if len(found) == len(symbols):
+        return trace
+    new = from_trace(trace)
+    new.bound_symbols = found
+    return new
+
+
+def _kind(bsym: BoundSymbol, index: int, values: Values) -> Kind:
+    if is_bookkeeping(bsym):
+        return Kind.OTHER
+    arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]
+    profile = values.known.profile(bsym, arguments)
+    values.run(bsym, index, "temporary")
+    proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    if not arguments or not all(isinstance(p, TensorProxy) for p in proxies):
+        return Kind.OTHER
+    return kind_of(bsym, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A part of a run, as a region."""
+
+    views_before: Sequence[BoundSymbol]
+    """Views of what the region reads, for later readers."""
+    region: BoundSymbol
+    views_after: Sequence[BoundSymbol]
+    """Views of its results, for later readers."""
+
+
+class _Cut:
+    """Cuts one trace."""
+
+    def __init__(
+        self, symbols: Sequence[BoundSymbol], kinds: Sequence[Kind], values: Values
+    ) -> None:
+        self._symbols, self._kinds, self._values = symbols, kinds, values
+        self._last: dict[str, int] = {}
+        """Index of the last reader, by name."""
+        for index, bsym in enumerate(symbols):
+            self._last.update((a.name, index) for a in bsym.flat_proxy_args)
+        self._last_of_storage: dict[int, int] = {}
+        for name, index in self._last.items():
+            if (value := values.by_name.get(name)) is not None:
+                last = self._last_of_storage.get(value.storage, -1)
+                self._last_of_storage[value.storage] = max(last, index)
+
+    def symbols(self) -> Iterator[BoundSymbol]:
+        """Yield the symbols of the new trace."""
+        start, end = 0, len(self._symbols)
+        while start < end:
+            span = self._span(start)
+            if span is None:
+                yield self._symbols[start]
+                start += 1
+                continue
+            stop, found = span
+            yield from (*found.views_before, found.region, *found.views_after)
+            start = stop
+
+    def _span(self, start: int) -> tuple[int, _Span] | None:
+        """Return the longest region that begins here, with the index after it; None: there is none."""
+        if self._kinds[start] is not Kind.FUSES:
+            return None
+        ends = self._ends(start)
+        while ends:
+            stop = next((e for e in reversed(ends) if self._holds_no_more(start, e)), None)
+            if stop is None:
+                return None
+            span = self._made(start, stop)
+            if not self._has_scratch(span.region):
+                return stop, span
+            ends = [e for e in ends if e < stop][: len(ends) // 2]
+        return None
+
+    def _ends(self, start: int) -> list[int]:
+        """Return the indices after which a region may end, all after an operator."""
+        ends, num_operators = [], 0
+        for index in range(start, len(self._symbols)):
+            if self._kinds[index] is Kind.OTHER or num_operators == MOST:
+                break
+            if self._kinds[index] is Kind.FUSES:
+                num_operators += 1
+                if num_operators >= FEWEST:
+                    ends.append(index + 1)
+        return ends
+
+    def _holds_no_more(self, start: int, stop: int) -> bool:
+        """Return whether the results are at most what the operations one by one hold beside what was there before."""
+        live = most = 0
+        made: dict[int, int] = {}
+        for index in range(start, stop):
+            bsym = self._symbols[index]
+            if self._kinds[index] is Kind.FUSES:
+                new = {self._storage(o): self._nbytes(o) for o in bsym.flat_proxy_outs}
+                made |= new
+                live += sum(new.values())
+                most = max(most, live)
+            for storage in {
+                self._storage(p) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+            }:
+                if self._last_of_storage.get(storage, index) <= index:
+                    live -= self._values.storages[storage].nbytes
+        outputs = self._outputs(start, stop)
+        return sum(self._nbytes(o) for o in outputs) <= most and bool(outputs)
+
+    def _storage(self, proxy: Proxy) -> int:
+        return self._values.by_name[proxy.name].storage
+
+    def _nbytes(self, proxy: Proxy) -> int:
+        return self._values.storages[self._storage(proxy)].nbytes
+
+    def _outputs(self, start: int, stop: int) -> list[Proxy]:
+        """Return what operators make in new memory that something later reads, itself or through views."""
+        made = [
+            o
+            for index in range(start, stop)
+            if self._kinds[index] is Kind.FUSES
+            for o in self._symbols[index].flat_proxy_outs
+        ]
+        return [o for o in made if self._last_of_storage.get(self._storage(o), -1) >= stop]
+
+    def _made(self, start: int, stop: int) -> _Span:
+        inside = self._symbols[start:stop]
+        outputs = self._outputs(start, stop)
+        body = self._needed(inside, {o.name for o in outputs})
+        made = {o.name for bsym in body for o in bsym.flat_proxy_outs}
+        read = {a.name: a for bsym in body for a in bsym.flat_proxy_args}
+        inputs = [a for name, a in read.items() if name not in made]
+        region = bind(body, inputs, outputs, self._values.by_name)
+        before, after = self._views(start, stop)
+        return _Span(before, region, after)
+
+    def _needed(self, symbols: Sequence[BoundSymbol], names: set[str]) -> list[BoundSymbol]:
+        """Return the symbols from which the named values follow, in order."""
+        needed, found = set(names), []
+        for bsym in reversed(symbols):
+            if any(o.name in needed for o in bsym.flat_proxy_outs):
+                needed.update(a.name for a in bsym.flat_proxy_args)
+                found.append(bsym)
+        return found[::-1]
+
+    def _views(self, start: int, stop: int) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
+        """Return the views that later readers need: of what was there before, and of what the region makes."""
+        views = [
+            bsym
+            for kind, bsym in zip(
+                self._kinds[start:stop], self._symbols[start:stop], strict=True
+            )
+            if kind is Kind.VIEW
+        ]
+        later = {o.name for b in views for o in b.flat_proxy_outs if self._last.get(o.name, -1) >= stop}
+        made = {self._storage(o) for o in self._outputs(start, stop)}
+        before, after = [], []
+        for bsym in self._needed(views, later):
+            is_of_region = self._storage(bsym.flat_proxy_args[0]) in made
+            (after if is_of_region else before).append(bsym)
+        return before, after
+
+    def _has_scratch(self, region: BoundSymbol) -> bool:
+        """Return whether the kernel allocates more than its results."""
+        arguments = [self._values.by_name[a.name] for a in region.flat_proxy_args]
+        profile = self._values.known.profile(region, arguments)
+        return profile.peak_bytes > sum(profile.made_bytes)
