@@ -69,12 +69,11 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         sharding: `"none"`, `"zero2"`, `"zero3"`, `"hybrid"`, `"auto"`, a mapping such as
             `{"mode": "hybrid", "size": 8}`, or a `ShardingConfig`.
         prefetch: Bytes of gathered weights in flight besides those being read: `"auto"`, `"256MiB"`, or a number.
-        accumulate: What backward does inside `fabric.no_backward_sync`: `"reduce_every"`,
-            `"accumulate_unsharded"` or `"auto"`.
+        accumulate: Backward in `fabric.no_backward_sync`: `"reduce_every"`, `"accumulate_unsharded"` or `"auto"`.
         bucket: Largest parameter, in bytes, that shares collectives with others: `"auto"`, `"64KiB"`, or a number.
-        reduce_dtype: Dtype in which gradients of fewer bits are summed over the ranks: `"float32"`, or
-            None for their own dtype.
+        reduce_dtype: Dtype in which ranks sum gradients of fewer bits: `"float32"`, or None for their own dtype.
         cuda_graphs: Whether forward and backward are a CUDA graph each: `"auto"`, True or False.
+        fusion: Whether neighbouring elementwise operations are one kernel: `"auto"`, True or False.
         trace_dir: Directory for the traces after each step of a compilation; None writes none.
         fullgraph: Whether to refuse a forward that is not one graph; else it runs in compiled and eager pieces.
         return_logits: Whether logits that a model returns beside its loss are computed before they are read.
@@ -106,6 +105,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         reduce_dtype: str | None = "float32",
         trace_dir: str | None = None,
         cuda_graphs: str | bool = False,
+        fusion: str | bool = "auto",
         fullgraph: bool = False,
         return_logits: bool = False,
         leave_out: list[str] | tuple[str, ...] = (),

@@ -18,6 +18,7 @@ enters each file once:
           |  split.py         split *, check_gradients *      two traces
           |  passes/overlap/  schedule *
           |  split.py         keep_gradients *, add_gradients *, delete_last_used *
+          |  fuse.py           fuse *                          before values are deleted; fusion/: by what rules
           |  run.py           run                             two callables
           v
     autograd.py          what then runs at each call of the module; cuda_graphs/: as two graphs, where asked for

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.compiler.step_records import StepRecord
+from thunder_memsave.fusion.region import Region, known
 
 _HEAD = ("", "step", "ms", "operations", "")
 _CAPTURE = "capture the call, in ATen operators"
@@ -33,7 +34,28 @@ def explain_steps(compiled: Collection[Compiled]) -> str:
         f"{last.method}: {len(last.records)} steps in {last.seconds:.1f} s; from the split on, operations are those of "
         "forward + backward"
     )
-    return "\n".join([about, "", *(_line(row, widths) for row in rows)])
+    lines = [about, "", *(_line(row, widths) for row in rows)]
+    if regions := _regions(last):
+        lines += ["", _about_regions(regions)]
+    return "\n".join(lines)
+
+
+def _regions(compiled: Compiled) -> Sequence[Region]:
+    """Return the region of each symbol that calls one, in the traces of a step."""
+    traces = (compiled.forward_traces[-1], *compiled.backward_traces)
+    found = (known(b.sym.name) for t in traces for b in t.bound_symbols if b.sym.is_fusion)
+    return [region for region in found if region is not None]
+
+
+def _about_regions(regions: Sequence[Region]) -> str:
+    distinct = {region.name: region for region in regions}.values()
+    num_operators = sum(region.num_operators for region in regions)
+    alone = sum(region.is_refused for region in distinct)
+    about = (
+        f"fuse: {len(regions)} regions, {len(distinct)} of them distinct, in place of {num_operators} operators; "
+        f"compiled in {sum(region.compile_s for region in distinct):.1f} s"
+    )
+    return f"{about}; {alone} could not be, and run one by one" if alone else about
 
 
 def _row(number: int, record: StepRecord) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import Arguments
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.frontend.lowering import Lowered
-from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.measure.op_profile import OpProfiles
+from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import Step, Traces
 

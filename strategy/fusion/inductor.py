@@ -1,16 +1,16 @@
 """Compiles a graph of operators with TorchInductor, of PyTorch 2.11 to 2.15; nothing else of ours knows of it.
 
-Inductor keeps what it compiled on disk (`TORCHINDUCTOR_CACHE_DIR`), by the graph, layouts, versions, device and options;
-it writes files beside and renames them.
+Inductor keeps what it compiled on disk (`TORCHINDUCTOR_CACHE_DIR`), by the graph, layouts, versions, device and
+options; it writes files beside and renames them.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -38,9 +38,11 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Kernel:
     Raises:
         Exception: what inductor raises where it cannot.
     """
-    from torch._inductor import standalone_compile  # takes seconds to import
+    with options(), warnings.catch_warnings():
+        # Of inductor to its authors; a user's filter may make errors of them.
+        warnings.simplefilter("ignore")
+        from torch._inductor import standalone_compile  # takes seconds to import
 
-    with options():
         return standalone_compile(graph, list(inputs), dynamic_shapes="from_example_inputs")
 
 
@@ -59,7 +61,7 @@ def why_unavailable(device_type: str) -> str | None:
     if device_type == "cuda":
         from torch.utils._triton import has_triton
 
-        return None if has_triton() else "Triton, which makes kernels for the GPU, does not work here"
+        return None if has_triton() else "Triton, which makes a GPU's kernels, does not work here"
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -78,11 +80,9 @@ def describe() -> str:
     return f"torch {torch.__version__} {sorted(_OPTIONS.items())}"
 
 
+@cache
 def warn_unavailable(reason: str) -> None:
     """Log, once for each reason, that the step is not fused."""
-    _warn(reason)
-
-
-@cache
-def _warn(reason: Any) -> None:
-    _log.warning("fusion is on, but %s: the step runs unfused, with the same bits and memory.", reason)
+    _log.warning(
+        "fusion is on, but %s: the step runs unfused, with the same bits and memory.", reason
+    )

@@ -1,8 +1,8 @@
 """Says which operators may be fused: those whose results are the same bits in whichever kernel they are computed.
 
-IEEE 754 defines the results of sums, products, quotients and comparisons, and moving numbers does not change them. Others
-(`exp`, `tanh`, `sqrt`, `silu`, ...) differ in their last bit between PyTorch's kernels and inductor's, and reductions with
-the order of their terms; they stay as they are, so that no bit depends on what is fused.
+IEEE 754 defines the results of sums, products, quotients and comparisons, and moving numbers does not change them.
+Others (`exp`, `tanh`, `sqrt`, `gelu`, ...) differ in their last bit between PyTorch's kernels and inductor's, and
+reductions in the order of their terms; they stay as they are, so that no bit depends on what is fused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thunder_memsave.passes.symbols import is_cast
 
 _aten = torch.ops.aten
 
-_EXACT: frozenset[OpOverload] = frozenset(
+EXACT: frozenset[OpOverload] = frozenset(
     {
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor),
         *(_aten.neg.default, _aten.abs.default),
@@ -43,8 +43,7 @@ _VIEWS: frozenset[OpOverload] = frozenset(
         *(_aten.unbind.int, _aten.chunk.default),
     }
 )
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_DTYPES = frozenset({*_FLOATS, torch.bool})
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
 
 
 class Kind(Enum):
@@ -65,7 +64,7 @@ def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
         profile: Its profile on the layouts of the trace.
     """
     operator = aten_operators.operator_of(bsym)
-    if not (is_cast(bsym) or operator in _EXACT or operator in _VIEWS):
+    if not (is_cast(bsym) or operator in EXACT or operator in _VIEWS):
         return Kind.OTHER
     results = [r for r in profile.results if r is not None]
     if profile.written or profile.changes_device or profile.is_random or not results:
@@ -80,4 +79,4 @@ def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
 
 def _is_exact(bsym: BoundSymbol) -> bool:
     """Return whether no number of the call makes it inexact: sums with a factor round once or twice."""
-    return bsym.kwargs.get("alpha", 1) == 1 and len(bsym.kwargs.keys() & {"rounding_mode"}) == 0
+    return bsym.kwargs.get("alpha", 1) == 1

@@ -40,14 +40,26 @@ _log = logging.getLogger(__name__)
 _executor = OperatorExecutor("thunder_memsave_fusion", version="0")
 register_executor(_executor)
 
-Layouts = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-
 
 class Region:
     """The function of a structure: operators one by one on FakeTensors and strange layouts, else compiled."""
 
-    def __init__(self, name: str, eager: Callable[..., Any], inputs: Sequence[Layout]) -> None:
-        """`inputs`: the layouts to compile for."""
+    def __init__(
+        self,
+        name: str,
+        eager: Callable[..., Any],
+        inputs: Sequence[Layout],
+        *,
+        num_operators: int = 0,
+    ) -> None:
+        """Store the function.
+
+        Args:
+            name: Of the symbol.
+            eager: Runs the operators one by one.
+            inputs: The layouts to compile for.
+            num_operators: Number of operators, views left out.
+        """
         self.__name__ = self.name = name
         self.compile_s = 0.0
         """Seconds that compiling it took in this process."""
@@ -55,11 +67,13 @@ class Region:
         self._inputs = inputs
         self._strides = [layout.stride for layout in inputs]
         self._kernel: inductor.Kernel | None = None
-        self._is_refused = False
+        self.is_refused = False
+        """Whether it could not be compiled, and its operators run one by one."""
+        self.num_operators = num_operators
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         """Return the results, one for each output of the region, in new memory."""
-        is_eager = self._is_refused or type(args[0]) is FakeTensor
+        is_eager = self.is_refused or type(args[0]) is FakeTensor
         if is_eager or [a.stride() for a in args] != self._strides:
             return self._eager(*args)  # type: ignore[no-any-return]
         if self._kernel is None:
@@ -68,27 +82,26 @@ class Region:
         return tuple(self._kernel(*args))
 
     def _compile(self, args: Sequence[Tensor]) -> None:
-        """Compile it; where inductor cannot, or lays results out otherwise, operators run one by one, which is logged."""
+        """Compile it; where inductor cannot, or lays results out otherwise, run operators one by one, and log it."""
         start = time.perf_counter()
         try:
             with torch.no_grad():
                 kernel = inductor.compile_graph(*self._graph())
                 expected, found = self._eager(*args), kernel(*args)
-        except Exception as error:  # of any type: a compiler's, the disk's, inductor's own assertions
+        # Of any type: a compiler's, the disk's, inductor's own assertions.
+        except Exception as error:
             self._refuse(f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0])
             return
         if list(map(_described, found)) != list(map(_described, expected)):
             self._refuse("inductor lays its results out otherwise")
-        elif len({t.untyped_storage()._cdata for t in (*found, *args)}) != len(
-            {t.untyped_storage()._cdata for t in args}
-        ) + len(found):
+        elif _num_storages(found, args) != len(found) + _num_storages(args):
             self._refuse("its results share memory")
         else:
             self._kernel = kernel
         self.compile_s = time.perf_counter() - start
 
     def _refuse(self, reason: str) -> None:
-        self._is_refused = True
+        self.is_refused = True
         _log.warning("%s is not fused: %s; its operators run one by one.", self.name, reason)
 
     def _graph(self) -> tuple[Any, Sequence[Tensor]]:
@@ -112,13 +125,12 @@ def _described(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, nbytes)
 
 
+def _num_storages(*tensors: Sequence[Tensor]) -> int:
+    return len({t.untyped_storage()._cdata for each in tensors for t in each})
+
+
 _regions: dict[str, Region] = {}
 """By structure, for all models of this process."""
-
-
-def region_of(symbol: BoundSymbol) -> Region | None:
-    """Return the region that a symbol of a trace calls; None: it calls none."""
-    return _regions.get(symbol.sym.name) if symbol.sym.is_fusion else None
 
 
 def known(name: str) -> Region | None:
@@ -131,6 +143,8 @@ def bind(
     inputs: Sequence[Proxy],
     outputs: Sequence[Proxy],
     values: Mapping[str, Value],
+    *,
+    num_operators: int = 0,
 ) -> BoundSymbol:
     """Return the symbol that computes `outputs` from `inputs` as `body` does.
 
@@ -139,11 +153,17 @@ def bind(
         inputs: All tensors that they read and do not make, each once.
         outputs: Tensors that they make, none a view of another.
         values: Layouts of the inputs.
+        num_operators: Number of the operators of `body`, views left out.
     """
     layouts = [values[p.name].layout for p in inputs]
     name = f"{PREFIX}{_structure(body, inputs, outputs, layouts)}"
     if name not in _regions:
-        _regions[name] = Region(name, _function(body, inputs, outputs), layouts)
+        _regions[name] = Region(
+            name,
+            _function(body, inputs, outputs),
+            layouts,
+            num_operators=num_operators,
+        )
     symbol = Symbol(name, is_prim=True, is_fusion=True, executor=_executor)
     place = location(body[0])
     return BoundSymbol(

@@ -1,7 +1,7 @@
 """Cuts a trace that runs into regions: neighbours that fuse, with the views between them.
 
-Nothing moves over another operation, so what communicates, draws or writes keeps its place, and a region holds no more at
-any moment than its operations one by one.
+Nothing moves over another operation, so what communicates, draws or writes keeps its place, and a region holds no more
+at any moment than its operations one by one.
 """
 
 from __future__ import annotations
@@ -166,7 +166,13 @@ class _Cut:
         made = {o.name for bsym in body for o in bsym.flat_proxy_outs}
         read = {a.name: a for bsym in body for a in bsym.flat_proxy_args}
         inputs = [a for name, a in read.items() if name not in made]
-        region = bind(body, inputs, outputs, self._values.by_name)
+        region = bind(
+            body,
+            inputs,
+            outputs,
+            self._values.by_name,
+            num_operators=self._kinds[start:stop].count(Kind.FUSES),
+        )
         before, after = self._views(start, stop)
         return _Span(before, region, after)
 
@@ -183,12 +189,12 @@ class _Cut:
         """Return the views that later readers need: of what was there before, and of what the region makes."""
         views = [
             bsym
-            for kind, bsym in zip(
-                self._kinds[start:stop], self._symbols[start:stop], strict=True
-            )
+            for kind, bsym in zip(self._kinds[start:stop], self._symbols[start:stop], strict=True)
             if kind is Kind.VIEW
         ]
-        later = {o.name for b in views for o in b.flat_proxy_outs if self._last.get(o.name, -1) >= stop}
+        later = {
+            o.name for b in views for o in b.flat_proxy_outs if self._last.get(o.name, -1) >= stop
+        }
         made = {self._storage(o) for o in self._outputs(start, stop)}
         before, after = [], []
         for bsym in self._needed(views, later):

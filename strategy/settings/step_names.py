@@ -28,7 +28,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "keep_gradients": "without it, gradients are reduced inside `fabric.no_backward_sync`",
         "add_gradients": "",
         "update_in_place": "",
-        "fuse": "",
+        "fuse": "`strategy.fusion: false` leaves it out",
         "delete_last_used": "without it, the step holds all that it computes, whatever the plan says",
         "unwrap_results": "what runs without gradients returns its results alone",
         "run": "without it, nothing runs",

@@ -22,9 +22,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name_or_with_all() -> None:
     message = r"^sharding\.mod is not a key of 'sharding'; did you mean 'mode'\?$"
     with pytest.raises(ConfigError, match=message):
         parse_section(ShardingConfig, {"mod": "none"}, where="sharding")
-    message = (
-        r"'compile'; its keys are cuda_graphs, fullgraph, leave_out, return_logits, trace_dir\.$"
-    )
+    message = r"'compile'; its keys are cuda_graphs, fullgraph, fusion, leave_out, return_logits, trace_dir\.$"
     with pytest.raises(ConfigError, match=message):
         parse_section(CompileConfig, {"xyz": 1}, where="compile")
 

@@ -1,0 +1,159 @@
+"""Steps with fusion have the bits of steps without, whatever the plan, and take exactly the bytes predicted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from harness import models
+from harness.distributed import SOAK_HANG_S
+from harness.fused_steps import Model, Ran, batch, step
+from thunder_memsave.compiler.explain_steps import explain_steps
+from thunder_memsave.fusion import inductor, region
+
+
+@pytest.fixture
+def compiler() -> None:
+    if (reason := inductor.why_unavailable("cpu")) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def one_by_one() -> Iterator[None]:
+    """Regions run their operators one by one: what is cut is seen without compiling it."""
+
+    def eager(graph: Any, inputs: Any) -> Any:
+        return graph
+
+    inductor.warn_unavailable.cache_clear()
+    with patch.object(inductor, "compile_graph", eager), patch.dict(region._regions, clear=True):
+        yield
+
+
+def assert_same(ours: Ran, theirs: Ran) -> None:
+    assert len(ours.bits) == len(theirs.bits) > 2
+    assert all(map(torch.equal, ours.bits, theirs.bits))
+
+
+def assert_kept_promise(fused: Ran, unfused: Ran) -> None:
+    assert fused.num_regions > 0
+    assert fused.measured_bytes == fused.predicted_bytes
+    assert fused.predicted_bytes <= unfused.predicted_bytes
+    parts = ("mm", "attention", "bernoulli", "dropout", "gather", "scatter", "reduce", "wait")
+    assert fused.order_of(*parts) == unfused.order_of(*parts) != []
+
+
+def in_dtype(dtype: torch.dtype) -> nn.Module:
+    return Model().to(dtype)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_step_has_the_bits_of_an_unfused_one_at_no_more_memory(dtype: torch.dtype) -> None:
+    build, inputs = partial(in_dtype, dtype), batch(dtype)
+    unfused = step(build, inputs, fusion=False)
+    fused = step(build, inputs, fusion=True)
+    assert_same(fused, unfused)
+    assert_kept_promise(fused, unfused)
+    refused = [name for name in fused.distinct if region._regions[name].is_refused]
+    assert refused == []
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_a_plan_recomputes_has_the_bits_of_what_it_keeps() -> None:
+    kept = step(Model, batch(), fusion=False)
+    unfused = step(Model, batch(), fusion=False, policy="recompute_all")
+    fused = step(Model, batch(), fusion=True, policy="recompute_all")
+    assert_same(fused, kept)
+    assert_kept_promise(fused, unfused)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_equal_layers_have_equal_regions_however_many_there_are() -> None:
+    few = step(partial(Model, 3), batch(), fusion=True)
+    many = step(partial(Model, 6), batch(), fusion=True)
+    assert few.distinct == many.distinct != set()
+    assert many.num_regions > few.num_regions
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_the_list_of_steps_says_what_was_fused() -> None:
+    ran = step(Model, batch(), fusion=True)
+    text = explain_steps([ran.compiled])
+    expected = (
+        f"fuse: {ran.num_regions} regions, {len(ran.distinct)} of them distinct, in place of "
+    )
+    assert expected in text
+    assert "fuse: " not in explain_steps([step(Model, batch(), fusion=False).compiled])
+
+
+def test_without_a_compiler_the_step_is_the_unfused_one_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inductor.warn_unavailable.cache_clear()
+    unfused = step(Model, batch(), fusion=False)
+    with (
+        patch.object(inductor, "why_unavailable", lambda _: "there is no C++ compiler (no g++)"),
+        caplog.at_level(logging.WARNING),
+    ):
+        fused = [step(Model, batch(), fusion=True) for _ in range(2)]
+    assert [r.message for r in caplog.records] == [
+        "fusion is on, but there is no C++ compiler (no g++): the step runs unfused, with the same bits and memory."
+    ]
+    for each in fused:
+        assert_same(each, unfused)
+        assert each.num_regions == 0
+        assert each.measured_bytes == unfused.measured_bytes
+
+
+def test_a_region_that_cannot_be_compiled_runs_its_operators_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("disk full\nmore")
+
+    unfused = step(Model, batch(), fusion=False)
+    with (
+        patch.object(inductor, "compile_graph", fail),
+        patch.dict(region._regions, clear=True),
+        caplog.at_level(logging.WARNING),
+    ):
+        fused = step(Model, batch(), fusion=True)
+    assert_same(fused, unfused)
+    assert fused.measured_bytes == fused.predicted_bytes <= unfused.predicted_bytes
+    assert all("is not fused: RuntimeError: disk full; its" in r.message for r in caplog.records)
+    assert caplog.records
+
+
+def _transformer(name: str, dtype: torch.dtype) -> nn.Module:
+    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1} if name == "gpt2" else {}
+    build: Any = getattr(models, name)
+    return build(2, **dropout).to(dtype)  # type: ignore[no-any-return]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_HANG_S)
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen2"])
+def test_transformers_have_the_bits_of_unfused_ones_at_every_budget(
+    name: str, dtype: torch.dtype
+) -> None:
+    ids = torch.randint(101, (2, 16), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "labels": ids}
+    build = partial(_transformer, name, dtype)
+    kept = step(build, inputs, fusion=False)
+    largest_bytes = kept.call.profile.peak_bytes
+    for policy, part in (("keep_all", None), ("recompute_all", None), ("plan", 0.95)):
+        budget_bytes = None if part is None else int(part * largest_bytes)
+        settings: dict[str, Any] = {"policy": policy, "budget_bytes": budget_bytes}
+        fused = step(build, inputs, fusion=True, **settings)
+        assert_same(fused, kept)
+        assert_kept_promise(fused, step(build, inputs, fusion=False, **settings))

@@ -1,0 +1,68 @@
+"""Operators that fuse have the bits of PyTorch's own kernels, side by side in one kernel; the others do not fuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from thunder_memsave.fusion import inductor
+from thunder_memsave.fusion.operators import EXACT
+
+aten = torch.ops.aten
+
+
+def results(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Every operator that fuses, and chains that a compiler may contract or keep in more bits."""
+    mask = aten.gt.Scalar(x, 0.1)
+    other = aten.le.Tensor(x, y)
+    return [
+        aten.add.Tensor(x, y),
+        aten.add.Tensor(x, 1e-6),
+        aten.sub.Tensor(x, y),
+        aten.mul.Tensor(x, y),
+        aten.mul.Tensor(x, 0.3),
+        aten.div.Tensor(x, y),
+        aten.div.Tensor(x, 3.0),
+        aten.neg.default(x),
+        aten.abs.default(x),
+        aten.where.self(mask, x, y),
+        aten.masked_fill.Scalar(x, other, -3.0),
+        aten.native_dropout_backward.default(x, mask, 1.25),
+        aten.relu.default(x),
+        aten.threshold_backward.default(x, y, 0),
+        *(op(x, 0.5) for op in (aten.eq.Scalar, aten.ne.Scalar, aten.ge.Scalar, aten.lt.Scalar)),
+        *(op(x, y) for op in (aten.eq.Tensor, aten.ne.Tensor, aten.gt.Tensor)),
+        *(op(x, y) for op in (aten.ge.Tensor, aten.lt.Tensor)),
+        aten.le.Scalar(x, 0.5),
+        aten.logical_and.default(mask, other),
+        aten.logical_or.default(mask, other),
+        aten.logical_not.default(mask),
+        aten.bitwise_and.Tensor(mask, other),
+        aten.bitwise_or.Tensor(mask, other),
+        aten.bitwise_not.default(mask),
+        aten.cat.default([aten.neg.default(x), y], -1),
+        aten.clone.default(x),
+        aten._to_copy.default(x, dtype=torch.bfloat16),
+        aten._to_copy.default(aten.mul.Tensor(x, y), dtype=torch.float32),
+        aten.slice_backward.default(y, [37, 200], 1, 3, 134, 1),
+        aten.select_backward.default(y, [2, 37, 131], 0, 1),
+        aten.mul.Tensor(aten.add.Tensor(aten.mul.Tensor(x, y), y), aten.sub.Tensor(x, y)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_fuses_has_the_bits_of_the_operators_one_by_one(dtype: torch.dtype) -> None:
+    if (reason := inductor.why_unavailable("cpu")) is not None:
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (3 * torch.randn(37, 131, generator=generator).to(dtype) for _ in range(2))
+    with torch.no_grad(), inductor.options():
+        graph = make_fx(results, tracing_mode="fake")(x, y)
+        tested = {node.target for node in graph.graph.nodes}
+        found = inductor.compile_graph(graph, [x, y])(x, y)
+    assert tested >= EXACT, EXACT - tested
+    for number, (ours, theirs) in enumerate(zip(found, results(x, y), strict=True)):
+        assert torch.equal(ours, theirs), number
+        assert ours.stride() == theirs.stride(), number

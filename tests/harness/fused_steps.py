@@ -1,0 +1,120 @@
+"""Steps of small models with and without fusion, for their bits, their memory and what they call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.memory import measured_peak_bytes
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.planned_call import PlannedCall
+from thunder_memsave.compiler.compile_call import Compiled
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.fusion.region import PREFIX
+from thunder_memsave.planner.devices import device
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """Turned halves, a dropout, a gate and a residual: runs that fuse, between operations that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        first, second = hidden.chunk(2, dim=-1)
+        turned = hidden * turn + torch.cat([-second, first], dim=-1) * (1 - turn)
+        dropped = nn.functional.dropout(turned, 0.25, self.training)
+        return x + dropped * self.gate(x) * 0.5
+
+
+class Model(nn.Module):
+    """Layers that are alike."""
+
+    def __init__(self, num_layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, turn)
+        return x.float().pow(2).mean()
+
+
+def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, turn = (torch.randn(5, 3, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    return {"x": x, "turn": turn}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that ran."""
+
+    bits: list[Tensor]
+    """Loss, gradients, the generator's state."""
+    call: PlannedCall
+    compiled: Compiled
+    measured_bytes: int
+    """Peak of a later step, as `predicted_bytes`."""
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The plan's peak beside what the caller holds."""
+        held = sum(self.call.program.storages[s].nbytes for s in self.call.program.held)
+        return self.call.profile.peak_bytes - held - self.call.memory.other_bytes
+
+    @property
+    def num_regions(self) -> int:
+        return sum(s.op.symbol.startswith(PREFIX) for s in self.call.program.steps)
+
+    @property
+    def distinct(self) -> set[str]:
+        symbols = {s.op.symbol for s in self.call.program.steps}
+        return {name for name in symbols if name.startswith(PREFIX)}
+
+    def order_of(self, *parts: str) -> list[str]:
+        """The symbols with one of these in their names, in order."""
+        names = [s.op.symbol for s in self.call.program.steps]
+        return [name for name in names if any(part in name for part in parts)]
+
+
+def step(
+    build: Callable[[], nn.Module],
+    inputs: dict[str, Any],
+    *,
+    fusion: bool,
+    policy: str = "keep_all",
+    budget_bytes: int | None = None,
+) -> Ran:
+    torch.manual_seed(0)
+    model = build().train()
+    planner = MemoryPlanner(
+        MemoryConfig(policy=policy),  # type: ignore[arg-type]
+        device=device("cpu"),
+        budget_bytes=budget_bytes,
+    )
+    module = CompiledModule(model, planner=planner, config=CompileConfig(fusion=fusion))
+
+    def run() -> Tensor:
+        outputs = module(**inputs)  # the caller is taken to hold all of them
+        loss = outputs if isinstance(outputs, Tensor) else outputs[0]
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    loss = run()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    bits = [loss, *gradients, torch.get_rng_state()]
+    model.zero_grad()
+    measured = measured_peak_bytes(run)
+    return Ran(bits, planner.calls[-1], module.captures[0], measured)
