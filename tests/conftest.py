@@ -56,6 +56,7 @@ _SET_BY_LIBRARIES = (
     "PYTEST_",
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
     "TRITON_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # inductor, for each kernel that it loads
 )
 
 
