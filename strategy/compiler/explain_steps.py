@@ -50,12 +50,10 @@ def _regions(compiled: Compiled) -> Sequence[Region]:
 def _about_regions(regions: Sequence[Region]) -> str:
     distinct = {region.name: region for region in regions}.values()
     num_operators = sum(region.num_operators for region in regions)
-    alone = sum(region.is_refused for region in distinct)
-    about = (
+    return (
         f"fuse: {len(regions)} regions, {len(distinct)} of them distinct, in place of {num_operators} operators; "
         f"compiled in {sum(region.compile_s for region in distinct):.1f} s"
     )
-    return f"{about}; {alone} could not be, and run one by one" if alone else about
 
 
 def _row(number: int, record: StepRecord) -> tuple[str, ...]:

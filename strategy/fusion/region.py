@@ -1,4 +1,4 @@
-"""A region: a run of operators as one symbol of a trace, whose function is compiled when it is first called.
+"""A region: a run of operators as one symbol of a trace, whose function is compiled when it is cut.
 
     t330 = aten_mul_Tensor(t328, t279)
     t331 = aten_mul_Tensor(t328, t283)
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.fusion import inductor
-from thunder_memsave.measure.layouts import Layout, Value
+from thunder_memsave.measure.layouts import Layout, Value, make_arguments
 from thunder_memsave.measure.op_profile import text_of
 from thunder_memsave.ops.location import location
 
@@ -68,28 +68,33 @@ class Region:
         self._strides = [layout.stride for layout in inputs]
         self._kernel: inductor.Kernel | None = None
         self.is_refused = False
-        """Whether it could not be compiled, and its operators run one by one."""
+        """Whether it could not be compiled."""
         self.num_operators = num_operators
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         """Return the results, one for each output of the region, in new memory."""
-        is_eager = self.is_refused or type(args[0]) is FakeTensor
+        is_eager = self._kernel is None or type(args[0]) is FakeTensor
         if is_eager or [a.stride() for a in args] != self._strides:
             return self._eager(*args)  # type: ignore[no-any-return]
-        if self._kernel is None:
-            self._compile(args)
-            return self(*args)
+        assert self._kernel is not None
         return tuple(self._kernel(*args))
 
-    def _compile(self, args: Sequence[Tensor]) -> None:
-        """Compile it; where inductor cannot, or lays results out otherwise, run operators one by one, and log it."""
+    def is_compiled(self) -> bool:
+        """Compile it, once, and return whether it can run: what cannot is logged, and must stay single operators."""
+        if self._kernel is None and not self.is_refused:
+            self._compile()
+        return self._kernel is not None
+
+    def _compile(self) -> None:
         start = time.perf_counter()
+        args = make_arguments([Value(e, i) for i, e in enumerate(self._inputs)], zeros=True)
         try:
             with torch.no_grad():
                 kernel = inductor.compile_graph(*self._graph())
                 expected, found = self._eager(*args), kernel(*args)
-        # Of any type: a compiler's, the disk's, inductor's own assertions.
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # of any type: a compiler's, the disk's, inductor's own assertions
             self._refuse(f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0])
             return
         if list(map(_described, found)) != list(map(_described, expected)):
@@ -102,7 +107,7 @@ class Region:
 
     def _refuse(self, reason: str) -> None:
         self.is_refused = True
-        _log.warning("%s is not fused: %s; its operators run one by one.", self.name, reason)
+        _log.warning("%s is not fused: %s; its operators stay as they are.", self.name, reason)
 
     def _graph(self) -> tuple[Any, Sequence[Tensor]]:
         with inductor.options():

@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx, from_trace
 
 from thunder_memsave.budget.extract import Values, is_bookkeeping
 from thunder_memsave.fusion.operators import Kind, kind_of
-from thunder_memsave.fusion.region import bind
+from thunder_memsave.fusion.region import bind, known
 
 FEWEST = 2
 """Operators of a region at least."""
@@ -107,7 +107,7 @@ class _Cut:
             if stop is None:
                 return None
             span = self._made(start, stop)
-            if not self._has_scratch(span.region):
+            if self._is_one_kernel(span.region):
                 return stop, span
             ends = [e for e in ends if e < stop][: len(ends) // 2]
         return None
@@ -202,8 +202,11 @@ class _Cut:
             (after if is_of_region else before).append(bsym)
         return before, after
 
-    def _has_scratch(self, region: BoundSymbol) -> bool:
-        """Return whether the kernel allocates more than its results."""
+    def _is_one_kernel(self, region: BoundSymbol) -> bool:
+        """Return whether it can be compiled, and allocates no more than its results."""
+        compiled = known(region.sym.name)
+        if compiled is None or not compiled.is_compiled():
+            return False
         arguments = [self._values.by_name[a.name] for a in region.flat_proxy_args]
         profile = self._values.known.profile(region, arguments)
-        return profile.peak_bytes > sum(profile.made_bytes)
+        return profile.peak_bytes <= sum(profile.made_bytes)
