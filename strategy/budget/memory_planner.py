@@ -7,13 +7,12 @@ import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NoReturn
 
 import torch
 
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
-from thunder_memsave.budget.extract import profiles, training_graph
+from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
@@ -22,8 +21,6 @@ from thunder_memsave.budget.planned_call import (
     Arguments,
     Attempt,
     PlannedCall,
-    adding,
-    with_zeros,
 )
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (
@@ -36,17 +33,13 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError, PlanError
 from thunder_memsave.measure.op_profile import Operation, OpProfile, OpProfiles
 from thunder_memsave.measure.op_times import MeasuredTimes
-from thunder_memsave.measure.scratch import MeasuredScratch, bounded_scratch
+from thunder_memsave.measure.scratch import bounded_scratch, measured_scratch
 from thunder_memsave.passes.overlap.room import NO_ROOM, Room
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.cost import costs_us
-from thunder_memsave.planner.graph import (
-    Device,
-    Plan,
-    StepMemory,
-)
+from thunder_memsave.planner.graph import Device, Plan, StepMemory
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
 from thunder_memsave.planner.workspaces import blas_workspace_bytes, te_workspace_bytes
 from thunder_memsave.progress import stage
@@ -120,7 +113,12 @@ class MemoryPlanner:
             self._times.remember(operation, found)
         if self._device_type:
             return bounded_scratch(operation, found, device_type=self._device_type)
-        return _measured_scratch()(operation, found)
+        return measured_scratch()(operation, found)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether plans are limited."""
+        return self._budget_bytes is not None
 
     @property
     def profiles(self) -> OpProfiles:
@@ -151,29 +149,26 @@ class MemoryPlanner:
             OtherRankError: rank 0 found none.
         """
         stage("extract")
-        trace = traces.joint
         memory = self._step_memory()
         other_bytes = arguments.unread_bytes + blas_workspace_bytes(self.device, os.environ)
         other_bytes += self._te_bytes + self._pool_bytes
         memory = replace(memory, other_bytes=memory.other_bytes + other_bytes)
-        added = adding(memory, arguments)
-        graph = training_graph(
-            trace,
-            kinds=arguments.kinds,
-            tensors=arguments.tensors,
-            known=self._known,
-            added=added,
-        )
-        graph = with_zeros(graph, trace)
-        attempt = Attempt(traces, steps, graph, arguments, self._known, memory, added)
-        plan = self._planned if is_joint(trace.bound_symbols) else self._evaluated
+        attempt = Attempt.of(traces, steps, arguments=arguments, known=self._known, memory=memory)
+        plan = self._planned if is_joint(traces.joint.bound_symbols) else self._evaluated
         call = plan(attempt)
         self.calls.append(call)
         self._limit.enforce(call)
         if not self._device_type:
-            _measured_scratch().save()
+            measured_scratch().save()
             torch.cuda.empty_cache()  # operations were run alone, on tensors of all sizes
-        return replace(traces, actions=call.actions, room=call.given_room, added=added)
+        joint = traces.tiled if call.is_tiled and traces.tiled is not None else traces.joint
+        return replace(
+            traces,
+            joint=joint,
+            actions=call.actions,
+            room=call.given_room,
+            added=attempt.added,
+        )
 
     def hold_pool(self, more_bytes: int) -> str | None:
         """Let the last call hold a pool of its own, or say why there is no room, on all ranks alike. A collective."""
@@ -193,6 +188,8 @@ class MemoryPlanner:
         if (agreed := self._agreed.get(structure)) is None:
             run = self._agreed[structure] = self._fitting(attempt, structure)
             return run.call
+        if agreed.call.is_tiled:
+            attempt = attempt.in_tiles() or attempt
         call = attempt.run(agreed.call.plan, agreed.room)
         needed_bytes = self._limit.bytes_of(call)
         if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
@@ -234,14 +231,27 @@ class MemoryPlanner:
         return run.call
 
     def _fitting(self, attempt: Attempt, structure: str) -> _Run:
-        """Plan until the traces that run fit on every rank; empty the allocator's cache where nothing else helps."""
-        run, offer = self._tried(attempt, structure)
-        if run.more_bytes > 0 and self._limit.is_reserved:
-            run, offer = self._tried(replace(attempt, empties_cache=True), structure)
+        """Plan until the traces that run fit on every rank; run wide values in tiles where nothing else helps."""
+        run, offer = self._emptying(attempt, structure)
+        if run.more_bytes > 0 and (tiled := self._tiled(attempt)) is not None:
+            other = self._emptying(tiled, structure_of(tiled.graph))
+            run, offer = min((run, offer), other, key=lambda found: found[0].more_bytes)
         if run.more_bytes > 0:
             assert self._budget_bytes is not None
             self._refuse(offer, smallest_bytes=self._budget_bytes + run.more_bytes)
         return run
+
+    def _tiled(self, attempt: Attempt) -> Attempt | None:
+        """Return the call with wide values in tiles, where all ranks have such. A collective."""
+        tiled = attempt.in_tiles()
+        return None if largest(int(tiled is None), self._data_parallel) else tiled
+
+    def _emptying(self, attempt: Attempt, structure: str) -> tuple[_Run, Offer]:
+        """Try plans; where none fits, with an allocator that empties its cache."""
+        run, offer = self._tried(attempt, structure)
+        if run.more_bytes > 0 and self._limit.is_reserved:
+            run, offer = self._tried(replace(attempt, empties_cache=True), structure)
+        return run, offer
 
     def _tried(self, attempt: Attempt, structure: str) -> tuple[_Run, Offer]:
         """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""
@@ -390,9 +400,3 @@ class MemoryPlanner:
     @property
     def _mode(self) -> str:
         return "none" if self._data_parallel is None else self._data_parallel.mode
-
-
-@cache
-def _measured_scratch() -> MeasuredScratch:
-    """Return the one table of scratch for all models of this process."""
-    return MeasuredScratch()

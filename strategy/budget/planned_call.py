@@ -15,6 +15,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import TraceCtx
 from torch import Tensor
 
+from thunder_memsave.budget.extract import training_graph
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
@@ -66,6 +67,8 @@ class PlannedCall:
     memory: StepMemory
     profile: Profile
     """Memory of the final traces."""
+    is_tiled: bool = False
+    """Whether wide values are in tiles: it runs `Traces.tiled`."""
     empties_cache: bool = False
     """Whether it keeps a budget of reserved bytes only by giving back what is cached when the budget is reached."""
     number: int = field(default_factory=partial(next, _numbers), compare=False)
@@ -135,8 +138,45 @@ class Attempt:
     memory: StepMemory
     added: frozenset[str] = frozenset()
     """Names of the arguments to whose gradients backward adds new ones itself."""
+    is_tiled: bool = False
+    """Whether wide values are in tiles."""
     empties_cache: bool = False
     """Whether what is cached may be given back when a budget of reserved bytes is reached."""
+
+    @classmethod
+    def of(
+        cls,
+        traces: Traces,
+        steps: Sequence[Step[Any]],
+        *,
+        arguments: Arguments,
+        known: OpProfiles,
+        memory: StepMemory,
+    ) -> Attempt:
+        """Extract the graph of a call's joint trace."""
+        added = adding(memory, arguments)
+        graph = training_graph(
+            traces.joint,
+            kinds=arguments.kinds,
+            tensors=arguments.tensors,
+            known=known,
+            added=added,
+        )
+        graph = with_zeros(graph, traces.joint)
+        return cls(traces, steps, graph, arguments, known, memory, added)
+
+    def in_tiles(self) -> Attempt | None:
+        """Return the same call with its wide values in tiles; None: it has none."""
+        if self.traces.tiled is None:
+            return None
+        found = Attempt.of(
+            replace(self.traces, joint=self.traces.tiled, tiled=None),
+            self.steps,
+            arguments=self.arguments,
+            known=self.known,
+            memory=self.memory,
+        )
+        return replace(found, is_tiled=True)
 
     @property
     def communicates(self) -> bool:
@@ -175,6 +215,7 @@ class Attempt:
             program=ran,
             memory=self.memory,
             profile=profile,
+            is_tiled=self.is_tiled,
             empties_cache=self.empties_cache,
         )
 

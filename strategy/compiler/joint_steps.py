@@ -23,6 +23,7 @@ from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
+from thunder_memsave.passes.tile_rows import tile_rows
 from thunder_memsave.progress import stage
 
 
@@ -64,6 +65,17 @@ def _is_unclaimed(bsym: BoundSymbol) -> bool:
     return not (symbol.executor or symbol.python_impl or symbol.id is PrimIDs.GET_GRAD)
 
 
+def tile(state: State) -> State:
+    """Make the same trace with wide values in tiles, of which plans make use where nothing else fits."""
+    facts = state.facts
+    if facts.planner is None or not facts.planner.has_budget:
+        return state
+    kinds = facts.arguments.kinds
+    weights = [a.name for a in state.joint.args if kinds.get(a.name) in ("parameter", "buffer")]
+    tiled = tile_rows(state.joint, weights=weights)
+    return state if tiled is state.joint else replace(state, tiled=tiled)
+
+
 def gather_again(state: State) -> State:
     """Gather whole weights for each reader; gathered weights stay from forward to backward where the mode says so.
 
@@ -73,7 +85,8 @@ def gather_again(state: State) -> State:
     if not state.facts.regathers:
         return state
     change = regather if state.facts.planner is None else regather_forward
-    return replace(state, joint=change(state.joint))
+    tiled = None if state.tiled is None else change(state.tiled)
+    return replace(state, joint=change(state.joint), tiled=tiled)
 
 
 def plan(state: State) -> State:

@@ -43,6 +43,7 @@ STEPS: tuple[Step[State], ...] = (
     _pass(
         "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype
     ),
+    _step("tile_rows", "offer the plan wide values in tiles of tokens", joint_steps.tile),
     _step("regather", "gather weights again for each reader", joint_steps.gather_again),
     # The plan is carried out, here and by all that is `_tried`.
     _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),

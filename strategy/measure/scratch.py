@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -68,6 +69,12 @@ class MeasuredScratch:
         if now not in self._tables:
             self._tables[now] = DiskTable("scratch", now, directory=self._directory)
         return self._tables[now]
+
+
+@cache
+def measured_scratch() -> MeasuredScratch:
+    """Return the one table of scratch for all models of this process."""
+    return MeasuredScratch()
 
 
 def _chosen_kernels() -> str:

@@ -158,6 +158,17 @@ def makes_new_memory(bsym: BoundSymbol) -> bool:
     return all(r.alias_info is None for r in _operators[bsym.sym.name]._schema.returns)
 
 
+def operator_of(bsym: BoundSymbol) -> OpOverload | None:
+    """Return the operator that a symbol of a trace runs; None: it is none of PyTorch's."""
+    return _operators[bsym.sym.name] if bsym.sym.executor is aten_executor else None
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return what runs for an operator, by its name in a trace."""
+    operator = _operators[name]
+    return _INSTEAD.get(operator, operator)
+
+
 def _symbol(operator: OpOverload) -> Symbol:
     """Return the operator's symbol; each is registered once."""
     if operator not in _symbols:

@@ -32,6 +32,8 @@ class Traces:
     """None also where nothing needs a gradient."""
     keeping: TraceCtx | None = None
     """The backward that keeps gradients instead of reducing them; None where no backward may."""
+    tiled: TraceCtx | None = None
+    """`joint` with its wide values in tiles, for a plan that would not fit otherwise; None: it has none."""
     actions: Actions | None = None
     """The plan's, for the values of `joint`; None: backward reads what it reads."""
     room: Room | None = None

@@ -1,0 +1,229 @@
+"""Row-wise operators as one operation that computes a tile of rows at a time: what is between them never exists whole.
+
+Each row of tokens goes through the operators alone, so a tile has the numbers of the whole. Sums over rows, such as a
+weight's gradient, are added up over the tiles in float32, in float64 for float64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from torch import Tensor
+
+from thunder_memsave.ops.aten_operators import function_of
+from thunder_memsave.ops.kernel_calls import own_executor
+
+TILE_BYTES = 256 * 2**20
+"""Bytes that the values of a tile may take."""
+LEAST_ROWS = 1024
+"""Rows of a tile at least, so that its products are as fast as whole ones."""
+_ROUND_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a tensor in a step's arguments."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """One operator on a tile."""
+
+    operator: str
+    """Name of its symbol in a trace."""
+    args: tuple[Any, ...]
+    """With slots for tensors, as are `kwargs`."""
+    kwargs: tuple[tuple[str, Any], ...]
+    makes: tuple[int, ...]
+    """Slots of its results."""
+    frees: tuple[int, ...] = ()
+    """Slots that nothing reads after it."""
+    view: tuple[int, tuple[int, ...]] | None = None
+    """Of a view: how many dims the rows have, and the dims of a row; its size is of the tile then."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOperand:
+    """A tensor that the operation reads."""
+
+    kind: Literal["rows", "columns", "whole"]
+    """Its rows are its first dims; or, of a matrix, its columns; or every tile reads all of it."""
+    dims: int = 0
+    """How many dims the rows have."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """A tensor that the operation makes."""
+
+    slot: int
+    kind: Literal["rows", "sum"]
+    dtype: torch.dtype
+    dims: int = 0
+    """How many dims the rows have."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowProgram:
+    """Steps on a tile. Slots are numbered: operands first. Equal programs of all lengths are one symbol."""
+
+    operands: tuple[RowOperand, ...]
+    steps: tuple[RowStep, ...]
+    results: tuple[RowResult, ...]
+
+    @property
+    def name(self) -> str:
+        """The symbol's name, the same in every process."""
+        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+        return f"rows_in_tiles_{digest}"
+
+
+_symbols: dict[str, Symbol] = {}
+
+
+def symbol_of(program: RowProgram) -> Symbol:
+    """Return the symbol `(rows_per_tile, shapes of the results, *operands) -> results`; each is registered once."""
+    name = program.name
+    if name not in _symbols:
+        _symbols[name] = own_executor.register_operator(
+            name, meta=partial(_meta, program), fn=partial(run_in_tiles, program)
+        )
+    return _symbols[name]
+
+
+def rows_per_tile(num_rows: int, row_bytes: int) -> int:
+    """Return the rows of a tile: as many as `TILE_BYTES` allow, in tiles of about one size.
+
+    Args:
+        num_rows: Of all tiles.
+        row_bytes: What the values of a row take at most.
+    """
+    most = max(LEAST_ROWS, TILE_BYTES // max(1, row_bytes))
+    rows = math.ceil(num_rows / math.ceil(num_rows / most))
+    return min(num_rows, math.ceil(rows / _ROUND_ROWS) * _ROUND_ROWS)
+
+
+def run_in_tiles(
+    program: RowProgram, rows_per_tile: int, shapes: Sequence[Sequence[int]], *operands: Tensor
+) -> tuple[Tensor, ...]:
+    """Run the steps on each tile.
+
+    Args:
+        program: The steps.
+        rows_per_tile: Rows of every tile but the last.
+        shapes: Those of the results.
+        operands: As the program says.
+    """
+    num_rows = _num_rows(program, operands)
+    device = operands[0].device
+    made: list[Tensor | None] = [
+        torch.empty(tuple(shape), dtype=r.dtype, device=device) if r.kind == "rows" else None
+        for r, shape in zip(program.results, shapes, strict=True)
+    ]
+    for start in range(0, num_rows, rows_per_tile):
+        rows = slice(start, min(start + rows_per_tile, num_rows))
+        is_last = rows.stop == num_rows
+        tile = _tile(program, operands, num_rows, rows)
+        for number, result in enumerate(program.results):
+            value = tile.pop(result.slot)
+            made[number] = _joined(made[number], value, result, num_rows, rows, is_last=is_last)
+            del value
+    return tuple(t for t in made if t is not None)
+
+
+def _num_rows(program: RowProgram, operands: Sequence[Tensor]) -> int:
+    for operand, tensor in zip(program.operands, operands, strict=True):
+        if operand.kind == "rows":
+            return math.prod(tensor.shape[: operand.dims])
+        if operand.kind == "columns":
+            return tensor.shape[1]
+    raise AssertionError("a program reads rows")
+
+
+def _tile(
+    program: RowProgram, operands: Sequence[Tensor], num_rows: int, rows: slice
+) -> dict[int, Tensor]:
+    """Return the results of one tile by their slots."""
+    values: dict[int, Tensor] = {
+        number: _part(operand, tensor, num_rows, rows)
+        for number, (operand, tensor) in enumerate(zip(program.operands, operands, strict=True))
+    }
+    for step in program.steps:
+        if step.view is not None:
+            dims, row = step.view
+            found: Any = values[step.args[0].number].reshape(*_leading(dims), *row)
+        else:
+            args = [_filled(a, values) for a in step.args]
+            kwargs = {name: _filled(a, values) for name, a in step.kwargs}
+            found = function_of(step.operator)(*args, **kwargs)
+            del args, kwargs
+        results = found if isinstance(found, (tuple, list)) else (found,)
+        values.update(zip(step.makes, results, strict=True))
+        del found, results
+        for slot in step.frees:
+            del values[slot]
+    return values
+
+
+def _leading(dims: int) -> tuple[int, ...]:
+    """Return the first dims of a tile: one after the other, all but the last have one element."""
+    return (*[1] * (dims - 1), -1)
+
+
+def _part(operand: RowOperand, tensor: Tensor, num_rows: int, rows: slice) -> Tensor:
+    if operand.kind == "whole":
+        return tensor
+    if operand.kind == "columns":
+        return tensor[:, rows]
+    row = tensor.shape[operand.dims :]
+    return tensor.reshape(num_rows, *row)[rows].reshape(*_leading(operand.dims), *row)
+
+
+def _filled(value: Any, values: dict[int, Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return values[value.number]
+    if isinstance(value, tuple):
+        return [_filled(v, values) for v in value]
+    return value
+
+
+def _joined(
+    made: Tensor | None,
+    value: Tensor,
+    result: RowResult,
+    num_rows: int,
+    rows: slice,
+    *,
+    is_last: bool,
+) -> Tensor:
+    """Return a result with one more tile."""
+    if result.kind == "rows":
+        assert made is not None
+        row = made.shape[result.dims :]
+        made.view(num_rows, *row)[rows] = value.reshape(-1, *row)
+        return made
+    is_first = rows.start == 0
+    if not (is_first and is_last):
+        wide = torch.float64 if result.dtype is torch.float64 else torch.float32
+        value = value.to(wide) if made is None else made.add_(value)
+    return value.to(result.dtype) if is_last else value
+
+
+def _meta(
+    program: RowProgram, rows_per_tile: int, shapes: Sequence[Sequence[int]], *operands: TensorProxy
+) -> tuple[TensorProxy, ...]:
+    return tuple(
+        TensorProxy(shape=tuple(shape), device=operands[0].device, dtype=dtypes.to_dtype(r.dtype))
+        for r, shape in zip(program.results, shapes, strict=True)
+    )
