@@ -86,8 +86,8 @@ class CompileConfig(Section):
 
     leave_out: tuple[str, ...] = ()
     """Steps of a compilation that are not done, for an experiment: `gather_in_compute_dtype`,
-    `regather`, `schedule`, `add_gradients`, `update_in_place`. Gradients stay the same; memory and time
-    do not."""
+    `tile_rows`, `regather`, `schedule`, `add_gradients`, `update_in_place`. Gradients stay the same;
+    memory and time do not."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
