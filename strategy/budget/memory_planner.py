@@ -103,6 +103,8 @@ class MemoryPlanner:
         self._agreed: dict[str, _Run] = {}
         self._asked: Question | None = None
         """The last request for a plan, on rank 0."""
+        self.refused: Attempt | None = None
+        """The call that no plan fits, in tiles if it needs less so."""
         self.calls: list[PlannedCall] = []
         """Calls in the order in which they were planned."""
         self._pool_bytes = 0
@@ -235,10 +237,11 @@ class MemoryPlanner:
         run, offer = self._emptying(attempt, structure)
         if run.more_bytes > 0 and (tiled := self._tiled(attempt)) is not None:
             other = self._emptying(tiled, structure_of(tiled.graph))
-            run, offer = min((run, offer), other, key=lambda found: found[0].more_bytes)
+            if other[0].more_bytes < run.more_bytes:
+                (run, offer), attempt = other, tiled
         if run.more_bytes > 0:
-            assert self._budget_bytes is not None
-            self._refuse(offer, smallest_bytes=self._budget_bytes + run.more_bytes)
+            self.refused = attempt
+            self._refuse(offer, more_bytes=run.more_bytes)
         return run
 
     def _tiled(self, attempt: Attempt) -> Attempt | None:
@@ -333,13 +336,13 @@ class MemoryPlanner:
         assert offer is not None
         return offer
 
-    def _refuse(self, offer: Offer, *, smallest_bytes: int) -> NoReturn:
+    def _refuse(self, offer: Offer, *, more_bytes: int) -> NoReturn:
         """Raise an error that names the smallest plan's budget: with that budget, this plan is found again."""
         assert self._budget_bytes is not None
         assert offer.bound_bytes is not None
         error = BudgetError.no_plan(
             budget_bytes=self._budget_bytes,
-            smallest_bytes=smallest_bytes,
+            smallest_bytes=(smallest_bytes := self._budget_bytes + more_bytes),
             bound_bytes=min(offer.bound_bytes, smallest_bytes),
             smallest_plan=offer.plan,
         )

@@ -79,6 +79,16 @@ class Question:
         cache_plan(self._run_key(peak_bytes), replace(plan, predicted_peak_bytes=peak_bytes))
         remember_budget(self._run_key(None), peak_bytes)
 
+    def smallest_bytes(self, *, time_limit_s: float) -> int:
+        """Search for the smallest peak of any plan."""
+        try:
+            found = replace(self, policy="plan").solved(SMALLEST, time_limit_s=time_limit_s)
+        except BudgetError as error:
+            if error.smallest_bytes is None:
+                raise
+            return error.smallest_bytes
+        return found.predicted_peak_bytes
+
     def is_tight(self, target_bytes: int | None) -> bool:
         """Tell whether the free wins alone exceed the target, so that costs matter."""
         if target_bytes is None or self.policy != "plan":

@@ -144,7 +144,13 @@ def _planned(
 
     def plan(num_tokens: int) -> RunPlan:
         run = with_row(config, num_tokens)
-        return plan_run(run, device=options.device, num_ranks=num_ranks, has_curve=has_curve)
+        return plan_run(
+            run,
+            device=options.device,
+            num_ranks=num_ranks,
+            has_curve=has_curve,
+            counts_tiles=options.finds_longest,
+        )
 
     length = config.data.max_seq_length
     if not options.finds_longest:

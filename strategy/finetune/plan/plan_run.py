@@ -106,7 +106,12 @@ class RunPlan:
 
 
 def plan_run(
-    config: RunConfig, *, device: Device, num_ranks: int, has_curve: bool = True
+    config: RunConfig,
+    *,
+    device: Device,
+    num_ranks: int,
+    has_curve: bool = True,
+    counts_tiles: bool = False,
 ) -> RunPlan:
     """Plan one micro-batch's forward and backward, and the step that it is part of.
 
@@ -115,6 +120,7 @@ def plan_run(
         device: The device of each rank.
         num_ranks: Number of ranks.
         has_curve: Whether to compute the cost of other budgets.
+        counts_tiles: Whether the smallest budget is that of tiles of tokens, also where a plan fits without.
 
     Raises:
         ConfigError: the model cannot be built without its files, or the budget is invalid for this device.
@@ -143,7 +149,7 @@ def plan_run(
         budget_bytes=budget_bytes,
         call=planner.call,
         refusal=planner.refusal,
-        smallest_bytes=(smallest := planner.smallest_bytes()),
+        smallest_bytes=(smallest := planner.smallest_bytes(counts_tiles=counts_tiles)),
         curve=planner.curve(smallest) if has_curve else (),
         reserved=_reserved(planner.call, device, config.memory),
         limits_reserved=limits_reserved(config.memory, device),
@@ -242,6 +248,7 @@ class _Planner(MemoryPlanner):
             by_transformer_engine=by_transformer_engine(strategy.fp8, device),
         )
         self.refusal: BudgetError | None = None
+        self._attempt: Attempt | None = None
         self._sharding = "none" if data_parallel is None else data_parallel.mode
 
     @property
@@ -258,12 +265,14 @@ class _Planner(MemoryPlanner):
 
     @override
     def _planned(self, attempt: Attempt) -> PlannedCall:
+        self._attempt = attempt
         try:
             return super()._planned(attempt)
         except BudgetError as error:
             if error.smallest_plan is None:
                 raise
             self.refusal = error
+            attempt = self.refused or attempt
             smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
             return self._within(attempt, smallest, error.smallest_bytes).call
 
@@ -273,20 +282,18 @@ class _Planner(MemoryPlanner):
         (call,) = self.calls
         return call
 
-    def smallest_bytes(self) -> int:
+    def smallest_bytes(self, *, counts_tiles: bool) -> int:
         """Return the smallest budget for which a plan is found."""
         stage("smallest budget")
         if self.refusal is not None:
-            return _smallest_bytes(self.refusal)
-        asked = self._last
-        peak_bytes = self.call.profile.peak_bytes
-        try:
-            found = replace(asked, policy="plan").solved(1, time_limit_s=_SMALLEST_S)
-        except BudgetError as error:
-            if error.smallest_bytes is None:
-                raise
-            return min(error.smallest_bytes, peak_bytes)
-        return min(found.predicted_peak_bytes, peak_bytes)
+            assert self.refusal.smallest_bytes is not None
+            return self.refusal.smallest_bytes
+        asked, first = [self._last], self._attempt
+        if counts_tiles and not self.call.is_tiled and first and (tiled := first.in_tiles()):
+            other = self._question(tiled, None)
+            asked.append(other.narrowed or other)
+        found = [each.smallest_bytes(time_limit_s=_SMALLEST_S) for each in asked]
+        return min(self.call.profile.peak_bytes, *found)
 
     def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
         """Return a lower bound of each budget's cost, from the smallest budget on."""
@@ -307,12 +314,6 @@ class _Planner(MemoryPlanner):
         """The last planning problem, narrowed to the choices that find the smallest plan sooner, if it was."""
         assert self._asked is not None, "a call was planned"
         return self._asked.narrowed or self._asked
-
-
-def _smallest_bytes(refusal: BudgetError) -> int:
-    """Return the smallest budget for which a plan was found."""
-    assert refusal.smallest_bytes is not None
-    return refusal.smallest_bytes
 
 
 @contextmanager
