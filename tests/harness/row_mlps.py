@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 Kind = Literal["gated", "adapters", "plain", "fused"]
 KINDS: tuple[Kind, ...] = ("gated", "adapters", "plain", "fused")
-WIDTH, INNER = 16, 64
+WIDTH, INNER = 16, 256
 
 
 class Adapted(nn.Module):
