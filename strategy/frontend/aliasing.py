@@ -152,3 +152,31 @@ def refuse_changed_weights(graph: fx.GraphModule, weights: Mapping[fx.Node, Grap
                 "buffer, freeze it on one device, or change it outside of the compiled forward, inside "
                 "`with torch.no_grad(), fabric.strategy.summon_full(model, writeback=True):`."
             )
+
+
+def refuse_gradients_in_buffers(
+    graph: fx.GraphModule, buffers: Mapping[fx.Node, GraphInput]
+) -> None:
+    """Refuse graphs that write a value with a gradient to a buffer: eager's buffer would lead back to this call.
+
+    Args:
+        graph: The captured graph.
+        buffers: Those that required no gradient at the call, by placeholder.
+
+    Raises:
+        CompileError: The graph does so; the message names the user's line.
+    """
+    for placeholder, buffer in buffers.items():
+        if value_needs_grad(placeholder.meta["example_value"]):  # Dynamo ran the changes on it
+            changes = [n for n in graph.graph.nodes if _changes(n, placeholder)]
+            places = " or ".join(dict.fromkeys(map(where, changes))) or "an unknown line"
+            raise CompileError(
+                f"The forward writes a value that requires a gradient to the buffer {buffer.name!r} (at {places}). In "
+                "eager PyTorch the buffer then requires a gradient too, and leads what reads it later back to this "
+                "call; compiled code would lose that. Write the value's `.detach()`, or return the value as well."
+            )
+
+
+def _changes(node: fx.Node, placeholder: fx.Node) -> bool:
+    operand = changed_operand(node)
+    return operand is not None and storage(operand) == storage(placeholder)

@@ -22,7 +22,11 @@ from thunder_memsave.aten.joint_graph import JointGraph, Operand, UntraceableErr
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
-from thunder_memsave.frontend.aliasing import refuse_changed_weights, refuse_unseen_changes
+from thunder_memsave.frontend.aliasing import (
+    refuse_changed_weights,
+    refuse_gradients_in_buffers,
+    refuse_unseen_changes,
+)
 from thunder_memsave.frontend.capture import Capture, GraphInput
 from thunder_memsave.frontend.checkpoints import inline_checkpoints
 from thunder_memsave.frontend.fp8_linears import LinearNodes
@@ -101,6 +105,7 @@ def lower(
     split_batch_norms(capture.graph)
     refuse_unseen_changes(capture.graph)
     refuse_changed_weights(capture.graph, _weights(capture))
+    refuse_gradients_in_buffers(capture.graph, _buffers(capture))
     _refuse_gradients_under_no_grad(capture)
     changed = changed_storages(capture.graph)
     simplify_attention(capture.graph, changed=changed, target=target)
@@ -142,6 +147,13 @@ def _weights(capture: Capture) -> dict[fx.Node, GraphInput]:
         node: i
         for node, i in _inputs(capture)
         if i.kind == "parameter" and (i.tensor.requires_grad or not i.is_whole)
+    }
+
+
+def _buffers(capture: Capture) -> dict[fx.Node, GraphInput]:
+    """Return the buffers that require no gradient."""
+    return {
+        node: i for node, i in _inputs(capture) if i.kind == "buffer" and not i.tensor.requires_grad
     }
 
 

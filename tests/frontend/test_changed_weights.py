@@ -70,3 +70,37 @@ def test_a_write_to_a_part_of_a_buffer_happens_once() -> None:
             y = CompiledModule(model)(x)
         assert model.count.tolist() == [[1.0 + times] * 4, [1.0] * 4, [1.0] * 4]
     assert not y.requires_grad
+
+
+class Remembers(nn.Module):
+    """Writes what it computed to a buffer."""
+
+    def __init__(self, *, is_detached: bool) -> None:
+        super().__init__()
+        self.linear, self.is_detached = nn.Linear(4, 5), is_detached
+        self.register_buffer("last", torch.zeros(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.get_buffer("last").copy_(y.detach() if self.is_detached else y)
+        return y * 2
+
+
+def test_a_buffer_cannot_lead_back_to_a_compiled_call() -> None:
+    model = Remembers(is_detached=False)
+    with pytest.raises(
+        CompileError, match=r"requires a gradient to the buffer 'last' \(at .*detach"
+    ):
+        CompiledModule(model)(torch.ones(3, 4))
+    assert not model.get_buffer("last").any()
+    assert not model.get_buffer("last").requires_grad
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_buffer_takes_values_that_lead_nowhere(is_detached: bool) -> None:
+    model = Remembers(is_detached=is_detached)
+    compiled = CompiledModule(model)
+    with torch.set_grad_enabled(is_detached):
+        y = compiled(torch.ones(3, 4))
+    assert y.any()
+    assert torch.equal(model.get_buffer("last") * 2, y)
