@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from thunder_memsave.compat import (
+    average_batch_norms,
+    byte_targets,
     dynamo_compile_metrics,
     dynamo_function_names,
     hidden_transformer_engine,
@@ -27,6 +29,8 @@ def apply() -> None:
     """Import Thunder with its work-arounds; each package that needs it calls this before importing its modules."""
     with removed_names(), hidden_transformer_engine.hide():
         importlib.import_module("thunder")
+    average_batch_norms.apply()
+    byte_targets.apply()
     dynamo_function_names.apply()
     padded_encoders.apply()
     dynamo_compile_metrics.apply()
