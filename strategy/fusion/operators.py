@@ -79,4 +79,4 @@ def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
 
 def _is_exact(bsym: BoundSymbol) -> bool:
     """Return whether no number of the call makes it inexact: sums with a factor round once or twice."""
-    return bsym.kwargs.get("alpha", 1) == 1
+    return bool(bsym.kwargs.get("alpha", 1) == 1)

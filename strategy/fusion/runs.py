@@ -196,7 +196,8 @@ class _Cut:
             o.name for b in views for o in b.flat_proxy_outs if self._last.get(o.name, -1) >= stop
         }
         made = {self._storage(o) for o in self._outputs(start, stop)}
-        before, after = [], []
+        before: list[BoundSymbol] = []
+        after: list[BoundSymbol] = []
         for bsym in self._needed(views, later):
             is_of_region = self._storage(bsym.flat_proxy_args[0]) in made
             (after if is_of_region else before).append(bsym)
