@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from harness.language_model import llama_config
 from thunder_memsave import ThunderMemsaveStrategy
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +54,7 @@ def test_the_fabric_lines_train_and_print_their_plan(capsys: pytest.CaptureFixtu
         for _ in range(3):
             yield {"x": torch.ones(4, 8)}
 
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     names: dict[str, Any] = {
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -64,8 +67,30 @@ def test_the_fabric_lines_train_and_print_their_plan(capsys: pytest.CaptureFixtu
 
 
 def test_the_fabric_lines_are_few() -> None:
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     assert len(code.splitlines()) <= 12
+
+
+def test_the_recipe_generates_and_saves_a_model_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(**llama_config(), tie_word_embeddings=False)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=ThunderMemsaveStrategy())
+    fabric.launch()
+    prompt = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2).long()}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "fabric": fabric,
+        "model": fabric.setup(LlamaForCausalLM(config)),
+        "prompt": prompt,
+    }
+    _, recipe = blocks("python")
+    exec(compile(recipe, "README.md", "exec"), names)
+    assert names["answer"].shape[1] > 2
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    trained = names["model"].module.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in saved.state_dict().items())
 
 
 def test_the_plan_that_is_shown_was_printed() -> None:

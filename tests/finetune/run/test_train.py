@@ -239,7 +239,8 @@ def test_the_adapter_gives_the_logged_loss_in_plain_transformers_and_peft(
 def test_the_run_directory_holds_config_metrics_checkpoints_and_adapter(two_ranks: Path) -> None:
     found = {path.name for path in (two_ranks / "run").iterdir()}
     assert found == {
-        *("config.yaml", "environment.json", "metrics.csv", "loss.png", "checkpoints", "adapter")
+        *("config.yaml", "environment.json", "metrics.csv", "loss.png", "plan.txt"),
+        *("checkpoints", "adapter"),
     }
     names = [path.name for path in sorted((two_ranks / "run" / "checkpoints").iterdir())]
     assert names == ["step-00000005", "step-00000006"]
