@@ -80,7 +80,7 @@ def timeline(program: Program, profile: Profile, memory: StepMemory) -> Timeline
 
 
 def _points(program: Program, profile: Profile, memory: StepMemory) -> list[_Point]:
-    rows = live_bytes_by_kind(program)
+    rows = {str(kind): row for kind, row in live_bytes_by_kind(program).items()}
     constant = {
         "optimizer": memory.optimizer_bytes,
         "other": memory.other_bytes,
