@@ -146,11 +146,6 @@ def record(
     return output
 
 
-def operator_of(bsym: BoundSymbol) -> OpOverload | None:
-    """Return the operator that a symbol runs; None: it runs none of ATen's."""
-    return _operators.get(bsym.sym.name) if bsym.sym.executor is aten_executor else None
-
-
 def makes_new_memory(bsym: BoundSymbol) -> bool:
     """Say whether it is an operator none of whose results may be a view of an operand, by its schema."""
     if bsym.sym.executor is not aten_executor:
