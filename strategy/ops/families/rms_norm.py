@@ -60,6 +60,24 @@ def _of_value(
     return _differentiated(lambda leaf: torch.rms_norm(leaf, shape, weight, eps), value, grad)
 
 
+def _fake_of_value(
+    grad: Tensor,
+    value: Tensor,
+    num_dims: int,
+    rstd: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+) -> Tensor:
+    """Return a tensor laid out as the gradient, which follows that of the result: what reads it may depend on it."""
+    if _has_kernel(value, weight):
+        return torch.empty_like(value)
+    wide = [None if t is None else t.to(rstd.dtype) for t in (grad, value, weight)]
+    laid_out = _by_operators(wide[0], wide[1], num_dims, wide[2], eps)  # type: ignore[arg-type]
+    return torch.empty_strided(
+        value.shape, laid_out.stride(), dtype=value.dtype, device=value.device
+    )
+
+
 def _of_weight(
     grad: Tensor,
     value: Tensor,
@@ -163,7 +181,7 @@ _kernel = Kernel(
             name="rms_norm_kernel_backward",
             run=_of_value,
             meta=lambda grad, value, *_: TensorProxy(like=value),
-            fake=lambda grad, value, *_: torch.empty_like(value),
+            fake=_fake_of_value,
             of=("value",),
             reads=_READS,
             is_one_kernel=_is_cudas_backward,

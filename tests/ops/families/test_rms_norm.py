@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from thunder.core.devices import Device
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
@@ -100,3 +104,57 @@ def test_the_formula_of_its_gradients_has_the_bits_of_autograd(
         for name in ("rms_norm_kernel_backward", "rms_norm_kernel_weight_backward")[: len(operands)]
     ]
     assert all(map(torch.equal, found, expected))
+
+
+GRADIENTS = (
+    lambda: torch.randn(2, 5, 5, 4),
+    lambda: torch.randn(2, 4, 5, 5).permute(0, 2, 3, 1),
+    lambda: torch.randn(2, 5, 5, 1).expand(2, 5, 5, 4),
+)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_laid_out_as_it_was_traced(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    derivative: Any = OPERATORS["rms_norm_kernel_backward"]
+    weight = None if weight_dtype is None else torch.randn(4, dtype=weight_dtype)
+    for value, grad in product(GRADIENTS[:2], GRADIENTS):
+        x = value().to(dtype)
+        y, rstd = rms_norm(x, 1, weight, 1e-5)
+        operands = (grad().to(y.dtype), x, 1, rstd, weight, 1e-5)
+        real = derivative.run(*operands)
+        with FakeTensorMode() as mode:
+            given = [mode.from_tensor(o) if isinstance(o, Tensor) else o for o in operands]
+            traced = derivative.fake(*given)
+        assert (traced.stride(), traced.dtype) == (real.stride(), real.dtype)
+
+
+class Permuted(nn.Module):
+    """A kernel behind the norm reads memory as it was traced: GroupNorm's of a gradient that two norms sum up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.response, self.group = nn.LocalResponseNorm(3), nn.GroupNorm(2, 4)
+        self.layer, self.rms = nn.LayerNorm(4), nn.RMSNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.response(self.group(x)).permute(0, 2, 3, 1)
+        return nn.functional.cosine_similarity(self.layer(h), self.rms(h) + 0.1, dim=-1)
+
+
+def test_what_reads_the_gradient_of_a_permuted_value_is_right() -> None:
+    torch.manual_seed(0)
+    eager = Permuted()
+    compiled = CompiledModule(copy.deepcopy(eager))
+    x = torch.randn(2, 4, 5, 5)
+    gradients = []
+    for module in (eager, compiled):
+        leaf = x.clone().requires_grad_()
+        output = module(leaf)
+        (output * torch.arange(1.0, 1.0 + output.numel()).view_as(output)).sum().backward()
+        gradients.append([leaf.grad, *(p.grad for p in module.parameters())])
+    for mine, theirs in zip(*gradients, strict=True):
+        assert mine is not None
+        assert torch.equal(mine, theirs)
