@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from thunder_memsave.finetune.data.documents import Part
-from thunder_memsave.finetune.data.jsonl import string_of
+from thunder_memsave.finetune.data.files.jsonl import string_of
 from thunder_memsave.settings.problems import ConfigError
 
 Message: TypeAlias = dict[str, Any]

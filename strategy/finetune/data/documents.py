@@ -27,6 +27,12 @@ class Document:
     rendered: bool = False
     """Whether the text contains its special tokens already, from a chat template."""
 
+    tokens: tuple[int, ...] | None = None
+    """Of a document that was tokenized before: its tokens in place of parts, and nothing is added to them."""
+
+    trained: tuple[bool, ...] = ()
+    """Whether each of `tokens` is trained on."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSplit:
@@ -34,6 +40,8 @@ class DataSplit:
 
     train: Sequence[Document]
     validation: Sequence[Document]
+    described: str = ""
+    """What was read, a line per file; may be empty."""
 
 
 class Dataset(Protocol):

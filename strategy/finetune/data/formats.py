@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from thunder_memsave.finetune.data.chat import check_chat, check_variables, render_chat
 from thunder_memsave.finetune.data.documents import DataSplit, Document, Part
-from thunder_memsave.finetune.data.jsonl import read_jsonl, read_text, string_of
+from thunder_memsave.finetune.data.files.jsonl import read_jsonl, read_text, string_of
+from thunder_memsave.finetune.data.files.row_formats import FormatName
 from thunder_memsave.settings.problems import ConfigError, belongs_to
 
 # Not the run's seed: runs that differ only in their seed are compared on the same validation set.
@@ -26,10 +27,11 @@ class _JSONL:
     has_assistant_part: bool = True
     continues_in_next_row: bool = False
     rendered: ClassVar[bool] = False
+    reads: ClassVar[FormatName]
 
     def __init__(self, *, path: str, val_path: str | None = None, val_fraction: float = 0.0):
-        _check_fraction(val_fraction)
-        _check_one_source(path=path, val_path=val_path, val_fraction=val_fraction)
+        check_fraction(val_fraction)
+        check_one_source(path=path, val_path=val_path, val_fraction=val_fraction)
         self.path = Path(path)
         self.val_path = None if val_path is None else Path(val_path)
         self.val_fraction = val_fraction
@@ -41,14 +43,20 @@ class _JSONL:
         if self.val_path is not None:
             with belongs_to(_VAL_PATH):
                 return DataSplit(train=train, validation=self._read(self.val_path, tokenizer))
-        return _split(train, self.val_fraction, path=self.path)
+        return split_documents(train, self.val_fraction, path=self.path)
 
     def check_rows(self) -> None:
         """Check the files as far as possible without a tokenizer."""
         self.load(None)
 
     def _read(self, path: Path, tokenizer: Any) -> list[Document]:
-        return read_jsonl(path, lambda row: self.parts(row, tokenizer), rendered=self.rendered)
+        return self._documents(path, lambda row: self.parts(row, tokenizer))
+
+    def _documents(
+        self, path: Path, parts: Callable[[Mapping[str, Any]], tuple[Part, ...]]
+    ) -> list[Document]:
+        reader = type(self).__name__
+        return read_jsonl(path, parts, rendered=self.rendered, reads=self.reads, reader=reader)
 
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
         """Check one row and cut it into parts."""
@@ -64,6 +72,7 @@ class TextJSONL(_JSONL):
 
     has_assistant_part = False
     continues_in_next_row = True
+    reads = "text"
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
@@ -76,6 +85,8 @@ class PromptJSONL(_JSONL):
     The `eos_token` follows the completion and is trained on with it; the end of rows that are too long
     is cut off.
     """
+
+    reads = "prompt"
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
@@ -94,6 +105,7 @@ class ChatJSONL(_JSONL):
     """
 
     rendered = True
+    reads = "messages"
 
     def __init__(
         self,
@@ -109,11 +121,7 @@ class ChatJSONL(_JSONL):
     @override
     def load(self, tokenizer: Any) -> DataSplit:
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(
-                "ChatJSONL needs a tokenizer with a chat template, and this one has none; "
-                "use PromptJSONL, or add chat_template.jinja to the model's directory.",
-                key="data.dataset.class_path",
-            )
+            raise no_chat_template("ChatJSONL")
         key = f"{_ARGUMENTS}.chat_template_kwargs"
         check_variables(self.chat_template_kwargs, tokenizer, key=key)
         return super().load(tokenizer)
@@ -123,7 +131,7 @@ class ChatJSONL(_JSONL):
         for key, path in ((_PATH, self.path), (_VAL_PATH, self.val_path)):
             if path is not None:
                 with belongs_to(key):
-                    read_jsonl(path, check_chat, rendered=True)
+                    self._documents(path, check_chat)
 
     @override
     def parts(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[Part, ...]:
@@ -140,7 +148,7 @@ class PlainText:
     continues_in_next_row: bool = True
 
     def __init__(self, *, path: str, val_fraction: float = 0.0):
-        _check_fraction(val_fraction)
+        check_fraction(val_fraction)
         self.path = Path(path)
         self.val_fraction = val_fraction
 
@@ -163,7 +171,17 @@ class PlainText:
         return DataSplit(train=train, validation=validation)
 
 
-def _check_fraction(val_fraction: float) -> None:
+def no_chat_template(reader: str) -> ConfigError:
+    """Make an error about chats for a tokenizer that cannot render them."""
+    return ConfigError(
+        f"{reader} needs a tokenizer with a chat template, and this one has none; "
+        "use PromptJSONL, or add chat_template.jinja to the model's directory.",
+        key="data.dataset.class_path",
+    )
+
+
+def check_fraction(val_fraction: float) -> None:
+    """Refuse a part of the rows that is not from 0 to 1."""
     if not 0 <= val_fraction < 1:
         raise ConfigError(
             f"val_fraction is {val_fraction}, but must be at least 0 and below 1.",
@@ -171,7 +189,8 @@ def _check_fraction(val_fraction: float) -> None:
         )
 
 
-def _check_one_source(*, path: str, val_path: str | None, val_fraction: float) -> None:
+def check_one_source(*, path: str, val_path: str | None, val_fraction: float) -> None:
+    """Refuse two sources of validation rows, and the file that is trained on as one."""
     if val_path is None:
         return
     if val_fraction:
@@ -187,7 +206,8 @@ def _check_one_source(*, path: str, val_path: str | None, val_fraction: float) -
         )
 
 
-def _split(documents: list[Document], fraction: float, *, path: Path) -> DataSplit:
+def split_documents(documents: list[Document], fraction: float, *, path: Path) -> DataSplit:
+    """Hold a part of the rows out, the same ones whatever the run's seed."""
     num_validation = round(len(documents) * fraction)
     if fraction and not 0 < num_validation < len(documents):
         raise _empty_split(fraction, f"the {len(documents)} rows of {path}")

@@ -48,6 +48,8 @@ def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
         num_documents = max(train.num_documents, validation.num_documents)
         train = replace(train, num_documents=num_documents)
         validation = replace(validation, num_documents=num_documents)
+    if split.described:
+        summary = f"{split.described}\n{summary}"
     return PreparedData(
         train=train, validation=validation, summary=summary, example=train.samples[0]
     )
@@ -98,7 +100,14 @@ def _summary(name: str, data: TokenizedData, rows: Rows) -> str:
         f"in {len(rows)} rows of {rows.length}"
     )
     if data.num_truncated:
-        text += f"; {data.num_truncated} documents cut to data.max_seq_length"
+        text += (
+            f"\n{name}: {data.num_truncated} documents ({100 * data.num_truncated / data.num_documents:.3g} %) are "
+            f"longer than data.max_seq_length ({rows.length}): {data.num_cut_tokens:,} tokens at their ends are left "
+            f"out; the longest has {data.longest:,}"
+        )
     if data.num_without_targets:
-        text += f"; {data.num_without_targets} left out, nothing to train on in them"
+        text += (
+            f"\n{name}: {data.num_without_targets} documents are left out, for nothing that is trained on is within "
+            f"their first {rows.length} tokens"
+        )
     return text

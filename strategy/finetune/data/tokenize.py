@@ -47,6 +47,10 @@ class TokenizedData:
     samples: list[Sample]
     num_documents: int
     num_truncated: int
+    num_cut_tokens: int
+    """Tokens at the ends of truncated documents that are left out."""
+    longest: int
+    """Tokens of the longest document, before it is cut."""
     num_without_targets: int
     """Number of documents that are left out, because nothing in them has a loss."""
 
@@ -79,13 +83,16 @@ def tokenize(
     """
     _check_tokenizer(tokenizer, documents)
     samples: list[Sample] = []
-    num_truncated = num_without_targets = 0
+    num_truncated = num_cut_tokens = num_without_targets = longest = 0
     counting = Counting(f"tokenizing the {name} documents", total=len(documents))
     for whole in _tokenize_all(documents, tokenizer, assistant_only=assistant_only):
         # The last position predicts nothing, so a row fits one more token.
         pieces = islice(_pieces(whole, max_seq_length), None if continue_long else 1)
         useful = [piece for piece in pieces if piece.num_targets]
-        num_truncated += len(whole) > max_seq_length + 1 and not continue_long
+        longest = max(longest, len(whole))
+        if len(whole) > max_seq_length + 1 and not continue_long:
+            num_truncated += 1
+            num_cut_tokens += len(whole) - max_seq_length - 1
         num_without_targets += not useful
         samples += useful
         counting.add(1)
@@ -94,6 +101,8 @@ def tokenize(
         samples=samples,
         num_documents=len(documents),
         num_truncated=num_truncated,
+        num_cut_tokens=num_cut_tokens,
+        longest=longest,
         num_without_targets=num_without_targets,
     )
 
@@ -129,8 +138,11 @@ def _tokenize_all(
 ) -> Iterator[Sample]:
     for start in range(0, len(documents), _DOCUMENTS_PER_CALL):
         some = documents[start : start + _DOCUMENTS_PER_CALL]
-        for rendered, group in groupby(some, key=lambda document: document.rendered):
+        for (rendered, has_tokens), group in groupby(some, key=_kind):
             alike = list(group)
+            if has_tokens:
+                yield from (_of_tokens(each, assistant_only=assistant_only) for each in alike)
+                continue
             encoded = tokenizer(
                 ["".join(part.text for part in document.parts) for document in alike],
                 add_special_tokens=not rendered,
@@ -145,10 +157,27 @@ def _tokenize_all(
                 yield _whole_sample(document, ids, offsets, eos=tokenizer.eos_token_id)
 
 
+def _kind(document: Document) -> tuple[bool, bool]:
+    return document.rendered, document.tokens is not None
+
+
+def _of_tokens(document: Document, *, assistant_only: bool) -> Sample:
+    tokens = np.array(document.tokens, dtype=np.int32)
+    trained = np.array(document.trained) if assistant_only else np.ones(len(tokens), bool)
+    return Sample(input_ids=tokens, targets=_targets(tokens, trained))
+
+
+def _targets(tokens: Tokens, trained: npt.NDArray[np.bool_]) -> Tokens:
+    """Return the target of each position, the token after it; the last position has none."""
+    targets = np.full(len(tokens), IGNORED, dtype=np.int32)
+    targets[:-1] = np.where(trained[1:], tokens[1:], IGNORED)
+    return targets
+
+
 def _whole_sample(
     document: Document, ids: list[int], offsets: Sequence[tuple[int, int]] | None, *, eos: int
 ) -> Sample:
-    """Append the end token, and make each token the target of the position before it."""
+    """Append the end token, and mark the tokens that are trained on."""
     tokens = np.array(ids, dtype=np.int32)
     trained = np.ones(len(ids), bool) if offsets is None else _trained(document, offsets)
     if not document.rendered:
@@ -156,9 +185,7 @@ def _whole_sample(
             tokens, trained = np.append(tokens, np.int32(eos)), np.append(trained, False)
         # Also an end token that the tokenizer itself appended, which has no text.
         trained[-1] = offsets is None or document.parts[-1].assistant
-    targets = np.full(len(tokens), IGNORED, dtype=np.int32)
-    targets[:-1] = np.where(trained[1:], tokens[1:], IGNORED)
-    return Sample(input_ids=tokens, targets=targets)
+    return Sample(input_ids=tokens, targets=_targets(tokens, trained))
 
 
 def _trained(document: Document, offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:

@@ -56,8 +56,8 @@ class DataConfig(Section):
     """The training data, and how documents become rows of a fixed length."""
 
     dataset: ClassSpec = field(default_factory=lambda: ClassSpec(class_path=""))
-    """`TextJSONL`, `PromptJSONL`, `ChatJSONL` or `PlainText` (or the import path of a class with
-    their interface) and its arguments."""
+    """`DataFiles`, `TextJSONL`, `PromptJSONL`, `ChatJSONL` or `PlainText` (or the import path of a class
+    with their interface) and its arguments."""
 
     max_seq_length: Annotated[int, at_least(2, ": a token and the one that it predicts")] = 2048
     """Tokens per row; every row has this length, so that one captured graph serves all."""

@@ -110,7 +110,7 @@ def test_every_sample_is_seen_exactly_once_per_epoch(
         assert (len(expected) > NUM_DOCUMENTS) == (layout == "truncate")
     else:
         assert len(expected) == NUM_DOCUMENTS  # all differ, so counting tells them apart
-        assert ("cut to data.max_seq_length" in data.summary) == (layout == "truncate")
+        assert ("longer than data.max_seq_length" in data.summary) == (layout == "truncate")
     sharding = Sharding(global_batch_size=4, micro_batch_size=2, world_size=world_size)
     num_steps = num_steps_per_epoch(len(rows), sharding)
     orders = []

@@ -113,11 +113,11 @@ def test_a_malformed_line_is_reported_with_its_number(
         dataset(path=str(path)).load(tokenizer)
 
 
-def test_all_malformed_lines_are_found_and_the_first_twenty_shown(
+def test_of_malformed_lines_the_first_twenty_reasons_are_shown(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text("x\n" * 22 + '{"text": "a"}\n')
+    path.write_text("".join(f"{'[' * n}\n" for n in range(1, 23)) + '{"text": "a"}\n')
     with pytest.raises(ConfigErrors) as error:
         TextJSONL(path=str(path)).load(tokenizer)
     messages = [str(problem) for problem in error.value.problems]
@@ -132,9 +132,9 @@ def test_all_malformed_lines_are_found_and_the_first_twenty_shown(
     [
         (b"\n", "is empty; write one JSON object per line"),
         (b"\x1f\x8b\x08\x00", r"is compressed \(gzip\); unpack it first"),
-        (b"PAR1....", "is in the Parquet format; write it as JSONL"),
+        (b"PAR1....", "is in the Parquet format; set data.dataset.class_path to DataFiles"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl:2: the byte 0xff is not UTF-8"),
-        (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "is one JSON value over several lines"),
+        (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "is one JSON value, not one per line"),
         (b'{"text": "a", "n": NaN}', r"a\.jsonl:1: this is not JSON: NaN is not a JSON number"),
         (b'{"text": "a", "text": "b"}', r"a\.jsonl:1: the key 'text' is given twice"),
         (b'{"text": "a\\ud83d"}', r"half of a surrogate pair, '\\ud83d'"),

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 from thunder_memsave.finetune.data.counting import Counting
 from thunder_memsave.finetune.data.documents import Document, Part
-from thunder_memsave.settings.problems import ConfigError, ConfigErrors
+from thunder_memsave.finetune.data.files.bad_rows import CLASS_PATH, BadRow, bad_rows
+from thunder_memsave.finetune.data.files.row_formats import FormatName
+from thunder_memsave.settings.problems import ConfigError
 
-_MAX_REPORTED_ROWS = 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -24,7 +25,12 @@ _PARQUET = b"PAR1"
 
 
 def read_jsonl(
-    path: Path, parts: Callable[[Mapping[str, Any]], tuple[Part, ...]], *, rendered: bool
+    path: Path,
+    parts: Callable[[Mapping[str, Any]], tuple[Part, ...]],
+    *,
+    rendered: bool,
+    reads: FormatName,
+    reader: str,
 ) -> list[Document]:
     """Make a document of each non-empty line.
 
@@ -35,27 +41,29 @@ def read_jsonl(
         path: The file.
         parts: Checks a row and cuts it into parts; raises `ConfigError` for a bad one.
         rendered: Value of `Document.rendered`.
+        reads: The format that the rows should have.
+        reader: Name of the class that reads them, for messages.
 
     Raises:
-        ConfigError: the file cannot be used; or rows cannot (the first twenty are listed by line),
+        ConfigError: the file cannot be used; or rows cannot (each reason once, with its lines),
             or the file has none.
     """
-    _check_file(path)
+    check_file(path)
     documents, problems = [], []
     counting = Counting(f"reading bytes of {path}", total=path.stat().st_size)
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         counting.add(len(line))
         if not line.strip():
             continue
-        origin = f"{path}:{number}"
         try:
-            made = parts(_json_object(line))
-            _check_encodable(made)
+            made = parts(json_object(line))
+            check_encodable(made)
+            origin = f"{path}:{number}"
             documents.append(Document(parts=made, origin=origin, rendered=rendered))
         except ConfigError as error:
-            problems.append(ConfigError(f"{origin}: {error}", place=origin))
+            problems.append(BadRow(number=number, message=str(error)))
     if problems:
-        raise _bad_rows(path, problems)
+        raise bad_rows(path, problems, num_good=len(documents), reads=reads, reader=reader)
     if not documents:
         raise ConfigError(f"the data file {path} is empty; write one JSON object per line.")
     return documents
@@ -73,7 +81,7 @@ def string_of(row: Mapping[str, Any], key: str) -> str:
 
 def read_text(path: Path) -> str:
     """Return a file's text, which must not be blank."""
-    _check_file(path)
+    check_file(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -85,7 +93,8 @@ def read_text(path: Path) -> str:
     return text
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
+    """Refuse a file that is no text: a directory, one that cannot be read, is compressed, or in a binary format."""
     if path.is_dir():
         raise ConfigError(f"the data file {path} is a directory; name a file in it.")
     try:
@@ -98,46 +107,29 @@ def _check_file(path: Path) -> None:
             raise ConfigError(f"the data file {path} is compressed ({name}); unpack it first.")
     if start.startswith(_PARQUET):
         raise ConfigError(
-            f"the data file {path} is in the Parquet format; write it as JSONL, such as by "
-            "datasets.Dataset.from_parquet(...).to_json(...)."
+            f"the data file {path} is in the Parquet format; set data.dataset.class_path to DataFiles, which reads it.",
+            key=CLASS_PATH,
         )
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def lines_of(path: Path) -> Iterator[bytes]:
     """Split at line feeds only: other separators are legal inside a JSON string."""
     with path.open("rb") as file:
         for number, line in enumerate(file):
             yield line.removeprefix(_BYTE_ORDER_MARK) if number == 0 else line
 
 
-def _bad_rows(path: Path, problems: list[ConfigError]) -> ConfigError:
-    if _is_one_json_value(path):
-        return ConfigError(
-            f"{path} is one JSON value over several lines; write each object on a line of its own, "
-            "such as by `jq -c '.[]'`."
-        )
-    num_hidden = len(problems) - _MAX_REPORTED_ROWS
-    shown = problems[:_MAX_REPORTED_ROWS]
-    if num_hidden > 0:
-        message = f"{path}: {num_hidden} more rows cannot be used."
-        shown.append(ConfigError(message, place=str(path)))
-    return ConfigErrors(shown)
+def json_object(line: bytes) -> dict[str, Any]:
+    """Read a line; columns of messages count characters from 1, and the line's end is none.
 
-
-def _is_one_json_value(path: Path) -> bool:
-    """Tell whether a file with bad rows is valid JSON as a whole, so that it is not JSONL at all."""
-    text = path.read_bytes().removeprefix(_BYTE_ORDER_MARK).strip()
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return b"\n" in text
-
-
-def _json_object(line: bytes) -> dict[str, Any]:
+    Raises:
+        ConfigError: it is no JSON object.
+    """
     try:
         row = json.loads(
-            line.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+            line.rstrip(b"\r\n").decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
         )
     except UnicodeDecodeError as error:
         raise ConfigError(_not_utf8(error)) from error
@@ -163,7 +155,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ConfigError(f"this is not JSON: {name} is not a JSON number; write null.")
 
 
-def _check_encodable(parts: Iterable[Part]) -> None:
+def check_encodable(parts: Iterable[Part]) -> None:
+    """Refuse text that is not Unicode: half of a surrogate pair."""
     for part in parts:
         try:
             part.text.encode("utf-8")
