@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
+import torch
+from torch import nn
 from typing_extensions import override
 
 from thunder_memsave.compiler.pieces.piecewise_module import STEPS, PiecewiseModule
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.fabric.forward_methods import take_redirection
 from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
+from thunder_memsave.sharding.rank_zero_values import batch_norms, take_rank_zero_statistics
 
 _EAGER = (
     "To run {name}() as it is, in eager PyTorch, call it on every rank with whole weights: "
@@ -21,10 +26,16 @@ _EAGER = (
 class ForwardModule(PiecewiseModule):
     """The module that Fabric calls: runs the compiled `forward`, or the method that Fabric redirects through it."""
 
+    @cached_property
+    def _batch_norms(self) -> Sequence[nn.Module]:
+        return batch_norms(self.module)
+
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
         name = take_redirection(self.module)
+        if self.module.training and torch.is_grad_enabled():
+            take_rank_zero_statistics(self._batch_norms, self._data_parallel)
         try:
             return self.call(name, *args, **kwargs)
         except (CaptureError, CompileError) as error:

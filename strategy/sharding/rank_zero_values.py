@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from thunder_memsave.distributed.agreement import is_rank_zero
 from thunder_memsave.distributed.data_parallel import DataParallel
@@ -46,6 +47,36 @@ def take_rank_zero_values(
             len(tensors),
             names[0],
         )
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the layers whose running statistics follow this rank's rows alone."""
+    return [
+        each
+        for each in module.modules()
+        if isinstance(each, _BatchNorm)
+        and not isinstance(each, nn.SyncBatchNorm)
+        and each.track_running_stats
+    ]
+
+
+def take_rank_zero_statistics(
+    norms: Sequence[nn.Module], data_parallel: DataParallel | None
+) -> None:
+    """Copy rank 0's running statistics into the same buffers of every rank, in place, as DDP does before each forward.
+
+    One collective for each buffer, which takes no memory besides.
+
+    Args:
+        norms: What `batch_norms` returned, in the same order on all ranks.
+        data_parallel: The ranks; None: there is one.
+    """
+    if data_parallel is None or not norms:
+        return
+    with collective("broadcast of BatchNorm's statistics", data_parallel.everyone), torch.no_grad():
+        for norm in norms:
+            for buffer in norm.buffers(recurse=False):
+                dist.broadcast(buffer, group=data_parallel.everyone, group_src=0)
 
 
 def _copy_from_rank_zero(t: Tensor, device: torch.device, data_parallel: DataParallel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -60,6 +62,29 @@ def check_final_weights() -> None:
         # DDP reduces buckets, we tensors: the sum of two is the same, float32 rounds elsewhere.
         torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-6, atol=1e-7)
         assert not torch.allclose(expected, initial[name], rtol=1e-3)
+
+
+def test_statistics_of_batch_norms_equal_those_of_ddp() -> None:
+    run_on_fabric_ranks(check_statistics, NUM_RANKS)
+
+
+@on_fabric_rank
+def check_statistics() -> None:
+    for sharding in ("none", "zero2"):
+        fabric = make_fabric(devices=NUM_RANKS, sharding=sharding)
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        reference = DistributedDataParallel(copy.deepcopy(model))
+        ours = fabric.setup(model)
+        generator = torch.Generator().manual_seed(fabric.global_rank)
+        for _ in range(3):
+            rows = torch.rand(8, 4, generator=generator)
+            ours(rows).sum().backward()
+            reference(rows).sum().backward()
+            for name, expected in reference.module.named_buffers():
+                torch.testing.assert_close(dict(model.named_buffers())[name], expected)
+        mean = all_gathered(fabric, model[1].running_mean)
+        assert not torch.equal(mean[0], mean[1])  # each forward updates a rank's own
 
 
 def test_clipping_halves_what_it_is_told_to_halve() -> None:
