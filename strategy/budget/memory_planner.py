@@ -31,7 +31,7 @@ from thunder_memsave.distributed.agreement import (
 )
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError, PlanError
-from thunder_memsave.measure.op_profile import Operation, OpProfile, OpProfiles
+from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.measure.scratch import bounded_scratch, measured_scratch
 from thunder_memsave.passes.overlap.room import NO_ROOM, Room
@@ -99,7 +99,7 @@ class MemoryPlanner:
         self._device_type = device_type
         self._times = times
         self._te_bytes = te_workspace_bytes(device) if by_transformer_engine else 0
-        self._known = profiles(scratch=self._scratch, device_type=device_type)
+        self.profiles = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, _Run] = {}
         self._asked: Question | None = None
         """The last request for a plan, on rank 0."""
@@ -121,11 +121,6 @@ class MemoryPlanner:
     def has_budget(self) -> bool:
         """Whether plans are limited."""
         return self._budget_bytes is not None
-
-    @property
-    def profiles(self) -> OpProfiles:
-        """The profiles of all symbols that were planned for, with their scratch."""
-        return self._known
 
     def for_copy(self) -> MemoryPlanner:
         """Return a planner like this one without any planned calls, for a copy of the module."""
@@ -155,10 +150,10 @@ class MemoryPlanner:
         other_bytes = arguments.unread_bytes + blas_workspace_bytes(self.device, os.environ)
         other_bytes += self._te_bytes + self._pool_bytes
         memory = replace(memory, other_bytes=memory.other_bytes + other_bytes)
-        attempt = Attempt.of(traces, steps, arguments=arguments, known=self._known, memory=memory)
+        known = self.profiles
+        attempt = Attempt.of(traces, steps, arguments=arguments, known=known, memory=memory)
         plan = self._planned if is_joint(traces.joint.bound_symbols) else self._evaluated
-        call = plan(attempt)
-        self.calls.append(call)
+        self.calls.append(call := plan(attempt))
         self._limit.enforce(call)
         if not self._device_type:
             measured_scratch().save()
