@@ -68,7 +68,9 @@ class Region:
         self._strides = [layout.stride for layout in inputs]
         self._kernel: inductor.Kernel | None = None
         self.is_refused = False
-        """Whether it could not be compiled."""
+        """Whether it could not be compiled, or inductor lays its results out otherwise."""
+        self.has_failed = False
+        """Whether inductor raised an error; parts of the region are not tried then."""
         self.num_operators = num_operators
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
@@ -92,9 +94,9 @@ class Region:
             with torch.no_grad():
                 kernel = inductor.compile_graph(*self._graph())
                 expected, found = self._eager(*args), kernel(*args)
-        except (
-            Exception
-        ) as error:  # of any type: a compiler's, the disk's, inductor's own assertions
+        # Of any type: a compiler's, the disk's, inductor's own assertions.
+        except Exception as error:
+            self.has_failed = True
             self._refuse(f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0])
             return
         if list(map(_described, found)) != list(map(_described, expected)):
@@ -141,6 +143,12 @@ _regions: dict[str, Region] = {}
 def known(name: str) -> Region | None:
     """Return the region of a symbol's name; None: it is no region."""
     return _regions.get(name)
+
+
+def has_failed(symbol: BoundSymbol) -> bool:
+    """Return whether inductor raised an error for the region of a symbol."""
+    region = known(symbol.sym.name)
+    return region is not None and region.has_failed
 
 
 def bind(

@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx, from_trace
 
 from thunder_memsave.budget.extract import Values, is_bookkeeping
 from thunder_memsave.fusion.operators import Kind, kind_of
-from thunder_memsave.fusion.region import bind, known
+from thunder_memsave.fusion.region import bind, has_failed, known
 
 FEWEST = 2
 """Operators of a region at least."""
@@ -88,29 +88,29 @@ class _Cut:
         """Yield the symbols of the new trace."""
         start, end = 0, len(self._symbols)
         while start < end:
-            span = self._span(start)
-            if span is None:
-                yield self._symbols[start]
-                start += 1
-                continue
-            stop, found = span
-            yield from (*found.views_before, found.region, *found.views_after)
+            stop, found = self._span(start)
+            if found is None:
+                yield from self._symbols[start:stop]
+            else:
+                yield from (*found.views_before, found.region, *found.views_after)
             start = stop
 
-    def _span(self, start: int) -> tuple[int, _Span] | None:
-        """Return the longest region that begins here, with the index after it; None: there is none."""
+    def _span(self, start: int) -> tuple[int, _Span | None]:
+        """Return the longest region that begins here, with the index after it; None: what is between stays as it is."""
         if self._kinds[start] is not Kind.FUSES:
-            return None
+            return start + 1, None
         ends = self._ends(start)
         while ends:
             stop = next((e for e in reversed(ends) if self._holds_no_more(start, e)), None)
             if stop is None:
-                return None
+                break
             span = self._made(start, stop)
             if self._is_one_kernel(span.region):
                 return stop, span
+            if has_failed(span.region):
+                return stop, None
             ends = [e for e in ends if e < stop][: len(ends) // 2]
-        return None
+        return start + 1, None
 
     def _ends(self, start: int) -> list[int]:
         """Return the indices after which a region may end, all after an operator."""
