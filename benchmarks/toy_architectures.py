@@ -63,6 +63,7 @@ _OF_ONE: Mapping[str, Mapping[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    "hrm_text": {"num_hidden_layers": 1},  # of each stack; eight runs of a stack
     "kimi_linear": {**_ALL_HEADS, "num_experts_per_token": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {

@@ -40,10 +40,13 @@ class Mlp(nn.Module):
         up = self.up(x)
         if self.kind == "fused":
             gate, up = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
-        if self.gate is None:
-            return self.down(F.gelu(up))  # type: ignore[no-any-return]
-        return self.down(F.silu(self.gate(x)) * up)  # type: ignore[no-any-return]
+            inner = F.silu(gate) * up
+        elif self.gate is None:
+            inner = F.gelu(up)
+        else:
+            inner = F.silu(self.gate(x)) * up
+        result: Tensor = self.down(inner)
+        return result
 
 
 class Rows(nn.Module):
