@@ -51,7 +51,8 @@ def model_of(layers: int, width: int, length: int) -> nn.Module:
         max_position_embeddings=length,
         use_cache=False,
     )
-    return transformers.LlamaForCausalLM(config).train()
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.train()
 
 
 def step_of(way: str, model: nn.Module, batch: Tensor) -> Step:

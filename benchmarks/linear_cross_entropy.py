@@ -116,7 +116,7 @@ def ways(head: Head) -> Mapping[str, Loss]:
         "plain": head,
         "ours": CompiledModule(head),
         "checkpointed": in_chunks,
-        "in_forward": lambda h, t: InForward.apply(h, head.weight, t),
+        "in_forward": lambda h, t: InForward.apply(h, head.weight, t),  # type: ignore[no-untyped-call]
     }
     if hasattr(F, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions()

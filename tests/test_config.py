@@ -94,8 +94,8 @@ def write(folder: Path, text: str) -> Path:
         ),
         (
             "sharding",
-            {"mode": "hybrid", "size": "8"},
-            r"strategy\.sharding\.size is '8', but must be a whole number or null",
+            {"mode": "hybrid", "size": "eight"},
+            r"strategy\.sharding\.size is 'eight', but must be a whole number or null",
         ),
         (
             "sharding",

@@ -148,7 +148,7 @@ def test_where_no_region_can_be_compiled_operators_stay_and_the_log_says_so(
 def _transformer(name: str, dtype: torch.dtype) -> nn.Module:
     dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1} if name == "gpt2" else {}
     build: Any = getattr(models, name)
-    return build(2, **dropout).to(dtype)  # type: ignore[no-any-return]
+    return build(2, **dropout).to(dtype)
 
 
 @pytest.mark.soak

@@ -6,7 +6,7 @@ import pytest
 import torch
 from thunder.core import dtypes
 
-from thunder_memsave.measure.op_profile import _text
+from thunder_memsave.measure.op_profile import text_of
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ from thunder_memsave.measure.op_profile import _text
 def test_arguments_are_written_by_value_or_by_type_and_never_by_address(
     leaf: object, text: str
 ) -> None:
-    assert _text(leaf) == text
-    assert "0x" not in _text(leaf)
+    assert text_of(leaf) == text
+    assert "0x" not in text_of(leaf)

@@ -143,7 +143,7 @@ def test_tokens_are_trained_where_labels_say_so(tmp_path: Path, tokenizer: Any) 
 def test_weights_repeat_rows_and_take_a_part_of_them(tmp_path: Path, tokenizer: Any) -> None:
     many = write_jsonl(tmp_path / "a.jsonl", [{"text": f"red {n}"} for n in range(10)])
     few = write_csv(tmp_path / "b.csv", [{"text": "blue"}, {"text": "green"}])
-    path = [{"path": str(many), "weight": 0.5}, {"path": str(few), "weight": 2}]
+    path: list[Any] = [{"path": str(many), "weight": 0.5}, {"path": str(few), "weight": 2}]
     loads = [DataFiles(path=path).load(tokenizer) for _ in range(2)]
     assert loads[0] == loads[1]
     texts = [each.parts[0].text for each in loads[0].train]

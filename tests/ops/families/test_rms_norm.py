@@ -106,7 +106,7 @@ def test_the_formula_of_its_gradients_has_the_bits_of_autograd(
     assert all(map(torch.equal, found, expected))
 
 
-GRADIENTS = (
+GRADIENTS: tuple[Callable[[], Tensor], ...] = (
     lambda: torch.randn(2, 5, 5, 4),
     lambda: torch.randn(2, 4, 5, 5).permute(0, 2, 3, 1),
     lambda: torch.randn(2, 5, 5, 1).expand(2, 5, 5, 4),
@@ -125,8 +125,9 @@ def test_a_gradient_is_laid_out_as_it_was_traced(
         y, rstd = rms_norm(x, 1, weight, 1e-5)
         operands = (grad().to(y.dtype), x, 1, rstd, weight, 1e-5)
         real = derivative.run(*operands)
-        with FakeTensorMode() as mode:
-            given = [mode.from_tensor(o) if isinstance(o, Tensor) else o for o in operands]
+        mode: Any = FakeTensorMode
+        with mode() as fake:
+            given = [fake.from_tensor(o) if isinstance(o, Tensor) else o for o in operands]
             traced = derivative.fake(*given)
         assert (traced.stride(), traced.dtype) == (real.stride(), real.dtype)
 
