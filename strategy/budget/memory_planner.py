@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -228,28 +228,26 @@ class MemoryPlanner:
         return run.call
 
     def _fitting(self, attempt: Attempt, structure: str) -> _Run:
-        """Plan until the traces that run fit on every rank; run wide values in tiles where nothing else helps."""
-        run, offer = self._emptying(attempt, structure)
-        if run.more_bytes > 0 and (tiled := self._tiled(attempt)) is not None:
-            other = self._emptying(tiled, structure_of(tiled.graph))
-            if other[0].more_bytes < run.more_bytes:
-                (run, offer), attempt = other, tiled
-        if run.more_bytes > 0:
-            self.refused = attempt
-            self._refuse(offer, more_bytes=run.more_bytes)
-        return run
+        """Plan until the traces that run fit on every rank, the ways to carry the call out one after the other."""
+        found: list[tuple[_Run, Offer, Attempt]] = []
+        for way in self._ways(attempt):
+            of_way = structure if way.graph is attempt.graph else structure_of(way.graph)
+            run, offer = self._tried(way, of_way)
+            if run.more_bytes <= 0:
+                return run
+            found.append((run, offer, way))
+        run, offer, self.refused = min(found, key=lambda each: each[0].more_bytes)
+        return self._refuse(offer, more_bytes=run.more_bytes)
 
-    def _tiled(self, attempt: Attempt) -> Attempt | None:
-        """Return the call with wide values in tiles, where all ranks have such. A collective."""
-        tiled = attempt.in_tiles()
-        return None if largest(int(tiled is None), self._data_parallel) else tiled
-
-    def _emptying(self, attempt: Attempt, structure: str) -> tuple[_Run, Offer]:
-        """Try plans; where none fits, with an allocator that empties its cache."""
-        run, offer = self._tried(attempt, structure)
-        if run.more_bytes > 0 and self._limit.is_reserved:
-            run, offer = self._tried(replace(attempt, empties_cache=True), structure)
-        return run, offer
+    def _ways(self, attempt: Attempt) -> Iterator[Attempt]:
+        """Yield the call as it is, with wide values in tiles, and last both with an emptied cache. A collective."""
+        yield attempt
+        ways, tiled = [attempt], attempt.in_tiles()
+        if not largest(int(tiled is None), self._data_parallel) and tiled is not None:
+            ways.append(tiled)
+            yield tiled
+        if self._limit.is_reserved:
+            yield from (replace(way, empties_cache=True) for way in ways)
 
     def _tried(self, attempt: Attempt, structure: str) -> tuple[_Run, Offer]:
         """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""

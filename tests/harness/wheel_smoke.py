@@ -16,7 +16,7 @@ FOLDERS = {
     "callbacks": "thunder_memsave/callbacks",
     "configs": "thunder_memsave/configs",
 }
-PACKAGED = {".py", ".yaml", ".typed"}
+PACKAGED = {".py", ".yaml", ".typed", ".css", ".js"}
 USE = """
 import importlib.metadata, importlib.resources, pathlib, sys
 import thunder_memsave
