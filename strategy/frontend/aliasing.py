@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from thunder_memsave.errors import CompileError
 from thunder_memsave.frontend.capture import GraphInput
@@ -75,6 +76,8 @@ def refuse_changed_inputs(body: fx.GraphModule, *, what: str) -> None:
 def storage(node: fx.Node) -> Any:
     """Return an identifier of the storage of the node's value; None if it is not a tensor."""
     value = node.meta.get("example_value")
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)  # inside of vmap
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 

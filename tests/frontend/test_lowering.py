@@ -512,3 +512,24 @@ class ReadsANumber(nn.Module):
 def test_a_refusal_names_the_users_line() -> None:
     with pytest.raises(CompileError, match=r"test_lowering\.py:\d+ .*cannot be compiled"):
         CompiledModule(ReadsANumber())(torch.randn(2, 4))
+
+
+class Jacobian(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(self.layer(row))))(x)
+        return self.layer(x).sum() + values.square().sum()
+
+
+def test_derivatives_inside_of_vmap_are_those_of_eager() -> None:
+    eager = Jacobian()
+    compiled = CompiledModule(copy.deepcopy(eager))
+    x = torch.randn(4, 3)
+    for module in (eager, compiled):
+        module(x).backward()
+    for mine, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
