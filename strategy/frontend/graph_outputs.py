@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import storage
 from thunder_memsave.frontend.fx_nodes import node_callable, own_name
-from thunder_memsave.frontend.late_tensor import Kind, LateOutput
 from thunder_memsave.frontend.rewrites.late_logits import LateNodes
+from thunder_memsave.frontend.rewrites.late_tensor import Kind, LateOutput
 
 _SHAPES = ("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _DIMS = ("t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims")

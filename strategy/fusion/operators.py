@@ -47,7 +47,7 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
 
 
 class Kind(Enum):
-    """What a symbol is to a run."""
+    """The part that a symbol has in a run."""
 
     VIEW = "view"
     """Moves no data: it ends no run."""

@@ -137,7 +137,7 @@ def _num_storages(*tensors: Sequence[Tensor]) -> int:
 
 
 _regions: dict[str, Region] = {}
-"""By structure, for all models of this process."""
+"""The regions of all models of this process, by structure."""
 
 
 def known(name: str) -> Region | None:

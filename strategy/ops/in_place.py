@@ -42,4 +42,4 @@ BATCH_NORMS = {
         "native_batch_norm_in_place", _batch_norm_without_cudnn
     ),
 }
-"""By the name of the operator that returns new running statistics, as its last two results."""
+"""Symbols by the name of the operator that returns new running statistics, as its last two results."""

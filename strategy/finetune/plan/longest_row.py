@@ -88,7 +88,7 @@ def longest_row(
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """What a plan shows of the others."""
+    """A length that was tried, and the bytes that its plan shows."""
 
     fits: bool
     smallest_bytes: int

@@ -33,7 +33,7 @@ _CASTS = frozenset({Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tenso
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of a tensor without its numbers."""
+    """The shape, strides, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -53,7 +53,7 @@ class LateOutput:
     make: fx.GraphModule
     """`(hidden states, weight[, bias]) -> tensor`."""
     operands: tuple[tuple[str, int], ...]
-    """Of each operand: `input` or `computed`, and its index among these."""
+    """`input` or `computed` for each operand, and its index among these."""
     kind: Kind
     needs_grad: bool
     """Whether eager PyTorch differentiates it."""

@@ -16,8 +16,8 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.errors import LateTensorError
-from thunder_memsave.frontend.late_tensor import LateTensor
 from thunder_memsave.frontend.rewrites import linear_losses
+from thunder_memsave.frontend.rewrites.late_tensor import LateTensor
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import StepMemory
 
