@@ -386,15 +386,15 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     [
         (
             {"optimizer_class": "SGD"},
-            "from there: optimizer_class SGD -> AdamW, seed null -> 42, global_batch_size null -> 4, num",
+            "key checkpoint this run optimizer.class_path SGD AdamW train.seed null 42 train.global",
         ),
         (
             {"optimizer_class": "AdamW", "seed": 1},
-            "so it cannot resume from there: seed 1 -> 42, global_batch_size null -> 4, num_rows null",
+            "key checkpoint this run train.seed 1 42 train.global_batch_size null 4 number of rows null",
         ),
         (
             {"optimizer_class": "AdamW", "seed": 42, "global_batch_size": 3},
-            "there: global_batch_size 3 -> 4, num_rows null ->",
+            "key checkpoint this run train.global_batch_size 3 4 number of rows null",
         ),
     ],
 )
