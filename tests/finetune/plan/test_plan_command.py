@@ -64,7 +64,9 @@ def test_a_run_that_fits_ends_with_0_and_says_what_it_holds(
     outside = f"512.00 MiB of CUDA's context, {in_units(nccl_bytes)} of nccl's buffers"
     assert f"outside of PyTorch's allocator, estimated: {outside}\n" in output
     assert "warning" not in output
-    assert html.read_text().count("<svg") == 2
+    page = html.read_text()
+    assert len(page) < 300_000
+    assert "<canvas" in page
     shown = re.findall(r"^\[[ \d]+/\d+\] (.*) \.\.\. \d+\.\d s$", progress, re.MULTILINE)
     assert shown == list(plan["cpu_seconds"]) == list(STAGES)
     assert "s of it to solve: no plan recomputes less" in output
