@@ -36,7 +36,7 @@ def test_a_run_is_deterministic_if_its_file_says_so(
 ) -> None:
     seen: list[bool] = []
 
-    def run(*_: Any) -> Path:
+    def run(*_: Any, **options: Any) -> Path:
         seen.append(torch.are_deterministic_algorithms_enabled())
         return tmp_path
 

@@ -103,7 +103,9 @@ def test_a_run_out_of_memory_ends_with_one_message_that_says_what_to_change(
         memory={"budget": "2GiB"},
     )
     del values["data"]["dataset"]["init_args"]["val_fraction"]
-    monkeypatch.setattr("thunder_memsave.finetune.run.train.PlanShown", lambda: OutOfMemory())
+    monkeypatch.setattr(
+        "thunder_memsave.finetune.run.train.PlanShown", lambda *_, **options: OutOfMemory()
+    )
     assert main(["train", str(write_run_file(tmp_path, values))]) == 4
     error = capsys.readouterr().err
     (line,) = error.splitlines()

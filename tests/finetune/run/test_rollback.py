@@ -54,7 +54,9 @@ def write_run(directory: Path, model_directory: Path, **changes: Any) -> Path:
 
 
 def with_callback(monkeypatch: pytest.MonkeyPatch, callback: object) -> None:
-    monkeypatch.setattr("thunder_memsave.finetune.run.train.PlanShown", lambda: callback)
+    monkeypatch.setattr(
+        "thunder_memsave.finetune.run.train.PlanShown", lambda *_, **options: callback
+    )
 
 
 def test_the_learning_rate_after_a_rollback_is_that_of_its_steps(
