@@ -1,6 +1,6 @@
 """Time and memory of a training step with fusion against without, torch.compile and eager, in turn on one CPU thread.
 
-    python benchmarks/fusion.py [--repeats 41] [--ways unfused fused] [--save]
+    PYTHONPATH=tests python benchmarks/fusion.py [--repeats 41] [--ways unfused fused] [--save]
 
 Steps alternate, and medians of the CPU time of the process are compared, which does not count while others run.
 `--save` writes the table into benchmarks/results/.
@@ -18,13 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
 
+# First: PyTorch 2.13 lacks methods that Thunder asks for, and this package adds them.
+from thunder_memsave.strategy import ThunderMemsaveStrategy  # isort: skip
+
 import torch
 import transformers
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from thunder_memsave.strategy import ThunderMemsaveStrategy
+from harness.memory import measured_peak_bytes
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 256
@@ -74,19 +76,6 @@ def step_of(way: str, model: nn.Module, batch: Tensor) -> Step:
     return step
 
 
-def peak_bytes(step: Step) -> int:
-    """Return the most bytes of a step beside what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        step()
-    assert seen.profiler is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return int(peak)
-
-
 def rows(size: tuple[int, int, int, int], ways: Sequence[str], repeats: int) -> list[str]:
     """Measure one size; return a row for each way."""
     layers, width, length, num_rows = size
@@ -111,7 +100,7 @@ def rows(size: tuple[int, int, int, int], ways: Sequence[str], repeats: int) -> 
         low, middle, high = quantiles(ratios, n=4)
         found.append(
             f"{way} | {median(times[way]):.2f} | {middle:.3f} | {low:.3f} to {high:.3f} | "
-            f"{peak_bytes(steps[way]):,} | {first[way]:.1f} |"
+            f"{measured_peak_bytes(steps[way]):,} | {first[way]:.1f} |"
         )
     return found
 

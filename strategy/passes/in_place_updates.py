@@ -21,7 +21,7 @@ from thunder_memsave.ops.in_place import ADD, BATCH_NORMS
 from thunder_memsave.passes.symbols import written_in_place
 
 _STATISTICS = slice(3, 5)
-"""Of the arguments of a batch norm."""
+"""Where the running statistics are among the arguments of a batch norm."""
 
 
 def update_in_place(trace: TraceCtx) -> TraceCtx:

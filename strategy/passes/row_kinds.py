@@ -42,7 +42,7 @@ class RowWise:
 
 @dataclass(frozen=True, slots=True)
 class RowKinds:
-    """What is known of a trace's values and symbols."""
+    """The rows of a trace's values, and the symbols that can run on tiles of them."""
 
     num_rows: int
     of: Mapping[str, Rows]

@@ -45,6 +45,19 @@ class Folded:
     source: str
     reason: str
 
+    @property
+    def cells(self) -> list[str]:
+        """The row of a table of decisions, as text."""
+        return [
+            self.action,
+            f"x{self.count}" if self.count > 1 else "",
+            in_units(self.nbytes),
+            f"{self.cost_us / 1000:,.2f} ms",
+            self.module,
+            short_source(self.source),
+            self.reason,
+        ]
+
 
 def folded(plan: Plan) -> list[Folded]:
     """Fold decisions that differ only in the number of the layer, the most bytes first."""
@@ -122,18 +135,7 @@ def _decisions(plan: Plan, num_rows: int) -> list[str]:
     rows = folded(plan)
     counts: Mapping[str, int] = Counter(plan.actions[each.name].kind for each in plan.decisions)
     heading = ", ".join(f"{action} {count}" for action, count in sorted(counts.items()))
-    shown = [
-        [
-            row.action,
-            f"x{row.count}" if row.count > 1 else "",
-            in_units(row.nbytes),
-            f"{row.cost_us / 1000:,.2f} ms",
-            row.module,
-            short_source(row.source),
-            row.reason,
-        ]
-        for row in rows[:num_rows]
-    ]
+    shown = [row.cells for row in rows[:num_rows]]
     head = ["action", "", "bytes", "cost", "module", "line", "reason"]
     rest = [f"... and {len(rows) - num_rows} more rows"] if len(rows) > num_rows else []
     return [f"decisions: {heading or 'none'}", *(_table([head, *shown]) if shown else []), *rest]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from thunder_memsave.planner.graph import Plan, Program, StepMemory
-from thunder_memsave.planner.report.explain import folded, in_units, short_source
+from thunder_memsave.planner.report.explain import folded, in_units
 from thunder_memsave.planner.report.summary import plan_summary
 from thunder_memsave.planner.report.timeline import timeline
 from thunder_memsave.planner.simulate import Profile
@@ -135,18 +135,7 @@ def _facts(plan: Plan, more: Mapping[str, str]) -> str:
 
 def _decisions(plan: Plan) -> str:
     rows = folded(plan)
-    texts = [
-        (
-            row.action,
-            f"x{row.count}" if row.count > 1 else "",
-            in_units(row.nbytes),
-            f"{row.cost_us / 1000:,.2f} ms",
-            row.module,
-            short_source(row.source),
-            row.reason,
-        )
-        for row in rows[:_MOST_ROWS]
-    ]
+    texts = [row.cells for row in rows[:_MOST_ROWS]]
     more = f"<p>... and {len(rows) - _MOST_ROWS} more rows</p>" if len(rows) > _MOST_ROWS else ""
     head = ("action", "layers", "bytes", "time to recompute", "module", "line", "reason")
     return _table(head, texts) + more
