@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from thunder_memsave.budget.planned_call import (
     Attempt,
     PlannedCall,
 )
+from thunder_memsave.budget.way_search import Run, Tried, WaySearch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (
     OtherRankError,
@@ -49,17 +50,6 @@ _MOST_ROOMS = 3
 _CUDA_GENERATOR_BYTES = 16  # seed and offset
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A call as it runs: with a plan, or without backward."""
-
-    call: PlannedCall
-    room: Room | None
-    """Bytes for collectives in flight; equal on all ranks."""
-    more_bytes: int = 0
-    """Bytes beyond the budget, on the rank that needs the most; negative if there is room."""
 
 
 class MemoryPlanner:
@@ -100,7 +90,7 @@ class MemoryPlanner:
         self._times = times
         self._te_bytes = te_workspace_bytes(device) if by_transformer_engine else 0
         self.profiles = profiles(scratch=self._scratch, device_type=device_type)
-        self._agreed: dict[str, _Run] = {}
+        self._agreed: dict[str, Run] = {}
         self._asked: Question | None = None
         """The last request for a plan, on rank 0."""
         self.refused: Attempt | None = None
@@ -158,10 +148,9 @@ class MemoryPlanner:
         if not self._device_type:
             measured_scratch().save()
             torch.cuda.empty_cache()  # operations were run alone, on tensors of all sizes
-        joint = traces.tiled if call.is_tiled and traces.tiled is not None else traces.joint
         return replace(
             traces,
-            joint=joint,
+            joint=call.joint,
             actions=call.actions,
             room=call.given_room,
             added=attempt.added,
@@ -185,8 +174,7 @@ class MemoryPlanner:
         if (agreed := self._agreed.get(structure)) is None:
             run = self._agreed[structure] = self._fitting(attempt, structure)
             return run.call
-        if agreed.call.is_tiled:
-            attempt = attempt.in_tiles() or attempt
+        attempt = attempt.in_way(agreed.call.way) or attempt
         call = attempt.run(agreed.call.plan, agreed.room)
         needed_bytes = self._limit.bytes_of(call)
         if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
@@ -227,30 +215,28 @@ class MemoryPlanner:
         self._agreed[structure] = run
         return run.call
 
-    def _fitting(self, attempt: Attempt, structure: str) -> _Run:
+    def _fitting(self, attempt: Attempt, structure: str) -> Run:
         """Plan until the traces that run fit on every rank, the ways to carry the call out one after the other."""
-        found: list[tuple[_Run, Offer, Attempt]] = []
-        for way in self._ways(attempt):
-            of_way = structure if way.graph is attempt.graph else structure_of(way.graph)
-            run, offer = self._tried(way, of_way)
-            if run.more_bytes <= 0:
-                return run
-            found.append((run, offer, way))
-        run, offer, self.refused = min(found, key=lambda each: each[0].more_bytes)
-        return self._refuse(offer, more_bytes=run.more_bytes)
+        search = WaySearch(
+            attempt,
+            lambda way: self._tried(way, structure if way.graph is attempt.graph else ""),
+            budget_bytes=self._budget_bytes,
+            is_reserved=self._limit.is_reserved,
+            device=self.device,
+            data_parallel=self._data_parallel,
+        )
+        tried = search.best()
+        if tried.run.more_bytes <= 0:
+            return tried.run
+        self.refused = tried.attempt
+        return self._refuse(tried.offer, more_bytes=tried.run.more_bytes)
 
-    def _ways(self, attempt: Attempt) -> Iterator[Attempt]:
-        """Yield the call as it is, with wide values in tiles, and last both with an emptied cache. A collective."""
-        yield attempt
-        ways, tiled = [attempt], attempt.in_tiles()
-        if not largest(int(tiled is None), self._data_parallel) and tiled is not None:
-            ways.append(tiled)
-            yield tiled
-        if self._limit.is_reserved:
-            yield from (replace(way, empties_cache=True) for way in ways)
+    def _tried(self, attempt: Attempt, structure: str) -> Tried:
+        """Try plans until the traces that run fit, or the smallest does not: later passes move the peak.
 
-    def _tried(self, attempt: Attempt, structure: str) -> tuple[_Run, Offer]:
-        """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""
+        `structure` is the call's; empty: it is not known yet.
+        """
+        structure = structure or structure_of(attempt.graph)
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
         too_large: list[Actions] = []
@@ -260,17 +246,17 @@ class MemoryPlanner:
             stage("simulate")
             run = self._within(attempt, offer.plan, budget_bytes)
             if budget_bytes is None or target_bytes is None:
-                return run, offer
+                return Tried(attempt, run, offer)
             if run.more_bytes <= 0 and self._asked is not None and not self._limit.is_reserved:
                 self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + run.more_bytes)
             if run.more_bytes <= 0 or offer.bound_bytes is not None:
-                return run, offer
+                return Tried(attempt, run, offer)
             too_large.append(offer.plan.actions)
             num_rounds += 1
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = SMALLEST if is_last else max(target_bytes - run.more_bytes, SMALLEST)
 
-    def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> _Run:
+    def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> Run:
         """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective."""
         run = self._run(attempt, plan, None, budget_bytes)
         if run.more_bytes <= 0 or budget_bytes is None or not attempt.communicates:
@@ -288,15 +274,15 @@ class MemoryPlanner:
 
     def _run(
         self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
-    ) -> _Run:
+    ) -> Run:
         def make() -> tuple[PlannedCall, int]:
             call = attempt.run(plan, room)
             return call, self._limit.bytes_of(call)
 
         call, limited_bytes = together(make, self._data_parallel, error_elsewhere=OtherRankError)
         if budget_bytes is None:
-            return _Run(call, room)
-        return _Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
+            return Run(call, room)
+        return Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
 
     def _rank_zeros(
         self,

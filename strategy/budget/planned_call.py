@@ -17,9 +17,12 @@ from torch import Tensor
 
 from thunder_memsave.budget.extract import training_graph
 from thunder_memsave.budget.running_program import program
+from thunder_memsave.budget.ways import Way
 from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.added_gradients import is_watched
+from thunder_memsave.ops.table import place_of_rows_per_tile
+from thunder_memsave.passes.loss_tiles import divide_loss_tiles
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
@@ -67,12 +70,21 @@ class PlannedCall:
     memory: StepMemory
     profile: Profile
     """Memory of the final traces."""
-    is_tiled: bool = False
-    """Whether wide values are in tiles: it runs `Traces.tiled`."""
-    empties_cache: bool = False
-    """Whether it keeps a budget of reserved bytes only by giving back what is cached when the budget is reached."""
+    joint: TraceCtx = field(compare=False, repr=False)
+    """The joint trace that the plan is for."""
+    way: Way = field(default_factory=Way)
     number: int = field(default_factory=partial(next, _numbers), compare=False)
     """Rises from each call planned in this process to the next."""
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether wide values are in tiles."""
+        return self.way.is_tiled
+
+    @property
+    def empties_cache(self) -> bool:
+        """Whether it keeps a budget of reserved bytes only by giving back what is cached when it is reached."""
+        return self.way.empties_cache
 
     def reserved_bytes(self, environment: Mapping[str, str]) -> int:
         """Simulate what the allocator of a CUDA device reserves for steps of this call.
@@ -138,10 +150,7 @@ class Attempt:
     memory: StepMemory
     added: frozenset[str] = frozenset()
     """Names of the arguments to whose gradients backward adds new ones itself."""
-    is_tiled: bool = False
-    """Whether wide values are in tiles."""
-    empties_cache: bool = False
-    """Whether what is cached may be given back when a budget of reserved bytes is reached."""
+    way: Way = field(default_factory=Way)
 
     @classmethod
     def of(
@@ -165,18 +174,34 @@ class Attempt:
         graph = with_zeros(graph, traces.joint)
         return cls(traces, steps, graph, arguments, known, memory, added)
 
-    def in_tiles(self) -> Attempt | None:
-        """Return the same call with its wide values in tiles; None: it has none."""
-        if self.traces.tiled is None:
-            return None
+    def in_way(self, way: Way) -> Attempt | None:
+        """Return this call, which must be whole and with its largest tiles, in a way; None: it has no such tiles."""
+        assert self.way == Way(), "others are made of the first"
+        traces = self.traces
+        if way.is_tiled:
+            if traces.tiled is None:
+                return None
+            traces = replace(traces, joint=traces.tiled, tiled=None)
+        if way.loss_divisor > 1:
+            joint = divide_loss_tiles(traces.joint, way.loss_divisor)
+            if joint is traces.joint:
+                return None
+            traces = replace(traces, joint=joint)
+        if traces is self.traces:
+            return replace(self, way=way)
         found = Attempt.of(
-            replace(self.traces, joint=self.traces.tiled, tiled=None),
-            self.steps,
-            arguments=self.arguments,
-            known=self.known,
-            memory=self.memory,
+            traces, self.steps, arguments=self.arguments, known=self.known, memory=self.memory
         )
-        return replace(found, is_tiled=True)
+        return replace(found, way=way)
+
+    @property
+    def loss_tile_bytes(self) -> int:
+        """The most that a tile of a loss takes, beside what is computed in tiles."""
+        ops = [op for op in self.graph.ops if place_of_rows_per_tile(op.symbol) is not None]
+        storages = self.graph.storages
+        return max(
+            (op.peak_bytes - sum(storages[s].nbytes for s in op.makes) for op in ops), default=0
+        )
 
     @property
     def communicates(self) -> bool:
@@ -215,8 +240,8 @@ class Attempt:
             program=ran,
             memory=self.memory,
             profile=profile,
-            is_tiled=self.is_tiled,
-            empties_cache=self.empties_cache,
+            joint=self.traces.joint,
+            way=self.way,
         )
 
     def _of_values(self, plan: Plan) -> Actions:

@@ -102,7 +102,7 @@ class CallCompiler:
     planner: MemoryPlanner | None = None
     """Decides what backward keeps; None keeps all that it reads."""
     target: torch.device | None = None
-    """The device to compile for if it is absent (`target_device.py`); then the result cannot run."""
+    """The device to compile for if it is absent (`budget/target/device.py`); then the result cannot run."""
     fp8: Fp8Linears | None = None
     """The linears of the module that compute in fp8."""
     graphs: CudaGraphs | None = None

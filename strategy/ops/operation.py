@@ -31,6 +31,9 @@ IsOneKernel = Callable[[Sequence[Operand]], bool]
 Numbers = Callable[[Sequence[torch.Tensor]], None]
 """`(tensors that a kernel reads)`, all zero; writes those numbers on which its work depends, for the most work."""
 
+ROWS_PER_TILE = "rows_per_tile"
+"""Name of the argument of a kernel in tiles whose number of tokens is a plan's choice."""
+
 NO_SCRATCH: Mapping[str, Scratch] = MappingProxyType({})
 
 

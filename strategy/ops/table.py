@@ -17,7 +17,14 @@ from thunder_memsave.ops.families import (
     rms_norm,
     windowed_attention,
 )
-from thunder_memsave.ops.operation import Derivative, Foreign, Kernel, Operand, Operation
+from thunder_memsave.ops.operation import (
+    ROWS_PER_TILE,
+    Derivative,
+    Foreign,
+    Kernel,
+    Operand,
+    Operation,
+)
 
 OPERATIONS: tuple[Operation, ...] = (
     *attention.OPERATIONS,
@@ -72,6 +79,18 @@ def write_numbers(operator: str, arguments: Sequence[Tensor]) -> None:
     """Write into the zeros that an operator is to be measured on what makes it do the most work."""
     if (numbers := _NUMBERS.get(operator)) is not None:
         numbers(arguments)
+
+
+def place_of_rows_per_tile(operator: str) -> int | None:
+    """Return the place of the argument that says how many tokens a tile has; None: the operator has no such tiles."""
+    ours = _OPERATORS.get(operator)
+    if isinstance(ours, Kernel):
+        names = ours.takes
+    elif isinstance(ours, Derivative):
+        names = ("grad", *ours.reads)
+    else:
+        return None
+    return names.index(ROWS_PER_TILE) if ROWS_PER_TILE in names else None
 
 
 def _foreign(operator: str) -> Foreign | None:

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from thunder_memsave.budget.target_autocast import (
+from thunder_memsave.budget.target.autocast import (
     ALIKE_ON_THE_CPU,
     IN_FLOAT32,
     LOWER_PRECISION,

@@ -14,7 +14,7 @@ from thunder.core.trace import TraceCtx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.traces import num_calls
-from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
+from thunder_memsave.budget.target.device import fake_ranks, stand_in, without_memory
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.distributed.process_group import make_data_parallel

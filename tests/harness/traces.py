@@ -13,8 +13,8 @@ from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_memsave.budget import target_device
 from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.target import device as target_device
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.measure.devices import device_at

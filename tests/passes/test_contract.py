@@ -18,6 +18,7 @@ from passes import contract
 from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.early_reductions import reduce_early
+from thunder_memsave.passes.loss_tiles import divide_loss_tiles
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
@@ -52,6 +53,12 @@ def test_tiles_satisfy_the_contract() -> None:
     tiled = partial(tile_rows, weights=frozenset())
     contract.check(tiled, name="tile_rows", changes_the_probe=False)  # its values are narrow
     contract.check_identity(tiled, name="tile_rows")
+
+
+def test_smaller_tiles_of_losses_satisfy_the_contract() -> None:
+    smaller = partial(divide_loss_tiles, divisor=4)
+    contract.check(smaller, name="divide_loss_tiles", changes_the_probe=False)  # it has no loss
+    contract.check_identity(smaller, name="divide_loss_tiles")
 
 
 def test_recompute_satisfies_the_contract() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from thunder_memsave.budget.target_device import stand_in_fp8
+from thunder_memsave.budget.target.device import stand_in_fp8
 from thunder_memsave.config import ConfigError, Fp8Config, StrategyConfig
 from thunder_memsave.fp8.compute.linears import Fp8Linears, choose_linears, frozen_in_fp8
 from thunder_memsave.fp8.compute.symbols import Backend

@@ -20,8 +20,9 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
-from thunder_memsave.budget.target_autocast import autocast_of_cuda
-from thunder_memsave.budget.target_device import fake_ranks, stand_in, without_memory
+from thunder_memsave.budget.target.autocast import autocast_of_cuda
+from thunder_memsave.budget.target.device import fake_ranks, stand_in, without_memory
+from thunder_memsave.budget.ways import Way
 from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.compiler.cuda_graphs.torch_runtime import CudaRuntime
@@ -289,7 +290,8 @@ class _Planner(MemoryPlanner):
             assert self.refusal.smallest_bytes is not None
             return self.refusal.smallest_bytes
         asked, first = [self._last], self._attempt
-        if counts_tiles and not self.call.is_tiled and first and (tiled := first.in_tiles()):
+        tiled = None if first is None else first.in_way(Way(is_tiled=True))
+        if counts_tiles and not self.call.is_tiled and tiled is not None:
             other = self._question(tiled, None)
             asked.append(other.narrowed or other)
         found = [each.smallest_bytes(time_limit_s=_SMALLEST_S) for each in asked]

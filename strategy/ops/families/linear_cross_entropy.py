@@ -31,7 +31,7 @@ from thunder_memsave.ops.families.tiled_loss import (
     wide_dtype,
 )
 from thunder_memsave.ops.kernel_calls import call_kernel
-from thunder_memsave.ops.operation import Derivative, Kernel, Operation
+from thunder_memsave.ops.operation import ROWS_PER_TILE, Derivative, Kernel, Operation
 
 Reduction = Literal["mean", "sum", "none"]
 Part = Literal["hidden", "weight", "bias", "adapter"]
@@ -106,7 +106,7 @@ def _wanted(operands: Sequence[Tensor | None]) -> Wanted:
 _TAKES = (
     *("hidden", "weight", "bias", "adapter", "targets"),
     *("num_tokens", "width", "num_classes", "rank", "reduction"),
-    *("label_smoothing", "z_loss", "soft_cap", "logit_scale", "rows_per_tile"),
+    *("label_smoothing", "z_loss", "soft_cap", "logit_scale", ROWS_PER_TILE),
 )
 
 

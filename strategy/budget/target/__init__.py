@@ -1,0 +1,1 @@
+"""Stands in for a device, and ranks, that are not here: for plans of another machine."""

@@ -1,0 +1,125 @@
+"""Finds the way to carry a call out that costs least among those that fit, or the one that needs least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from thunder_memsave.budget.agreed import largest
+from thunder_memsave.budget.plan_request import Offer
+from thunder_memsave.budget.planned_call import Attempt, PlannedCall
+from thunder_memsave.budget.ways import Way, ways
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.passes.overlap.room import Room
+from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.graph import Device
+
+_NOTICEABLE = 0.02
+"""Part of the budget that a loss's tile takes at least, for smaller ones to be tried where a plan fits."""
+_BLOCK = 2
+"""The largest ratio of an allocator's block to what is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A call as it runs: with a plan, or without backward."""
+
+    call: PlannedCall
+    room: Room | None
+    """Bytes for collectives in flight; equal on all ranks."""
+    more_bytes: int = 0
+    """Bytes beyond the budget, on the rank that needs the most; negative if there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A call in one way, with the last plan that was tried for it."""
+
+    attempt: Attempt
+    run: Run
+    offer: Offer
+
+
+class WaySearch:
+    """Tries the ways of one call. All methods are collectives."""
+
+    def __init__(
+        self,
+        first: Attempt,
+        tried: Callable[[Attempt], Tried],
+        *,
+        budget_bytes: int | None,
+        is_reserved: bool,
+        device: Device,
+        data_parallel: DataParallel | None,
+    ) -> None:
+        """Store what is tried, and how.
+
+        Args:
+            first: The call, whole and with the largest tiles.
+            tried: Searches for a plan of a way.
+            budget_bytes: Of a step; None: no limit.
+            is_reserved: Whether the budget is one of reserved bytes.
+            device: Its rates are the times of what a way adds.
+            data_parallel: The ranks that must choose the same.
+        """
+        self._first = first
+        self._tried = tried
+        self._budget_bytes = budget_bytes
+        self._is_reserved = is_reserved
+        self._device = device
+        self._data_parallel = data_parallel
+
+    def best(self) -> Tried:
+        """Return the first way that fits, with smaller tiles of losses where they save more time than they cost.
+
+        Where none fits, that with the smallest plan.
+        """
+        refused: list[Tried] = []
+        for attempt in self._attempts(refused):
+            tried = self._tried(attempt)
+            if tried.run.more_bytes <= 0:
+                return self._quicker(tried)
+            refused.append(tried)
+        return min(refused, key=lambda each: each.run.more_bytes)
+
+    def _attempts(self, refused: Sequence[Tried]) -> Iterator[Attempt]:
+        """Yield the ways, with smaller tiles of losses where those would do; `refused` has those before."""
+        has_tiles = not self._is_on_any(self._first.traces.tiled is None)
+        for of_largest in ways(has_tiles=has_tiles, is_reserved=self._is_reserved):
+            way: Way | None = of_largest
+            while way is not None:
+                attempt = self._in_way(way)
+                if attempt is None:
+                    break
+                yield attempt
+                last = refused[-1]
+                if self._is_on_any(last.run.more_bytes > _BLOCK * last.attempt.loss_tile_bytes):
+                    break
+                way = way.with_smaller_losses
+
+    def _quicker(self, tried: Tried) -> Tried:
+        """Take smaller tiles while that costs less than to recompute what has no room beside larger ones."""
+        while self._budget_bytes is not None and tried.offer.plan.recompute_us:
+            way = tried.attempt.way.with_smaller_losses
+            share = tried.attempt.loss_tile_bytes / self._budget_bytes
+            attempt = None if way is None else self._in_way(way)
+            if attempt is None or self._is_on_any(share < _NOTICEABLE):
+                break
+            smaller = self._tried(attempt)
+            if smaller.run.more_bytes > 0 or self._step_us(smaller) >= self._step_us(tried):
+                break
+            tried = smaller
+        return tried
+
+    def _in_way(self, way: Way) -> Attempt | None:
+        """Return the call in a way; None: a rank has no such tiles."""
+        attempt = self._first.in_way(way)
+        return None if self._is_on_any(attempt is None) else attempt
+
+    def _step_us(self, tried: Tried) -> float:
+        """Return a step's time by the device's rates, equal on all ranks."""
+        return sum(costs_us(tried.attempt.graph, self._device)) + tried.offer.plan.recompute_us
+
+    def _is_on_any(self, fact: bool) -> bool:
+        return largest(int(fact), self._data_parallel) > 0

@@ -1,0 +1,39 @@
+"""The ways to carry a call out: whole or in tiles, and with which allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+LOSS_DIVISORS = (1, 4, 16)
+"""What the tokens of a loss's tile are divided by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How one call is carried out."""
+
+    is_tiled: bool = False
+    """Whether wide values of tokens are in tiles: `Traces.tiled`."""
+    loss_divisor: int = 1
+    """What the tokens of a loss's tile are divided by, of as many as it has without a budget."""
+    empties_cache: bool = False
+    """Whether what is cached may be given back when a budget of reserved bytes is reached."""
+
+    @property
+    def with_smaller_losses(self) -> Way | None:
+        """The same with fewer tokens in a loss's tile; None: they are as few as they get."""
+        larger = [n for n in LOSS_DIVISORS if n > self.loss_divisor]
+        return replace(self, loss_divisor=larger[0]) if larger else None
+
+
+def ways(*, has_tiles: bool, is_reserved: bool) -> Iterator[Way]:
+    """Yield the ways with the largest tiles of losses, from the one that costs least.
+
+    Args:
+        has_tiles: Whether there are wide values that can be in tiles.
+        is_reserved: Whether the budget is one of reserved bytes.
+    """
+    for empties_cache in (False, True) if is_reserved else (False,):
+        for is_tiled in (False, True) if has_tiles else (False,):
+            yield Way(is_tiled=is_tiled, empties_cache=empties_cache)
