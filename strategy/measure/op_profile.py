@@ -213,10 +213,16 @@ class OpProfiles:
             flops=record.flops,
             moved_bytes=record.moved_bytes,
             is_random=record.is_random,
-            changes_device=len({t.device for t in (*tensors, *found)}) > 1,
+            changes_device=_changes_device(tensors, found),
             written=frozenset(numbers[s] for s in record.written),
             dtype=str(_computed_in(tensors, found)).removeprefix("torch.") if found else "",
         )
+
+
+def _changes_device(operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Tell whether values go from one device to another; any operator may read a scalar of the host as a number."""
+    read = [t for t in operands if t.ndim or not t.is_cpu]
+    return len({t.device for t in (*(read or operands), *results)}) > 1
 
 
 def _by_one_kernel(profile: OpProfile, arguments: Sequence[Value]) -> OpProfile:

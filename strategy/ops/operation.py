@@ -89,6 +89,8 @@ class Kernel:
     """`run` on tensors without numbers, where only what its results are is asked."""
     alone: Kernel | None = None
     """Takes the same and makes the first result alone, for less: forward runs it where backward computes the others."""
+    on_host: tuple[str, ...] = ()
+    """Names of the arguments that are tensors on the CPU whatever the device, and are not read by a captured graph."""
     numbers: Numbers | None = None
     """For the kernel and its derivatives, which are measured on zeros; None if zeros are as good as any."""
 

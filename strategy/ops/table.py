@@ -83,14 +83,22 @@ def write_numbers(operator: str, arguments: Sequence[Tensor]) -> None:
 
 def place_of_rows_per_tile(operator: str) -> int | None:
     """Return the place of the argument that says how many tokens a tile has; None: the operator has no such tiles."""
-    ours = _OPERATORS.get(operator)
-    if isinstance(ours, Kernel):
-        names = ours.takes
-    elif isinstance(ours, Derivative):
-        names = ("grad", *ours.reads)
-    else:
-        return None
+    names = _arguments(operator)
     return names.index(ROWS_PER_TILE) if ROWS_PER_TILE in names else None
+
+
+def places_on_host(operator: str) -> frozenset[int]:
+    """Return the places of arguments on the CPU that a captured graph of the operator does not read."""
+    names, on_host = _arguments(operator), _ON_HOST.get(operator, ())
+    return frozenset(place for place, name in enumerate(names) if name in on_host)
+
+
+def _arguments(operator: str) -> tuple[str, ...]:
+    """Return the names of what an operator of ours takes; nothing for any other."""
+    ours = _OPERATORS.get(operator)
+    if ours is None:
+        return ()
+    return ours.takes if isinstance(ours, Kernel) else ("grad", *ours.reads)
 
 
 def _foreign(operator: str) -> Foreign | None:
@@ -112,6 +120,12 @@ _OPERATORS: Mapping[str, Kernel | Derivative] = {
     for operation in OPERATIONS
     for kernel in operation.kernels
     for name, operator in kernel.operators.items()
+}
+_ON_HOST = {
+    operator: kernel.on_host
+    for operation in OPERATIONS
+    for kernel in operation.kernels
+    for operator in kernel.operators
 }
 _NUMBERS = dict(aten_operators.NUMBERS) | {
     operator: kernel.numbers

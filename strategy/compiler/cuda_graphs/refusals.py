@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch.distributed as dist
 from thunder.core import devices
@@ -13,12 +13,17 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.ops.added_gradients import added_names
 from thunder_memsave.ops.families.collectives import is_all_gather, is_all_reduce, is_reduce_scatter
+from thunder_memsave.ops.table import places_on_host
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import written_in_place
 
 _CAPTURABLE = "nccl"
 """Backend of process groups whose collectives run on the device alone."""
 _REPLAYS = "_replaying"
+_NO_WORK = (
+    *(PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.UNPACK_EMPTY_DICT),
+    *(PrimIDs.DEL, PrimIDs.RETURN),
+)
 
 
 def reasons(
@@ -77,15 +82,30 @@ def _on_the_host(symbols: list[BoundSymbol]) -> Iterator[str]:
             "(memory.keep), or raise memory.budget"
         )
         return
+    not_read = numbers_of_the_host(symbols)
     for bsym in symbols:
         for value in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
             if (
                 isinstance(value, TensorProxy)
+                and value.name not in not_read
                 and value.device.devicetype is devices.DeviceType.CPU
                 and bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL
             ):
                 yield f"{bsym.sym.name} has a tensor on the CPU ({value.name}); move it to the GPU"
                 return
+
+
+def numbers_of_the_host(symbols: Sequence[BoundSymbol]) -> frozenset[str]:
+    """Return the names of tensors on the host that operators take there and that their graphs do not read."""
+    found: set[str] = set()
+    others: set[str] = set()
+    for bsym in symbols:
+        places = places_on_host(bsym.sym.name)
+        here = {a.name for p in places if isinstance(a := bsym.args[p], TensorProxy)}
+        found |= here
+        if bsym.sym.id not in _NO_WORK:
+            others |= {a.name for a in bsym.flat_proxy_args} - here
+    return frozenset(found - others)
 
 
 def _backends(bsym: BoundSymbol) -> Iterator[str]:

@@ -28,6 +28,9 @@ class Batch:
     """Where each document ends in its row, int32 of (rows, documents): cumulative lengths. Rows have room for as many
     documents; those that a row lacks repeat its last end."""
 
+    num_targets: Tensor
+    """How many targets are not `IGNORED`: an int64 scalar, which stays on the CPU."""
+
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device; to a GPU from pinned memory without waiting for the copy."""
         ahead = device.type == "cuda"
@@ -43,6 +46,7 @@ class Batch:
             targets=change(self.targets),
             position_ids=change(self.position_ids),
             document_ends=change(self.document_ends),
+            num_targets=self.num_targets,
         )
 
 
@@ -81,6 +85,7 @@ class Rows:
         for number, row in enumerate(chosen):
             if row is not None:
                 _lay_out_row(batch, number, [self.samples[index] for index in self.places[row]])
+        batch.num_targets.copy_((batch.targets != IGNORED).sum())
         return batch
 
 
@@ -155,6 +160,7 @@ def _padding(num_rows: int, length: int, num_documents: int, pad_id: int) -> Bat
         # Positions of padding count up, as in a document of its own: some models detect resets of positions.
         position_ids=torch.arange(length).repeat(num_rows, 1),
         document_ends=torch.zeros((num_rows, num_documents), dtype=torch.int32),
+        num_targets=torch.zeros((), dtype=torch.int64),
     )
 
 

@@ -11,14 +11,21 @@ from torch.nn.functional import cross_entropy
 from thunder_memsave.finetune.data.packing import Batch
 from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.model.documents_apart import MaskKind
+from thunder_memsave.ops.families.counted_targets import counted_targets
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
 
-def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum the cross-entropy of all target tokens, in float32."""
+def loss_of_logits(logits: Tensor, targets: Tensor, num_targets: Tensor) -> Tensor:
+    """Sum the cross-entropy of all target tokens, in float32.
+
+    Args:
+        logits: (rows, length, classes).
+        targets: (rows, length); `IGNORED` has no loss.
+        num_targets: int64 scalar on the CPU: how many have one.
+    """
     return cross_entropy(
         logits.float().flatten(0, 1),
-        targets.flatten(),
+        counted_targets(targets, num_targets).flatten(),
         ignore_index=IGNORED,
         reduction="sum",
     )

@@ -38,11 +38,11 @@ class SupervisedFineTuning(Objective[Batch]):
 
     @override
     def loss_inputs(self, batch: Batch) -> dict[str, Any]:
-        return {"targets": batch.targets}
+        return {"targets": batch.targets, "num_targets": batch.num_targets}
 
     @override
     def loss(self, output: Any, **inputs: Any) -> Tensor:
-        return loss_of_logits(output.logits, inputs["targets"])
+        return loss_of_logits(output.logits, **inputs)
 
     @override
     def weight(self, batch: Batch) -> Tensor:

@@ -30,6 +30,7 @@ from thunder_memsave.frontend.aliasing import storage
 from thunder_memsave.frontend.rewrites.adapted_linears import AdaptedLinear, adapted_linear
 from thunder_memsave.frontend.rewrites.late_logits import LateNodes, leave_out, may_be_late
 from thunder_memsave.frontend.rewrites.nodes import erase_unused, shape_of, torch_call
+from thunder_memsave.ops.families.counted_targets import COUNTED_TARGETS
 from thunder_memsave.ops.families.linear_cross_entropy import linear_cross_entropy
 
 FEWEST_LOGITS = 2**20
@@ -304,9 +305,10 @@ def _join(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> None:
             if adapter.factor != 1.0:
                 low = graph.call_function(torch.mul, (low, adapter.factor))
             hidden = graph.call_function(torch.cat, ((hidden, low), -1))
-        targets = _reshaped(graph, given["target"], (-1,))
+        targets, num_kept = _counted(given["target"])
+        targets = _reshaped(graph, targets, (-1,))
         operands = (hidden, weight, *(bias or [None]), targets)
-        settings = _settings(logits, loss, given)
+        settings = {**_settings(logits, loss, given), "num_kept": num_kept}
         result = graph.call_function(linear_cross_entropy, operands, settings)
         result = _reshaped(graph, result, shape_of(loss))
     node = first_new.next
@@ -320,6 +322,19 @@ def _join(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> None:
     for node in reversed(logits.nodes):
         graph.erase_node(node)
     erase_unused(before)
+
+
+def _counted(targets: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return targets, before they were counted if they were, and the count."""
+    node = targets
+    while (call := torch_call(node)) is not None and call.name in _SHAPES:
+        (node,) = node.all_input_nodes
+    if node.target is not COUNTED_TARGETS:
+        return targets, None
+    counted, num_kept = node.args
+    assert isinstance(counted, fx.Node)
+    assert isinstance(num_kept, fx.Node)
+    return counted, num_kept
 
 
 def _rows(graph: fx.Graph, operand: Any, shapes: Sequence[fx.Node]) -> fx.Node:

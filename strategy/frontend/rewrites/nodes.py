@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import changed_operand, storage
 from thunder_memsave.frontend.opaque import is_random
+from thunder_memsave.ops.families.counted_targets import COUNTED_TARGETS
 from thunder_memsave.ops.families.packed_attention import PACKED_MASK
 
 
@@ -35,7 +36,7 @@ def torch_call(node: Any) -> TorchCall | None:
 
 def is_pure(node: fx.Node) -> bool:
     """Return whether it is one of torch's own functions or methods, which does nothing but return a value."""
-    if node.target is PACKED_MASK:
+    if node.target in (PACKED_MASK, COUNTED_TARGETS):
         return True
     call = torch_call(node)
     if call is None or changed_operand(node) is not None:

@@ -45,6 +45,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     adapter: Tensor | None = None,
+    num_kept: Tensor | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
@@ -63,6 +64,8 @@ def linear_cross_entropy(
         targets: (tokens,), int64.
         adapter: (classes, rank): the last elements of hidden states times this are added to the linear layer's results;
             or None.
+        num_kept: int64 scalar on the CPU: how many targets are not ignored, so that no others are computed on a device
+            either; None: on a CPU they are counted, on a device all are computed.
         reduction: `mean` over the tokens that are not ignored, `sum`, or `none`: a loss per token. Without smoothing
             and `z_loss` that is the negative logarithm of the target's probability.
         ignore_index: Target of tokens that have no loss.
@@ -86,7 +89,7 @@ def linear_cross_entropy(
     rows = tile_rows(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options))
     wanted = _wanted(operands)
     settings = (*sizes, reduction, *options, rows)
-    loss = call_kernel(_kernel_for(wanted, reduction), *operands, targets, *settings)
+    loss = call_kernel(_kernel_for(wanted, reduction), *operands, targets, num_kept, *settings)
     return loss if loss_dtype is None else loss.to(loss_dtype)
 
 
@@ -104,10 +107,12 @@ def _wanted(operands: Sequence[Tensor | None]) -> Wanted:
 
 
 _TAKES = (
-    *("hidden", "weight", "bias", "adapter", "targets"),
+    *("hidden", "weight", "bias", "adapter", "targets", "num_kept"),
     *("num_tokens", "width", "num_classes", "rank", "reduction"),
     *("label_smoothing", "z_loss", "soft_cap", "logit_scale", ROWS_PER_TILE),
 )
+
+_ON_HOST = ("num_kept",)
 
 
 def _losses(
@@ -116,6 +121,7 @@ def _losses(
     bias: Tensor | None,
     adapter: Tensor | None,
     targets: Tensor,
+    num_kept: Tensor | None,
     *settings: Any,
     factors: Tensor | None = None,
     gradients: Gradients | None = None,
@@ -123,6 +129,7 @@ def _losses(
     *options, rows = settings[5:]
     return losses_in_tiles(
         *(hidden, Head(weight, bias, adapter), targets, LossOptions(*options)),
+        num_kept=num_kept,
         rows_per_tile=rows,
         factors=factors,
         gradients=gradients,
@@ -130,7 +137,7 @@ def _losses(
 
 
 def _loss(*operands: Any) -> Tensor:
-    targets, reduction = operands[4], operands[9]
+    targets, reduction = operands[4], operands[10]
     _refuse_unknown(targets, operands[1].shape[0])
     return _reduced(_losses(*operands), targets, reduction)
 
@@ -159,13 +166,13 @@ def _refuse_unknown(targets: Tensor, num_classes: int) -> None:
 
 
 def _fake_loss(hidden: Tensor, *others: Any) -> Tensor:
-    shape = others[3].shape if others[8] == "none" else ()
+    shape = others[3].shape if others[9] == "none" else ()
     return hidden.new_empty(shape, dtype=wide_dtype(hidden.dtype))
 
 
 def _loss_meta(hidden: TensorProxy, *others: Any) -> TensorProxy:
     return TensorProxy(
-        shape=others[3].shape if others[8] == "none" else (),
+        shape=others[3].shape if others[9] == "none" else (),
         device=hidden.device,
         dtype=dtypes.float64 if hidden.dtype is dtypes.float64 else dtypes.float32,
     )
@@ -173,7 +180,7 @@ def _loss_meta(hidden: TensorProxy, *others: Any) -> TensorProxy:
 
 def _loss_and_gradients(wanted: Wanted) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(*operands: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, _, _, targets, *settings = operands
+        hidden, weight, _, _, targets, _, *settings = operands
         _refuse_unknown(targets, weight.shape[0])
         sizes, reduction = Sizes(*settings[:4]), settings[4]
         flat = hidden.new_empty(sizes.num_elements(wanted))
@@ -211,16 +218,16 @@ def _gradients_of_rows(wanted: Wanted) -> Derivative:
         return [s for s in Sizes(*settings[:4]).shapes(wanted) if s is not None]
 
     def run(grad: Tensor, *operands: Any) -> Any:
-        made = iter([operands[0].new_empty(shape) for shape in shapes(operands[5:])])
+        made = iter([operands[0].new_empty(shape) for shape in shapes(operands[6:])])
         gradients = Gradients(*(next(made) if w else None for w in wanted))
         _losses(*operands, factors=grad, gradients=gradients)
         return _one_or_all([g for g in gradients if g is not None])
 
     def meta(grad: TensorProxy, hidden: TensorProxy, *others: Any) -> Any:
-        return _one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[4:])])
+        return _one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[5:])])
 
     def fake(grad: Tensor, hidden: Tensor, *others: Any) -> Any:
-        return _one_or_all([hidden.new_empty(s) for s in shapes(others[4:])])
+        return _one_or_all([hidden.new_empty(s) for s in shapes(others[5:])])
 
     return Derivative(
         name=f"{_name(wanted)}_of_rows_backward",
@@ -241,6 +248,14 @@ def _name(wanted: Wanted) -> str:
     return "_".join(("linear_cross_entropy", *parts))
 
 
+def _keep_all(tensors: Sequence[Tensor]) -> None:
+    """Let all tokens have a loss."""
+    targets = next(t for t in tensors if t.dtype is torch.int64 and t.ndim)
+    for num_kept in tensors:
+        if num_kept.dtype is torch.int64 and not num_kept.ndim:
+            num_kept.fill_(targets.numel())
+
+
 def _loss_kernel(name: str, derivatives: tuple[Derivative, ...] = ()) -> Kernel:
     return Kernel(
         name=name,
@@ -249,6 +264,8 @@ def _loss_kernel(name: str, derivatives: tuple[Derivative, ...] = ()) -> Kernel:
         fake=_fake_loss,
         meta=_loss_meta,
         derivatives=derivatives,
+        numbers=_keep_all,
+        on_host=_ON_HOST,
     )
 
 
@@ -257,11 +274,11 @@ _without_gradients = _loss_kernel("linear_cross_entropy_alone")
 
 def _kernel_with_gradients(wanted: Wanted) -> Kernel:
     def fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        sizes = Sizes(*others[4:8])
+        sizes = Sizes(*others[5:9])
         return _fake_loss(hidden, *others), hidden.new_empty(sizes.num_elements(wanted))
 
     def meta(hidden: TensorProxy, *others: Any) -> tuple[TensorProxy, TensorProxy]:
-        length = Sizes(*others[4:8]).num_elements(wanted)
+        length = Sizes(*others[5:9]).num_elements(wanted)
         return _loss_meta(hidden, *others), TensorProxy(like=hidden, shape=(length,))
 
     return Kernel(
@@ -272,6 +289,8 @@ def _kernel_with_gradients(wanted: Wanted) -> Kernel:
         meta=meta,
         results=("result", "gradients"),
         derivatives=tuple(_part_of(wanted, p) for p in _PARTS if getattr(wanted, p)),
+        numbers=_keep_all,
+        on_host=_ON_HOST,
         alone=_without_gradients,
     )
 

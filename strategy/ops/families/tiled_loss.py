@@ -126,6 +126,7 @@ def losses_in_tiles(
     targets: Tensor,
     options: LossOptions,
     *,
+    num_kept: Tensor | None = None,
     rows_per_tile: int,
     factors: Tensor | None = None,
     gradients: Gradients | None = None,
@@ -135,15 +136,17 @@ def losses_in_tiles(
     Args:
         hidden: (tokens, width), with an adapter (tokens, width + rank).
         head: Of the same dtype.
-        targets: (tokens,); `IGNORED` has no loss. On a CPU such tokens are not computed.
+        targets: (tokens,); `IGNORED` has no loss.
         options: Of the loss.
+        num_kept: int64 scalar on the CPU: how many tokens have a loss; the others are not computed. None: they are not
+            on a CPU, where they are counted.
         rows_per_tile: Tokens whose logits exist at a time.
         factors: What each token's loss is multiplied by before it is differentiated, as a number or (tokens,).
         gradients: Are written, if given.
     """
     wide = wide_dtype(hidden.dtype)
     losses = torch.zeros(targets.shape, dtype=wide, device=hidden.device)
-    places = _kept(targets)
+    places = _kept(targets, num_kept)
     num_tokens = hidden.shape[0] if places is None else places.numel()
     step = rows_per_tile
     sums = None if gradients is None else _Sums(gradients, wide, is_one=num_tokens <= step)
@@ -160,17 +163,25 @@ def losses_in_tiles(
     return losses
 
 
-def _kept(targets: Tensor) -> Tensor | None:
-    """Return the places of the tokens with a loss; None: compute all, which needs no number on the host.
+def _kept(targets: Tensor, num_kept: Tensor | None) -> Tensor | None:
+    """Return the places of the tokens with a loss, in order; None: compute all, which needs no number on the host.
 
-    Of tensors without numbers, all tokens have one: what is computed of fewer takes less memory.
+    Of tensors without numbers, all tokens have one: what is computed of fewer takes less memory. So have those of a
+    graph that is captured, which would compute as many whenever it is replayed.
     """
-    if not targets.is_cpu:
-        return None
-    is_kept = targets != IGNORED
     if isinstance(targets, FakeTensor):
-        return torch.empty_like(targets)
-    return is_kept.nonzero().squeeze(1)
+        return (
+            torch.argsort(targets, stable=True) if num_kept is not None or targets.is_cpu else None
+        )
+    if num_kept is None or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return (targets != IGNORED).nonzero().squeeze(1) if targets.is_cpu else None
+    is_ignored = targets == IGNORED
+    number = int(num_kept)
+    first_left = torch.argsort(is_ignored, stable=True)
+    if number < targets.numel():
+        message = f"More than {number} targets are kept, which was given as their number"
+        torch._assert_async(is_ignored[first_left[number]], message)
+    return first_left[:number]
 
 
 class _Tile:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from thunder.core.trace import TraceCtx
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from harness.fake_cuda_graphs import FakeRuntime
 from harness.traces import fake_ranks
@@ -17,10 +18,12 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.compiler.cuda_graphs import torch_runtime
 from thunder_memsave.compiler.cuda_graphs.host_waits import HostWaits
-from thunder_memsave.compiler.cuda_graphs.refusals import reasons
+from thunder_memsave.compiler.cuda_graphs.refusals import numbers_of_the_host, reasons
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.errors import CompileError
+from thunder_memsave.frontend.rewrites import linear_losses
 from thunder_memsave.measure.devices import device_at
+from thunder_memsave.ops.families.counted_targets import counted_targets
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Op
 from thunder_memsave.planner.launches import launches_of
@@ -81,6 +84,30 @@ def test_tensors_of_the_host_are_refused_by_the_operation_that_has_them() -> Non
     (reason,) = reasons(*traces, fixed=fixed(traces), keeps_gradients=False, device_type="cuda")
     assert re.match(r"\w+ has a tensor on the CPU \(t_\w+\); move it to the GPU", reason)
     assert not list(reasons(*traces, fixed=fixed(traces), keeps_gradients=False, device_type="cpu"))
+
+
+class Counted(nn.Module):
+    """Its loss knows how many targets are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, hidden: Tensor, targets: Tensor, num_kept: Tensor) -> Tensor:
+        return cross_entropy(self.head(hidden), counted_targets(targets, num_kept))
+
+
+def test_a_number_on_the_host_that_a_graph_does_not_read_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_losses, "FEWEST_LOGITS", 1)
+    module = CompiledModule(Counted())
+    module(torch.ones(3, 4), torch.tensor([0, 1, -100]), torch.tensor(2)).backward()
+    (compiled,) = module.captures
+    traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
+    symbols = [b for trace in traces for b in trace.bound_symbols]
+    (name,) = numbers_of_the_host(symbols)
+    assert name.startswith("t_l_num_kept")
 
 
 def test_collectives_that_need_the_host_are_refused_and_those_of_nccl_are_not(

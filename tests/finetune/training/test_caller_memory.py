@@ -49,8 +49,9 @@ def test_the_batches_of_a_step_are_held_but_for_what_the_call_is_given(
     mask: str, num_given: int
 ) -> None:
     memory = held(mask=mask, passes=3)
-    one_tensor_bytes, ends_bytes = 8 * ROWS * LENGTH, 4 * ROWS
-    assert memory.other_bytes == (3 * 3 - num_given) * one_tensor_bytes + 3 * ends_bytes
+    one_tensor_bytes, ends_bytes, count_bytes = 8 * ROWS * LENGTH, 4 * ROWS, 8
+    others_bytes = 3 * ends_bytes + 2 * count_bytes
+    assert memory.other_bytes == (3 * 3 - num_given) * one_tensor_bytes + others_bytes
 
 
 def test_the_allocations_of_the_loss_leave_its_gradient() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.frontend.rewrites import linear_losses
+from thunder_memsave.ops.families.counted_targets import counted_targets
 from thunder_memsave.sharding.rows import gather_rows
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 
@@ -91,8 +92,13 @@ def with_an_adapter(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((head(hidden) + more * 0.1).flatten(0, 1), targets.flatten())
 
 
+def counted(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    num_kept = torch.tensor(ROWS * LENGTH - 4)
+    return F.cross_entropy(head(hidden).flatten(0, 1), counted_targets(targets, num_kept).view(-1))
+
+
 JOINED: tuple[Loss, ...] = (
-    *(plain, shifted, of_transformers, with_columns, capped, per_token),
+    *(counted, plain, shifted, of_transformers, with_columns, capped, per_token),
     *(ignoring_a_class, last_tokens, with_an_adapter),
 )
 
@@ -189,6 +195,23 @@ def is_joined(compiled: CompiledModule) -> bool:
 @pytest.mark.parametrize("loss", JOINED, ids=lambda f: f.__name__)
 def test_it_is_found_as_people_write_it(loss: Loss) -> None:
     assert is_joined(check(Model(loss)))
+
+
+def test_a_number_of_kept_targets_is_part_of_it() -> None:
+    for loss in (counted, plain):
+        compiled = CompiledModule(Model(loss))
+        compiled(*batch()).backward()
+        (of_loss,) = (
+            b
+            for b in compiled.captures[-1].forward_traces[-1].bound_symbols
+            if b.sym.name.startswith("linear_cross_entropy")
+        )
+        assert (of_loss.args[5] is not None) is (loss is counted)
+
+
+def test_counted_targets_are_a_copy_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_losses, "FEWEST_LOGITS", ROWS * LENGTH * CLASSES + 1)
+    assert not is_joined(check(Model(counted), rtol=0.0, atol=0.0))
 
 
 @pytest.mark.parametrize("loss", LEFT_ALONE, ids=lambda f: f.__name__)

@@ -62,13 +62,18 @@ def composed(tensors: Sequence[Tensor], targets: Tensor, reduction: str, of: Los
 
 
 def in_tiles(
-    tensors: Sequence[Tensor], targets: Tensor, reduction: str, of: LossOptions, rows: int
+    tensors: Sequence[Tensor],
+    targets: Tensor,
+    reduction: str,
+    of: LossOptions,
+    rows: int,
+    num_kept: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Return the loss, its gradients and the cotangent that they are for."""
     options = (of.label_smoothing, of.z_loss, of.soft_cap, of.logit_scale)
     settings = (TOKENS, WIDTH, CLASSES, RANK, reduction, *options, rows)
     kernel = operation._kernel_for(EVERY_OPERAND, reduction)  # type: ignore[arg-type]
-    values = [*(t.detach() for t in tensors), targets, *settings]
+    values = [*(t.detach() for t in tensors), targets, num_kept, *settings]
     results = kernel.run(*values)
     results = results if isinstance(results, tuple) else (results,)
     named = {
@@ -140,6 +145,27 @@ def test_a_token_that_is_ignored_costs_nothing_on_a_cpu() -> None:
         flops[num_ignored] = record.flops
     assert flops[20] * TOKENS == flops[0] * (TOKENS - 20)
     assert flops[TOKENS] == 0
+
+
+def test_a_number_of_kept_targets_that_is_given_saves_the_same_work_and_keeps_the_bits() -> None:
+    for reduction, ignored in product(("mean", "sum", "none"), (0.0, 0.3, 1.0)):
+        tensors, targets = operands(torch.float32, ignored)
+        kept = (targets != IGNORED).sum()
+        with torch.no_grad(), AtenRecord() as counted:
+            expected = in_tiles(tensors, targets, reduction, ALL, 5)
+        with torch.no_grad(), AtenRecord() as given:
+            found = in_tiles(tensors, targets, reduction, ALL, 5, kept)
+        assert given.flops == counted.flops
+        for mine, theirs in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_a_number_of_kept_targets_that_is_too_small_is_an_error() -> None:
+    tensors, targets = operands(torch.float32, 0.3)
+    kept = (targets != IGNORED).sum()
+    in_tiles(tensors, targets, "mean", PLAIN, 5, kept + 1)
+    with pytest.raises(RuntimeError, match="targets are kept, which was given as their number"):
+        in_tiles(tensors, targets, "mean", PLAIN, 5, kept - 1)
 
 
 def test_an_unknown_target_is_refused_as_by_pytorch() -> None:
