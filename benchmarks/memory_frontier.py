@@ -404,6 +404,9 @@ class _Flops:
             ),
         }
         missing = {cpu: _of_tensors(known[cuda]) for cpu, cuda in twins.items() if cpu not in known}
+        chunked = getattr(torch.ops.torch_nn, "_linear_cross_entropy_batch_chunked", None)
+        if chunked is not None:  # it is registered when it is first called
+            missing[chunked] = _of_chunks
         self._counter = flop_counter.FlopCounterMode(display=False, custom_mapping=missing)
         # Not the counter itself: its hooks on all modules would be a reason to capture again.
         self._mode = flop_counter._FlopCounterMode(self._counter)
@@ -439,6 +442,11 @@ def _of_tensors(formula: Callable[..., int]) -> Callable[..., int]:
     return count
 
 
+def _of_chunks(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the FLOPs of PyTorch's `linear_cross_entropy` by shapes: logits and both gradients."""
+    return 3 * 2 * hidden[0] * weight[0] * weight[1]
+
+
 def _seconds(step: Callable[[], None]) -> float:
     seconds = []
     for _ in range(NUM_STEPS):
@@ -463,9 +471,9 @@ def _claims(points: Sequence[Point]) -> list[Claim]:
                     holds=any(p.flops < other.flops for p in fits),
                 ),
                 Claim(
-                    text=f"at the FLOPs of {label} ours has a lower peak: {_least(as_cheap, 'peak_bytes')} < "
+                    text=f"at the FLOPs of {label} ours has no higher peak: {_least(as_cheap, 'peak_bytes')} <= "
                     f"{other.peak_bytes:,}",
-                    holds=any(p.peak_bytes < other.peak_bytes for p in as_cheap),
+                    holds=any(p.peak_bytes <= other.peak_bytes for p in as_cheap),
                 ),
             ]
         elif other.method == "thunder":

@@ -15,7 +15,7 @@ from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.graph import Device
 
 _NOTICEABLE = 0.02
-"""Part of the budget that a loss's tile takes at least, for smaller ones to be tried where a plan fits."""
+"""Part of the budget, or of what is needed, that a loss's tile takes at least for smaller ones to be tried."""
 _BLOCK = 2
 """The largest ratio of an allocator's block to what is in it."""
 
@@ -93,10 +93,16 @@ class WaySearch:
                 if attempt is None:
                     break
                 yield attempt
-                last = refused[-1]
-                if self._is_on_any(last.run.more_bytes > _BLOCK * last.attempt.loss_tile_bytes):
-                    break
-                way = way.with_smaller_losses
+                way = self._next(way, refused[-1])
+
+    def _next(self, way: Way, refused: Tried) -> Way | None:
+        """Return the way to try next, that with the smallest tiles where others cannot fit; None: it gains little."""
+        assert self._budget_bytes is not None
+        tile_bytes, more_bytes = refused.attempt.loss_tile_bytes, refused.run.more_bytes
+        if self._is_on_any(tile_bytes < _NOTICEABLE * (self._budget_bytes + more_bytes)):
+            return None
+        is_hopeless = self._is_on_any(more_bytes > _BLOCK * tile_bytes)
+        return way.with_smallest_losses if is_hopeless else way.with_smaller_losses
 
     def _quicker(self, tried: Tried) -> Tried:
         """Take smaller tiles while that costs less than to recompute what has no room beside larger ones."""

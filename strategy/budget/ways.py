@@ -23,8 +23,19 @@ class Way:
     @property
     def with_smaller_losses(self) -> Way | None:
         """The same with fewer tokens in a loss's tile; None: they are as few as they get."""
-        larger = [n for n in LOSS_DIVISORS if n > self.loss_divisor]
-        return replace(self, loss_divisor=larger[0]) if larger else None
+        return self._with_divisor(
+            min((n for n in LOSS_DIVISORS if n > self.loss_divisor), default=None)
+        )
+
+    @property
+    def with_smallest_losses(self) -> Way | None:
+        """The same with the fewest; None: it has them."""
+        return self._with_divisor(
+            max((n for n in LOSS_DIVISORS if n > self.loss_divisor), default=None)
+        )
+
+    def _with_divisor(self, divisor: int | None) -> Way | None:
+        return None if divisor is None else replace(self, loss_divisor=divisor)
 
 
 def ways(*, has_tiles: bool, is_reserved: bool) -> Iterator[Way]:
