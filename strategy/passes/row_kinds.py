@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from thunder.core.prims import OpTags
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_memsave.ops.aten_operators import operator_of
@@ -70,17 +70,19 @@ def row_kinds(symbols: Sequence[BoundSymbol], *, weights: Collection[str]) -> Ro
     if num_rows is None:
         return None
     of: dict[str, Rows] = dict.fromkeys(weights, WHOLE)
+    whole = set(weights)
     row_wise: dict[int, RowWise] = {}
     for bsym in symbols:
-        inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
-        results = [o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)]
-        if inputs and all(of.get(a.name) == WHOLE for a in inputs):
-            of.update((o.name, WHOLE) for o in results)
+        if _is_of(bsym, whole):
+            of.update((o.name, WHOLE) for o in bsym.flat_proxy_outs)
+            whole.update(o.name for o in bsym.flat_proxy_outs)
             continue
+        results = [o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)]
         found = _row_wise(bsym, of, num_rows)
         if found is not None:
             row_wise[id(bsym)] = found
             of.update(zip((o.name for o in results), found.results, strict=True))
+            whole.update(o.name for o in results if of[o.name] == WHOLE)
             continue
         for o in results:
             if o.name not in of and (dims := _leading(o.shape, num_rows)) is not None:
@@ -93,12 +95,17 @@ def _num_rows(symbols: Sequence[BoundSymbol], weights: Collection[str]) -> int |
     whole = set(weights)
     made: Counter[int] = Counter()
     for bsym in symbols:
-        inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
-        if inputs and all(a.name in whole for a in inputs):
+        if _is_of(bsym, whole):
             whole.update(o.name for o in bsym.flat_proxy_outs)
         elif operator_of(bsym) in (_MM, _ADDMM):
             made[int(bsym.output.shape[0])] += int(bsym.output.numel)
     return max(made, key=lambda rows: (made[rows], rows)) if made else None
+
+
+def _is_of(bsym: BoundSymbol, values: Collection[str]) -> bool:
+    """Tell whether all tensors that it reads are among these, those on their way too, such as a gathered weight."""
+    read = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy | FutureTensorProxy)]
+    return bool(read) and all(a.name in values for a in read)
 
 
 def _leading(shape: Sequence[int], num_rows: int) -> int | None:

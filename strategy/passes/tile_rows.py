@@ -62,6 +62,7 @@ def tile_rows(trace: TraceCtx, *, weights: Collection[str]) -> TraceCtx:
         return trace
     merged = _Merged(symbols, rows, regions)
     new = from_trace(trace)
+    new.names = set(trace.names)  # a copy: later passes change both traces
     new.bound_symbols = list(merged.emitted())
     if not merged.is_changed:
         return trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import peft
@@ -281,6 +282,57 @@ def test_without_gradients_it_is_the_loss_alone() -> None:
     torch.testing.assert_close(found, expected)
     symbols = compiled.captures[-1].forward_traces[-1].bound_symbols
     assert any(b.sym.name == "linear_cross_entropy_alone" for b in symbols)
+
+
+class Varied(nn.Module):
+    """A loss of a head that may be tied, biased, adapted, smoothed."""
+
+    def __init__(self, *, tied: bool, bias: bool, lora: bool, smoothing: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.smoothing = smoothing
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.head: nn.Module = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if lora:
+            config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["head"])
+            peft.inject_adapter_in_model(config, self)
+            nn.init.normal_(self.head.lora_B["default"].weight)  # type: ignore[union-attr, index]
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embedding(ids))).flatten(0, 1)
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        return F.cross_entropy(logits, targets.flatten(), label_smoothing=self.smoothing)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tied", "bias", "lora", "smoothing"), list(product(*[(False, True)] * 3, (0.0, 0.1)))
+)
+def test_all_heads_in_all_dtypes(
+    tied: bool, bias: bool, lora: bool, smoothing: float, dtype: torch.dtype, ignored: float
+) -> None:
+    model = Varied(tied=tied, bias=bias, lora=lora, smoothing=smoothing).to(dtype)
+    exact = copy.deepcopy(model).double()
+    ids, targets = batch()
+    targets[torch.rand(targets.shape) < ignored] = -100
+    compiled = CompiledModule(copy.deepcopy(model))
+    runs: list[tuple[nn.Module, list[Tensor]]] = []
+    for call in (compiled, model, exact):
+        loss = call(ids, targets)
+        loss.backward()
+        gradients = [p.grad for p in call.parameters() if p.grad is not None]
+        runs.append((call, [loss.detach(), *gradients]))
+    assert is_joined(compiled)
+    # A gradient in bfloat16 that two paths add up is rounded three times: both products, and their sum.
+    most = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 3 * 2**-8}[dtype]
+    for ours, theirs, right in zip(*(found for _, found in runs), strict=True):
+        scale = right.abs().max()
+        error, plain = ((t.double() - right).abs().max() / scale for t in (ours, theirs))
+        assert error <= max(most, 2 * plain)
 
 
 @on_fabric_rank
