@@ -108,6 +108,7 @@ def check(sharding: str) -> None:
 
 def check_gradients(model: Any, strategy: ThunderMemsaveStrategy) -> None:
     eager = Model()
+    assert strategy.data_parallel is not None
     for number in range(2 * NUM_MICRO_BATCHES):
         (eager(*micro_batch(number)) / (2 * NUM_MICRO_BATCHES)).backward()
     for mine, theirs in zip(model._original_module.parameters(), eager.parameters(), strict=True):
