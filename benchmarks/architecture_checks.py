@@ -92,7 +92,7 @@ def checked_on_rank(name: str, rank: int, port: int) -> Outcome:
 
 
 def eager(name: str) -> tuple[Made, Values]:
-    """Return a model that eager trains, and its loss and gradients.
+    """Return a model that eager trains, and the loss and gradients of a copy: some models keep values of a step.
 
     Raises:
         Exception: that of the last way to make it, if eager trains none.
@@ -101,16 +101,16 @@ def eager(name: str) -> tuple[Made, Values]:
     for make in others:
         try:
             made = make()
-            return made, stepped(made[0], made[1](1))
+            return made, stepped(copy.deepcopy(made[0]), made[1](1))
         except Exception:
             continue
     made = last()
-    return made, stepped(made[0], made[1](1))
+    return made, stepped(copy.deepcopy(made[0]), made[1](1))
 
 
 def _refuse_unsteady(made: Made, expected: Values) -> None:
     """Refuse models whose own second step from one seed has other numbers, such as Reformer's."""
-    again = stepped(made[0], made[1](1))
+    again = stepped(copy.deepcopy(made[0]), made[1](1))
     worst = max(relative(a, again[n]) for n, a in expected.items())
     if worst > CLOSE:
         raise NotHereError(f"eager's own second step differs by {worst:.1e}")
