@@ -12,6 +12,7 @@ import io
 import os
 import pty
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -85,7 +86,7 @@ def shoot(arguments: str, name: str, *, when: ReadyToShow | None = None) -> None
     stream = pyte.ByteStream(screen)
     stream.feed(f"$ thunder-memsave {arguments}\r\n".encode())
     is_taken = False
-    for output in _outputs(arguments.split()):
+    for output in _outputs(shlex.split(arguments)):
         stream.feed(output)
         if when is not None and not is_taken and when(_text(screen)):
             _write(screen, arguments, name)

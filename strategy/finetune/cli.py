@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from thunder_memsave import __version__
 from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.finetune.chat.chat_command import run_chat
+from thunder_memsave.finetune.chat.options import parse_chat_options
 from thunder_memsave.finetune.export.export_command import parse_export_options, run_export
 from thunder_memsave.finetune.plan.plan_command import parse_options, run_plan
 from thunder_memsave.finetune.process.signals import (
@@ -45,6 +47,7 @@ usage: thunder-memsave train CONFIG [--verbose] [--key=value ...]
        thunder-memsave validate CONFIG [--key=value ...]
        thunder-memsave plan CONFIG [--world-size N] [--device h200] [--budget 60GiB]
                             [--json FILE] [--html FILE] [--work] [--longest] [--key=value ...]
+       thunder-memsave chat RUN [--prompt TEXT] [--temperature 0.7] [--plain]
        thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16]
        thunder-memsave configs list
        thunder-memsave configs show NAME
@@ -54,6 +57,7 @@ usage: thunder-memsave train CONFIG [--verbose] [--key=value ...]
   train      fine-tunes or pre-trains a language model as the YAML file CONFIG says
   validate   checks everything that train would use, and says what would run; writes nothing
   plan       says what train would hold on each device, and whether that fits; needs no GPU
+  chat       answers in the terminal, with what a run has trained so far
   export     writes a run's adapter, or its whole model, from a checkpoint of any number of processes
   configs    the run files that come with the package
 
@@ -89,7 +93,8 @@ _WHAT = {
     ),
     "validate": (
         "Checks everything that `train` would use, reports all problems together, and says what\n"
-        "would run, with one sample of the data as the model sees it. Needs no GPU, writes nothing."
+        "would run, with one sample of the data as the model sees it. Needs no GPU, and writes nothing\n"
+        "but the cached tokens of data that streams."
     ),
     "plan": (
         "Says what `train` would hold on each device and whether that fits, for devices and\n"
@@ -107,6 +112,23 @@ _WHAT = {
 }
 
 _HELP = {
+    "chat": """\
+usage: thunder-memsave chat RUN [--prompt TEXT] [--system TEXT] [--temperature 0.7] [--max-new-tokens 512] [--plain]
+
+Answers what you type, word by word, with transformers: what the run exported at its end, or, of a run
+that goes on or was stopped, its newest checkpoint. On a GPU if there is one. Ctrl-C stops an answer,
+Ctrl-D ends, /new begins another conversation.
+
+  RUN               an output_dir, one of its checkpoints, or a directory with an adapter or a model
+  --prompt TEXT     one message, instead of those that are typed
+  --system TEXT     the first message of each conversation
+  --temperature T   0 takes the most probable token each time; else what the model's own generation_config says
+  --max-new-tokens  of an answer
+  --plain           continue the text, without the chat template; so does a run that was trained on texts
+                    or prompts
+  --model.name_or_path=PATH
+                    where the base model is now
+""",
     "export": """\
 usage: thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16] [--max-file-size 5GB]
 
@@ -239,6 +261,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "validate": lambda arguments: _with_run_file("validate", arguments, _describe),
     "plan": _plan,
+    "chat": lambda arguments: run_chat(parse_chat_options(arguments)),
     "export": lambda arguments: run_export(parse_export_options(arguments)),
     "configs": _configs,
 }

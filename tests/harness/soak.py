@@ -26,6 +26,8 @@ LINES = {
     "bad configs": "200 bad configs: 0 tracebacks, 0 accepted",
     "reshard": "w -> w' for all w, w' in 1, 2, 3, 4, zero2 and zero3, odd dims, tied, frozen, fp8: model and "
     "optimizer bit-equal",
+    "streamed data": "kill -9 of all processes at random, on 2, 1 and 2 ranks, then to the end on 3: every row of a "
+    "streamed file once per epoch along the history of the last weights",
     "stop": "SIGTERM 20 of 20 saved and left in time",
     "full disks": "a disk that is full at every write of a save: 0 old checkpoints lost",
     "nan": "NaN injected on one rank: 0 updates applied on any",

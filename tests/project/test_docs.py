@@ -20,6 +20,7 @@ import yaml
 
 from thunder_memsave import callbacks
 from thunder_memsave.callbacks.hooks import HOOKS
+from thunder_memsave.finetune.chat.options import parse_chat_options
 from thunder_memsave.finetune.export.export_command import parse_export_options
 from thunder_memsave.finetune.model.adapters import _METHODS
 from thunder_memsave.finetune.plan.plan_command import parse_options
@@ -121,6 +122,9 @@ def test_a_command_line_is_one_that_the_program_takes(command: str, tmp_path: Pa
         return
     if verb == "export":
         parse_export_options([a for a in arguments if not a.startswith("[")])
+        return
+    if verb == "chat":
+        parse_chat_options(arguments)
         return
     assert verb in ("train", "validate", "plan")
     if verb == "plan":

@@ -6,14 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thunder_memsave.finetune.data.row_set import RowSet
+from thunder_memsave.finetune.data.stored.permutation import permuted
 
 BatchT = TypeVar("BatchT")
+
+Order: TypeAlias = Literal["listed", "computed"]
 
 NO_ROW = -1
 """Row number of a padding row, which fills the last batch and has no loss."""
@@ -34,16 +38,23 @@ def num_steps_per_epoch(num_rows: int, sharding: Sharding) -> int:
     return math.ceil(num_rows / sharding.global_batch_size)
 
 
-def step_rows(num_rows: int, sharding: Sharding, *, seed: int, step: int) -> list[list[int]]:
+def step_rows(
+    num_rows: int, sharding: Sharding, *, seed: int, step: int, order: Order = "listed"
+) -> list[list[int]]:
     """List this rank's micro-batches of row numbers for one optimizer step, counted from 0.
 
     The order depends on the seed and the epoch only: any step of any run can be computed without
-    the ones before, and every rank and world size agrees on the global batch.
+    the ones before, and every rank and world size agrees on the global batch. An order that is `computed` takes no
+    memory, `listed` 8 bytes per row; they are different orders.
     """
     epoch, batch = divmod(step, num_steps_per_epoch(num_rows, sharding))
     start = batch * sharding.global_batch_size
-    order = _order_of_epoch(num_rows, seed, epoch)[start : start + sharding.global_batch_size]
-    return _rank_share(order.tolist(), sharding)
+    end = min(start + sharding.global_batch_size, num_rows)
+    if order == "computed":
+        chosen = permuted(np.arange(start, end), num_rows, key=f"{seed} {epoch}").tolist()
+    else:
+        chosen = _order_of_epoch(num_rows, seed, epoch)[start:end].tolist()
+    return _rank_share(chosen, sharding)
 
 
 @lru_cache(maxsize=1)

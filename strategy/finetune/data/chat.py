@@ -10,6 +10,7 @@ conversation as the template renders it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,8 +184,13 @@ def _needs_content(message: Message) -> bool:
 
 def _tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     tools = row.get("tools")
-    if tools is None or tools == []:
+    if tools is None or tools in ([], ""):
         return None
+    if isinstance(tools, str):  # as in tables, whose columns have one type
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"'tools' is a text, but not of JSON: {error}.") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError("'tools' must be a list of JSON objects, each describing one tool.")
     return tools

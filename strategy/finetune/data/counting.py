@@ -12,9 +12,9 @@ _THEN_EVERY_S = 5.0
 
 
 class Counting:
-    """Counts towards a total and reports every few seconds; short counts and other processes are silent."""
+    """Counts, towards a total if there is one, and reports every few seconds; silent if short, or on other ranks."""
 
-    def __init__(self, what: str, *, total: int) -> None:
+    def __init__(self, what: str, *, total: int | None) -> None:
         self._what = what
         self._total = total
         self._done = 0
@@ -28,5 +28,6 @@ class Counting:
         if now >= self._next_report and is_first_local():
             self._next_report = now + _THEN_EVERY_S
             rate = self._done / (now - self._start)
-            line = f"{self._what}: {self._done:,} of {self._total:,} ({rate:,.0f}/s)"
+            of = "" if self._total is None else f" of {self._total:,}"
+            line = f"{self._what}: {self._done:,}{of} ({rate:,.0f}/s)"
             print(line, file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from thunder_memsave.finetune.data.chat import check_chat, check_variables, render_chat
 from thunder_memsave.finetune.data.documents import DataSplit, Document, Part
 from thunder_memsave.finetune.data.files.jsonl import read_jsonl, read_text, string_of
+from thunder_memsave.finetune.data.files.named_data import Named
 from thunder_memsave.finetune.data.files.row_formats import FormatName
 from thunder_memsave.settings.problems import ConfigError, belongs_to
 
@@ -189,8 +190,8 @@ def check_fraction(val_fraction: float) -> None:
         )
 
 
-def check_one_source(*, path: str, val_path: str | None, val_fraction: float) -> None:
-    """Refuse two sources of validation rows, and the file that is trained on as one."""
+def check_one_source(*, path: Named, val_path: Named | None, val_fraction: float) -> None:
+    """Refuse two sources of validation rows, and what is trained on as one."""
     if val_path is None:
         return
     if val_fraction:
@@ -198,7 +199,7 @@ def check_one_source(*, path: str, val_path: str | None, val_fraction: float) ->
             "val_path and val_fraction are both given; give one of them.",
             key=_VAL_PATH,
         )
-    if Path(val_path).resolve() == Path(path).resolve():
+    if _place(val_path) == _place(path):
         raise ConfigError(
             f"val_path is {val_path}, the file that is trained on; give another file, or hold a "
             "part of it out by val_fraction.",
@@ -206,16 +207,26 @@ def check_one_source(*, path: str, val_path: str | None, val_fraction: float) ->
         )
 
 
+def _place(named: Named) -> Named | Path:
+    return Path(named).resolve() if isinstance(named, str) else named
+
+
 def split_documents(documents: list[Document], fraction: float, *, path: Path) -> DataSplit:
     """Hold a part of the rows out, the same ones whatever the run's seed."""
-    num_validation = round(len(documents) * fraction)
-    if fraction and not 0 < num_validation < len(documents):
-        raise _empty_split(fraction, f"the {len(documents)} rows of {path}")
+    num_validation = num_held_out(len(documents), fraction, path=path)
     held_out = set(random.Random(_SPLIT_SEED).sample(range(len(documents)), num_validation))
     return DataSplit(
         train=[doc for index, doc in enumerate(documents) if index not in held_out],
         validation=[doc for index, doc in enumerate(documents) if index in held_out],
     )
+
+
+def num_held_out(num_rows: int, fraction: float, *, path: Path) -> int:
+    """Return how many rows of a file are for validation; refuse a part that leaves training or validation none."""
+    num_validation = round(num_rows * fraction)
+    if fraction and not 0 < num_validation < num_rows:
+        raise _empty_split(fraction, f"the {num_rows} rows of {path}")
+    return num_validation
 
 
 def _empty_split(fraction: float, of: str) -> ConfigError:

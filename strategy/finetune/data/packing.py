@@ -67,12 +67,17 @@ class Rows:
     pad_id: int
     """Token of padding positions."""
 
+    known_fingerprint: str | None = None
+    """The fingerprint, of rows that were hashed when they were stored."""
+
     def __len__(self) -> int:
         return len(self.places)
 
     @property
     def fingerprint(self) -> str:
         """Hash of every token, target and place: equal for equal training data."""
+        if self.known_fingerprint is not None:
+            return self.known_fingerprint
         content = hashlib.sha256(f"{self.length} {self.places}".encode())
         for sample in self.samples:
             content.update(sample.input_ids.tobytes())
@@ -106,7 +111,7 @@ def pack(
         seed: Of the order of the rows.
         max_documents: Samples per row; None: as many as there is room for.
     """
-    places = _best_fits(samples, length, max_documents)
+    places = best_fits([len(sample) for sample in samples], length, max_documents)
     # Packing sorts the rows by document length; without a shuffle the run would see them in that order.
     random.Random(seed).shuffle(places)
     return Rows(
@@ -118,16 +123,20 @@ def pack(
     )
 
 
-def _best_fits(
-    samples: Sequence[Sample], length: int, max_documents: int | None
-) -> list[list[int]]:
-    """Return the samples of each row, by their indices."""
-    order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
+def best_fits(lengths: Sequence[int], length: int, max_documents: int | None) -> list[list[int]]:
+    """Return the samples of each row, by their indices.
+
+    Args:
+        lengths: Of the samples, at most `length`.
+        length: Tokens per row.
+        max_documents: Samples per row; None: as many as there is room for.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     places: list[list[int]] = []
     rows_by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys that have rows, sorted: at most `length`
     for index in order:
-        num_tokens = len(samples[index])
+        num_tokens = lengths[index]
         nearest = bisect_left(rooms, num_tokens)
         if nearest < len(rooms):
             room = rooms[nearest]

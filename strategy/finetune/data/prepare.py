@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from thunder_memsave.finetune.data.batches import Order
+from thunder_memsave.finetune.data.data_files import DataFiles
 from thunder_memsave.finetune.data.documents import Dataset, Document
 from thunder_memsave.finetune.data.packing import Rows, pack, pad
-from thunder_memsave.finetune.data.tokenize import Sample, TokenizedData, tokenize
+from thunder_memsave.finetune.data.stored.stored_data import stored_data
+from thunder_memsave.finetune.data.tokenize import Sample, tokenize
 from thunder_memsave.finetune.run_file.classes.class_spec import build
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.settings.problems import ConfigError
@@ -28,6 +31,9 @@ class PreparedData:
     example: Sample
     """The first training sample, for `describe_sample`."""
 
+    order: Order = "listed"
+    """How an epoch's order of the training rows is made."""
+
 
 def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
     """Load, tokenize and pack both sets.
@@ -38,6 +44,8 @@ def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
     where = "data.dataset"
     dataset: Dataset = build(config.data.dataset, where=where, default_module=DATA_MODULE)
     _check_train_on(dataset, config)
+    if isinstance(dataset, DataFiles) and dataset.streaming:
+        return _streamed(dataset, config, tokenizer)
     split = dataset.load(tokenizer)
     train, summary = _rows(split.train, dataset, config, tokenizer, name="train")
     validation = None
@@ -52,6 +60,17 @@ def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
         summary = f"{split.described}\n{summary}"
     return PreparedData(
         train=train, validation=validation, summary=summary, example=train.samples[0]
+    )
+
+
+def _streamed(dataset: DataFiles, config: RunConfig, tokenizer: Any) -> PreparedData:
+    data = stored_data(dataset, config.data, tokenizer)
+    return PreparedData(
+        train=data.train,
+        validation=data.validation,
+        summary=data.summary,
+        example=data.train.samples[0],
+        order="computed",
     )
 
 
@@ -90,24 +109,4 @@ def _rows(
         )
     else:
         rows = pad(data.samples, length=length, pad_id=pad_id)
-    return rows, _summary(name, data, rows)
-
-
-def _summary(name: str, data: TokenizedData, rows: Rows) -> str:
-    num_targets = sum(sample.num_targets for sample in data.samples)
-    text = (
-        f"{name}: {data.num_documents} documents, {num_targets:,} target tokens "
-        f"in {len(rows)} rows of {rows.length}"
-    )
-    if data.num_truncated:
-        text += (
-            f"\n{name}: {data.num_truncated} documents ({100 * data.num_truncated / data.num_documents:.3g} %) are "
-            f"longer than data.max_seq_length ({rows.length}): {data.num_cut_tokens:,} tokens at their ends are left "
-            f"out; the longest has {data.longest:,}"
-        )
-    if data.num_without_targets:
-        text += (
-            f"\n{name}: {data.num_without_targets} documents are left out, for nothing that is trained on is within "
-            f"their first {rows.length} tokens"
-        )
-    return text
+    return rows, data.counts.described(name, num_rows=len(rows), length=length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, TypeAlias
@@ -40,19 +40,72 @@ class Sample:
         return int(np.count_nonzero(self.targets != IGNORED))
 
 
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """Counts of documents, and of what in them did not fit."""
+
+    num_documents: int = 0
+    num_targets: int = 0
+    num_truncated: int = 0
+    num_cut_tokens: int = 0
+    """Tokens at the ends of truncated documents that are left out."""
+    longest: int = 0
+    """Tokens of the longest document, before it is cut."""
+    num_without_targets: int = 0
+    """Number of documents that are left out, because nothing in them has a loss."""
+
+    def add(self, document: TokenizedDocument) -> None:
+        """Count one document."""
+        self.num_documents += 1
+        self.num_targets += sum(sample.num_targets for sample in document.samples)
+        self.num_truncated += document.num_cut_tokens > 0
+        self.num_cut_tokens += document.num_cut_tokens
+        self.longest = max(self.longest, document.num_tokens)
+        self.num_without_targets += not document.samples
+
+    def described(self, name: str, *, num_rows: int, length: int) -> str:
+        """Describe a data set in a line, with more for what was left out.
+
+        Args:
+            name: Name of the data set.
+            num_rows: Rows that the samples were laid into.
+            length: Tokens per row.
+        """
+        text = (
+            f"{name}: {self.num_documents} documents, {self.num_targets:,} target tokens "
+            f"in {num_rows} rows of {length}"
+        )
+        if self.num_truncated:
+            text += (
+                f"\n{name}: {self.num_truncated} documents ({100 * self.num_truncated / self.num_documents:.3g} %) are "
+                f"longer than data.max_seq_length ({length}): {self.num_cut_tokens:,} tokens at their ends are left "
+                f"out; the longest has {self.longest:,}"
+            )
+        if self.num_without_targets:
+            text += (
+                f"\n{name}: {self.num_without_targets} documents are left out, for nothing that is trained on is "
+                f"within their first {length} tokens"
+            )
+        return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedDocument:
+    """The samples of one document."""
+
+    samples: list[Sample]
+    """Those with anything to train on; more than one of a text that continues from row to row."""
+    num_tokens: int
+    num_cut_tokens: int
+    """Tokens at its end that are left out."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedData:
     """All samples of a data set, and counts of what did not fit."""
 
     samples: list[Sample]
-    num_documents: int
-    num_truncated: int
-    num_cut_tokens: int
-    """Tokens at the ends of truncated documents that are left out."""
-    longest: int
-    """Tokens of the longest document, before it is cut."""
-    num_without_targets: int
-    """Number of documents that are left out, because nothing in them has a loss."""
+    counts: Counts
 
 
 def tokenize(
@@ -64,67 +117,85 @@ def tokenize(
     continue_long: bool,
     name: str = "data",
 ) -> TokenizedData:
+    """Tokenize all documents; `name` is that of the data set, for messages, and `tokenized` has the other arguments.
+
+    Raises:
+        ConfigError: the tokenizer is not a fast one or has no end token, or no document has anything to train on.
+    """
+    samples: list[Sample] = []
+    counts = Counts()
+    counting = Counting(f"tokenizing the {name} documents", total=len(documents))
+    for each in tokenized(
+        documents,
+        tokenizer,
+        max_seq_length=max_seq_length,
+        assistant_only=assistant_only,
+        continue_long=continue_long,
+    ):
+        samples += each.samples
+        counts.add(each)
+        counting.add(1)
+    refuse_nothing_to_train(counts, name, max_seq_length)
+    return TokenizedData(samples=samples, counts=counts)
+
+
+def tokenized(
+    documents: Iterable[Document],
+    tokenizer: Any,
+    *,
+    max_seq_length: int,
+    assistant_only: bool,
+    continue_long: bool,
+) -> Iterator[TokenizedDocument]:
     """Tokenize each document as a whole and mark the tokens that are trained on.
 
     A document that no chat template rendered ends with the tokenizer's `eos_token`, trained on if the text before it
     is. What does not fit is cut off at the right.
 
     Args:
-        documents: The documents.
+        documents: The documents, of which some are held at a time.
         tokenizer: A fast transformers tokenizer: its offsets decide which tokens are trained on, because tokenizing
             the parts one by one would give other tokens.
         max_seq_length: Longest sample, in tokens.
         assistant_only: Train only on the parts marked `assistant`, and on the end token after them.
         continue_long: Cut a long document into several samples, instead of truncating it.
-        name: Name of the data set, for messages.
 
     Raises:
-        ConfigError: the tokenizer is not a fast one or has no end token, or no document has anything to train on.
+        ConfigError: the tokenizer is not a fast one or has no end token.
     """
-    _check_tokenizer(tokenizer, documents)
-    samples: list[Sample] = []
-    num_truncated = num_cut_tokens = num_without_targets = longest = 0
-    counting = Counting(f"tokenizing the {name} documents", total=len(documents))
     for whole in _tokenize_all(documents, tokenizer, assistant_only=assistant_only):
         # The last position predicts nothing, so a row fits one more token.
         pieces = islice(_pieces(whole, max_seq_length), None if continue_long else 1)
-        useful = [piece for piece in pieces if piece.num_targets]
-        longest = max(longest, len(whole))
-        if len(whole) > max_seq_length + 1 and not continue_long:
-            num_truncated += 1
-            num_cut_tokens += len(whole) - max_seq_length - 1
-        num_without_targets += not useful
-        samples += useful
-        counting.add(1)
-    _refuse_nothing_to_train(samples, len(documents), name, max_seq_length)
-    return TokenizedData(
-        samples=samples,
-        num_documents=len(documents),
-        num_truncated=num_truncated,
-        num_cut_tokens=num_cut_tokens,
-        longest=longest,
-        num_without_targets=num_without_targets,
-    )
+        num_cut = 0 if continue_long else max(0, len(whole) - max_seq_length - 1)
+        yield TokenizedDocument(
+            samples=[piece for piece in pieces if piece.num_targets],
+            num_tokens=len(whole),
+            num_cut_tokens=num_cut,
+        )
 
 
-def _refuse_nothing_to_train(
-    samples: Sequence[Sample], num_documents: int, name: str, max_seq_length: int
-) -> None:
-    if not samples:
+def refuse_nothing_to_train(counts: Counts, name: str, max_seq_length: int) -> None:
+    """Raise `ConfigError` if no document has anything to train on."""
+    if counts.num_without_targets == counts.num_documents:
         raise ConfigError(
-            f"none of the {num_documents} {name} documents has a token to train on within "
+            f"none of the {counts.num_documents} {name} documents has a token to train on within "
             f"data.max_seq_length ({max_seq_length}); look at data.train_on and the data.",
             key="data.max_seq_length",
         )
 
 
-def _check_tokenizer(tokenizer: Any, documents: Sequence[Document]) -> None:
+def check_is_fast(tokenizer: Any) -> None:
+    """Refuse a tokenizer that does not tell where in the text its tokens are."""
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
             f"{type(tokenizer).__name__} is not a fast tokenizer; the model's directory needs a "
             "tokenizer.json.",
             key="model.name_or_path",
         )
+
+
+def _check_tokenizer(tokenizer: Any, documents: Iterable[Document]) -> None:
+    check_is_fast(tokenizer)
     if tokenizer.eos_token_id is None and any(not document.rendered for document in documents):
         raise ConfigError(
             "the tokenizer has no eos_token, which ends each document; set it in the model's "
@@ -134,10 +205,11 @@ def _check_tokenizer(tokenizer: Any, documents: Sequence[Document]) -> None:
 
 
 def _tokenize_all(
-    documents: Sequence[Document], tokenizer: Any, *, assistant_only: bool
+    documents: Iterable[Document], tokenizer: Any, *, assistant_only: bool
 ) -> Iterator[Sample]:
-    for start in range(0, len(documents), _DOCUMENTS_PER_CALL):
-        some = documents[start : start + _DOCUMENTS_PER_CALL]
+    left = iter(documents)
+    while some := list(islice(left, _DOCUMENTS_PER_CALL)):
+        _check_tokenizer(tokenizer, some)
         for (rendered, has_tokens), group in groupby(some, key=_kind):
             alike = list(group)
             if has_tokens:

@@ -17,7 +17,7 @@ from thunder_memsave.settings.schema import parse_section
 
 _DATA = (
     "The rows follow from the data files, the tokenizer with its chat template (some write today's date), "
-    "data.max_seq_length and data.packing."
+    "data.max_seq_length, data.packing and the dataset's streaming."
 )
 # Keys to check if the differing value does not name one.
 _CAUSES = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from thunder_memsave.finetune.data.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
 from thunder_memsave.finetune.run.job import Job
@@ -33,7 +35,7 @@ def card_facts(job: Job) -> dict[str, str]:
     config = job.config
     dataset = config.data.dataset
     path = (dataset.get("init_args") or {}).get("path", "")
-    names = [Path(path).name] if isinstance(path, str) else [str(each) for each in path]
+    names = [_name_of_data(each) for each in (path if isinstance(path, list) else [path])]
     arguments = config.optimizer.get("init_args") or {}
     optimizer = config.optimizer["class_path"].rpartition(".")[2]
     return {
@@ -46,6 +48,13 @@ def card_facts(job: Job) -> dict[str, str]:
         "number format": f"{config.model.dtype}, trained weights in {config.model.trainable_dtype}",
         "seed": str(config.train.seed),
     }
+
+
+def _name_of_data(entry: Any) -> str:
+    """Return the name of a file, or of a data set of the hub."""
+    if isinstance(entry, Mapping):
+        return str(entry.get("hub") or Path(str(entry.get("path", ""))).name)
+    return Path(str(entry)).name
 
 
 def _fact(name: str, text: str) -> str:

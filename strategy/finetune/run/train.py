@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -272,6 +273,7 @@ def _export(fabric: Fabric, job: Job, module: nn.Module) -> Path:
     export(fabric, module, job.tokenizer, directory, card=card_facts(job))
     fabric.barrier()
     _say(fabric, f"{what}: {directory}")
+    _say(fabric, f"try it: {shlex.join(['thunder-memsave', 'chat', str(job.directory.root)])}")
     return directory
 
 
@@ -287,6 +289,7 @@ def _plan(job: Job, fabric: Fabric) -> LoopPlan:
         eval=config.eval,
         guards=_guards(config),
         log_every_n_steps=config.train.log_every_n_steps,
+        order=job.data.order,
         max_nonfinite_skips=sys.maxsize if _strategy_skips(config) else None,
     )
 

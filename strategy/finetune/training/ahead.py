@@ -12,7 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
-from thunder_memsave.finetune.data.batches import Sharding, make_batch, step_rows
+from thunder_memsave.finetune.data.batches import Order, Sharding, make_batch, step_rows
 from thunder_memsave.finetune.data.row_set import RowSet
 from thunder_memsave.finetune.objectives.objective import Objective
 
@@ -60,6 +60,7 @@ class DataAhead:
     sharding: Sharding
     seed: int
     objective: Objective[Any]
+    order: Order = "listed"
     _ready: _LaidOut | None = None
     _sum: _HostSum = field(init=False)
 
@@ -93,7 +94,9 @@ class DataAhead:
         )
 
     def _laid_out(self, position: int) -> _LaidOut:
-        chosen = step_rows(len(self.rows), self.sharding, seed=self.seed, step=position)
+        chosen = step_rows(
+            len(self.rows), self.sharding, seed=self.seed, step=position, order=self.order
+        )
         batches = [make_batch(self.rows, numbers) for numbers in chosen]
         return _LaidOut(
             position=position,

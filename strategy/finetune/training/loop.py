@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from thunder_memsave.callbacks.control import TrainingControl
 from thunder_memsave.callbacks.hooks import saves_after
-from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
+from thunder_memsave.finetune.data.batches import Order, Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.row_set import RowSet
 from thunder_memsave.finetune.objectives.loss_in_model import put_loss_in
 from thunder_memsave.finetune.objectives.objective import Objective
@@ -72,6 +72,8 @@ class LoopPlan:
     """Replaces `guards.max_skips` for non-finite steps."""
     log_every_n_steps: int = 1
     """Steps between two after which the device is read."""
+    order: Order = "listed"
+    """How an epoch's order of rows is made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +165,7 @@ class _Loop:
             sharding=plan.sharding,
             seed=plan.seed,
             objective=plan.objective,
+            order=plan.order,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,9 @@ def test_tools_and_their_calls_reach_the_template(chat_tokenizer: Any) -> None:
         {"role": "assistant", "content": "three", "tool_calls": None},
     ]
     trained = answers(chat_tokenizer, TOOLS, messages, tools=[{"name": "sort"}])
+    row = {"messages": messages, "tools": [{"name": "sort"}]}
+    as_text = {**row, "tools": json.dumps(row["tools"])}
+    assert render_chat(as_text, chat_tokenizer) == render_chat(row, chat_tokenizer)
     assert [text.count("sort") for text in trained] == [1, 0]
     assert trained[1] == "three<end>"
 
@@ -160,7 +164,8 @@ def test_tools_and_their_calls_reach_the_template(chat_tokenizer: Any) -> None:
     ("template", "row", "message"),
     [
         (CHATML, {"tools": [{}]}, "has 'tools', which the chat template does not use"),
-        (TOOLS, {"tools": "sort"}, "'tools' must be a list of JSON objects"),
+        (TOOLS, {"tools": "sort"}, "'tools' is a text, but not of JSON: Expecting value"),
+        (TOOLS, {"tools": '{"name": "sort"}'}, "'tools' must be a list of JSON objects"),
         (
             CHATML,
             {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},

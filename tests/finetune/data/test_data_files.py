@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.language_model import write_jsonl
-from thunder_memsave.finetune.data import ChatJSONL, DataFiles, PromptJSONL, TextJSONL
+from thunder_memsave.finetune.data import ChatJSONL, DataFiles, PromptJSONL, TextJSONL, data_files
 from thunder_memsave.finetune.data.documents import Document
 from thunder_memsave.finetune.data.tokenize import IGNORED, tokenize
 from thunder_memsave.settings.problems import ConfigError, ConfigErrors
@@ -30,6 +30,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 needs_datasets = pytest.mark.skipif(
     importlib.util.find_spec("datasets") is None, reason="the package datasets is not installed"
+)
+needs_pyarrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="the package pyarrow is not installed"
 )
 
 
@@ -51,7 +54,9 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    table(rows).to_parquet(str(path))
+    arrow = importlib.import_module("pyarrow")
+    table = arrow.Table.from_pylist(list(rows))
+    importlib.import_module("pyarrow.parquet").write_table(table, path)
     return path
 
 
@@ -98,7 +103,7 @@ def test_chats_of_all_formats_are_the_same_document(tmp_path: Path, tokenizer: A
     [
         (write_json, tuple(ROWS)),
         (write_csv, ("prompt", "alpaca", "text")),
-        pytest.param(write_parquet, tuple(ROWS), marks=needs_datasets),
+        pytest.param(write_parquet, tuple(ROWS), marks=needs_pyarrow),
         pytest.param(write_arrow, tuple(ROWS), marks=needs_datasets),
     ],
 )
@@ -161,6 +166,15 @@ def test_no_row_is_trained_on_and_held_out_whatever_its_weight(
     held_out = {each.origin for each in split.validation}
     assert len(held_out) == 5
     assert held_out.isdisjoint(each.origin for each in split.train)
+
+
+def test_the_number_that_pandas_writes_before_each_row_is_left_out(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(",prompt,completion\n0,one ,two\n")
+    (found,) = documents(tokenizer, path)
+    assert [part.text for part in found.parts] == ["one ", "two"]
 
 
 def test_a_directory_is_all_its_files(tmp_path: Path, tokenizer: Any) -> None:
@@ -294,7 +308,7 @@ def test_what_cannot_be_used_is_told_with_its_place(
         ([], "is an empty list"),
         (["a", "a"], "names a twice; give it a weight instead"),
         ([{"path": "a", "weight": 0}], "the weight of a is 0, but must be above 0"),
-        ([{"path": "a", "wieght": 1}], "write a path, or"),
+        ([{"path": "a", "wieght": 1}], "write a path, {path: a.jsonl, weight: 0.5}, or"),
     ],
 )
 def test_a_list_of_files_is_checked(path: Any, told: str) -> None:
@@ -318,8 +332,18 @@ def test_a_saved_dictionary_of_splits_names_them(tmp_path: Path, tokenizer: Any)
     assert len(documents(tokenizer, tmp_path / "saved" / "train")) == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is there")
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is there")
 def test_without_the_package_a_table_says_what_to_install(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1....")
-    with pytest.raises(ConfigError, match="needs the package datasets: pip install datasets"):
+    with pytest.raises(ConfigError, match="needs the package pyarrow: pip install pyarrow"):
         documents(tokenizer, tmp_path / "a.parquet")
+
+
+def test_a_large_file_is_said_to_be_one_for_streaming(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [ROWS["text"]])
+    advice = "data.dataset.init_args.streaming: true keeps its tokens on the disk"
+    assert advice not in DataFiles(path=str(path)).load(tokenizer).described
+    monkeypatch.setattr(data_files, "_LARGE_BYTES", 10)
+    assert advice in DataFiles(path=str(path)).load(tokenizer).described

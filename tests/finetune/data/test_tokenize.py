@@ -72,7 +72,7 @@ def test_a_rendered_chat_gets_no_tokens_added(tokenizer: Any) -> None:
 def test_a_long_document_is_cut_and_counted(tokenizer: Any) -> None:
     data = tokenized(tokenizer, document("red " * 40), document("red"), length=8)
     assert [len(sample.input_ids) for sample in data.samples] == [8, 2]
-    assert data.num_truncated == 1
+    assert data.counts.num_truncated == 1
     # The token after the last position is known, so that position has a loss too.
     assert data.samples[0].num_targets == 8
 
@@ -88,7 +88,7 @@ def test_a_long_text_goes_on_and_every_token_but_the_first_is_a_target_once(
         whole.input_ids[1:].tolist()
     )
     assert all(len(piece.input_ids) <= 8 for piece in pieces.samples)
-    assert pieces.num_truncated == 0
+    assert pieces.counts.num_truncated == 0
 
 
 def test_documents_without_a_target_are_left_out_and_counted(tokenizer: Any) -> None:
@@ -97,7 +97,7 @@ def test_documents_without_a_target_are_left_out_and_counted(tokenizer: Any) -> 
         tokenizer, long_prompt, document("red ", "green"), length=16, assistant_only=True
     )
     assert len(data.samples) == 1
-    assert data.num_without_targets == 1
+    assert data.counts.num_without_targets == 1
 
 
 def test_data_without_any_target_is_refused(tokenizer: Any) -> None:

@@ -108,8 +108,13 @@ def _csv_message(path: Path, start: bytes) -> str | None:
     return f"{path} is a CSV file with the columns {', '.join(columns)}"
 
 
-def csv_columns(start: bytes) -> list[str] | None:
-    """Return the columns that the first line of a CSV file names; None: it is no such line."""
+def csv_columns(start: bytes, *, allows_unnamed: bool = False) -> list[str] | None:
+    """Return the columns that the first line of a CSV file names; None: it is no such line.
+
+    Args:
+        start: The line.
+        allows_unnamed: Whether some columns may have no name.
+    """
     try:
         text = start.decode("utf-8").strip()
     except UnicodeDecodeError:
@@ -117,7 +122,8 @@ def csv_columns(start: bytes) -> list[str] | None:
     if not text or text[0] in "{[":
         return None
     columns = next(csv.reader([text], delimiter=delimiter_of(text)))
-    return columns if all(column.strip() for column in columns) else None
+    are_named = any if allows_unnamed else all
+    return columns if are_named(column.strip() for column in columns) else None
 
 
 def delimiter_of(line: str) -> str:

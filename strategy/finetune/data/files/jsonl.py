@@ -22,6 +22,7 @@ _COMPRESSED = {
     b"PK\x03\x04": "zip",
 }
 _PARQUET = b"PAR1"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_jsonl(
@@ -97,6 +98,7 @@ def check_file(path: Path) -> None:
     """Refuse a file that is no text: a directory, one that cannot be read, is compressed, or in a binary format."""
     if path.is_dir():
         raise ConfigError(f"the data file {path} is a directory; name a file in it.")
+    refuse_special(path)
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -105,11 +107,23 @@ def check_file(path: Path) -> None:
     for magic, name in _COMPRESSED.items():
         if start.startswith(magic):
             raise ConfigError(f"the data file {path} is compressed ({name}); unpack it first.")
+    if start.startswith(_UTF_16):
+        raise ConfigError(f"the data file {path} is in UTF-16; save it as UTF-8.")
     if start.startswith(_PARQUET):
         raise ConfigError(
             f"the data file {path} is in the Parquet format; set data.dataset.class_path to DataFiles, which reads it.",
             key=CLASS_PATH,
         )
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse a pipe or a device, which would wait, and could be read only once."""
+    try:
+        is_special = path.exists() and not path.is_file()
+    except OSError:
+        return  # reading it says why
+    if is_special:
+        raise ConfigError(f"the data file {path} is no file; write the rows into one.")
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -137,6 +151,10 @@ def json_object(line: bytes) -> dict[str, Any]:
         raise ConfigError(f"this is not JSON: {error.msg} at column {error.colno}.") from error
     except RecursionError as error:
         raise ConfigError("this is JSON nested too deeply to be read.") from error
+    except ConfigError:  # which is a ValueError
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"this is not JSON that can be read: {error}.") from error
     if not isinstance(row, dict):
         raise ConfigError(f"this is a {type(row).__name__}, but a row must be a JSON object.")
     return row

@@ -5,15 +5,21 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from thunder_memsave.finetune.data.files.bad_rows import csv_columns, delimiter_of, first_line
-from thunder_memsave.finetune.data.files.jsonl import check_file, json_object, lines_of
+from thunder_memsave.finetune.data.files.jsonl import (
+    check_file,
+    json_object,
+    lines_of,
+    refuse_special,
+)
+from thunder_memsave.finetune.data.files.tables import batches_of, table_rows
 from thunder_memsave.settings.problems import ConfigError
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+_TABLES = (".csv", ".tsv")
 _SAVED = ("state.json", "dataset_dict.json")
 """Files of a directory that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
 
@@ -43,6 +49,7 @@ def kind_of(path: Path) -> str:
     """
     if path.is_dir():
         return "Arrow"
+    refuse_special(path)
     start = _start(path)
     if start.startswith(b"PAR1"):
         return "Parquet"
@@ -62,7 +69,16 @@ def read_rows(path: Path, kind: str) -> Iterator[tuple[int, dict[str, Any] | Con
         return _jsonl_rows(path)
     if kind == "JSON":
         return _json_rows(path)
-    return _csv_rows(path) if kind == "CSV" else _table_rows(path, kind)
+    return _csv_rows(path) if kind == "CSV" else table_rows(path, kind)
+
+
+def count_rows(path: Path, kind: str) -> int:
+    """Count the rows of a file, without keeping any."""
+    if kind == "JSONL":
+        return sum(1 for line in lines_of(path) if line.strip())
+    if kind in ("Parquet", "Arrow"):
+        return sum(batch.num_rows for batch in batches_of(path, kind))
+    return sum(1 for _ in read_rows(path, kind))
 
 
 def _is_saved(path: Path) -> bool:
@@ -86,8 +102,8 @@ def _kind_of_text(path: Path) -> str:
         return "JSON"
     if line.startswith(b"{"):
         return "JSON" if suffix == ".json" and not _is_object(line) else "JSONL"
-    columns = csv_columns(line)
-    if columns is not None and (len(columns) > 1 or suffix in (".csv", ".tsv")):
+    columns = csv_columns(line, allows_unnamed=suffix in _TABLES)
+    if columns is not None and (len(columns) > 1 or suffix in _TABLES):
         return "CSV"
     if suffix in (".jsonl", ".ndjson", ".json"):
         return "JSONL"
@@ -139,7 +155,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ConfigError]]:
             header: list[str] = []
             for values in reader:
                 if values and not header:
-                    header = values
+                    header = _checked_header(path, values)
                 elif values:
                     yield number + 1, _csv_row(header, values)
                 number = reader.line_num
@@ -147,44 +163,17 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ConfigError]]:
             raise ConfigError(f"{path}:{number + 1}: this is not CSV: {error}.") from error
 
 
+def _checked_header(path: Path, header: list[str]) -> list[str]:
+    twice = next((name for name in header if name and header.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path} names the column {twice!r} twice; remove or rename one.")
+    return header
+
+
 def _csv_row(header: list[str], values: list[str]) -> dict[str, Any] | ConfigError:
     if len(values) != len(header):
         return ConfigError(
             f"this row has {len(values)} values, but the header {len(header)}; put values with a separator into quotes."
         )
-    return dict(zip(header, values, strict=True))
-
-
-def _table_rows(path: Path, kind: str) -> Iterator[tuple[int, dict[str, Any] | ConfigError]]:
-    for number, row in enumerate(_table(path, kind), start=1):
-        yield number, _without_nulls(row)
-
-
-def _table(path: Path, kind: str) -> Any:
-    """Open a table with the datasets library, which reads it piece by piece."""
-    try:
-        datasets: Any = import_module("datasets")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} is in the {kind} format, which needs the package datasets: pip install datasets."
-        ) from error
-    try:
-        if kind == "Parquet":
-            return datasets.load_dataset(
-                "parquet", data_files=str(path), split="train", streaming=True
-            )
-        found = datasets.load_from_disk(str(path)) if path.is_dir() else None
-        found = datasets.Dataset.from_file(str(path)) if found is None else found
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"cannot read the {kind} data in {path}: {error}") from error
-    if isinstance(found, datasets.DatasetDict):
-        splits = ", ".join(str(path / name) for name in found)
-        raise ConfigError(f"{path} has several splits; name one of them: {splits}.")
-    return found
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that a table adds to an object because another row has them."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+    # A column without a name is pandas' number of the row.
+    return {name: value for name, value in zip(header, values, strict=True) if name}

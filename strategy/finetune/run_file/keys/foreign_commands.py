@@ -18,6 +18,7 @@ FOREIGN_COMMANDS: dict[str, str] = {
     **dict.fromkeys(("estimate", "estimate_memory", "memory"), "plan CONFIG"),
     **dict.fromkeys(("ls", "list", "recipes"), "configs list"),
     **dict.fromkeys(("cp", "copy", "fetch", "init", "new"), _COPY),
+    **dict.fromkeys(("inference", "generate", "ask", "repl", "infer"), "chat RUN"),
     "cat": "configs show NAME",
     "resume": f"{_TRAIN} --resume=auto",
     "version": "--version",

@@ -45,6 +45,7 @@ def _(*tools: str, here: str | tuple[str, ...] = (), note: str = "") -> ForeignN
 
 _LR = "optimizer.init_args.lr"
 _DATASET = ("data.dataset.class_path", "data.dataset.init_args.path")
+_STREAMING = "data.dataset.init_args.streaming"
 _EVAL, _SAVE = "eval.every_n_steps", "checkpoint.every_n_steps"
 _AT_START = "every run tokenizes its data when it starts; leave it out"
 _CONVERT = "rows are made before the run, as messages, prompt and completion, or text"
@@ -144,8 +145,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "dataset_config": _(TRAINER, note="data sets are local files, such as JSONL"),
     "dataset_train_split": _(TRAINER, here="data.dataset.init_args.path", note="a file"),
     "dataset_test_split": _(TRAINER, here="data.dataset.init_args.val_path", note="a file"),
-    "dataset_streaming": _(TRAINER, note=_AT_START),
-    "streaming": _(AXOLOTL, note=_AT_START),
+    "dataset_streaming": _(TRAINER, here=_STREAMING, note="of DataFiles"),
+    "streaming": _(AXOLOTL, here=_STREAMING, note="of DataFiles"),
     "prompt_style": _(LITGPT, note=_CONVERT),
     "formatting_func": _(TRAINER, note=_CONVERT),
     "train_file": _(TRAINER, here="data.dataset.init_args.path"),

@@ -15,7 +15,7 @@ from thunder_memsave.finetune.run_file.keys.foreign_commands import FOREIGN_COMM
         ("merge", "here it is 'thunder-memsave export RUN --out DIR --merge'."),
         ("merge-lora", "here it is 'thunder-memsave export RUN --out DIR --merge'."),
         ("valdate", "did you mean 'validate'?"),
-        ("xyzzy", "there are train, validate, plan, export, configs"),
+        ("xyzzy", "there are train, validate, plan, chat, export, configs"),
     ],
 )
 def test_a_command_of_another_name_suggests_ours(

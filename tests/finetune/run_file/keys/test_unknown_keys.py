@@ -17,6 +17,7 @@ FREE = {
     "class_path",
     "data.dataset.class_path",
     "data.dataset.init_args.path",
+    "data.dataset.init_args.streaming",
     "data.dataset.init_args.val_fraction",
     "data.dataset.init_args.val_path",
     "lora.fan_in_fan_out",
@@ -48,12 +49,12 @@ def test_peft_torch_and_the_data_have_the_arguments_that_the_table_names() -> No
     from peft import LoraConfig
     from torch.optim import AdamW
 
-    from thunder_memsave.finetune.data.formats import ChatJSONL
+    from thunder_memsave.finetune.data import DataFiles
 
     homes: dict[str, Callable[..., object]] = {
         "lora": LoraConfig,
         "optimizer.init_args": AdamW,
-        "data.dataset.init_args": ChatJSONL,
+        "data.dataset.init_args": DataFiles,
     }
     for key in FREE:
         section, _, name = key.rpartition(".")

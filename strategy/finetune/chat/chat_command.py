@@ -1,0 +1,30 @@
+"""The command `thunder-memsave chat`: loads what a run trained, and converses."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from thunder_memsave.finetune.chat.options import ChatOptions
+
+
+def run_chat(options: ChatOptions) -> int:
+    """Load what the run trained, and answer until the user ends it.
+
+    Raises:
+        ConfigError: the run or its base model cannot be used.
+    """
+    # These imports take seconds; mistakes in the arguments are found first.
+    from transformers.utils import logging
+
+    from thunder_memsave.finetune.chat.answering import load_answering
+    from thunder_memsave.finetune.chat.conversation import converse
+    from thunder_memsave.finetune.chat.find_weights import find_weights
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its advice is about arguments that are not the user's here
+    with tempfile.TemporaryDirectory(prefix="thunder_memsave-chat-") as directory:
+        found = find_weights(options.run, Path(directory), base=options.base)
+        answering = load_answering(found, options)
+    converse(answering, options)
+    return 0
