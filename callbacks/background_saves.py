@@ -14,10 +14,10 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from thunder_memsave.callbacks.all_ranks import on_all_ranks
-from thunder_memsave.callbacks.host_memory import free_host_bytes
 from thunder_memsave.callbacks.step_to_save import StepToSave
 from thunder_memsave.checkpoints.snapshot import Snapshot
 from thunder_memsave.config import ConfigError
+from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 _log = logging.getLogger(__name__)

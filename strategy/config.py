@@ -127,6 +127,14 @@ class MemoryConfig(Section):
     recompute: tuple[str, ...] = ()
     """Names of modules, or patterns, as for `keep`: their activations are recomputed in backward."""
 
+    offload: Literal["none", "activations"] = "none"
+    """`activations` lets the plan copy activations to the host in forward, and back in backward, where
+    that takes less time than recomputing them, or nothing else fits. Copies run beside what computes.
+    Not yet run on a GPU, and therefore off."""
+
+    host_budget: Literal["auto"] | Bytes = "auto"
+    """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""
+
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         if self.budget != "auto" and not self.budget:
@@ -224,7 +232,10 @@ def _refuse_without_effect(memory: MemoryConfig) -> None:
         "limits": not is_planned,
         "keep": memory.policy == "keep_all",
         "recompute": memory.policy == "recompute_all",
+        "offload": not is_planned,
     }
+    if memory.offload == "none":
+        _refuse_unused(memory, "host_budget", "memory", "where memory.offload is 'none'; set both.")
     for name, is_unused in unused.items():
         if is_unused:
             _refuse_unused(memory, name, "memory", f"where memory.{beside}; leave one of them out.")

@@ -84,6 +84,10 @@ class PlanError(ThunderMemsaveError, RuntimeError):
     """A plan cannot be applied to a trace."""
 
 
+class HostMemoryError(ThunderMemsaveError, RuntimeError):
+    """The host has no room for what a plan offloads to it."""
+
+
 class ExportError(ThunderMemsaveError, RuntimeError):
     """The exported files differ from the trained model."""
 

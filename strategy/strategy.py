@@ -228,6 +228,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             device=self.root_device,
             step_memory=self._step_memory,
             available_bytes=self.available_bytes,
+            ranks_per_node=self.num_processes,
         )
 
     def _step_memory(self) -> StepMemory:

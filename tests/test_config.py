@@ -68,8 +68,8 @@ def write(folder: Path, text: str) -> Path:
         ),
         (
             "leave_out",
-            ["offload"],
-            r"has 'offload', but no step is called so\. The steps that can be left out are gather_",
+            ["prefetch"],
+            r"has 'prefetch', but no step is called so\. The steps that can be left out are gather_",
         ),
         (
             "leave_out",

@@ -21,6 +21,7 @@ from torch import Tensor
 from thunder_memsave.aten.record import FP8_DTYPES
 from thunder_memsave.measure.added_gradients import added_gradient
 from thunder_memsave.measure.collective_memory import CollectiveRules
+from thunder_memsave.measure.host_copies import HostCopyRules
 from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
 from thunder_memsave.ops.families.collectives import gathers, is_wait
@@ -62,6 +63,7 @@ def profiles(*, scratch: Scratch = no_scratch, device_type: str = "") -> OpProfi
     found.rules = (
         CollectiveRules(found.allocated_bytes, device_type=device_type),
         added_gradient,
+        HostCopyRules(found.allocated_bytes),
     )
     return found
 
@@ -231,6 +233,7 @@ class Values:
             flops=profile.flops,
             moved_bytes=profile.moved_bytes,
             sent_bytes=profile.sent_bytes,
+            copied_bytes=profile.copied_bytes,
             dtype=profile.dtype,
             key=profile.key,
             alone=self._alone(bsym, index, arguments),

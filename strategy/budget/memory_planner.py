@@ -41,13 +41,13 @@ from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.graph import Device, Plan, StepMemory
-from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES
+from thunder_memsave.planner.order import generator_state_bytes
+from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.planner.workspaces import blas_workspace_bytes, te_workspace_bytes
 from thunder_memsave.progress import stage
 
 _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
-_CUDA_GENERATOR_BYTES = 16  # seed and offset
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class MemoryPlanner:
         device_type: str = "",
         times: MeasuredTimes | None = None,
         by_transformer_engine: bool = False,
+        offload: OffloadTerms | None = None,
     ) -> None:
         """Store what plans depend on besides the call.
 
@@ -79,6 +80,7 @@ class MemoryPlanner:
                 instead of measured.
             times: Measured costs for plans that run here; None: the rates of `device`.
             by_transformer_engine: Whether it computes the fp8 products, in a workspace of its own.
+            offload: On which plans may copy values to the host; None: they do not.
         """
         self._memory = memory
         self.device = device
@@ -87,7 +89,7 @@ class MemoryPlanner:
         self._data_parallel = data_parallel
         self._step_memory = step_memory
         self._device_type = device_type
-        self._times = times
+        self._times, self._offload = times, offload
         self._te_bytes = te_workspace_bytes(device) if by_transformer_engine else 0
         self.profiles = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, Run] = {}
@@ -140,8 +142,14 @@ class MemoryPlanner:
         other_bytes = arguments.unread_bytes + blas_workspace_bytes(self.device, os.environ)
         other_bytes += self._te_bytes + self._pool_bytes
         memory = replace(memory, other_bytes=memory.other_bytes + other_bytes)
-        known = self.profiles
-        attempt = Attempt.of(traces, steps, arguments=arguments, known=known, memory=memory)
+        attempt = Attempt.of(
+            traces,
+            steps,
+            arguments=arguments,
+            known=self.profiles,
+            memory=memory,
+            device=self.device,
+        )
         plan = self._planned if is_joint(traces.joint.bound_symbols) else self._evaluated
         self.calls.append(call := plan(attempt))
         self._limit.enforce(call)
@@ -154,6 +162,7 @@ class MemoryPlanner:
             actions=call.actions,
             room=call.given_room,
             added=attempt.added,
+            copies=call.copies,
         )
 
     def hold_pool(self, more_bytes: int) -> str | None:
@@ -253,6 +262,7 @@ class MemoryPlanner:
                 return Tried(attempt, run, offer)
             too_large.append(offer.plan.actions)
             num_rounds += 1
+            assert num_rounds <= _MOST_ROUNDS + 1, "the smallest plan has a bound"
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = SMALLEST if is_last else max(target_bytes - run.more_bytes, SMALLEST)
 
@@ -346,9 +356,10 @@ class MemoryPlanner:
                 regathers=self._regathers,
                 chooses_gathers=self.decides_gathers,
             ),
-            generator_state_bytes=self._generator_state_bytes,
+            generator_state_bytes=generator_state_bytes(self.device),
             costs=f"rates of {self.device.name}",
             reuses_runs=not self._limit.is_reserved,
+            offload=self._offload,
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)
@@ -365,10 +376,6 @@ class MemoryPlanner:
             costs_us=costs_us(question.graph, self.device, found.us),
             costs=f"{found.num_timed} of {found.num_kinds} kinds of operations timed here",
         )
-
-    @property
-    def _generator_state_bytes(self) -> int:
-        return CPU_GENERATOR_STATE_BYTES if self.device.name == "cpu" else _CUDA_GENERATOR_BYTES
 
     @property
     def decides_gathers(self) -> bool:

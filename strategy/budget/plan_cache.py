@@ -14,6 +14,7 @@ import torch
 from thunder_memsave.measure.disk_table import DiskTable, cache_directory, replace_file
 from thunder_memsave.planner.actions import Action, Actions
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
+from thunder_memsave.planner.search.mixes import OffloadTerms
 
 _FORMAT = 3
 """Version of the file format, part of the key: files of another version are never read."""
@@ -26,11 +27,14 @@ def plan_key(
     costs_us: Sequence[float],
     memory: StepMemory,
     pinned: Actions,
+    terms: OffloadTerms | None = None,
 ) -> str:
     """Hash all that a plan within a budget depends on, including the versions of torch, this package and the files."""
     digest = hashlib.sha256()
     versions = (torch.__version__, importlib.metadata.version("thunder-memsave"), _FORMAT)
-    asked = (versions, budget_bytes, memory, pinned, graph.num_forward)
+    asked: tuple[object, ...] = (versions, budget_bytes, memory, pinned, graph.num_forward)
+    if terms is not None:  # keys of plans without offload stay as they are
+        asked += (terms,)
     roles = map(sorted, (graph.inputs, graph.outputs, graph.gradients, graph.cotangents))
     for part in (asked, graph.storages, graph.ops, costs_us, *roles):
         digest.update(repr(part).encode())

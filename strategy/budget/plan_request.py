@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from thunder_memsave.budget.plan_cache import (
@@ -16,6 +17,7 @@ from thunder_memsave.budget.plan_cache import (
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
+from thunder_memsave.planner.search.mixes import OffloadTerms, solve_mix
 from thunder_memsave.planner.search.solve import Policy, solve
 
 SMALLEST = 1
@@ -50,6 +52,8 @@ class Question:
     """Whether plans are offered whose tensors fitted in earlier runs; False where more than tensors has to fit."""
     narrowed: Question | None = None
     """The same with fewer choices, for which the smallest plan is found sooner; asked if all choices find no plan."""
+    offload: OffloadTerms | None = None
+    """On which plans may copy values to the host; None: they do not."""
 
     def answer(
         self,
@@ -125,8 +129,8 @@ class Question:
         ran = [plan for plan in ran if plan.actions not in too_large]
         if not ran:
             return offer
-        plan = min(ran, key=lambda p: p.recompute_us)
-        if not offer.is_smallest and offer.plan.recompute_us <= plan.recompute_us:
+        plan = min(ran, key=lambda p: p.added_us)
+        if not offer.is_smallest and offer.plan.added_us <= plan.added_us:
             return offer
         # Its bounds were proven for a smaller budget, and need not hold for this one.
         return Offer(plan=replace(plan, lower_bound_us=0.0))
@@ -169,13 +173,15 @@ class Question:
             costs_us=self.costs_us,
             memory=self.memory,
             pinned=self.pinned,
+            terms=self.offload,
         )
 
     def solved(
         self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: Any
     ) -> Plan:
-        """Call `solve`, without looking for plans of earlier runs; `limits` are passed on."""
-        return solve(
+        """Call the solver, without looking for plans of earlier runs; `limits` are passed on."""
+        search = solve if self.offload is None else partial(solve_mix, terms=self.offload)
+        return search(
             self.graph,
             policy=self.policy,
             budget_bytes=target_bytes,

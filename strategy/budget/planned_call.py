@@ -24,11 +24,13 @@ from thunder_memsave.ops.added_gradients import is_watched
 from thunder_memsave.ops.table import place_of_rows_per_tile
 from thunder_memsave.passes.loss_tiles import divide_loss_tiles
 from thunder_memsave.passes.overlap.room import Room
-from thunder_memsave.passes.step import Step, Traces, try_steps
+from thunder_memsave.passes.step import CopyTerms, Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
+from thunder_memsave.planner.cost import program_costs_us
 from thunder_memsave.planner.graph import (
+    Device,
     Op,
     Plan,
     Program,
@@ -36,6 +38,7 @@ from thunder_memsave.planner.graph import (
     StorageKind,
     TrainingGraph,
 )
+from thunder_memsave.planner.offload.engines import CopyRates, StepTime, step_time
 from thunder_memsave.planner.reserved import least_reserved_bytes, reserved_bytes
 from thunder_memsave.planner.simulate import Profile, simulate
 
@@ -73,6 +76,10 @@ class PlannedCall:
     joint: TraceCtx = field(compare=False, repr=False)
     """The joint trace that the plan is for."""
     way: Way = field(default_factory=Way)
+    copies: CopyTerms | None = field(default=None, compare=False)
+    """On which its copies to the host were placed; None: it has none."""
+    time: StepTime | None = None
+    """Of forward and backward with its copies; None: it has none."""
     number: int = field(default_factory=partial(next, _numbers), compare=False)
     """Rises from each call planned in this process to the next."""
 
@@ -150,6 +157,8 @@ class Attempt:
     memory: StepMemory
     added: frozenset[str] = frozenset()
     """Names of the arguments to whose gradients backward adds new ones itself."""
+    device: Device | None = None
+    """The device whose rates say how long copies to the host take; None: plans have none."""
     way: Way = field(default_factory=Way)
 
     @classmethod
@@ -161,6 +170,7 @@ class Attempt:
         arguments: Arguments,
         known: OpProfiles,
         memory: StepMemory,
+        device: Device | None = None,
     ) -> Attempt:
         """Extract the graph of a call's joint trace."""
         added = adding(memory, arguments)
@@ -172,7 +182,7 @@ class Attempt:
             added=added,
         )
         graph = with_zeros(graph, traces.joint)
-        return cls(traces, steps, graph, arguments, known, memory, added)
+        return cls(traces, steps, graph, arguments, known, memory, added, device)
 
     def in_way(self, way: Way) -> Attempt | None:
         """Return this call, which must be whole and with its largest tiles, in a way; None: it has no such tiles."""
@@ -190,7 +200,12 @@ class Attempt:
         if traces is self.traces:
             return replace(self, way=way)
         found = Attempt.of(
-            traces, self.steps, arguments=self.arguments, known=self.known, memory=self.memory
+            traces,
+            self.steps,
+            arguments=self.arguments,
+            known=self.known,
+            memory=self.memory,
+            device=self.device,
         )
         return replace(found, way=way)
 
@@ -216,22 +231,17 @@ class Attempt:
             room: For collectives that run beside computation; None: they are limited by their window alone.
         """
         actions = None if plan is None else self._of_values(plan)
-        tried = try_steps(
-            self.steps, replace(self.traces, actions=actions, room=room, added=self.added)
-        )
+        copies = None if plan is None else self._copies(plan)
+        planned = replace(self.traces, actions=actions, room=room, added=self.added, copies=copies)
+        tried = try_steps(self.steps, planned)
         assert tried.forward is not None
-        ran = program(
-            tried.forward,
-            tried.backward,
-            kinds=self.arguments.kinds,
-            tensors=self.arguments.tensors,
-            known=self.known,
-            differentiated=differentiated(flat_outputs(self.traces.joint)),
-            accumulates=self.memory.gradient_bytes > 0,
-        )
+        ran = self._program(tried.forward, tried.backward)
         profile = simulate(ran, self.memory)
+        time = None if copies is None else step_time(ran, copies.costs_us(ran), copies.rates)
         if plan is not None:
             plan = replace(plan, predicted_peak_bytes=profile.peak_bytes)
+        if plan is not None and time is not None:
+            plan = replace(plan, exposed_us=time.exposed_us)
         return PlannedCall(
             graph=self.graph,
             plan=plan,
@@ -242,6 +252,33 @@ class Attempt:
             profile=profile,
             joint=self.traces.joint,
             way=self.way,
+            copies=copies,
+            time=time,
+        )
+
+    def _program(self, forward: TraceCtx, backward: TraceCtx | None) -> Program:
+        """Make the program of the traces that run, after values are deleted after their last use."""
+        return program(
+            forward,
+            backward,
+            kinds=self.arguments.kinds,
+            tensors=self.arguments.tensors,
+            known=self.known,
+            differentiated=differentiated(flat_outputs(self.traces.joint)),
+            accumulates=self.memory.gradient_bytes > 0,
+        )
+
+    def _copies(self, plan: Plan) -> CopyTerms | None:
+        """Return how to place a plan's copies to the host; None: it has none."""
+        if not plan.actions.offloaded:
+            return None
+        assert self.device is not None, "plans offload only where the device is known"
+        return CopyTerms(
+            program_of=self._program,
+            costs_us=partial(program_costs_us, device=self.device),
+            rates=CopyRates.of(self.device),
+            memory=self.memory,
+            target_bytes=plan.copies_within_bytes,
         )
 
     def _of_values(self, plan: Plan) -> Actions:

@@ -25,6 +25,7 @@ from thunder_memsave.measure.layouts import Layout, Value, contiguous
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.added_gradients import adds_gradient
 from thunder_memsave.ops.families.collectives import is_wait
+from thunder_memsave.ops.host_copies.symbols import waits_for_copy
 from thunder_memsave.passes.symbols import (
     is_tensor,
 )
@@ -190,7 +191,7 @@ class _Running:
                 )
                 for name in ran.op.results:
                     self._refer(name)
-                if is_wait(bsym):
+                if is_wait(bsym) or waits_for_copy(bsym):
                     self._end(bsym.flat_proxy_args[0].name)
                 self._free(ran.made)  # results without a name
 

@@ -11,6 +11,7 @@ from thunder.core.transform_common import (
 
 from thunder_memsave.compiler import joint_steps, run, split
 from thunder_memsave.compiler.fuse import fuse
+from thunder_memsave.compiler.offload import offload
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.overwritten import keep_overwritten
@@ -56,6 +57,7 @@ STEPS: tuple[Step[State], ...] = (
     _tried("add_gradients", "add to gradients where new ones are made", split.add_gradients),
     _tried("update_in_place", "update buffers where they are", split.update_buffers),
     _tried("fuse", "compile neighbours that compute element by element to one kernel", fuse),
+    _tried("offload", "copy to the host and back what the plan says", offload),
     _tried("delete_last_used", "delete values after their last use", split.delete),
     _step("unwrap_results", "return the results alone, without a backward", run.unwrap_results),
     _step("run", "make what the call runs", run.make_callable),

@@ -21,6 +21,8 @@ from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.lowering import Lowered
 from thunder_memsave.ops.accumulation import UnreducedGradients, accumulated_names
 from thunder_memsave.ops.added_gradients import added_names
+from thunder_memsave.ops.host_copies.engine import copying
+from thunder_memsave.ops.host_copies.symbols import has_copies
 from thunder_memsave.ops.running_backward import RunningBackward, running
 
 
@@ -93,7 +95,7 @@ def training(
     graphed: GraphedCall | None = None,
 ) -> Callable[..., Any]:
     """Make a callable of a forward and of the backward that autograd calls."""
-    compute = forward.python_callable()
+    compute = _callable(forward)
     differentiate = _differentiate(backward, keeping, unreduced)
 
     def compute_outputs(*inputs: Any) -> Any:
@@ -162,10 +164,10 @@ def _differentiate(
     backward: TraceCtx, keeping: TraceCtx | None, unreduced: UnreducedGradients
 ) -> Callable[..., Any]:
     """The compiled backward, or the one that keeps gradients while `unreduced` says so."""
-    reduce: Callable[..., Any] = backward.python_callable()
+    reduce = _callable(backward)
     if keeping is None:
         return reduce
-    keep = keeping.python_callable()
+    keep = _callable(keeping)
 
     def differentiate(saved: Any, cotangents: Any) -> Any:
         if unreduced.is_keeping:
@@ -175,6 +177,19 @@ def _differentiate(
         return gradients
 
     return differentiate
+
+
+def _callable(trace: TraceCtx) -> Callable[..., Any]:
+    """Make a callable of a trace; what it copies to or from the host ends with it, also where it raises."""
+    run: Callable[..., Any] = trace.python_callable()
+    if not has_copies(trace):
+        return run
+
+    def run_with_copies(*arguments: Any) -> Any:
+        with copying():
+            return run(*arguments)
+
+    return run_with_copies
 
 
 @contextmanager

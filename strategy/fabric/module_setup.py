@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.offload.terms import offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.config import Fp8Config, StrategyConfig
 from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
@@ -23,9 +24,12 @@ from thunder_memsave.fp8.compute.symbols import Backend
 from thunder_memsave.fp8.weights.frozen import FrozenInFp8
 from thunder_memsave.materialize.fill import materialize
 from thunder_memsave.measure.devices import device_at, total_bytes
+from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
+from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.sharding.local_state import hide_padding
 from thunder_memsave.sharding.rank_zero_values import take_rank_zero_values
 from thunder_memsave.sharding.rows import shard_module
@@ -49,6 +53,8 @@ class ModuleSetup:
     """Measures what a step holds beside the model's graph; called when a plan is made."""
     available_bytes: int | None = None
     """Bytes that this process can have on each rank's device; None for the CPU."""
+    ranks_per_node: int = 1
+    """Processes that share the memory of this host."""
 
     @property
     def budget_bytes(self) -> int | None:
@@ -135,7 +141,20 @@ class ModuleSetup:
             step_memory=self.step_memory,
             times=MeasuredTimes(),
             by_transformer_engine=backend == "transformer_engine",
+            offload=self._offload(),
         )
+
+    def _offload(self) -> OffloadTerms | None:
+        """Return the terms of offload, and hold this rank's buffers to them."""
+        free_bytes = free_host_bytes()
+        terms = offload_terms(
+            self.config.memory,
+            device_at(self.device),
+            free_bytes=None if free_bytes is None else free_bytes // self.ranks_per_node,
+        )
+        if terms is not None:
+            host_of(self.device).buffers.limit_bytes = terms.host_bytes
+        return terms
 
     def _accumulating(self, module: nn.Module) -> DataParallel | None:
         """Resolve `accumulate: auto`: keep whole gradients if they are a small part of the budget."""

@@ -103,6 +103,7 @@ _WHAT = {
         "  --device NAME     h100, h200 (the default), b200, a100, l40s or cpu; or any other name, with\n"
         "  --device-memory 24GiB --device-bandwidth 1.0TB --device-flops 165T\n"
         "                    of its data sheet, per second, dense and in bfloat16; these change a known one too\n"
+        "  --host-memory 256GiB   memory of the host for each process, for memory.offload\n"
         "  --budget BYTES    the same as --memory.budget, such as 60GiB, 60G or 80%\n"
         "  --json FILE       the plan as JSON\n"
         "  --html FILE       a report: memory over the step, other budgets, what is recomputed\n"

@@ -74,6 +74,8 @@ class OpProfile:
     flops: int = 0
     moved_bytes: int = 0
     sent_bytes: int = 0
+    copied_bytes: int = 0
+    """Bytes that a copy to or from the host moves, beside what computes."""
     is_random: bool = False
     is_collective: bool = False
     changes_device: bool = False

@@ -15,9 +15,25 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.planner.actions import Actions
+from thunder_memsave.planner.graph import Program, StepMemory
+from thunder_memsave.planner.offload.engines import CopyRates
 from thunder_memsave.settings.step_names import WHY_NEEDED
 
 Pass = Callable[[TraceCtx], TraceCtx]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CopyTerms:
+    """What decides when copies to the host and back run beside what computes."""
+
+    program_of: Callable[[TraceCtx, TraceCtx], Program]
+    """Makes the program of a forward and a backward after values are deleted after their last use."""
+    costs_us: Callable[[Program], Sequence[float]]
+    """Returns the time of each of its steps."""
+    rates: CopyRates
+    memory: StepMemory
+    target_bytes: int | None
+    """The peak that copies may fill; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,6 +56,8 @@ class Traces:
     """Room of the plan for collectives in flight; None: only their window limits them."""
     added: frozenset[str] = frozenset()
     """Names of the parameters to whose gradients backward adds new ones itself."""
+    copies: CopyTerms | None = None
+    """On which copies to the host are placed; None: the plan has none."""
     tried: dict[str, tuple[Traces, Traces]] = field(default_factory=dict)
     """Input and result of each step for the plan that was tried last. Only this attribute changes."""
 
@@ -100,7 +118,7 @@ def done(step: Step[S], traces: S) -> S:
 
 
 def _is_as(traces: Traces, other: Traces) -> bool:
-    of_plan = (traces.actions, traces.room, traces.added)
-    is_same_plan = of_plan == (other.actions, other.room, other.added)
+    of_plan = (traces.actions, traces.room, traces.added, traces.copies)
+    is_same_plan = of_plan == (other.actions, other.room, other.added, other.copies)
     mine, others = traces.current, other.current
     return is_same_plan and len(mine) == len(others) and all(map(operator.is_, mine, others))

@@ -1,8 +1,8 @@
 """Actions say what happens between forward and backward to the storages that backward needs; a plan maps them.
 
-A new action, such as `offload` (copy to the host after forward, and back before backward reads it), changes:
+A new action, such as one that keeps a value in fewer bits, changes:
 
-- this file: its kind, and its parameters, such as the operation before which to copy back;
+- this file: its kind, and its parameters;
 - `order.py` and `fast_simulate.py`: the lifetimes of its copies;
 - `search/` and `linear/`, which choose between kept and not kept only, and `search/describe.py`, which names it;
 - `budget/extract.py`, where bytes are not on the device;
@@ -24,6 +24,7 @@ ActionKind = Literal[
     "recompute",  # freed after forward, and recomputed where backward first needs it
     "regather",  # recompute for an unsharded parameter, or a value that depends on one alone: from this rank's shard
     "replay",  # recompute for random numbers, from a saved generator state
+    "offload",  # copied to the host in forward, freed, and copied back before backward reads it
 ]
 
 
@@ -39,11 +40,11 @@ class Action:
 
     @property
     def keeps(self) -> bool:
-        """True if forward leaves the storage for backward; otherwise it is recomputed, regathered or replayed."""
-        return self.kind == "keep"
+        """True if forward leaves it for backward, on the device or on the host; otherwise it is made again."""
+        return self.kind in ("keep", "offload")
 
 
-KEEP, RECOMPUTE, REGATHER, REPLAY = map(Action, get_args(ActionKind))
+KEEP, RECOMPUTE, REGATHER, REPLAY, OFFLOAD = map(Action, get_args(ActionKind))
 
 
 class Actions(Mapping[str, Action]):
@@ -75,8 +76,13 @@ class Actions(Mapping[str, Action]):
 
     @property
     def kept(self) -> frozenset[str]:
-        """Names whose action keeps them."""
+        """Names whose action keeps them, on the device or on the host."""
         return frozenset(name for name, action in self.items() if action.keeps)
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Names that wait for backward on the host."""
+        return frozenset(name for name, action in self.items() if action.kind == "offload")
 
     def only(self, names: Iterable[str]) -> Actions:
         """Return the actions of these names, without the names that have none."""

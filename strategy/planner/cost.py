@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from thunder_memsave.planner.graph import Device, Op, TrainingGraph
+from thunder_memsave.planner.graph import Device, Op, Program, TrainingGraph
 
 _NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
@@ -24,6 +24,11 @@ def costs_us(
         Microseconds by the operation's index. Views take 0 whatever was measured: nothing runs on the device.
     """
     return tuple(_cost_us(op, device, measured_us) for op in graph.ops)
+
+
+def program_costs_us(program: Program, device: Device) -> tuple[float, ...]:
+    """Return the time of each step of a program at the device's rates, in microseconds."""
+    return tuple(roofline_us(step.op, device) for step in program.steps)
 
 
 def roofline_us(op: Op, device: Device) -> float:

@@ -4,6 +4,10 @@ Sources: NVIDIA's data sheets of H100 SXM, H200 SXM, HGX B200, A100 80GB SXM, an
 torch uses only when asked. Memory is the size that torch reports, rounded down, not the number in the name. The
 network rate is the smaller of the device's link within a node and the rate of all adapters of a node together (eight of
 400 Gbit/s; A100: 200 Gbit/s); an L40S has PCIe alone. A real device stays below all of these; measured costs win.
+
+To the host: PCIe 5.0 x16 (H100, H200, B200) has 63 GB/s each way, of which copies from and to page-locked memory reach
+about 55; PCIe 4.0 x16 (A100, L40S) half of that. Not measured here: no GPU has run them. Memory of the host is an
+eighth of what machines with eight of these are sold with: 2 TiB, with A100 and L40S 1 TiB.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 launch_us=2.0,
                 memory_bytes=79 * _GIB,
                 compute_capability=(9, 0),
+                host_bytes_per_s=0.055 * _T,
+                host_memory_bytes=256 * _GIB,
             ),
             Device(
                 name="h200",
@@ -47,6 +53,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 launch_us=2.0,
                 memory_bytes=139 * _GIB,
                 compute_capability=(9, 0),
+                host_bytes_per_s=0.055 * _T,
+                host_memory_bytes=256 * _GIB,
             ),
             Device(
                 name="b200",
@@ -56,6 +64,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 launch_us=2.0,
                 memory_bytes=178 * _GIB,
                 compute_capability=(10, 0),
+                host_bytes_per_s=0.055 * _T,
+                host_memory_bytes=256 * _GIB,
             ),
             Device(
                 name="a100",
@@ -65,6 +75,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 launch_us=2.0,
                 memory_bytes=79 * _GIB,
                 compute_capability=(8, 0),
+                host_bytes_per_s=0.0275 * _T,
+                host_memory_bytes=128 * _GIB,
             ),
             Device(
                 name="l40s",
@@ -74,6 +86,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 launch_us=2.0,
                 memory_bytes=44 * _GIB,
                 compute_capability=(8, 9),
+                host_bytes_per_s=0.0275 * _T,
+                host_memory_bytes=128 * _GIB,
             ),
             # A few cores of a server; what it has of memory is other programs' too.
             Device(

@@ -50,6 +50,7 @@ class FastSimulation:
         needs: Needs,
         memory: StepMemory,
         generator_state_bytes: int,
+        offloaded: Set[int] = frozenset(),
     ) -> None:
         """Simulate the part that no plan changes.
 
@@ -57,8 +58,10 @@ class FastSimulation:
             needs: Choices of the graph.
             memory: Bytes that a step holds besides.
             generator_state_bytes: Bytes that forward keeps for each random operation that is recomputed.
+            offloaded: Storages that every plan keeps, on the host from forward's last reader to backward's first.
         """
         graph = needs.graph
+        self._offloaded = offloaded
         self._graph, self._needs = graph, needs
         self._state_bytes = generator_state_bytes
         self._nbytes = [s.nbytes for s in graph.storages]
@@ -155,7 +158,8 @@ class FastSimulation:
     def _forward_during(self, kept: Sequence[int], replayed: Sequence[int]) -> list[int]:
         waiting = [0] * (self._graph.num_forward + 1)
         for storage in kept:
-            waiting[self._needs.last_in_forward[storage] + 1] += self._nbytes[storage]
+            if storage not in self._offloaded:
+                waiting[self._needs.last_in_forward[storage] + 1] += self._nbytes[storage]
         for op in replayed:
             waiting[op + 1] += self._state_bytes
         return [d + total for d, total in zip(self._during, accumulate(waiting), strict=True)]
@@ -174,9 +178,12 @@ class FastSimulation:
         for storage in kept:
             if storage not in gradients:
                 change[last[storage]] -= nbytes[storage]
-        live = self._before_backward + sum(nbytes[s] for s in kept) + num_states * self._state_bytes
+        here = sum(nbytes[s] for s in kept if s not in self._offloaded)
+        live = self._before_backward + here + num_states * self._state_bytes
+        arriving = self._arriving(steps, kept)
         peak = 0
         for index, (op, is_again) in enumerate(steps):
+            live += arriving.get(index, 0)
             now = live + graph.ops[op].peak_bytes
             peak = max(peak, now)
             if during is not None:
@@ -193,6 +200,19 @@ class FastSimulation:
                 live -= self._state_bytes
             live += change[index]
         return peak
+
+    def _arriving(self, steps: Sequence[tuple[int, bool]], kept: Sequence[int]) -> dict[int, int]:
+        """Return the bytes that are copied back before each step, by its index."""
+        waiting = {s for s in kept if s in self._offloaded}
+        found: dict[int, int] = {}
+        for index, (op, _) in enumerate(steps):
+            if not waiting:
+                break
+            for storage in self._reads[op]:
+                if storage in waiting:
+                    waiting.discard(storage)
+                    found[index] = found.get(index, 0) + self._nbytes[storage]
+        return found
 
 
 def _sources(graph: TrainingGraph, stay: frozenset[int]) -> list[tuple[tuple[int, int], ...]]:

@@ -74,6 +74,9 @@ class Op:
     """Bytes that its kernels read from and write to device memory."""
     sent_bytes: int = 0
     """Bytes received from other ranks."""
+    copied_bytes: int = field(default=0, repr=False)
+    """Bytes that it copies between the device and the host, beside what computes. Not in its text, of which plans' keys
+    are made: no graph that is planned has copies."""
     dtype: str = ""
     """Dtype of the first result: decides which peak rate applies."""
     key: str = ""
@@ -199,6 +202,12 @@ class Device:
     """Memory of the device; None: not a limit that is planned for."""
     compute_capability: tuple[int, int] | None = None
     """CUDA's compute capability, which says what runs in fp8; None: no CUDA."""
+    host_bytes_per_s: float = 0.01e12
+    """Bandwidth of copies between the device and page-locked memory of the host, each way; both ways run at once."""
+    copy_us: float = 10.0
+    """Least time of one such copy."""
+    host_memory_bytes: int | None = None
+    """Memory of the host per device; None: that of the machine."""
     sustained: Sustained = field(default_factory=Sustained)
 
 
@@ -228,7 +237,7 @@ class Plan:
     keep_all_peak_bytes: int
     """Peak if only the free wins are recomputed."""
     saved_bytes: int
-    """Bytes of kept storages that are neither arguments nor outputs."""
+    """Bytes of kept storages that are neither arguments nor outputs, without those on the host."""
     recompute_us: float
     """Time to recompute what this plan recomputes beside the free wins: what it costs to stay within the budget."""
     lower_bound_us: float
@@ -239,11 +248,22 @@ class Plan:
     """Source of the operations' times, in words."""
     found_by: str = ""
     """Name of the search that found it."""
+    offloaded_bytes: int = 0
+    """Bytes of the storages that wait for backward on the host."""
+    exposed_us: float = 0.0
+    """Time in which nothing computes because a copy from or to the host has not ended."""
+    copies_within_bytes: int | None = None
+    """The peak up to which copies hold device memory to run beside what computes; None: no limit."""
+
+    @property
+    def added_us(self) -> float:
+        """Time that staying within the budget costs: recomputing, and waiting for copies."""
+        return self.recompute_us + self.exposed_us
 
     @property
     def recomputed_us(self) -> float:
         """Time of all that is recomputed: `recompute_us`, and the free wins, which every plan recomputes."""
-        return sum(d.cost_us for d in self.decisions if self.actions[d.name].kind != "keep")
+        return sum(d.cost_us for d in self.decisions if not self.actions[d.name].keeps)
 
     @property
     def gap(self) -> float:

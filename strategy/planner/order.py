@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.planner.actions import Actions
-from thunder_memsave.planner.graph import Op, Program, Step, Storage, TrainingGraph
+from thunder_memsave.planner.graph import Device, Op, Program, Step, Storage, TrainingGraph
 
 CPU_GENERATOR_STATE_BYTES = 5056
-"""Bytes of the state of torch's CPU generator; one of CUDA takes 16 (seed and offset)."""
+"""Bytes of the state of torch's CPU generator."""
+_CUDA_GENERATOR_STATE_BYTES = 16  # seed and offset
 
 
 class OrderError(ThunderMemsaveError, ValueError):
@@ -51,6 +52,11 @@ def order(
     for number in range(graph.num_forward, len(graph.ops)):
         emitted.run_with_needed(number)
     return emitted.program()
+
+
+def generator_state_bytes(device: Device) -> int:
+    """Return the bytes of the state of a device's generator."""
+    return CPU_GENERATOR_STATE_BYTES if device.name == "cpu" else _CUDA_GENERATOR_STATE_BYTES
 
 
 def producers(graph: TrainingGraph) -> dict[str, int]:

@@ -8,6 +8,7 @@ import pytest
 from thunder_memsave.planner.actions import (
     KEEP,
     NO_ACTIONS,
+    OFFLOAD,
     RECOMPUTE,
     REGATHER,
     REPLAY,
@@ -37,14 +38,15 @@ def test_actions_are_the_same_on_another_rank() -> None:
     assert (other, hash(other)) == (actions, hash(actions))
 
 
-def test_every_action_but_keep_leaves_nothing_for_backward() -> None:
-    actions = Actions({"a": KEEP, "b": RECOMPUTE, "c": REGATHER, "d": REPLAY})
-    assert actions.kept == {"a"}
+def test_what_is_kept_or_on_the_host_is_left_for_backward_and_nothing_else() -> None:
+    actions = Actions({"a": KEEP, "b": RECOMPUTE, "c": REGATHER, "d": REPLAY, "e": OFFLOAD})
+    assert actions.kept == {"a", "e"}
+    assert actions.offloaded == {"e"}
     assert actions.only(["d", "a", "x"]) == {"a": KEEP, "d": REPLAY}
     assert NO_ACTIONS.kept == frozenset()
 
 
 def test_an_unknown_action_is_refused() -> None:
-    message = "no action is called 'shrink'; there are keep, recompute, regather, replay."
+    message = "no action is called 'shrink'; there are keep, recompute, regather, replay, offload."
     with pytest.raises(ValueError, match=re.escape(message)):
         Action("shrink")  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.ops.added_gradients import added_names
 from thunder_memsave.ops.families.collectives import is_all_gather, is_all_reduce, is_reduce_scatter
+from thunder_memsave.ops.host_copies.symbols import has_copies
 from thunder_memsave.ops.table import places_on_host
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import written_in_place
@@ -52,6 +53,9 @@ def reasons(
             "backward adds to gradients of earlier micro-batches, wherever these are; strategy.cuda_graphs: true "
             "leaves that to autograd"
         )
+    if has_copies(forward):
+        yield "the plan copies values to the host (memory.offload); set that to none, or raise memory.budget"
+        return
     yield from _writes_to_the_batch(forward, {a.name for a in forward.args} - set(fixed))
     symbols = [*forward.bound_symbols, *backward.bound_symbols]
     found = dict.fromkeys(backend for b in symbols for backend in _backends(b))

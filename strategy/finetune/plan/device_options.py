@@ -13,12 +13,14 @@ from thunder_memsave.settings.quantities import parse_bytes
 
 DEVICE, MEMORY = "--device", "--device-memory"
 BANDWIDTH, FLOPS = "--device-bandwidth", "--device-flops"
+HOST = "--host-memory"
 
 EXAMPLES: Mapping[str, str] = {
     DEVICE: "h200",
     MEMORY: "24GiB",
     BANDWIDTH: "1.0TB",
     FLOPS: "165T",
+    HOST: "256GiB",
 }
 """Options of the command, each with an example of its value."""
 
@@ -27,7 +29,22 @@ _SI = {"T": 1e12, "P": 1e15, "G": 1e9}
 
 
 def chosen_device(given: Mapping[str, str]) -> Device:
-    """Return the device that the options describe.
+    """Return the device that the options describe, with the memory of its host.
+
+    Args:
+        given: Options of the command line with their values.
+
+    Raises:
+        ConfigError: an option cannot be read, or one is missing.
+    """
+    device = _device(given)
+    if HOST not in given:
+        return device
+    return dataclasses.replace(device, host_memory_bytes=_bytes(HOST, given[HOST]))
+
+
+def _device(given: Mapping[str, str]) -> Device:
+    """Return the device without its host.
 
     A name that is not known needs all three numbers; with a known name, or with none, a number replaces its own. What
     is not given (float32 and fp8 rates, the network) follows the known device, or an unknown one's as an A100's: the

@@ -23,6 +23,7 @@ from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
+from thunder_memsave.planner.report.offload_shown import offload_json
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.report.step_work import sustained_us, work_table
 from thunder_memsave.planner.reserved import ReservedMemory
@@ -338,6 +339,7 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "cpu_seconds": dict(progress.cpu_seconds),
         "smallest_budget_bytes": made.smallest_bytes,
         "doubled_batch_bytes": made.doubled_bytes,
+        "offload": None if made.call.time is None else offload_json(made.call.time),
         "curve": [list(point) for point in made.curve],
         "decisions": [dataclasses.asdict(each) for each in plan.decisions],
     }

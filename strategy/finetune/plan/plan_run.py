@@ -17,6 +17,7 @@ from typing_extensions import override
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.limits import limits_reserved
 from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.offload.terms import offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
@@ -247,6 +248,7 @@ class _Planner(MemoryPlanner):
             step_memory=lambda: memory,
             device_type="" if device.name == "cpu" else "cuda",
             by_transformer_engine=by_transformer_engine(strategy.fp8, device),
+            offload=offload_terms(strategy.memory, device, free_bytes=device.host_memory_bytes),
         )
         self.refusal: BudgetError | None = None
         self._attempt: Attempt | None = None

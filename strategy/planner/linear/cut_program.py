@@ -212,4 +212,7 @@ class MomentProgram:
         return [(o, units) for o in self._again if ops[o].repeat == "replay"]
 
     def _units(self, storage: int) -> float:
+        """Return the size, where a plan decides whether the storage is there: one on the host is not."""
+        if storage in self._model.offloaded:
+            return 0.0
         return self._needs.graph.storages[storage].nbytes / self._model.unit_bytes

@@ -46,6 +46,8 @@ class Model:
     generator_state_bytes: int
     pinned: Mapping[int, bool] = field(default_factory=dict)
     """Storages that are kept (True) or not kept (False) in every plan."""
+    offloaded: frozenset[int] = frozenset()
+    """Those of the kept ones that are on the host, between forward's last reader and backward's first."""
 
     def __post_init__(self) -> None:
         self.always_live = _always_live(self.needs, self.memory)

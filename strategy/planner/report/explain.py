@@ -128,6 +128,11 @@ def _summary(plan: Plan) -> list[str]:
         ["least possible for any plan", f"{plan.lower_bound_us / 1000:,.2f} ms"],
         ["times from", plan.costs or "the caller"],
     ]
+    if plan.offloaded_bytes:
+        rows[4:4] = [
+            ["on the host meanwhile", in_units(plan.offloaded_bytes)],
+            ["copies not hidden", f"{plan.exposed_us / 1000:,.2f} ms"],
+        ]
     return _table(rows)
 
 

@@ -1,4 +1,4 @@
-"""Says in three short lines whether a plan fits, what it recomputes, and what takes the most memory."""
+"""Says in a few short lines whether a plan fits, what it recomputes and offloads, and what takes the most memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH = 50
 
 
 def plan_summary(plan: Plan, profile: Profile) -> list[str]:
-    """Return three lines, each of at most 50 columns; their numbers are those of the tables.
+    """Return three lines, four with offload, each of at most 50 columns; their numbers are those of the tables.
 
     Args:
         plan: The plan.
@@ -23,16 +23,24 @@ def plan_summary(plan: Plan, profile: Profile) -> list[str]:
     else:
         fits = "fits" if profile.peak_bytes <= plan.budget_bytes else "does not fit"
         verdict = f"{fits}, {peak} of {in_units(plan.budget_bytes)}"
-    return [f"plan: {verdict}", _recomputed(plan), _largest(profile)]
+    return [f"plan: {verdict}", _recomputed(plan), *_offloaded(plan), _largest(profile)]
 
 
 def _recomputed(plan: Plan) -> str:
-    again = [d.nbytes for d in plan.decisions if plan.actions[d.name].kind != "keep"]
+    again = [d.nbytes for d in plan.decisions if not plan.actions[d.name].keeps]
     if not again:
         return "recompute: nothing, +0.00 ms"
     return (
         f"recompute: {in_units(sum(again))}, +{plan.recomputed_us / 1000:,.2f} ms per micro-batch"
     )
+
+
+def _offloaded(plan: Plan) -> list[str]:
+    if not plan.offloaded_bytes:
+        return []
+    return [
+        f"offload: {in_units(plan.offloaded_bytes)}, +{plan.exposed_us / 1000:,.2f} ms not hidden"
+    ]
 
 
 def _largest(profile: Profile) -> str:

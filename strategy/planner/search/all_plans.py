@@ -71,6 +71,8 @@ def _all_plans(model: Model) -> _Plans:
     for bit, storage in enumerate(decided):
         same |= (kept[storage] & needed[storage]).astype(numbers.dtype) << bit
     for storage in needs.storages:
+        if storage in model.offloaded:
+            continue
         nbytes += (kept[storage] & needed[storage]) * needs.graph.storages[storage].nbytes
     different = np.unique(same, return_index=True)[1]
     return _Plans(model, decided, numbers[different], us[different], nbytes[different])

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from thunder_memsave.planner.actions import KEEP, RECOMPUTE, REGATHER, REPLAY, Action, Actions
+from thunder_memsave.planner.actions import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    REGATHER,
+    REPLAY,
+    Action,
+    Actions,
+)
 from thunder_memsave.planner.choices import Needs
 from thunder_memsave.planner.graph import Decision
 
@@ -20,6 +28,8 @@ class Description:
     """Storages that the plan of the free wins keeps."""
     pinned: Mapping[int, bool]
     costs_us: Sequence[float]
+    offloaded: Set[int] = frozenset()
+    """Those of the kept storages that are on the host."""
 
     def actions(self, decided: Set[int]) -> Actions:
         """Return the actions of all storages read in backward, so that plans that keep the same have equal actions."""
@@ -60,13 +70,15 @@ class Description:
 
     def _action(self, storage: int) -> Action:
         if storage in self.kept:
-            return KEEP
+            return OFFLOAD if storage in self.offloaded else KEEP
         op = self.needs.graph.ops[self.needs.producer[storage]]
         if self.needs.graph.storages[storage].kind == "gathered":
             return REGATHER
         return REPLAY if op.repeat == "replay" else RECOMPUTE
 
     def _reason(self, storage: int) -> str:
+        if storage in self.offloaded and storage in self.kept:
+            return "on the host meanwhile: the budget needs its memory"
         if storage in self.needs.must_keep:
             return "cannot be recomputed"
         if storage in self.pinned:

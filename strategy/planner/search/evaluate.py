@@ -11,6 +11,7 @@ from thunder_memsave.planner.choices import Needs
 from thunder_memsave.planner.fast_simulate import FastSimulation, SimulatedBackward
 from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.linear.model import Moment
+from thunder_memsave.planner.offload.copies import is_copy, with_copies
 from thunder_memsave.planner.order import order
 from thunder_memsave.planner.simulate import Profile, simulate
 from thunder_memsave.planner.work import Work
@@ -51,12 +52,12 @@ class Evaluated:
 
     def _moments(self) -> Iterator[tuple[Moment, int]]:
         position = 0
-        for number, (step, nbytes) in enumerate(
-            zip(self.program.steps, self.profile.step_peak_bytes, strict=True)
-        ):
-            if number == self.program.num_forward and self.evaluator.memory.between_bytes:
+        num_forward = self.evaluator.needs.graph.num_forward
+        steps = zip(self.program.steps, self.profile.step_peak_bytes, strict=True)
+        for number, (step, nbytes) in enumerate(each for each in steps if not is_copy(each[0].op)):
+            if number == num_forward and self.evaluator.memory.between_bytes:
                 yield Moment("forward", number), self.profile.between_peak_bytes
-            if number < self.program.num_forward:
+            if number < num_forward:
                 yield Moment("forward", number), nbytes
             elif step.is_repeated:
                 yield Moment("again", position, self._numbers[step.op.index]), nbytes
@@ -66,8 +67,8 @@ class Evaluated:
 
     @cached_property
     def _numbers(self) -> Mapping[int, int]:
-        forward = self.program.steps[: self.program.num_forward]
-        return {step.op.index: number for number, step in enumerate(forward)}
+        forward = self.evaluator.needs.graph.ops[: self.evaluator.needs.graph.num_forward]
+        return {op.index: number for number, op in enumerate(forward)}
 
 
 @dataclass(kw_only=True)
@@ -79,6 +80,8 @@ class Evaluator:
     """Microseconds by operation; 0 for the free wins, which are not counted."""
     memory: StepMemory
     generator_state_bytes: int
+    offloaded: frozenset[int] = frozenset()
+    """Storages that every plan keeps, on the host."""
     work: Work = field(default_factory=Work)
     """Counts what is simulated."""
     finder: str = ""
@@ -124,7 +127,8 @@ class Evaluator:
         """Return the steps that run under a plan."""
         graph = self.needs.graph
         actions = keeping(graph.storages[s].name for s in keep)
-        return order(graph, actions, generator_state_bytes=self.generator_state_bytes)
+        program = order(graph, actions, generator_state_bytes=self.generator_state_bytes)
+        return with_copies(program, self.offloaded)
 
     def _evaluated(self, keep: frozenset[int]) -> Evaluated:
         result = self._simulation(keep)
@@ -143,4 +147,4 @@ class Evaluator:
 
     @cached_property
     def _simulation(self) -> FastSimulation:
-        return FastSimulation(self.needs, self.memory, self.generator_state_bytes)
+        return FastSimulation(self.needs, self.memory, self.generator_state_bytes, self.offloaded)

@@ -40,6 +40,7 @@ class Problem:
             memory=self.evaluate.memory,
             generator_state_bytes=self.evaluate.generator_state_bytes,
             pinned=self.pinned,
+            offloaded=self.evaluate.offloaded,
         )
         return Task(
             model=model,
@@ -73,13 +74,16 @@ class Problem:
             free=self.free,
             pinned=self.pinned,
             costs_us=self.costs_us,
+            offloaded=self.evaluate.offloaded,
         )
+        here = found.keep - self.evaluate.offloaded
         return Plan(
             actions=described.actions(found.decided),
             budget_bytes=budget_bytes,
             predicted_peak_bytes=found.peak_bytes,
             keep_all_peak_bytes=self.evaluate(self.all_kept).peak_bytes,
-            saved_bytes=sum(storages[s].nbytes for s in found.keep),
+            saved_bytes=sum(storages[s].nbytes for s in here),
+            offloaded_bytes=sum(storages[s].nbytes for s in found.keep - here),
             recompute_us=found.recompute_us,
             lower_bound_us=min(bound_us, found.recompute_us),
             decisions=tuple(described.decisions()),
@@ -101,7 +105,11 @@ def problem_of(
         for moved in (MOVED_PER_KEPT_BYTE, 0)
     )
     evaluate = Evaluator(
-        needs=found, costs_us=costs_us, memory=memory, generator_state_bytes=generator_state_bytes
+        needs=found,
+        costs_us=costs_us,
+        memory=memory,
+        generator_state_bytes=generator_state_bytes,
+        offloaded=_read_of(found, pinned.offloaded),
     )
     # Operations that the free wins recompute are not counted.
     free_again = evaluate.again(kept)

@@ -33,6 +33,14 @@ def test_a_number_changes_a_known_device_alone_in_that() -> None:
     assert device.compute_capability == (9, 0)
 
 
+def test_the_host_of_any_device_has_the_memory_given() -> None:
+    assert chosen_device({"--host-memory": "64GiB"}).host_memory_bytes == 64 * 2**30
+    cpu = chosen_device({"--device": "cpu", "--host-memory": "8GiB"})
+    assert (cpu.name, cpu.host_memory_bytes) == ("cpu", 8 * 2**30)
+    with pytest.raises(ConfigError, match=r"--host-memory is '0B', but must be above 0\."):
+        chosen_device({"--host-memory": "0B"})
+
+
 @pytest.mark.parametrize("text", ["165.2T", "165.2TFLOPS", "165.2 tflop/s", "1.652e14", "0.1652P"])
 def test_flops_are_written_as_data_sheets_do(text: str) -> None:
     device = chosen_device({"--device": "x", **RTX, "--device-flops": text})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune", "TRL", "unsloth"
 
 _PLANNING = "what does not fit is recomputed; with policy recompute_all, everything"
-_NO_OFFLOAD = "this version offloads nothing to the CPU; memory.budget recomputes instead"
+_OFFLOAD = "activations; the plan of memory.budget chooses which"
 _QUANTIZED = "this version computes with float32 and bfloat16 weights only; use model.dtype"
 
 
@@ -266,8 +266,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "enable_activation_checkpointing": _(
         TORCHTUNE, here=("memory.budget", "memory.policy"), note=_PLANNING
     ),
-    "activation_offloading": _(AXOLOTL, TRAINER, note=_NO_OFFLOAD),
-    "enable_activation_offloading": _(TORCHTUNE, note=_NO_OFFLOAD),
+    "activation_offloading": _(AXOLOTL, TRAINER, here="memory.offload", note=_OFFLOAD),
+    "enable_activation_offloading": _(TORCHTUNE, here="memory.offload", note=_OFFLOAD),
     "fsdp": _(AXOLOTL, TRAINER, here="strategy.sharding", note=_FSDP),
     "fsdp_config": _(AXOLOTL, TRAINER, here="strategy.sharding", note=_FSDP),
     "fsdp_version": _(AXOLOTL, here="strategy.sharding", note="there is one version"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thunder_memsave.callbacks.host_memory import free_host_bytes
+from thunder_memsave.measure.host_memory import free_host_bytes
 
 MEMINFO = "MemTotal: 4000 kB\nMemFree: 1 kB\nMemAvailable: 3000 kB\n"
 NO_LIMIT_V1 = "9223372036854771712"

@@ -1,0 +1,167 @@
+"""Chooses the values that wait on the host, by a linear program of keeping, recomputing and copying.
+
+Memory is counted between forward and backward alone. The engines are rows: what is made after a moment of forward must
+be out by its end, and what is read before a moment of backward must be back by then, or the step takes as much longer.
+So it proposes; the search for a plan with these values on the host, and the simulated engines, judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from math import inf
+
+from thunder_memsave.planner.linear.coverage import add_coverage
+from thunder_memsave.planner.linear.model import Model
+from thunder_memsave.planner.linear.program import LinearProgram
+from thunder_memsave.planner.offload.engines import CopyRates
+from thunder_memsave.planner.work import Work
+
+LEAST_BYTES = 2**17
+"""Smaller values stay: to begin a copy takes the host as long as to launch several operations."""
+_MOMENTS = 24
+"""Moments of forward, and of backward, that have a row."""
+_PER_OFFLOADED_BYTE = 1e-4
+"""Cost of a unit of bytes on the host: next to nothing, so that of two equally fast mixes the one with fewer wins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What may be offloaded, at what cost."""
+
+    model: Model
+    """Of plans without offload: needs, costs and pins."""
+    costs_us: Sequence[float]
+    """Time of each operation of the graph, forward and backward."""
+    rates: CopyRates
+    host_bytes: float
+    """Budget of host memory; infinite: none."""
+    least_bytes: int = LEAST_BYTES
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Activations that backward itself reads, and that no pin decides."""
+        needs, pinned = self.model.needs, self.model.pinned
+        storages = needs.graph.storages
+        return tuple(
+            s
+            for s in needs.storages
+            if s in needs.first and s not in pinned and s not in needs.graph.gradients
+            if storages[s].kind == "activation" and storages[s].nbytes >= self.least_bytes
+        )
+
+    def subsets_that_fit(self) -> Iterator[tuple[int, ...]]:
+        """Yield every set of candidates but none, as far as the host has room."""
+        storages = self.model.needs.graph.storages
+        for length in range(1, len(self.candidates) + 1):
+            for some in combinations(self.candidates, length):
+                if sum(storages[s].nbytes for s in some) <= self.host_bytes:
+                    yield some
+
+    def all_that_fit(self) -> frozenset[int]:
+        """Return the candidates, those that backward reads last first, as far as the host has room."""
+        needs = self.model.needs
+        found, left = set(), self.host_bytes
+        for storage in sorted(self.candidates, key=lambda s: (-needs.first[s], s)):
+            nbytes = needs.graph.storages[storage].nbytes
+            if nbytes <= left:
+                found.add(storage)
+                left -= nbytes
+        return frozenset(found)
+
+    def within(self, budget_bytes: float, work: Work) -> frozenset[int] | None:
+        """Return the values of the fastest mix that holds at most these bytes between forward and backward.
+
+        None: the program has no solution, or was not solved in the work that is left.
+        """
+        return _Mix(self, budget_bytes).solve(work)
+
+
+class _Mix:
+    """The program: each storage is kept, recomputed or offloaded."""
+
+    def __init__(self, choice: Choice, budget_bytes: float) -> None:
+        self._choice, model = choice, choice.model
+        self._needs, self._model, self._program = model.needs, model, LinearProgram()
+        self._again = {
+            o: self._program.variable(cost=model.costs_us[o] / model.unit_us)
+            for o in self._needs.ops
+        }
+        self._kept = {s: self._keep_variable(s) for s in self._needs.storages}
+        small = _PER_OFFLOADED_BYTE / model.unit_bytes
+        self._away = {
+            s: self._program.variable(cost=small * self._bytes(s)) for s in choice.candidates
+        }
+        self._cover()
+        self._limit_memory(budget_bytes)
+        for times in (self._outs(), self._ins()):
+            self._limit_engine(times)
+
+    def solve(self, work: Work) -> frozenset[int] | None:
+        values = self._program.relaxed(work).values
+        if values is None:
+            return None
+        return frozenset(s for s, variable in self._away.items() if values[variable] > 0.5)
+
+    def _keep_variable(self, storage: int) -> int:
+        pin = self._model.pinned.get(storage)
+        return self._program.variable(low=float(pin is True), high=float(pin is not False))
+
+    def _cover(self) -> None:
+        """Let what is on the host count as kept: a variable of its own, the sum of both."""
+        there: dict[int, int] = {}
+        for storage, kept in self._kept.items():
+            if storage not in self._away:
+                there[storage] = kept
+                continue
+            there[storage] = self._program.variable()
+            terms = [(kept, 1.0), (self._away[storage], 1.0), (there[storage], -1.0)]
+            self._program.row(terms, least=0.0)
+        needs = self._needs
+        add_coverage(self._program, needs, there, self._again)
+        for storage in needs.must_keep & needs.first.keys():
+            self._program.row([(there[storage], 1.0)], least=1.0)
+
+    def _limit_memory(self, budget_bytes: float) -> None:
+        always = float(self._model.always_live.forward[-1])
+        terms = [(v, self._bytes(s) / self._model.unit_bytes) for s, v in self._kept.items()]
+        self._program.row(terms, most=(budget_bytes - always) / self._model.unit_bytes)
+        if self._choice.host_bytes < inf:
+            most = self._choice.host_bytes / self._model.unit_bytes
+            terms = [(v, self._bytes(s) / self._model.unit_bytes) for s, v in self._away.items()]
+            self._program.row(terms, most=most)
+
+    def _limit_engine(self, left_us: Sequence[tuple[int, float]]) -> None:
+        """Require of copies, in the order of their slack, that they fit into the time, or into time that is added."""
+        unit = self._model.unit_us
+        more = self._program.variable(cost=1.0, high=inf)
+        every = max(1, -(-len(left_us) // _MOMENTS))
+        for number in range(len(left_us), 0, -every):
+            some = left_us[:number]
+            rates = self._choice.rates
+            terms = [(self._away[s], rates.us(self._bytes(s)) / unit) for s, _ in some]
+            self._program.row([*terms, (more, -1.0)], most=some[-1][1] / unit)
+
+    def _outs(self) -> list[tuple[int, float]]:
+        """Return each candidate with the time from when it is made to the end of forward, the shortest first."""
+        graph = self._needs.graph
+        ends = [*accumulate(self._choice.costs_us[: graph.num_forward])]
+        at = {s: ends[-1] - ends[self._needs.producer[s]] for s in self._away}
+        return sorted(at.items(), key=lambda pair: pair[1])
+
+    def _ins(self) -> list[tuple[int, float]]:
+        """Return each candidate with the time from backward's begin to its first reader, the shortest first."""
+        graph = self._needs.graph
+        begins = [0.0, *accumulate(self._choice.costs_us[graph.num_forward :])]
+        at = {s: begins[self._needs.first[s]] for s in self._away}
+        return sorted(at.items(), key=lambda pair: pair[1])
+
+    def _bytes(self, storage: int) -> int:
+        return self._needs.graph.storages[storage].nbytes
+
+
+def targets(budget_bytes: float, always_bytes: float) -> Iterator[float]:
+    """Yield bytes between forward and backward that may leave enough of a budget to what backward makes."""
+    for part in (1.0, 0.75, 0.5, 0.25, 0.0):
+        yield always_bytes + part * (budget_bytes - always_bytes)
