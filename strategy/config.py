@@ -350,6 +350,23 @@ class StrategyConfig(StrategySection):
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     fp8: Fp8Config | None = None
+    frozen_weights: Literal["nf4"] | None = None
+    """Format of the frozen weights of linear layers; in a run file, `model.frozen_weights`."""
+
+    def __post_init__(self) -> None:
+        StrategySection.__post_init__(self)
+        if self.frozen_weights is not None and self.fp8 is not None:
+            raise ConfigError(
+                "frozen_weights is 'nf4', and fp8 is set too, but linears in fp8 multiply the 8-bit numbers of their "
+                "weights: leave out fp8, or keep frozen weights as its numbers by fp8.frozen_weights: fp8.",
+                key="model.frozen_weights",
+            )
+
+    @property
+    def casts_frozen_weights(self) -> bool:
+        """Whether frozen weights are kept in a format of fewer bytes alone."""
+        in_fp8 = self.fp8 is not None and self.fp8.frozen_weights == "fp8"
+        return in_fp8 or self.frozen_weights is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,16 +380,16 @@ class StrategySections(Section):
 
     @property
     def together(self) -> StrategyConfig:
-        """All settings of the strategy."""
+        """All settings of the strategy but `frozen_weights`, which is in another section."""
         own = dataclasses.asdict(self.strategy)
         return StrategyConfig(**own, memory=self.memory, fp8=self.fp8)
 
 
 def load_strategy_config(path: str | Path) -> StrategyConfig:
-    """Read the sections `strategy`, `memory` and `fp8` of a run's YAML file.
+    """Read the sections `strategy`, `memory` and `fp8` of a run's YAML file, and `model.frozen_weights`.
 
     Raises:
-        ConfigError: the file cannot be read, or one of the three sections is wrong.
+        ConfigError: the file cannot be read, or one of these is wrong.
     """
     given, ours = load_yaml(path), field_names(StrategySections)
     for name in given:
@@ -380,4 +397,10 @@ def load_strategy_config(path: str | Path) -> StrategyConfig:
         if name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.75):
             raise ConfigError(f"{path} has no section {name!r}{suggestion(name, ours)}")
     sections = {name: given[name] for name in ours if given.get(name) is not None}
-    return parse_section(StrategySections, sections, where="").together
+    parsed = parse_section(StrategySections, sections, where="").together
+    model = given.get("model")
+    kept = model.get("frozen_weights") if isinstance(model, dict) else None
+    if kept not in (None, "nf4"):
+        key = "model.frozen_weights"
+        raise ConfigError(f"{key} is {kept!r}; write 'nf4', or null.", key=key)
+    return dataclasses.replace(parsed, frozen_weights=kept)

@@ -84,6 +84,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         memory: The memory budget and the planner's settings: a mapping such as `{"budget": "60GiB"}`, or a
             `MemoryConfig`; None means the defaults.
         fp8: Which linears compute in fp8, and how: `{"recipe": "delayed"}`, `{}`, an `Fp8Config`; None: none do.
+        frozen_weights: `"nf4"`: frozen weights of linears are kept in 4 bits; None: as they are, or as `fp8` says.
         process_group_backend: None means `nccl` on CUDA devices and `gloo` on the CPU.
 
     Raises:
@@ -114,6 +115,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
         state_dict_type: str = "sharded",
         memory: Mapping[str, Any] | MemoryConfig | None = None,
         fp8: Mapping[str, Any] | Fp8Config | None = None,
+        frozen_weights: str | None = None,
         process_group_backend: str | None = None,
     ) -> None:
         given = {**locals(), "memory": {} if memory is None else memory}
@@ -196,8 +198,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        fp8 = self.config.fp8
-        is_cast_first = fp8 is not None and fp8.frozen_weights == "fp8"  # to fewer bytes
+        is_cast_first = self.config.casts_frozen_weights  # to fewer bytes
         if not self._shards and not has_meta(module) and not is_cast_first:
             module.to(self.root_device)
 

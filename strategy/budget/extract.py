@@ -24,6 +24,7 @@ from thunder_memsave.measure.collective_memory import CollectiveRules
 from thunder_memsave.measure.host_copies import HostCopyRules
 from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
+from thunder_memsave.nf4.symbols import is_dequantized
 from thunder_memsave.ops.families.collectives import gathers, is_wait
 from thunder_memsave.ops.kernel_calls import alone
 from thunder_memsave.ops.location import Location, location
@@ -217,7 +218,8 @@ class Values:
             self.written_at.setdefault(numbers[storage], []).append(index)
         repeat = self._repeat(bsym, profile)
         decisive = [self.by_name[a.name] for a in decisive_args(bsym) if a.name in self.by_name]
-        makes = self._make(bsym, profile, numbers, self._kind(decisive, profile, repeat, kind))
+        made = self._kind(bsym, decisive, profile, repeat, kind)
+        makes = self._make(bsym, profile, numbers, made)
         is_repeated = self._number(bsym, profile)
         place = self._last_location = location(bsym) or self._last_location
         op = Op(
@@ -284,7 +286,12 @@ class Values:
         return tuple(made)
 
     def _kind(
-        self, arguments: Sequence[Value], profile: OpProfile, repeat: Repeat, kind: StorageKind
+        self,
+        bsym: BoundSymbol,
+        arguments: Sequence[Value],
+        profile: OpProfile,
+        repeat: Repeat,
+        kind: StorageKind,
     ) -> StorageKind:
         """Return `gathered` for a gather of a parameter, or its copy with as many elements; else `kind`."""
         if len(arguments) != 1 or repeat == "no" or not profile.made_bytes:
@@ -295,7 +302,7 @@ class Values:
         if results[0].dtype in FP8_DTYPES:  # the scale beside it is no part of it
             results = results[:1]
         sizes = set(map(numel_of, results))
-        grows = profile.is_collective
+        grows = profile.is_collective or is_dequantized(bsym)
         return "gathered" if grows or sizes == {numel_of(arguments[0].layout)} else kind
 
     def _repeat(self, bsym: BoundSymbol, profile: OpProfile) -> Repeat:

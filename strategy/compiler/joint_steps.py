@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
@@ -22,7 +23,7 @@ from thunder.transforms.autodiff import (
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
-from thunder_memsave.passes.regather import regather, regather_forward
+from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
 from thunder_memsave.passes.tile_rows import tile_rows
 from thunder_memsave.progress import stage
 
@@ -80,11 +81,12 @@ def gather_again(state: State) -> State:
     """Gather whole weights for each reader; gathered weights stay from forward to backward where the mode says so.
 
     With a planner they always seem to. Its plan is what gathers them again, once, for the first in backward that reads
-    them, clones among those: so it knows from when on they are there.
+    them, clones among those: so it knows from when on they are there. Weights in NF4 are dequantised for each reader in
+    every mode.
     """
-    if not state.facts.regathers:
-        return state
     change = regather if state.facts.planner is None else regather_forward
+    if not state.facts.regathers:
+        change = partial(dequantize_at_use, in_backward=state.facts.planner is None)
     tiled = None if state.tiled is None else change(state.tiled)
     return replace(state, joint=change(state.joint), tiled=tiled)
 

@@ -21,11 +21,11 @@ from thunder_memsave.fabric.refusals import refuse_unsuitable
 from thunder_memsave.fp8.compute.backends import choose_backend
 from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
 from thunder_memsave.fp8.compute.symbols import Backend
-from thunder_memsave.fp8.weights.frozen import FrozenInFp8
-from thunder_memsave.materialize.fill import materialize
+from thunder_memsave.materialize.fill import Frozen, materialize
 from thunder_memsave.measure.devices import device_at, total_bytes
 from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.op_times import MeasuredTimes
+from thunder_memsave.nf4.frozen import FrozenInNf4
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.graph import StepMemory
@@ -75,7 +75,7 @@ class ModuleSetup:
         self._agree(module)
         fp8 = self.config.fp8
         backend = None if fp8 is None else self._backend(fp8)
-        self._place(module, self._frozen_in_fp8(module))
+        self._place(module, self._frozen(module))
         return ForwardModule(
             module,
             may_be_split=self._may_be_split,
@@ -98,7 +98,7 @@ class ModuleSetup:
         names = check_ranks_agree(module, config=self.config, data_parallel=data_parallel)
         take_rank_zero_values(module, names, device=self.device, data_parallel=data_parallel)
 
-    def _place(self, module: nn.Module, frozen: FrozenInFp8 | None) -> None:
+    def _place(self, module: nn.Module, frozen: Frozen | None) -> None:
         """Give every tensor its values, this rank's rows of them, on the device."""
         shards = self.data_parallel is not None and self.data_parallel.shards
         if has_meta(module):
@@ -124,8 +124,14 @@ class ModuleSetup:
         )
         return backend
 
-    def _frozen_in_fp8(self, module: nn.Module) -> FrozenInFp8 | None:
-        choose = partial(frozen_in_fp8, module, self.config.fp8, data_parallel=self.data_parallel)
+    def _frozen(self, module: nn.Module) -> Frozen | None:
+        """Choose the frozen weights to keep in another format; None: all are kept as they are."""
+        config = self.config
+        choose: Callable[[], Frozen | None] = partial(
+            frozen_in_fp8, module, config.fp8, data_parallel=self.data_parallel
+        )
+        if config.frozen_weights == "nf4":
+            choose = partial(FrozenInNf4, module, data_parallel=self.data_parallel)
         return self._on_all_ranks(choose)
 
     def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:

@@ -29,7 +29,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from thunder_memsave.errors import CaptureError, user_frame
 from thunder_memsave.frontend.returned_weights import returned_from_graph
 from thunder_memsave.sharding.rows import whole_shape
-from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
+from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
 
 _SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
@@ -58,7 +58,7 @@ class GraphInput:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor itself is what the graph reads: not a shard, and not a weight's fp8 numbers."""
+        """Whether the tensor itself is what the graph reads: not a shard, and not a weight's stored numbers."""
         return self.kind != "parameter" or not _has_stand_in(self.tensor)
 
 
@@ -308,7 +308,7 @@ def _name_inputs(
 
 @contextmanager
 def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Swap shards and fp8 numbers for storage-less weights of full shape; yield id(stand-in) -> original."""
+    """Swap shards and stored numbers for storage-less weights of full shape; yield id(stand-in) -> original."""
     stand_ins: dict[int, nn.Parameter] = {}
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     originals: dict[int, nn.Parameter] = {}
@@ -328,11 +328,13 @@ def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 
 def _has_stand_in(p: Tensor) -> bool:
     """Return whether the graph reads a stand-in for this tensor: the whole weight, in its own dtype."""
-    return is_sharded(p) or unquantized_dtype(p) is not None
+    return is_sharded(p) or stored_weight(p) is not None
 
 
 def _storage_less(p: nn.Parameter) -> nn.Parameter:
-    full = torch.empty(whole_shape(p), dtype=unquantized_dtype(p) or p.dtype, device=p.device)
+    stored = stored_weight(p)
+    shape, dtype = (whole_shape(p), p.dtype) if stored is None else (stored.shape, stored.dtype)
+    full = torch.empty(shape, dtype=dtype, device=p.device)
     full.untyped_storage().resize_(0)
     return nn.Parameter(full, requires_grad=p.requires_grad)
 

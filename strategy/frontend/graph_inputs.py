@@ -16,8 +16,10 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.frontend.capture import Capture, GraphInput
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.modes import differentiated
+from thunder_memsave.nf4.frozen import refuse_other_storage
+from thunder_memsave.nf4.symbols import dequantized
 from thunder_memsave.ops.unshard import unshard
-from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
+from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
 
 
 class GraphInputs:
@@ -63,8 +65,13 @@ class GraphInputs:
         if index not in self._whole:
             self._whole[index] = self._gathered(self._capture.inputs[index], proxy)
         whole, tensor = self._whole[index], self._capture.inputs[index].tensor
-        if as_kept or unquantized_dtype(tensor) is None:
+        stored = stored_weight(tensor)
+        if as_kept or stored is None:
             return whole
+        if stored.format == "nf4":
+            refuse_other_storage(self._capture.inputs[index].name, tensor)
+            result: TensorProxy = dequantized(whole, tuple(stored.shape), stored.dtype)
+            return result
         assert self._fp8 is not None, "only linears in fp8 keep weights so"
         return self._fp8.weight_itself(tensor, whole)
 

@@ -28,6 +28,7 @@ from thunder_memsave.materialize.pending_weights import (
     wanted_tensors,
     without_adapters,
 )
+from thunder_memsave.nf4.frozen import FrozenInNf4
 from thunder_memsave.sharding.rows import (
     RowRange,
     can_shard,
@@ -37,7 +38,10 @@ from thunder_memsave.sharding.rows import (
     take_rows,
     whole_shape,
 )
-from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
+from thunder_memsave.sharding.sharded_parameter import stored_weight
+
+Frozen = FrozenInFp8 | FrozenInNf4
+"""The frozen weights that are kept in another format."""
 
 
 def materialize(
@@ -47,7 +51,7 @@ def materialize(
     data_parallel: DataParallel | None,
     weights: str | Path | None = None,
     rename: Rename = without_adapters,
-    frozen: FrozenInFp8 | None = None,
+    frozen: Frozen | None = None,
 ) -> None:
     """Fill every meta tensor of `module` in place, and shard the rest as well. A collective.
 
@@ -56,8 +60,8 @@ def materialize(
     `reset_parameters` or `_init_weights`, with the same values on all ranks; the module being initialised is whole on
     the host meanwhile.
 
-    Weights to be kept as fp8 numbers are cast as soon as they are read, so that at most one of them is live in its own
-    dtype; initialised ones are live in their own dtype until `FrozenInFp8.cast_rest`.
+    Weights to be kept in another format are cast as soon as they are read, so that at most one of them is live in its
+    own dtype; initialised ones are live in their own dtype until `cast_rest` of `frozen`.
 
     Args:
         module: A module wholly or partly on meta.
@@ -65,7 +69,7 @@ def materialize(
         data_parallel: The ranks to shard over.
         weights: As in `load_on_setup`, for the whole module.
         rename: As in `load_on_setup`.
-        frozen: The weights to be kept as fp8 numbers only.
+        frozen: The weights to be kept in another format only.
 
     Raises:
         StateMismatchError: Names or shapes in the files do not fit; nothing was changed.
@@ -93,7 +97,7 @@ def _fill_rest(
     seed: int,
 ) -> None:
     for read in reads:
-        if unquantized_dtype(read.target) is None:
+        if stored_weight(read.target) is None:
             _fill_from_file(read, device, data_parallel)
     for name, target, whole in initialize(module, seed=seed):
         _fill(target, name, _rows_of(whole), device, data_parallel)

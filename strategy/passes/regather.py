@@ -25,6 +25,9 @@ which are live anyway. A weight that forward reads in distant places, such as a 
 `regather_forward` does this in forward alone: backward reads the value of forward's last reader. The plan then decides
 whether to keep or to regather it: with a planner, `sharding: zero3` always regathers, `auto` decides by the budget.
 
+A weight in NF4 is dequantised by `nf4_dequantized`, and its copies are made anew in the same way, from the bytes that
+are gathered or, unsharded, are an argument. `dequantize_at_use` does that alone, where bytes stay gathered or are not.
+
 Source: ZeRO, stage 3 (Rajbhandari et al. 2020). Thunder 0.2.6 has such a mode in name only.
 """
 
@@ -42,6 +45,7 @@ from thunder.core.proxies import (
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
+from thunder_memsave.nf4.symbols import is_dequantized
 from thunder_memsave.ops.families.collectives import is_all_gather
 from thunder_memsave.ops.random_ops import draws_random_numbers
 from thunder_memsave.passes.symbols import (
@@ -80,11 +84,30 @@ def regather_forward(trace: TraceCtx) -> TraceCtx:
     return _regathered(trace, {"forward"}, name="regather_forward")
 
 
-def _regathered(trace: TraceCtx, phases: Set[_Phase], *, name: str) -> TraceCtx:
-    gathered = _gathered_values(trace.bound_symbols)
+def dequantize_at_use(trace: TraceCtx, *, in_backward: bool) -> TraceCtx:
+    """Give every run of consecutive readers of a dequantised weight a copy of its own, from the same bytes.
+
+    Args:
+        trace: A joint or an inference trace, with operations claimed by executors.
+        in_backward: Whether backward makes copies of its own; else it reads the last of forward.
+
+    Returns:
+        A trace in which no copy outlives the consecutive operations that read it, unless backward reads it or it is
+        returned to the caller.
+    """
+    phases: Set[_Phase] = {"forward", "backward"} if in_backward else {"forward"}
+    return _regathered(trace, phases, name="dequantize_at_use", of_gathers=False)
+
+
+def _regathered(
+    trace: TraceCtx, phases: Set[_Phase], *, name: str, of_gathers: bool = True
+) -> TraceCtx:
+    gathered = _gathered_values(trace.bound_symbols, of_gathers=of_gathers)
     if not gathered:
         return trace
     new = from_trace(trace)
+    # Thunder shares the set of names, and the same trace in tiles is rewritten to the same new names.
+    new.names = set(trace.names)
     with tracectx(new):
         new.bound_symbols = list(_rewritten(trace.bound_symbols, gathered, phases))
     new.set_provenance(TraceProvenance(f"Joint pass {name}"))
@@ -93,17 +116,18 @@ def _regathered(trace: TraceCtx, phases: Set[_Phase], *, name: str) -> TraceCtx:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A value that one gathered parameter alone decides."""
+    """A value that one gathered, or dequantised, parameter alone decides."""
 
     shard: str
-    """Name of the parameter's shard."""
+    """Name of the parameter's shard, or bytes."""
     producer: BoundSymbol
 
 
-def _gathered_values(symbols: Sequence[BoundSymbol]) -> dict[str, _Gathered]:
+def _gathered_values(symbols: Sequence[BoundSymbol], *, of_gathers: bool) -> dict[str, _Gathered]:
     values: dict[str, _Gathered] = {}
     for bsym in symbols:
-        if is_all_gather(bsym):
+        is_of_bytes = is_dequantized(bsym) and bsym.args[0].name not in values
+        if is_of_bytes or (of_gathers and is_all_gather(bsym)):
             shard = bsym.args[0].name
         else:
             inputs = [values.get(a.name) for a in decisive_args(bsym) if is_tensor(a)]

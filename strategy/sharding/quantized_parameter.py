@@ -1,4 +1,4 @@
-"""A parameter that holds only a weight's fp8 numbers, and refuses operations that would ignore their scale."""
+"""A parameter that holds only a weight's stored numbers, and refuses operations that would take them for it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.sharding.operands import first_of, tensors_in
 from thunder_memsave.sharding.row_operations import name_of
+from thunder_memsave.sharding.rows import mark, whole_shape
 from thunder_memsave.sharding.sharded_parameter import (
+    StoredWeight,
     is_sharded,
     mark_quantized,
-    unquantized_dtype,
+    stored_weight,
 )
 
 # These read a weight as a whole even if the shapes of a shard happen to fit.
@@ -33,13 +36,13 @@ _REFUSED_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 
 
 class Fp8ParameterError(ThunderMemsaveError, ValueError):
-    """The fp8 numbers of a weight were used as if they were the weight."""
+    """The stored numbers of a weight were used as if they were the weight."""
 
     code = None  # the traceback shows the user
 
 
 class Fp8Parameter(nn.Parameter):
-    """The fp8 numbers of a frozen weight; their scale is a buffer of its linear.
+    """The fp8 numbers of a frozen weight, whose scale is a buffer of its linear; or its bytes in NF4.
 
     Made in place by assigning `__class__`, like `ShardedParameter`; a shard of such a weight is a `ShardedParameter`.
     """
@@ -71,13 +74,13 @@ class Fp8Parameter(nn.Parameter):
         return copied_once
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickle as fp8 numbers: torch's own way gives a parameter that looks like a weight."""
+        """Pickle as stored numbers: torch's own way gives a parameter that looks like a weight."""
         return _rebuild, (self.data, *self._state())
 
-    def _state(self) -> tuple[str, torch.dtype]:
-        dtype = unquantized_dtype(self)
-        assert dtype is not None
-        return self._parameter_name, dtype
+    def _state(self) -> tuple[str, StoredWeight]:
+        stored = stored_weight(self)
+        assert stored is not None
+        return self._parameter_name, stored
 
 
 def hold_fp8(p: nn.Parameter, values: Tensor, *, name: str) -> None:
@@ -88,23 +91,48 @@ def hold_fp8(p: nn.Parameter, values: Tensor, *, name: str) -> None:
         values: fp8, in the shape of `p`.
         name: Dotted name, for messages.
     """
-    dtype = p.dtype
+    mark_quantized(p, StoredWeight(format="fp8", dtype=p.dtype, shape=whole_shape(p)))
     p.data = values
-    mark_quantized(p, unquantized_dtype=dtype)
     if not is_sharded(p):
         mark_whole(p, name=name)
 
 
+def hold_nf4(
+    p: nn.Parameter,
+    stored: Tensor,
+    *,
+    num_bytes: int,
+    name: str,
+    data_parallel: DataParallel | None,
+) -> None:
+    """Replace the weight, or shard, that `p` holds by its bytes in NF4, and free it.
+
+    Args:
+        p: A frozen parameter. The object stays, with its attributes.
+        stored: uint8, flat: all bytes, or of a shard this rank's, padded.
+        num_bytes: Of the whole weight in NF4.
+        name: Dotted name, for messages.
+        data_parallel: The ranks that share the bytes, if `p` is a shard.
+    """
+    mark_quantized(p, StoredWeight(format="nf4", dtype=p.dtype, shape=whole_shape(p)))
+    p.data = stored
+    if is_sharded(p):
+        assert data_parallel is not None
+        mark(p, name, torch.Size([num_bytes]), data_parallel)
+    else:
+        mark_whole(p, name=name)
+
+
 def mark_whole(p: nn.Parameter, *, name: str) -> None:
-    """Turn `p`, which holds the fp8 numbers of a whole weight, into an `Fp8Parameter` in place."""
+    """Turn `p`, which holds the numbers of a whole weight, into an `Fp8Parameter` in place."""
     p.__class__ = Fp8Parameter
     assert isinstance(p, Fp8Parameter)
     p._parameter_name = name
 
 
-def _rebuild(values: Tensor, name: str, dtype: torch.dtype) -> Fp8Parameter:
+def _rebuild(values: Tensor, name: str, stored: StoredWeight) -> Fp8Parameter:
     p = nn.Parameter(values, requires_grad=False)
-    mark_quantized(p, unquantized_dtype=dtype)
+    mark_quantized(p, stored)
     mark_whole(p, name=name)
     assert isinstance(p, Fp8Parameter)
     return p
@@ -141,6 +169,13 @@ def _mixes_shapes(values: Sequence[Any]) -> bool:
 
 
 def _message(operation: str, p: Fp8Parameter) -> str:
+    stored = stored_weight(p)
+    if stored is not None and stored.format == "nf4":
+        return (
+            f"{operation}() was asked to use {p._parameter_name!r} outside the compiled forward, but only the bytes of "
+            "that weight in NF4 are kept (frozen_weights: nf4). Call the module that fabric.setup() returned, or leave "
+            "frozen_weights out, which keeps the weight itself."
+        )
     return (
         f"{operation}() was asked to use {p._parameter_name!r} outside the compiled forward, but only fp8 numbers of "
         "that weight are kept (fp8.frozen_weights: fp8), which mean nothing without their scale. Call the module that "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from thunder_memsave.sharding.row_errors import (
 from thunder_memsave.sharding.row_operations import Kind, kind_of, name_of
 
 _STATE = ("unsharded_shape", "_first_row", "_num_real_rows", "_parameter_name")
-_UNQUANTIZED = "unquantized_dtype"
+_STORED = "stored_weight"
 # torch's own accessors.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -30,6 +31,16 @@ _DATA: Any = Tensor.data
 _GIVES_BYTES = frozenset(
     {"data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__dlpack__"}
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeight:
+    """The whole weight that a parameter, or all its shards, hold in a format of fewer bytes."""
+
+    format: Literal["fp8", "nf4"]
+    """`fp8`: numbers in the weight's shape, whose scale is elsewhere; `nf4`: bytes, flat, scales among them."""
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class ShardedRows(Rows):
@@ -202,7 +213,7 @@ class ShardedParameter(Rows, nn.Parameter):
 
     def _state(self) -> dict[str, Any]:
         state = {k.lstrip("_"): vars(self)[k] for k in _STATE}
-        return {**state, _UNQUANTIZED: unquantized_dtype(self)}
+        return {**state, _STORED: stored_weight(self)}
 
 
 ShardedRows.class_of_results = ShardedRows
@@ -235,21 +246,27 @@ def mark_sharded(
 
 
 def _rebuild(plain: nn.Parameter, state: dict[str, Any]) -> ShardedParameter:
-    dtype = state.pop(_UNQUANTIZED)
+    stored = state.pop(_STORED)
     sharded = mark_sharded(plain, **state)
-    if dtype is not None:
-        mark_quantized(sharded, unquantized_dtype=dtype)
+    if stored is not None:
+        mark_quantized(sharded, stored)
     return sharded
 
 
-def mark_quantized(p: nn.Parameter, *, unquantized_dtype: torch.dtype) -> None:
-    """Mark `p`, sharded or not, as the fp8 numbers of a weight of this dtype."""
-    setattr(p, _UNQUANTIZED, unquantized_dtype)
+def mark_quantized(p: nn.Parameter, stored: StoredWeight) -> None:
+    """Mark `p`, sharded or not, as what is stored of a weight."""
+    setattr(p, _STORED, stored)
+
+
+def stored_weight(p: Tensor) -> StoredWeight | None:
+    """Return what is stored in `p` in another format; None: `p` holds the weight itself."""
+    return vars(p).get(_STORED)
 
 
 def unquantized_dtype(p: Tensor) -> torch.dtype | None:
-    """Return the dtype of the weight whose fp8 numbers `p` holds; None: `p` holds the weight itself."""
-    return vars(p).get(_UNQUANTIZED)
+    """Return the dtype of the weight that is stored in `p`; None: `p` holds the weight itself."""
+    stored = stored_weight(p)
+    return None if stored is None else stored.dtype
 
 
 def is_sharded(p: Tensor) -> bool:

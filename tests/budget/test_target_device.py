@@ -94,6 +94,12 @@ def test_weights_are_gathered_from_as_many_ranks_as_were_asked_for(compiled: Com
     assert tuple(embedding.shape) == (128256 // 64, 4096)
 
 
+def test_a_number_has_its_memory_because_dynamo_reads_it() -> None:
+    number = without_memory(torch.Size([]), torch.int64)
+    assert number.nbytes == number.untyped_storage().nbytes()
+    assert int(number) > 1
+
+
 def test_tensors_without_memory_hold_none() -> None:
     tensor = without_memory(torch.Size((2**15, 2**15)), torch.float32)
     assert tensor.shape == (2**15, 2**15)

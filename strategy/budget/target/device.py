@@ -20,8 +20,11 @@ from thunder_memsave.sharding.sharded_parameter import is_sharded
 def without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor that says it is on the CPU, but has no memory; the caller must not read it.
 
-    Unlike a meta tensor, it is like any other to autocast and to models that look at devices.
+    Unlike a meta tensor, it is like any other to autocast and to models that look at devices. One without dims has its
+    few bytes: Dynamo reads whole numbers, and takes 0 and 1 for constants.
     """
+    if not shape:
+        return torch.full((), 1000).to(dtype)
     tensor = torch.empty(shape, dtype=dtype)
     tensor.untyped_storage().resize_(0)
     return tensor

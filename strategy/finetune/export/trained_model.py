@@ -35,6 +35,8 @@ from thunder_memsave.materialize.pending_weights import (
     names_in_files,
     reads_from_files,
 )
+from thunder_memsave.nf4.frozen import FrozenInNf4
+from thunder_memsave.nf4.numbers import round_trip
 from thunder_memsave.settings.problems import ConfigError
 
 _MAX_SHOWN = 20
@@ -51,6 +53,8 @@ class TrainedModel:
     """The model as training built it, adapter included."""
     read: Callable[[str], Tensor]
     """Returns a parameter or buffer by its name in `model`, as training had it."""
+    as_trained: Callable[[str, Tensor], Tensor]
+    """`(name in the model, value in the base's files) -> value` that training computed with, dequantised of NF4."""
 
 
 def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
@@ -70,19 +74,42 @@ def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedMode
     model = build_model(config, tokenizer)
     in_files = _checked_base(model, manifest, checkpoint, config)
     _refuse_fp8_alone(manifest, checkpoint)
+    as_trained = _as_trained(config, model)
+    _refuse_nf4_alone(config, model, manifest, checkpoint)
     _check_tensors(model, in_files, manifest, checkpoint)
     try:
         weights = model_in(checkpoint)
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {checkpoint}: {error}; name another checkpoint.") from error
-    read = _reader(model, weights, checkpoint, config.model.name_or_path)
+    read = _reader(model, weights, checkpoint, config.model.name_or_path, as_trained)
     return TrainedModel(
-        checkpoint=checkpoint, config=config, tokenizer=tokenizer, model=model, read=read
+        checkpoint=checkpoint,
+        config=config,
+        tokenizer=tokenizer,
+        model=model,
+        read=read,
+        as_trained=as_trained,
     )
 
 
+def _as_trained(config: RunConfig, model: nn.Module) -> Callable[[str, Tensor], Tensor]:
+    """Return the function that gives a base's weight the values that training computed with."""
+    in_nf4: frozenset[str] = frozenset()
+    if config.model.frozen_weights == "nf4":
+        in_nf4 = frozenset(FrozenInNf4(model, data_parallel=None).names)
+
+    def as_trained(name: str, value: Tensor) -> Tensor:
+        return round_trip(value, name=name) if name in in_nf4 else value
+
+    return as_trained
+
+
 def _reader(
-    model: nn.Module, weights: TensorSource, checkpoint: Path, base: str
+    model: nn.Module,
+    weights: TensorSource,
+    checkpoint: Path,
+    base: str,
+    as_trained: Callable[[str, Tensor], Tensor],
 ) -> Callable[[str], Tensor]:
     """Return a reader of the checkpoint, and of the base model's files for frozen weights that only they hold."""
     own = model.state_dict(keep_vars=True)
@@ -90,7 +117,9 @@ def _reader(
 
     def read(name: str) -> Tensor:
         with _read_from(checkpoint if name in saved else base, name):
-            return weights.read(name) if name in saved else files[name]().to(own[name].dtype)
+            if name in saved:
+                return weights.read(name)
+            return as_trained(name, files[name]().to(own[name].dtype))
 
     return read
 
@@ -174,6 +203,23 @@ def _refuse_fp8_alone(manifest: Manifest, checkpoint: Path) -> None:
             "which export does not read and no base model's files have; train with fp8.frozen_weights: compute, or on "
             "a model.name_or_path that has weights.",
             key="fp8.frozen_weights",
+        )
+
+
+def _refuse_nf4_alone(
+    config: RunConfig, model: nn.Module, manifest: Manifest, checkpoint: Path
+) -> None:
+    """Refuse the same for weights in NF4."""
+    if config.model.frozen_weights != "nf4":
+        return
+    names = FrozenInNf4(model, data_parallel=None).names
+    kept = [name for name in names if name in manifest.tensors.get(MODEL, {})]
+    if kept:
+        raise ConfigError(
+            f"{checkpoint} holds {len(kept)} frozen weights in NF4 alone (model.frozen_weights: nf4), such as "
+            f"{kept[0]}, which export does not read and no base model's files have; leave model.frozen_weights out, or "
+            "train on a model.name_or_path that has weights.",
+            key="model.frozen_weights",
         )
 
 

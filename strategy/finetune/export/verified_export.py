@@ -51,7 +51,7 @@ def verify_adapter(trained: TrainedModel, directory: Path) -> Verified:
     adapted = _with_adapter(base, directory)
     files = reads_from_files(adapted)
     ids = _input_ids(base.config)
-    ours = logits_of(adapted, ids, lambda name: files[name]().to(dtype))
+    ours = logits_of(adapted, ids, lambda n: trained.as_trained(n, files[n]().to(dtype)))
     theirs = _logits_of_run(trained, ids)
     return Verified(difference=_checked(ours, theirs, trained), from_rounding=0.0)
 

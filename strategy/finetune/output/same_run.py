@@ -98,6 +98,7 @@ def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
         "model.config": model.get("config"),
         "model.dtype": model.get("dtype"),
         "model.trainable_dtype": model.get("trainable_dtype"),
+        "model.frozen_weights": model.get("frozen_weights"),
         "lora": _with_defaults(config.get("lora")),
         "adapter": config.get("adapter"),
         "fp8": None if fp8 is None else parse_section(Fp8Config, fp8, where="fp8"),

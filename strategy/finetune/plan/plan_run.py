@@ -27,7 +27,7 @@ from thunder_memsave.budget.ways import Way
 from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.compiler.cuda_graphs.torch_runtime import CudaRuntime
-from thunder_memsave.config import MemoryConfig, StrategyConfig, StrategySections
+from thunder_memsave.config import MemoryConfig, StrategyConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.errors import BudgetError
@@ -49,6 +49,7 @@ from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.capture import Call
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.nf4.frozen import FrozenInNf4
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
@@ -138,6 +139,8 @@ def plan_run(
     put_loss_in(model, objective)
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
+        if strategy.frozen_weights == "nf4":
+            FrozenInNf4(model, data_parallel=data_parallel).stand_in()
         memory = _step_memory(config, objective, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
         outside = _outside_bytes(device, num_ranks, data_parallel)
@@ -165,10 +168,9 @@ def _budget_bytes(strategy: StrategyConfig, device: Device) -> int | None:
 
 
 def _strategy(config: RunConfig, device: Device, num_ranks: int) -> StrategyConfig:
-    sections = StrategySections(strategy=config.strategy, memory=config.memory, fp8=config.fp8)
     refuse_without_fp8(config.fp8, device)
     refuse_own_scales(config.fp8, num_ranks=num_ranks)
-    return sections.together
+    return config.of_strategy
 
 
 def _reserved(

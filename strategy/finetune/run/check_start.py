@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from thunder_memsave.budget.pins import check_pins
-from thunder_memsave.config import StrategySections
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.launch import world_size
 from thunder_memsave.finetune.run_file.reading.problems import Problems
@@ -18,8 +17,11 @@ from thunder_memsave.measure.devices import total_bytes
 
 def check_strategy(config: RunConfig, problems: Problems) -> None:
     """Check the strategy's settings against this device and the number of processes; needs no model."""
-    sections = StrategySections(strategy=config.strategy, memory=config.memory, fp8=config.fp8)
-    problems.check(lambda: sections.together, reads=("strategy", "memory", "fp8"), about="strategy")
+    problems.check(
+        lambda: config.of_strategy,
+        reads=("strategy", "memory", "fp8", "model.frozen_weights"),
+        about="strategy",
+    )
     problems.check(
         lambda: config.memory.budget_bytes(total_bytes(_device())),
         reads=("memory",),

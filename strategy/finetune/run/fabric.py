@@ -30,7 +30,10 @@ def build_fabric(
         devices=num_local,
         num_nodes=world_size(config) // num_local,
         strategy=ThunderMemsaveStrategy(
-            **asdict(config.strategy), memory=config.memory, fp8=config.fp8
+            **asdict(config.strategy),
+            memory=config.memory,
+            fp8=config.fp8,
+            frozen_weights=config.model.frozen_weights,
         ),
         precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),

@@ -1,4 +1,4 @@
-"""Describes in a few lines which linears of a run compute in fp8, and why the others do not."""
+"""Describes in a few lines which weights of a run are in fewer bits than the others, and why others are not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from thunder_memsave.fp8.compute.backends import choose_backend
 from thunder_memsave.fp8.compute.linears import choose_linears, frozen_in_fp8
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.fp8.weights.layers import Choice, by_reason, shown
+from thunder_memsave.nf4.frozen import FrozenInNf4
 
 _NUM_CHOSEN, _NUM_OTHERS = 8, 2
 
@@ -37,6 +38,18 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
     lines = describe_choices(choices, recipe=fp8.recipe, backend=backend)
     frozen = frozen_in_fp8(model, fp8, data_parallel=None)
     return lines if frozen is None else f"{lines}\n{len(frozen)} frozen weights kept in fp8 alone"
+
+
+def nf4_shown(config: RunConfig, model: nn.Module) -> str | None:
+    """Return a line on the frozen weights in NF4; None if there are to be none.
+
+    Raises:
+        ConfigError: no weight would be kept so.
+    """
+    if config.model.frozen_weights != "nf4":
+        return None
+    frozen = FrozenInNf4(model, data_parallel=None)
+    return f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes (NF4)"
 
 
 def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from thunder_memsave.config import Fp8Config, MemoryConfig, StrategySection
+from thunder_memsave.config import (
+    Fp8Config,
+    MemoryConfig,
+    StrategyConfig,
+    StrategySection,
+    StrategySections,
+)
 from thunder_memsave.settings.schema import Section
 from thunder_memsave.settings.value_kinds import Must, Positive, Whole, at_least
 
@@ -46,6 +52,10 @@ class ModelConfig(Section):
 
     trainable_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the trained weights; small updates vanish in bfloat16."""
+
+    frozen_weights: Literal["nf4"] | None = None
+    """Format in which frozen weights of linear layers, except `lm_head`, are kept: `nf4` is 4 bits with double
+    quantisation, as in QLoRA; null keeps them in `dtype`. For 8 bits see `fp8.frozen_weights`."""
 
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Implementation of attention in transformers."""
@@ -254,3 +264,13 @@ class RunConfig(Section):
 
     resume: bool | str = False
     """`false`, `auto` (the newest checkpoint in `output_dir`, if any), or a checkpoint's path."""
+
+    @property
+    def of_strategy(self) -> StrategyConfig:
+        """The strategy's settings: three sections, and `model.frozen_weights`.
+
+        Raises:
+            ConfigError: Two of them do not go together.
+        """
+        sections = StrategySections(strategy=self.strategy, memory=self.memory, fp8=self.fp8)
+        return replace(sections.together, frozen_weights=self.model.frozen_weights)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from thunder_memsave.budget import plan_request
+from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan.plan_command import PlanOptions, parse_options
 from thunder_memsave.finetune.plan.plan_progress import STAGES
@@ -212,3 +213,25 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert "--world-size N" in output
     assert "--memory.budget" in output
+
+
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_frozen_weights_in_nf4_are_planned_as_bytes(
+    num_ranks: str, run_file: str, compiled: list[Compiled]
+) -> None:
+    """Within a budget, where the same trace is planned in tiles too; each copy is made where it is read.
+
+    Nothing before the first layer is trained, so backward does not read three of its weights.
+    """
+    options = ["--device", "h100", "--world-size", num_ranks, "--model.frozen_weights=nf4"]
+    assert main(["plan", run_file, *options]) == 0
+    (found,) = compiled
+    forward, backward = found.forward_traces[-1], found.backward_traces[-1]
+    stored = [a for a in forward.args if "uint8" in str(getattr(a, "dtype", ""))]
+    assert len(stored) == 3 * 7
+    made = [
+        sum(b.sym.name == "nf4_dequantized" for b in trace.bound_symbols)
+        for trace in (forward, backward)
+    ]
+    assert made[0] == 3 * 7
+    assert made[1] == (3 * 7 - 3 if num_ranks == "2" else 0)

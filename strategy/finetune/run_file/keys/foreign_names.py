@@ -8,7 +8,9 @@ AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune",
 
 _PLANNING = "what does not fit is recomputed; with policy recompute_all, everything"
 _OFFLOAD = "activations; the plan of memory.budget chooses which"
-_QUANTIZED = "this version computes with float32 and bfloat16 weights only; use model.dtype"
+_QUANTIZED = "this version keeps frozen weights in nf4, fp8, bfloat16 or float32"
+_NF4, _FP8_WEIGHTS = "model.frozen_weights", "fp8.frozen_weights"
+_NF4_FACTS = "it is nf4 in blocks of 64, with double quantisation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +97,20 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "torch_dtype": _(AXOLOTL, TRAINER, here="model.dtype"),
     "bfloat16": _(AXOLOTL, here=("model.dtype", "model.trainable_dtype"), note="write bfloat16"),
     "float16": _(AXOLOTL, here="model.dtype", note="float16 is not supported"),
-    "load_in_4bit": _(AXOLOTL, UNSLOTH, TRAINER, note=_QUANTIZED),
-    "load_in_8bit": _(AXOLOTL, UNSLOTH, TRAINER, note=_QUANTIZED),
-    "quantize": _(LITGPT, note=_QUANTIZED),
-    "quantization_config": _(TRAINER, note=_QUANTIZED),
+    "load_in_4bit": _(AXOLOTL, UNSLOTH, TRAINER, here=_NF4, note="write nf4"),
+    "load_in_8bit": _(
+        AXOLOTL, UNSLOTH, TRAINER, here=_FP8_WEIGHTS, note="fp8 has 8 bits; int8 is not supported"
+    ),
+    "quantize": _(LITGPT, here=_NF4, note="nf4 for bnb.nf4-dq; the others are not supported"),
+    "quantization_config": _(TRAINER, here=_NF4, note=_NF4_FACTS),
     "gptq": _(AXOLOTL, note=_QUANTIZED),
-    "bnb_4bit_quant_type": _(TRAINER, note=_QUANTIZED),
-    "bnb_4bit_compute_dtype": _(TRAINER, note=_QUANTIZED),
-    "use_bnb_nested_quant": _(TRAINER, note=_QUANTIZED),
+    "bnb_4bit_quant_type": _(TRAINER, here=_NF4, note="nf4; fp4 is not supported"),
+    "bnb_4bit_compute_dtype": _(TRAINER, here="model.dtype", note="bfloat16 or float32"),
+    "bnb_4bit_use_double_quant": _(AXOLOTL, TRAINER, here=_NF4, note=_NF4_FACTS),
+    "use_bnb_nested_quant": _(TRAINER, here=_NF4, note=_NF4_FACTS),
+    "bnb_4bit_quant_storage": _(
+        TRAINER, note="bytes are gathered as bytes, whatever the mode; leave it out"
+    ),
     # adapters
     "lora_r": _(AXOLOTL, LITGPT, TRAINER, UNSLOTH, here="lora.r"),
     "lora_rank": _(TORCHTUNE, here="lora.r"),

@@ -1,0 +1,182 @@
+"""`frozen_weights: nf4` on several ranks: bytes are gathered, and the weights have the bits of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.memory import measured_memory
+from harness.rank_memory import letting_go
+from thunder_memsave import load_on_setup
+from thunder_memsave.distributed.agreement import OtherRankError
+from thunder_memsave.nf4.layout import num_bytes
+from thunder_memsave.nf4.numbers import NonFiniteWeightError, dequantize, quantize
+from thunder_memsave.ops.families.collectives import gathers
+from thunder_memsave.sharding.row_errors import ShardedParameterError
+
+
+class Net(nn.Module):
+    """Frozen linears whose rows are no multiple of 64 elements, after a trained factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(161, 401)
+        self.down = nn.Linear(401, 161, bias=False)
+        self.requires_grad_(False)
+        self.factor = nn.Parameter(torch.ones(161))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(torch.tanh(self.up(x * self.factor)))).square().mean()
+
+
+NUM_BYTES = num_bytes(161 * 401)
+
+
+def make() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def dequantised() -> Net:
+    model = make()
+    for linear in (model.up, model.down):
+        stored = quantize(linear.weight, name="w")
+        linear.weight.data = dequantize(stored, linear.weight.shape, torch.float32)
+    return model
+
+
+def batch(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return torch.randn(8, 161, generator=generator)
+
+
+def fabric_of(num_ranks: int, sharding: Any, kept: str | None, **others: Any) -> Fabric:
+    settings = {"devices": num_ranks, "sharding": sharding, "timeout": "2min", **others}
+    return make_fabric(frozen_weights=kept, **settings)
+
+
+def set_up(fabric: Fabric, model: nn.Module) -> tuple[Any, Any]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return fabric.setup(model, torch.optim.SGD(trained, lr=0.1))
+
+
+def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> list[Tensor]:
+    loss = model(batch(fabric.global_rank, number))
+    fabric.backward(loss)
+    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    run_on_fabric_ranks(check_two_ranks, 2, tmp_path)
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    run_on_fabric_ranks(check_three_ranks, 3, tmp_path)
+
+
+@on_fabric_rank
+def check_two_ranks(directory: Path) -> None:
+    for sharding in ("zero2", "zero3"):
+        check_training(2, sharding)
+    check_peak()
+    check_files_and_checkpoints(directory)
+    check_a_weight_that_is_not_finite()
+
+
+@on_fabric_rank
+def check_three_ranks(directory: Path) -> None:
+    check_training(3, "zero3")
+
+
+def check_training(num_ranks: int, sharding: Any) -> None:
+    found = []
+    for kept, model in ((None, dequantised()), ("nf4", make())):
+        fabric = fabric_of(num_ranks, sharding, kept)
+        module, optimizer = set_up(fabric, model)
+        found.append([v for n in range(3) for v in step(fabric, module, optimizer, n)])
+    assert len(found[0]) == len(found[1]) == 3 * (1 + 1)
+    assert all(map(torch.equal, *found))
+    whole = fabric.strategy.get_module_state_dict(module)
+    for name, parameter in make().named_parameters():
+        if name in ("up.weight", "down.weight"):
+            assert torch.equal(whole[name], quantize(parameter, name=name)), name
+    check_bytes(module, num_ranks, sharding)
+
+
+def check_bytes(module: Any, num_ranks: int, sharding: str) -> None:
+    """Held and gathered weights are bytes; padding is less than one for each rank."""
+    of_rank = -(-NUM_BYTES // num_ranks)
+    assert module.module.up.weight.nbytes == module.module.down.weight.nbytes == of_rank
+    (compiled,) = module._forward_module.captures
+    forward, backward = compiled.forward_traces[-1], compiled.backward_traces[-1]
+    sent = [[w for b in t.bound_symbols for _, w in gathers(b)] for t in (forward, backward)]
+    of_weights = [[w for w in found if "uint8" in str(w.dtype)] for found in sent]
+    assert [w.numel for w in of_weights[0]] == 2 * [num_ranks * of_rank]
+    assert len(of_weights[1]) == (2 if sharding == "zero3" else 0)
+    for found in sent:
+        assert not [w for w in found if w.numel > num_ranks * 401 and "uint8" not in str(w.dtype)]
+    made_again = [b for b in backward.bound_symbols if b.sym.name == "nf4_dequantized"]
+    assert len(made_again) == (2 if sharding == "zero3" else 0)
+
+
+def check_peak() -> None:
+    """The peak of a step is the predicted one."""
+    fabric = fabric_of(2, "zero3", "nf4")
+    model, optimizer = set_up(fabric, make())
+    for number in range(2):
+        step(fabric, model, optimizer, number)
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    x = batch(fabric.global_rank, 0)
+    with letting_go():
+        measured = measured_memory(lambda: fabric.backward(model(x))).peak_bytes
+    call = fabric.strategy._planned_call()  # type: ignore[attr-defined]
+    assert held + x.nbytes + measured == pytest.approx(call.profile.peak_bytes, rel=0.01)
+    model.zero_grad()
+
+
+def check_files_and_checkpoints(directory: Path) -> None:
+    fabric = fabric_of(2, "zero3", "nf4")
+    path = fabric.broadcast(directory) / "model.safetensors"
+    if fabric.global_rank == 0:
+        save_file(make().state_dict(), path)
+    fabric.barrier()
+    with fabric.init_module(empty_init=True):
+        made = Net()
+    load_on_setup(made, path)
+    loaded, optimizer = set_up(fabric, made)
+    expected, its_optimizer = set_up(fabric, make())
+    checkpoint = fabric.broadcast(directory) / "checkpoint"
+    fabric.save(checkpoint, {"model": expected})
+    torch.manual_seed(7)
+    other, others_optimizer = set_up(fabric, Net())
+    fabric.load(checkpoint, {"model": other})
+    steps = [
+        step(fabric, model, its, 0)
+        for model, its in (
+            (loaded, optimizer),
+            (expected, its_optimizer),
+            (other, others_optimizer),
+        )
+    ]
+    assert all(map(torch.equal, steps[0], steps[1]))
+    assert all(map(torch.equal, steps[2], steps[1]))
+    with pytest.raises(ShardedParameterError, match=r"linear\(\) was asked to use 'down\.w"):
+        other.module.down(torch.randn(8, 401))
+
+
+def check_a_weight_that_is_not_finite() -> None:
+    """Every rank refuses it, whichever has its rows."""
+    model = make()
+    model.down.weight.data[160, 3] = torch.inf
+    with pytest.raises((NonFiniteWeightError, OtherRankError), match=r"down\.weight has elements"):
+        fabric_of(2, "zero3", "nf4").setup(model)

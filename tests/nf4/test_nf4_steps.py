@@ -1,0 +1,334 @@
+"""`frozen_weights: nf4`: only bytes of frozen weights are kept; all results are those of the dequantised weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from harness.fabric import make_fabric
+from harness.memory import measured_memory
+from harness.models import llama, token_batch
+from thunder_memsave import ConfigError, load_on_setup
+from thunder_memsave.budget.extract import profiles
+from thunder_memsave.budget.running_program import program
+from thunder_memsave.measure.scratch import MeasuredScratch
+from thunder_memsave.nf4.frozen import FrozenInNf4
+from thunder_memsave.nf4.layout import num_bytes
+from thunder_memsave.nf4.numbers import NonFiniteWeightError, dequantize, quantize
+from thunder_memsave.planner.simulate import simulate
+from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError
+
+
+class Net(nn.Module):
+    """Frozen linears of odd sizes between a trained one and an output layer, which stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 144)
+        self.wide = nn.Linear(144, 271)
+        self.narrow = nn.Linear(271, 48, bias=False)
+        self.lm_head = nn.Linear(48, 16)
+        for frozen in (self.wide, self.narrow, self.lm_head):
+            frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.lm_head(torch.tanh(self.narrow(torch.tanh(self.wide(x))))).square().mean()
+
+
+def lora() -> nn.Module:
+    config = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: nn.Module = peft.get_peft_model(llama(1, vocab_size=112), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return model.to(torch.bfloat16)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "lora": lora}
+
+
+def loss_of(module: Any, number: int) -> Tensor:
+    if isinstance(module.module, Net):
+        generator = torch.Generator().manual_seed(number)
+        result: Tensor = module(torch.randn(8, 32, generator=generator))
+        return result
+    tokens = token_batch(2, 24, seed=number)
+    loss: Tensor = module(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def with_dequantised_weights(model: nn.Module) -> nn.Module:
+    """Return a copy whose frozen weights are what their bytes stand for."""
+    copied = copy.deepcopy(model)
+    for name in FrozenInNf4(copied, data_parallel=None).names:
+        weight = copied.get_parameter(name)
+        stored = quantize(weight, name=name)
+        weight.data = dequantize(stored, weight.shape, weight.dtype)
+    return copied
+
+
+def set_up(model: nn.Module, frozen_weights: str | None = "nf4", **settings: Any) -> Any:
+    return make_fabric(sharding="none", frozen_weights=frozen_weights, **settings).setup(model)
+
+
+def trained_values(model: nn.Module, frozen_weights: str | None, **settings: Any) -> list[Tensor]:
+    """Losses and gradients of three steps."""
+    module = set_up(model, frozen_weights, **settings)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    found = []
+    for number in range(3):
+        loss = loss_of(module, number)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in parameters if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_and_gradients_are_those_of_the_dequantised_weights(kind: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    expected = trained_values(with_dequantised_weights(model), None)
+    unquantised = trained_values(copy.deepcopy(model), None)
+    found = trained_values(model, "nf4")
+    assert len(found) == len(expected) > 6
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(found[0], unquantised[0])
+
+
+def test_a_weight_takes_its_bytes_and_nothing_else_is_kept() -> None:
+    model = Net()
+    made: list[Any] = []
+    measured = measured_memory(lambda: made.append(set_up(model)))
+    for linear in (model.wide, model.narrow):
+        n = linear.in_features * linear.out_features
+        assert linear.weight.nbytes == num_bytes(n)
+    trained_and_skipped = (model.first, model.lm_head)
+    assert all(m.weight.dtype == torch.float32 for m in trained_and_skipped)
+    assert measured.end_bytes == model.wide.weight.nbytes + model.narrow.weight.nbytes
+
+
+def dequantisations(trace: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the weights that a trace dequantises."""
+    found = [b for b in trace.bound_symbols if b.sym.name == "nf4_dequantized"]
+    return [tuple(b.flat_proxy_outs[0].shape) for b in found]
+
+
+def test_a_weight_is_dequantised_where_it_is_read() -> None:
+    module = set_up(Net())
+    loss_of(module, 0)
+    (compiled,) = module._forward_module.captures
+    symbols = [b for b in compiled.forward_traces[-1].bound_symbols if b.flat_proxy_outs]
+    names = [b.sym.name for b in symbols]
+    places = [i for i, name in enumerate(names) if name == "nf4_dequantized"]
+    assert len(places) == 2
+    for place in places:
+        assert names[place + 1] in ("aten_t",)
+        assert "mm" in names[place + 2]
+
+
+def step_of(module: Any) -> Callable[[], None]:
+    inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        module(inputs).backward()
+
+    return step
+
+
+def predicted_bytes(module: Any, directory: Path) -> int:
+    """Return the peak of the traces that run, without what is there before."""
+    (compiled,) = module._forward_module.captures
+    known = profiles(scratch=MeasuredScratch(directory=directory))
+    traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
+    found = program(*traces, known=known, differentiated={0})
+    return simulate(found).peak_bytes - sum(found.storages[s].nbytes for s in found.held)
+
+
+@pytest.mark.parametrize("policy", ["plan", "recompute_all"])
+def test_predicted_peaks_are_the_measured_ones_to_the_byte(policy: str, tmp_path: Path) -> None:
+    module = set_up(Net(), memory={"policy": policy})
+    step = step_of(module)
+    step()
+    module.zero_grad(set_to_none=True)
+    assert predicted_bytes(module, tmp_path) == measured_memory(step).peak_bytes
+
+
+def test_a_plan_keeps_no_dequantised_copy_where_its_budget_has_no_room() -> None:
+    free = make_fabric(sharding="none", frozen_weights="nf4")
+    kept = free.setup(Deep())
+    kept(torch.ones(4, 128)).sum().backward()
+    budget = peak_of(free) - 6 * 4 * 128 * 128
+    fabric = make_fabric(sharding="none", frozen_weights="nf4", memory={"budget": budget})
+    module = fabric.setup(Deep())
+    found = module(torch.ones(4, 128))
+    found.sum().backward()
+    (compiled,) = module._forward_module.captures
+    assert len(dequantisations(compiled.forward_traces[-1])) == 8
+    again = dequantisations(compiled.backward_traces[-1])
+    assert len(again) >= 6
+    assert torch.equal(module.module.scale.grad, kept.module.scale.grad)
+    assert peak_of(fabric) <= budget
+
+
+def peak_of(fabric: Any) -> int:
+    peak_bytes: int = fabric.strategy._planned_call().profile.peak_bytes
+    return peak_bytes
+
+
+class Deep(nn.Module):
+    """Eight frozen linears after a trained factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linears = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(8))
+        self.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for linear in self.linears:
+            x = torch.tanh(linear(x))
+        return x
+
+
+def test_weights_from_files_are_quantised_one_by_one(tmp_path: Path) -> None:
+    model = Deep().to(torch.bfloat16)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    fabric = make_fabric(sharding="none", precision="bf16-true", frozen_weights="nf4")
+
+    def load() -> Any:
+        with fabric.init_module(empty_init=True):
+            made = Deep()
+        load_on_setup(made, tmp_path / "model.safetensors")
+        return fabric.setup(made)
+
+    load()
+    measured = measured_memory(load)
+    mapped, one = (tmp_path / "model.safetensors").stat().st_size, 128 * 128
+    of_all = 8 * num_bytes(one)
+    assert measured.end_bytes == of_all + 2 * 128
+    # One weight in bfloat16, twice, and in float32 with codes of four bytes.
+    assert measured.peak_bytes - mapped < of_all + (2 + 2 + 4 * 4) * one
+    found, expected = load().state_dict(), set_up(model, precision="bf16-true").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
+def test_bytes_are_saved_and_load_bit_by_bit(state_dict_type: str, tmp_path: Path) -> None:
+    fabric = make_fabric(sharding="none", frozen_weights="nf4", state_dict_type=state_dict_type)
+    torch.manual_seed(0)
+    module, other = fabric.setup(Net()), fabric.setup(Net())
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    assert saved["wide.weight"].dtype == torch.uint8
+    fabric.save(tmp_path / "saved", {"model": module})
+    fabric.load(tmp_path / "saved", {"model": other})
+    assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items())
+    assert torch.equal(loss_of(other, 0), loss_of(module, 0))
+    with pytest.raises(RuntimeError, match=r"size mismatch for wide\.weight"):
+        other.load_state_dict(Net().state_dict())
+
+
+def test_a_copied_and_a_pickled_model_keep_their_bytes_and_their_weights_shape() -> None:
+    module = set_up(Net())
+    expected = loss_of(module, 0)
+    copied = copy.deepcopy(module)
+    assert torch.equal(loss_of(copied, 0), expected)
+    weight = pickle.loads(pickle.dumps(module.module.wide.weight))
+    assert torch.equal(weight.data, module.module.wide.weight.data)
+    assert weight.stored_weight.shape == (271, 144)
+
+
+class ReadsTheWeight(nn.Module):
+    """Reads a linear's weight itself, as DoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(144, 272)
+        self.linear.requires_grad_(False)
+        self.magnitude = nn.Parameter(torch.ones(272))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.magnitude / self.linear.weight.norm(dim=1)
+
+
+def test_what_else_reads_a_weight_gets_the_dequantised_one() -> None:
+    model = ReadsTheWeight()
+    x, results = torch.randn(8, 144), []
+    for each, kept in ((with_dequantised_weights(model), None), (model, "nf4")):
+        result = set_up(each, kept)(x)
+        result.sum().backward()
+        results.append((result, each.magnitude.grad))
+    assert all(map(torch.equal, *results))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.inner, self.twin = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.out = nn.Linear(16, 32, bias=False)
+        self.requires_grad_(False)
+        self.out.weight = self.embedding.weight
+        self.twin.weight = self.inner.weight
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.twin(self.inner(self.embedding(x) * self.scale)))
+
+
+def test_a_weight_that_an_embedding_shares_stays_and_linears_share_theirs() -> None:
+    model = Tied()
+    module = set_up(model)
+    assert model.out.weight.dtype == torch.float32
+    assert model.inner.weight is model.twin.weight
+    assert model.inner.weight.dtype == torch.uint8
+    assert torch.isfinite(module(torch.arange(8))).all()
+
+
+def test_the_bytes_are_not_taken_for_a_weight() -> None:
+    module = set_up(Net())
+    linear = module.module.wide
+    with pytest.raises(
+        Fp8ParameterError, match=r"linear\(\) was asked to use 'wide\.weight' outsid"
+    ):
+        linear(torch.randn(2, 144))
+    linear.weight.data = linear.weight.data.float()
+    with pytest.raises(ConfigError, match=r"'wide\.weight' holds bytes in NF4 .* cast to float32"):
+        loss_of(module, 0)
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name() -> None:
+    model = Net()
+    model.narrow.weight.data[3, 5] = torch.nan
+    with pytest.raises(
+        NonFiniteWeightError, match=r"narrow\.weight has elements that are infinite"
+    ):
+        set_up(model)
+
+
+def test_settings_without_effect_are_refused() -> None:
+    trained = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(
+        ConfigError, match=r"the model has no nn\.Linear, beside lm_head, whose weig"
+    ):
+        set_up(trained)
+    with pytest.raises(ConfigError, match=r"frozen_weights is 'nf4', and fp8 is set too"):
+        make_fabric(frozen_weights="nf4", fp8={})
+    with pytest.raises(ConfigError, match="frozen_weights"):
+        make_fabric(frozen_weights="nf5")
