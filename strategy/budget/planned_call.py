@@ -22,10 +22,10 @@ from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.added_gradients import is_watched
 from thunder_memsave.ops.table import place_of_rows_per_tile
-from thunder_memsave.passes.loss_tiles import divide_loss_tiles
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import CopyTerms, Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
+from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.cost import program_costs_us

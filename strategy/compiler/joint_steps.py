@@ -24,7 +24,7 @@ from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
-from thunder_memsave.passes.tile_rows import tile_rows
+from thunder_memsave.passes.tiles.tile_rows import tile_rows
 from thunder_memsave.progress import stage
 
 

@@ -18,12 +18,12 @@ from passes import contract
 from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.early_reductions import reduce_early
-from thunder_memsave.passes.loss_tiles import divide_loss_tiles
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
 from thunder_memsave.passes.step import Pass
-from thunder_memsave.passes.tile_rows import tile_rows
+from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles
+from thunder_memsave.passes.tiles.tile_rows import tile_rows
 from thunder_memsave.planner.actions import NO_ACTIONS
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.

@@ -14,7 +14,7 @@ from harness.joint_passes import JOINT_PASSES, joint_passes
 from harness.row_mlps import INNER, KINDS, WIDTH, Kind, build
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.ops import row_tiles
-from thunder_memsave.passes.tile_rows import tile_rows
+from thunder_memsave.passes.tiles.tile_rows import tile_rows
 
 BATCH = (2, 40, WIDTH)
 NUM_ROWS = 80

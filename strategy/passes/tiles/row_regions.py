@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_memsave.passes.row_kinds import RowKinds
 from thunder_memsave.passes.symbols import forward_symbols
+from thunder_memsave.passes.tiles.row_kinds import RowKinds
 
 
 @dataclass(frozen=True, slots=True)

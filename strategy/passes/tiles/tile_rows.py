@@ -41,9 +41,9 @@ from thunder_memsave.ops.row_tiles import (
     rows_per_tile,
     symbol_of,
 )
-from thunder_memsave.passes.row_kinds import RowKinds, row_kinds
-from thunder_memsave.passes.row_regions import RowRegion, row_regions
 from thunder_memsave.passes.symbols import is_joint
+from thunder_memsave.passes.tiles.row_kinds import RowKinds, row_kinds
+from thunder_memsave.passes.tiles.row_regions import RowRegion, row_regions
 
 
 def tile_rows(trace: TraceCtx, *, weights: Collection[str]) -> TraceCtx:
