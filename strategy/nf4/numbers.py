@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.nf4 import tables
 from thunder_memsave.nf4.layout import BLOCK, GROUP, SCALES, groups_of, num_bytes, offset_of, spans
 
@@ -22,7 +23,7 @@ _SMALLEST = 1e-38
 """Scales below it count as it where numbers are divided by them."""
 
 
-class NonFiniteWeightError(ValueError):
+class NonFiniteWeightError(ThunderMemsaveError, ValueError):
     """A weight has an element that is infinite or not a number, which no number of NF4 stands for."""
 
 
