@@ -134,7 +134,7 @@ def _no_leaked_threads_or_processes() -> Iterator[None]:
         child.join()
     new = [t for t in threading.enumerate() if t not in before and not t.daemon]
     for thread in new:
-        thread.join(timeout=5)  # transformers ends the threads that load weights without waiting
+        thread.join(timeout=1)  # transformers ends the threads that load weights without waiting
     threads = [thread.name for thread in new if thread.is_alive()]
     assert not children, f"the test leaves processes running: {children}"
     assert not threads, f"the test leaves threads running: {threads}"
