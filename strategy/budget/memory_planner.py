@@ -181,7 +181,7 @@ class MemoryPlanner:
         """Apply the plan of a call's structure, which ranks agree on once: only some may see a batch of new length."""
         structure = structure_of(attempt.graph)
         if (agreed := self._agreed.get(structure)) is None:
-            run = self._agreed[structure] = self._fitting(attempt, structure)
+            run = self._agreed[structure] = self._fitting(attempt)
             return run.call
         attempt = attempt.in_way(agreed.call.way) or attempt
         call = attempt.run(agreed.call.plan, agreed.room)
@@ -224,11 +224,11 @@ class MemoryPlanner:
         self._agreed[structure] = run
         return run.call
 
-    def _fitting(self, attempt: Attempt, structure: str) -> Run:
+    def _fitting(self, attempt: Attempt) -> Run:
         """Plan until the traces that run fit on every rank, the ways to carry the call out one after the other."""
         search = WaySearch(
             attempt,
-            lambda way: self._tried(way, structure if way.graph is attempt.graph else ""),
+            lambda way: self._tried(way, structure_of(way.graph)),
             budget_bytes=self._budget_bytes,
             is_reserved=self._limit.is_reserved,
             device=self.device,
@@ -241,11 +241,7 @@ class MemoryPlanner:
         return self._refuse(tried.offer, more_bytes=tried.run.more_bytes)
 
     def _tried(self, attempt: Attempt, structure: str) -> Tried:
-        """Try plans until the traces that run fit, or the smallest does not: later passes move the peak.
-
-        `structure` is the call's; empty: it is not known yet.
-        """
-        structure = structure or structure_of(attempt.graph)
+        """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
         too_large: list[Actions] = []
