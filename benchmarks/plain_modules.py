@@ -91,7 +91,7 @@ def table(found: Sequence[Outcome], checks: Sequence[str], *, num_left: int = 0)
         f"{sum(o.runs for o in found)} run, {sum(_whole(o) for o in found)} of them as one graph in every check; "
         f"{num_left} were not run. Numbers differ from eager's by at most {CLOSE:.0e} of the largest one of their "
         "tensor, or are as near to float64's as eager's are; bits under a budget do not differ. What cannot be one "
-        f"graph runs in pieces, and is refused under a budget, which counts as `pieces`. {packages}, CPU.",
+        f"graph runs in pieces, under a budget too. {packages}, CPU.",
         "",
         "| check | " + " | ".join(_WORST[::-1]) + " |",
         "|---|" + "---|" * len(_WORST),

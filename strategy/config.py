@@ -77,7 +77,7 @@ class CompileConfig(Section):
     fullgraph: bool = False
     """Refuse a `forward` that cannot be captured as one graph, with the line that prevents it. Otherwise its
     own code runs in eager PyTorch and the submodules that it calls are compiled, and the log says so. With
-    a `memory.budget` in bytes, fp8 or `cuda_graphs: true` it is refused all the same: no promise would hold."""
+    fp8 or `cuda_graphs: true` it is refused all the same."""
 
     return_logits: bool = False
     """Whether a model that is given `labels=` computes the logits that it returns beside its loss. Otherwise they

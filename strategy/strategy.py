@@ -36,6 +36,7 @@ from thunder_memsave.config import (
 )
 from thunder_memsave.fabric.accumulation import Accumulation, refuse_unreduced
 from thunder_memsave.fabric.forward_module import ForwardModule
+from thunder_memsave.fabric.measured_backward import MeasuredBackward
 from thunder_memsave.fabric.module_setup import ModuleSetup, has_meta
 from thunder_memsave.fabric.nonfinite import (
     NonfiniteGradients,
@@ -57,7 +58,7 @@ from thunder_memsave.sharding.gradients import clip_norm, clip_value
 _log = logging.getLogger(__name__)
 
 
-class ThunderMemsaveStrategy(StateHooks, _Sharded):
+class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
     """Trains with sharded parameters and graphs compiled by Thunder.
 
     Args:
@@ -267,8 +268,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             between_bytes: Peak bytes that the script allocates between forward and backward besides the model's
                 outputs, such as by a loss outside of the model.
             other_bytes: Bytes that the script holds all the time, such as queued batches.
-            loss_allocations: The allocations of `between_bytes`, if they are known; only the simulation of what is
-                reserved uses them.
+            loss_allocations: Those of `between_bytes`, if known; only the simulation of what is reserved uses them.
         """
         self._caller = StepMemory(
             between_bytes=between_bytes,
@@ -292,8 +292,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
 
         Args:
             num_rows: Rows of the table of decisions; the rest is counted.
-            passes: Return the steps of the last compilation instead, each with its time and the number of operations
-                after it.
+            passes: Return the steps of the last compilation instead, with times and numbers of operations.
 
         Raises:
             RuntimeError: nothing was compiled yet.
@@ -306,6 +305,7 @@ class ThunderMemsaveStrategy(StateHooks, _Sharded):
             device_type=self.root_device.type,
             tile_bytes=TILE_BYTES,
             num_rows=num_rows,
+            notes=[m.pieces_note for m in self._modules if m.pieces_note],
         )
 
     def summary(self) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.config import MemoryConfig
@@ -24,6 +26,7 @@ def explain_call(
     device_type: str,
     tile_bytes: int,
     num_rows: int,
+    notes: Sequence[str] = (),
 ) -> str:
     """Describe a call's plan.
 
@@ -33,17 +36,18 @@ def explain_call(
         device_type: Such as `cuda`, on which memory is reserved.
         tile_bytes: Most bytes of a loss inside of a call.
         num_rows: Most rows of the table of decisions.
+        notes: What to say first.
 
     Raises:
         RuntimeError: there is no plan.
     """
     if call is None or call.plan is None:
         raise RuntimeError(_NO_PLAN)
-    parts = [kinds_table(call.profile), explain(call.plan, num_rows=num_rows)]
+    parts = [*notes, kinds_table(call.profile), explain(call.plan, num_rows=num_rows)]
     if device_type == "cuda":
         environment = allocator_environment(memory)
         found = reserved_or_reason(call.program, call.memory, environment=environment)
-        parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
+        parts.insert(len(notes) + 1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
     parts += loss_outside(call.graph, call.memory, tile_bytes=tile_bytes)
     return "\n\n".join(parts)
 

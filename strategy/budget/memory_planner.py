@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 
@@ -22,6 +21,7 @@ from thunder_memsave.budget.planned_call import (
     Attempt,
     PlannedCall,
 )
+from thunder_memsave.budget.refuse_budget import refuse_budget
 from thunder_memsave.budget.way_search import Run, Tried, WaySearch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (
@@ -31,7 +31,7 @@ from thunder_memsave.distributed.agreement import (
     together,
 )
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.errors import BudgetError, PlanError
+from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.measure.scratch import bounded_scratch, measured_scratch
@@ -43,6 +43,7 @@ from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.graph import Device, Plan, StepMemory
 from thunder_memsave.planner.order import generator_state_bytes
 from thunder_memsave.planner.search.mixes import OffloadTerms
+from thunder_memsave.planner.search.solve import Policy
 from thunder_memsave.planner.workspaces import blas_workspace_bytes, te_workspace_bytes
 from thunder_memsave.progress import stage
 
@@ -110,9 +111,19 @@ class MemoryPlanner:
         return measured_scratch()(operation, found)
 
     @property
+    def piece(self) -> int | None:
+        """The number of the piece that is compiled now; None: the module does not run in pieces."""
+        return None
+
+    @property
     def has_budget(self) -> bool:
         """Whether plans are limited."""
         return self._budget_bytes is not None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The largest peak of a step; None: no limit."""
+        return self._budget_bytes
 
     def for_copy(self) -> MemoryPlanner:
         """Return a planner like this one without any planned calls, for a copy of the module."""
@@ -138,16 +149,12 @@ class MemoryPlanner:
             OtherRankError: rank 0 found none.
         """
         stage("extract")
-        memory = self._step_memory()
-        other_bytes = arguments.unread_bytes + blas_workspace_bytes(self.device, os.environ)
-        other_bytes += self._te_bytes + self._pool_bytes
-        memory = replace(memory, other_bytes=memory.other_bytes + other_bytes)
         attempt = Attempt.of(
             traces,
             steps,
             arguments=arguments,
             known=self.profiles,
-            memory=memory,
+            memory=self.memory_beside(arguments.unread_bytes),
             device=self.device,
         )
         plan = self._planned if is_joint(traces.joint.bound_symbols) else self._evaluated
@@ -165,6 +172,13 @@ class MemoryPlanner:
             copies=call.copies,
         )
 
+    def memory_beside(self, unread_bytes: int) -> StepMemory:
+        """Return what a step holds beside a call that does not read `unread_bytes` of the module."""
+        memory = self._step_memory()
+        other_bytes = unread_bytes + blas_workspace_bytes(self.device, os.environ)
+        other_bytes += self._te_bytes + self._pool_bytes
+        return replace(memory, other_bytes=memory.other_bytes + other_bytes)
+
     def hold_pool(self, more_bytes: int) -> str | None:
         """Let the last call hold a pool of its own, or say why there is no room, on all ranks alike. A collective."""
         call = self.calls[-1]
@@ -179,13 +193,13 @@ class MemoryPlanner:
 
     def _planned(self, attempt: Attempt) -> PlannedCall:
         """Apply the plan of a call's structure, which ranks agree on once: only some may see a batch of new length."""
-        structure = structure_of(attempt.graph)
+        structure = self._agreement(attempt)
         if (agreed := self._agreed.get(structure)) is None:
             run = self._agreed[structure] = self._fitting(attempt)
             return run.call
         attempt = attempt.in_way(agreed.call.way) or attempt
         call = attempt.run(agreed.call.plan, agreed.room)
-        needed_bytes = self._limit.bytes_of(call)
+        needed_bytes = self._limited_bytes(call)
         if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
             _log.warning(
                 "this batch needs %s bytes with the plan that the ranks agreed on for another length, and the budget "
@@ -238,7 +252,13 @@ class MemoryPlanner:
         if tried.run.more_bytes <= 0:
             return tried.run
         self.refused = tried.attempt
-        return self._refuse(tried.offer, more_bytes=tried.run.more_bytes)
+        assert self._budget_bytes is not None
+        return refuse_budget(
+            tried.offer,
+            budget_bytes=self._budget_bytes,
+            more_bytes=tried.run.more_bytes,
+            data_parallel=self._data_parallel,
+        )
 
     def _tried(self, attempt: Attempt, structure: str) -> Tried:
         """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""
@@ -283,12 +303,22 @@ class MemoryPlanner:
     ) -> Run:
         def make() -> tuple[PlannedCall, int]:
             call = attempt.run(plan, room)
-            return call, self._limit.bytes_of(call)
+            return call, self._limited_bytes(call)
 
         call, limited_bytes = together(make, self._data_parallel, error_elsewhere=OtherRankError)
         if budget_bytes is None:
             return Run(call, room)
         return Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
+
+    def _agreement(self, attempt: Attempt) -> str:
+        return structure_of(attempt.graph)
+
+    def _limited_bytes(self, call: PlannedCall) -> int:
+        return self._limit.bytes_of(call)
+
+    @property
+    def _policy(self) -> Policy:
+        return self._memory.policy
 
     def _rank_zeros(
         self,
@@ -321,28 +351,10 @@ class MemoryPlanner:
         assert offer is not None
         return offer
 
-    def _refuse(self, offer: Offer, *, more_bytes: int) -> NoReturn:
-        """Raise an error that names the smallest plan's budget: with that budget, this plan is found again."""
-        assert self._budget_bytes is not None
-        assert offer.bound_bytes is not None
-        error = BudgetError.no_plan(
-            budget_bytes=self._budget_bytes,
-            smallest_bytes=(smallest_bytes := self._budget_bytes + more_bytes),
-            bound_bytes=min(offer.bound_bytes, smallest_bytes),
-            smallest_plan=offer.plan,
-        )
-
-        def say() -> None:
-            if is_rank_zero(self._data_parallel):
-                raise error
-
-        together(say, self._data_parallel, error_elsewhere=OtherRankError)
-        raise AssertionError("rank 0 raises, and so do all")
-
     def _question(self, attempt: Attempt, target_bytes: int | None) -> Question:
         question = Question(
             graph=attempt.graph,
-            policy=self._memory.policy,
+            policy=self._policy,
             costs_us=costs_us(attempt.graph, self.device),
             memory=attempt.memory,
             pinned=pinned_actions(

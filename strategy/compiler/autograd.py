@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_memsave.budget.pieces.measured_step import followed
 from thunder_memsave.compat.foreign_messages import (
     says_saved_were_freed,
     says_saved_were_overwritten,
@@ -45,6 +47,8 @@ class Differentiable:
     """Outputs whose gradients the memory plan counts as the caller's; None: all."""
     adds_to: frozenset[int] = frozenset()
     """Inputs to whose `.grad` the backward may add their gradients itself."""
+    piece: int | None = None
+    """Its number, if it is a piece whose step has a budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,8 @@ def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
 class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Differentiable, *inputs: Any) -> tuple[Any, ...]:
-        outputs, (tensors, numbers) = function.forward(*inputs)
+        with followed(function.piece) as ctx.followed:
+            outputs, (tensors, numbers) = function.forward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.function, ctx.numbers = function, numbers
         ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
@@ -100,7 +105,8 @@ class _Compiled(torch.autograd.Function):
         adds_to = wanted & function.adds_to
         reached = Reached(wanted, _accumulating(ctx, adds_to) if adds_to else adds_to)
         saved = _take_saved(ctx)
-        gradients = function.backward([saved, ctx.numbers], cotangents, reached)
+        with nullcontext() if ctx.followed is None else ctx.followed.backward():
+            gradients = function.backward([saved, ctx.numbers], cotangents, reached)
         return (None, *(g if i in wanted else None for i, g in enumerate(gradients)))
 
 

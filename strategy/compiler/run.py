@@ -50,6 +50,7 @@ def make_callable(state: State) -> State:
         state.keeping,
         facts.unreduced,
         graphed=graphed,
+        piece=None if facts.planner is None else facts.planner.piece,
     )
     return replace(state, run=run)
 
@@ -93,6 +94,7 @@ def training(
     unreduced: UnreducedGradients,
     *,
     graphed: GraphedCall | None = None,
+    piece: int | None = None,
 ) -> Callable[..., Any]:
     """Make a callable of a forward and of the backward that autograd calls."""
     compute = _callable(forward)
@@ -124,6 +126,7 @@ def training(
             output_depends_on=lowered.depends_on,
             planned_gradients=planned_gradients,
             adds_to=adds_to,
+            piece=piece,
         )
         computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))
         return lowered.outputs(inputs, computed)

@@ -89,8 +89,7 @@ class ModuleSetup:
     def _may_be_split(self) -> bool:
         """Whether what cannot be one graph runs in pieces: not where a promise would not hold."""
         config = self.config
-        has_promise = config.memory.budget != "auto" or config.cuda_graphs is True
-        return not (config.fullgraph or has_promise or config.fp8 is not None)
+        return not (config.fullgraph or config.cuda_graphs is True or config.fp8 is not None)
 
     def _agree(self, module: nn.Module) -> None:
         """Refuse models that differ between ranks; where only values do, all ranks take rank 0's."""

@@ -101,7 +101,7 @@ def _measured(operation: Operation, found: OpProfile) -> int | None:
 
 def _cpu_peak_bytes(run: Callable[[], None]) -> int:
     cpu = [ProfilerActivity.CPU]
-    with _quiet(), profile(activities=cpu, profile_memory=True, acc_events=True) as seen:
+    with quiet_profiler(), profile(activities=cpu, profile_memory=True, acc_events=True) as seen:
         run()
     assert seen.profiler is not None
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -113,7 +113,7 @@ def _cpu_peak_bytes(run: Callable[[], None]) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Keep the profiler from writing two lines to stderr per operation; it reads this variable at its first use."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
