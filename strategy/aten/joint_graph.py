@@ -41,6 +41,7 @@ _READS_MEMORY = (
 Besides views, those with a tag of `_OF_NUMBERS_ALONE` before which PyTorch calls `contiguous()`
 (torchgen/packaged/autograd/derivatives.yaml, and the composite functions around them)."""
 
+_ALIAS = torch.ops.aten.alias.default
 _OF_NUMBERS_ALONE = (torch.Tag.core, torch.Tag.pointwise)
 """Tags of operators that stand for a function of numbers alone. Kernels behind others may take strides for granted:
 PyTorch's formulas call `contiguous()` before them, which leaves no trace on tensors that are contiguous already."""
@@ -277,12 +278,22 @@ def _copied(value: fx.Node) -> fx.Node:
 
     It does of a value that the graph makes: of what it is given, another write may come first.
     """
-    is_read = any(user.users or user.op == "output" for user in value.users)
-    if value.target is not torch.ops.aten.copy.default or is_read:
+    copy: Any = value
+    while copy.target is _ALIAS:  # torch 2.15 makes one of each copy
+        copy = copy.args[0]
+    if copy.target is not torch.ops.aten.copy.default or _is_read(copy):
         return value
-    source: Any = value.args[1]
-    made, copied = (_metadata(node) for node in (source, value))
+    source: Any = copy.args[1]
+    made, copied = (_metadata(node) for node in (source, copy))
     return source if made == copied and not _may_be_given(source) else value
+
+
+def _is_read(value: fx.Node) -> bool:
+    """Return whether something reads a value, be it through an alias; what nothing reads is left out later."""
+    return any(
+        user.op == "output" or (user.users and (user.target is not _ALIAS or _is_read(user)))
+        for user in value.users
+    )
 
 
 def _metadata(node: Any) -> Any:
