@@ -108,7 +108,9 @@ def test_more_devices_than_there_are_gpus_are_refused(
     config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # PyTorch's builds for CUDA ask the count
+    monkeypatch.setattr(
+        "torch.cuda.is_available", lambda: False
+    )  # PyTorch's builds for CUDA ask the count
     with pytest.raises(ConfigErrors, match="devices is 4, but this machine has 2 GPUs; write 2,"):
         prepare(config_of("devices=4"))
 
