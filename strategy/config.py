@@ -60,8 +60,7 @@ class CompileConfig(Section):
     """Capture and compilation of modules."""
 
     trace_dir: Annotated[str, Must("be a text", bool)] | None = None
-    """A directory that gets the trace after each step of a compilation, for those who debug: a folder
-    for each rank, and in that one for each capture."""
+    """A directory that gets the trace after each step of a compilation: a folder for each rank and capture."""
 
     cuda_graphs: Literal["auto"] | bool = False
     """Launch forward and backward as one CUDA graph each: `auto` does so where the launches of a step take
@@ -75,9 +74,8 @@ class CompileConfig(Section):
     which is nowhere yet: on a CPU after thousands of steps alone, and on a GPU it was not run."""
 
     fullgraph: bool = False
-    """Refuse a `forward` that cannot be captured as one graph, with the line that prevents it. Otherwise its
-    own code runs in eager PyTorch and the submodules that it calls are compiled, and the log says so. With
-    fp8 or `cuda_graphs: true` it is refused all the same."""
+    """Refuse a `forward` that cannot be captured as one graph, with the line that prevents it, as fp8 and
+    `cuda_graphs: true` do. Otherwise its own code is eager, and the submodules that it calls are compiled."""
 
     return_logits: bool = False
     """Whether a model that is given `labels=` computes the logits that it returns beside its loss. Otherwise they
@@ -85,9 +83,8 @@ class CompileConfig(Section):
     or read them on shards, set `true`."""
 
     leave_out: tuple[str, ...] = ()
-    """Steps of a compilation that are not done, for an experiment: `gather_in_compute_dtype`,
-    `tile_rows`, `regather`, `schedule`, `add_gradients`, `update_in_place`. Gradients stay the same;
-    memory and time do not."""
+    """Steps of a compilation that are not done, for an experiment: `gather_in_compute_dtype`, `tile_rows`,
+    `regather`, `schedule`, `add_gradients`, `update_in_place`. Gradients stay; memory and time do not."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -99,9 +96,8 @@ class MemoryConfig(Section):
     """Budget of device memory for a training step, and the choice of activations to keep for backward."""
 
     budget: Literal["auto"] | BytesOrFraction = "auto"
-    """Memory for tensors on each device: bytes, or a part of the device's memory, `80%` or `0.8`;
-    `auto` is what other programs leave of it, less `reserve`. On the CPU, bytes only, and `auto`
-    sets no limit."""
+    """Memory for tensors on each device: bytes, or a part of the device's memory, `80%` or `0.8`; `auto` is
+    what other programs leave of it, less `reserve`. On the CPU, bytes only, and `auto` sets no limit."""
 
     policy: Literal["plan", "keep_all", "recompute_all"] = "plan"
     """`plan` recomputes activations in backward as far as the budget requires, in the least time;
@@ -109,8 +105,7 @@ class MemoryConfig(Section):
     layer. The last two have no budget."""
 
     reserve: BytesOrFraction = _RESERVE
-    """Memory that `budget: auto` leaves to fragmentation and other libraries: bytes, or a part of
-    the device's memory."""
+    """Memory that `auto` leaves to fragmentation and other libraries: bytes, or a part of the device's."""
 
     limits: Literal["auto", "tensors", "reserved"] = "auto"
     """The budget limits bytes of `tensors`, or the more bytes that PyTorch's allocator is
@@ -121,8 +116,7 @@ class MemoryConfig(Section):
     between tensors. Settings of your own in `PYTORCH_CUDA_ALLOC_CONF` stay as they are."""
 
     keep: tuple[str, ...] = ()
-    """Names of modules, or patterns such as `*.mlp.down_proj`: activations of these modules and of
-    the modules within them are kept for backward."""
+    """Names of modules, or patterns such as `*.mlp.down_proj`: what is in them is kept for backward."""
 
     recompute: tuple[str, ...] = ()
     """Names of modules, or patterns, as for `keep`: their activations are recomputed in backward."""

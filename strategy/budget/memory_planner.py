@@ -15,13 +15,12 @@ from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
-from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question
+from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question, refuse_budget
 from thunder_memsave.budget.planned_call import (
     Arguments,
     Attempt,
     PlannedCall,
 )
-from thunder_memsave.budget.refuse_budget import refuse_budget
 from thunder_memsave.budget.way_search import Run, Tried, WaySearch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (

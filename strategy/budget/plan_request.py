@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from thunder_memsave.budget.plan_cache import (
     cache_plan,
@@ -14,6 +14,8 @@ from thunder_memsave.budget.plan_cache import (
     remember_budget,
     smaller_budgets,
 )
+from thunder_memsave.distributed.agreement import OtherRankError, is_rank_zero, together
+from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
@@ -192,3 +194,34 @@ class Question:
             generator_state_bytes=self.generator_state_bytes,
             **limits,
         )
+
+
+def refuse_budget(
+    offer: Offer, *, budget_bytes: int, more_bytes: int, data_parallel: DataParallel | None
+) -> NoReturn:
+    """Raise an error that names the smallest plan's budget: with that budget, this plan is found again. A collective.
+
+    Args:
+        offer: The smallest plan, with a bound.
+        budget_bytes: What was asked for.
+        more_bytes: Bytes by which the plan exceeds it.
+        data_parallel: The ranks, of which rank 0 says why.
+
+    Raises:
+        BudgetError: on rank 0.
+        OtherRankError: on all others.
+    """
+    assert offer.bound_bytes is not None
+    error = BudgetError.no_plan(
+        budget_bytes=budget_bytes,
+        smallest_bytes=(smallest_bytes := budget_bytes + more_bytes),
+        bound_bytes=min(offer.bound_bytes, smallest_bytes),
+        smallest_plan=offer.plan,
+    )
+
+    def say() -> None:
+        if is_rank_zero(data_parallel):
+            raise error
+
+    together(say, data_parallel, error_elsewhere=OtherRankError)
+    raise AssertionError("rank 0 raises, and so do all")

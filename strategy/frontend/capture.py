@@ -351,6 +351,8 @@ def _dynamo_settings() -> Iterator[None]:
     ):
         # Dynamo instantiates the class of a custom autograd function to trace it.
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        # Of transformers, around questions about versions: the cache is skipped, the answer is the same.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
 
 

@@ -11,7 +11,7 @@ from thunder_memsave.planner.graph import Program
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallBytes:
-    """What a call takes beside its arguments, in forward and in backward."""
+    """The bytes that a call takes beside its arguments, in forward and in backward."""
 
     kept_bytes: int
     """Between forward and backward, without its results."""

@@ -11,7 +11,7 @@ from thunder_memsave.budget.pieces.call_bytes import CallBytes
 from thunder_memsave.measure.step_meter import StepMeter
 
 Numbers: TypeAlias = Mapping[int, CallBytes]
-"""By piece, what its plan takes."""
+"""The bytes that the plan of each piece takes."""
 _Phase = Literal["forward", "backward"]
 
 
@@ -26,7 +26,7 @@ class Segment:
     piece: int | None
     """The piece whose half this is; None: eager code."""
     phase: _Phase
-    """Of the piece, or of the step."""
+    """The phase of the piece, or of the step."""
 
 
 @dataclass(frozen=True, slots=True)

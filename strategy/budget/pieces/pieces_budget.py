@@ -59,9 +59,9 @@ class PiecesBudget:
         self._steps: list[MeasuredStep] = []
         """Measured ones; each calls other pieces."""
         self._least: dict[int, CallBytes] = {}
-        """By piece, its plan that keeps little."""
+        """For each piece, the plan that keeps little."""
         self._running: dict[int, CallBytes] = {}
-        """By piece, the plan that runs."""
+        """For each piece, the plan that runs."""
         self._stale: set[int] = set()
         """Pieces that get a new plan when they are called; they count as in `_least`."""
         self._follower: StepFollower | None = None
@@ -71,7 +71,7 @@ class PiecesBudget:
         self._start_bytes = 0
         """Bytes of gradients when the step began."""
         self._memory = StepMemory()
-        """What a step holds besides, when a piece was planned last."""
+        """The bytes that a step holds besides, when a piece was planned last."""
         self.piece: int | None = None
         """The piece that is compiled now."""
 

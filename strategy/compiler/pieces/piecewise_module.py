@@ -88,7 +88,7 @@ class PiecewiseModule(CompiledModule):
 
     @property
     def pieces_note(self) -> str:
-        """What `explain()` says about a step in pieces that has a budget; empty for others."""
+        """The text that `explain()` has about a step in pieces that has a budget; empty for others."""
         return "" if self._budget is None else self._budget.describe()
 
     def _limit(self) -> None:
@@ -159,7 +159,7 @@ class _Submodule(PiecewiseModule):
         planner = self.planner
         self._planner_of_pieces = planner if isinstance(planner, PiecePlanner) else None
         self._numbers: dict[int, int | None] = {}
-        """By the number of what is compiled, that of the piece; None: it has no backward."""
+        """The number of the piece, by that of what is compiled; None: it has no backward."""
         self._replaced: int | None = None
         """The piece whose new plan is made next."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from thunder_memsave.finetune.run_file.keys.foreign_name import ForeignName
 
 AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune", "TRL", "unsloth"
 
@@ -11,34 +11,6 @@ _OFFLOAD = "activations; the plan of memory.budget chooses which"
 _QUANTIZED = "this version keeps frozen weights in nf4, fp8, bfloat16 or float32"
 _NF4, _FP8_WEIGHTS = "model.frozen_weights", "fp8.frozen_weights"
 _NF4_FACTS = "it is nf4 in blocks of 64, with double quantisation"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForeignName:
-    """A key of another tool."""
-
-    tools: tuple[str, ...]
-
-    here: tuple[str, ...] = ()
-    """Our keys for it, dotted; empty if there is no equivalent."""
-
-    note: str = ""
-    """The difference to ours, or why there is no equivalent."""
-
-    def explain(self, key: str) -> str:
-        """Return a sentence that says what to write instead of this key."""
-        if not self.here:
-            return f"{key} is {self._whose()}, and not supported here: {self.note}."
-        note = f" ({self.note})" if self.note else ""
-        here = " and ".join(self.here)
-        if not self.tools:
-            return f"{key} is {here} here{note}."
-        return f"{key} is {self._whose()}; here it is {here}{note}."
-
-    def _whose(self) -> str:
-        if len(self.tools) == 1:
-            return f"{self.tools[0]}'s name"
-        return f"the name in {', '.join(self.tools[:-1])} and {self.tools[-1]}"
 
 
 def _(*tools: str, here: str | tuple[str, ...] = (), note: str = "") -> ForeignName:
@@ -51,7 +23,7 @@ _STREAMING = "data.dataset.init_args.streaming"
 _EVAL, _SAVE = "eval.every_n_steps", "checkpoint.every_n_steps"
 _AT_START = "every run tokenizes its data when it starts; leave it out"
 _CONVERT = "rows are made before the run, as messages, prompt and completion, or text"
-_KERNELS = "Thunder compiles the step, without kernels of other packages; leave it out"
+_KERNELS = "the step runs PyTorch's own kernels; leave it out"
 _FSDP = "FULL_SHARD is zero3, SHARD_GRAD_OP zero2, HYBRID_SHARD hybrid, NO_SHARD none"
 _ONE_AXIS = "this version shards over data-parallel ranks only"
 _NO_PREFERENCES = "this command trains on texts, prompts and chats, not on preferences or rewards"
