@@ -108,8 +108,8 @@ class PiecesBudget:
         if self._follower is None:
             return run()
         if not self._follower.has_begun:
-            self._start_bytes = self._gradient_bytes()
-        self._batch = _storages(tree_leaves(arguments), self._device)
+            self._start_bytes, self._batch = self._gradient_bytes(), {}
+        self._batch |= _storages(tree_leaves(arguments), self._device)
         try:
             with self._follower.following("forward"):
                 result = run()
