@@ -2,7 +2,8 @@
 
 A model that is given `labels=` returns its logits beside the loss. Training rarely reads them, and they take 1 GB for
 2,048 tokens and 128,256 classes in float32. So a compiled call returns a `LateTensor`, which is made of the hidden
-states and the head's weight, if anything reads it before the weights change.
+states and the head's weight, if anything reads it before the weights change. A function of the user's own that
+`torch.compile` compiles reads it before its first operator: for PyTorch it is a subclass that wraps another tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_memsave.errors import LateTensorError
 from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
@@ -63,7 +65,8 @@ class LateOutput:
         lists = {"input": inputs, "computed": computed}
         operands = [lists[kind][index] for kind, index in self.operands]
         late = _Later(self.make, operands, _autocast(operands[0].device.type), self.needs_grad)
-        return LateTensor(late.value, replace(self.kind, device=operands[0].device))
+        kind = replace(self.kind, device=operands[0].device)
+        return LateTensor(late.value, kind, needs_grad=self.needs_grad)
 
 
 @dataclass(slots=True)
@@ -116,14 +119,46 @@ class LateTensor(Tensor):
 
     _value: Callable[[], Tensor]
     _kind: Kind
+    _needs_grad: bool
+    _numbers: Tensor | None
+    """Without a derivative, once they were read for a graph of PyTorch's compiler."""
 
     @staticmethod
-    def __new__(cls, value: Callable[[], Tensor], kind: Kind) -> LateTensor:
-        """Make a tensor of a kind, of which `value` returns the numbers."""
+    def __new__(
+        cls, value: Callable[[], Tensor], kind: Kind, *, needs_grad: bool = False
+    ) -> LateTensor:
+        """Make a tensor of a kind, of which `value` returns the numbers.
+
+        Where it `needs_grad`, eager PyTorch differentiates it; here a backward that reaches it is an error.
+        """
         made = Tensor._make_wrapper_subclass(
-            cls, kind.shape, strides=kind.stride, dtype=kind.dtype, device=kind.device
+            *(cls, kind.shape),
+            strides=kind.stride,
+            dtype=kind.dtype,
+            device=kind.device,
+            requires_grad=needs_grad,
         )
-        made._value, made._kind = value, kind
+        made._value, made._kind, made._needs_grad, made._numbers = value, kind, needs_grad, None
+        if needs_grad:
+            made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], bool]:
+        """Compute the numbers, which PyTorch's compiler traces in place of this."""
+        if self._numbers is None:
+            with _disable_current_modes(), torch.no_grad():
+                self._numbers = self._value()
+        return ["_numbers"], self._needs_grad
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], needs_grad: bool, size: Sequence[int], stride: Sequence[int]
+    ) -> LateTensor:
+        """Return a tensor that stands for these numbers."""
+        numbers = inner["_numbers"]
+        kind = Kind(tuple(size), tuple(stride), numbers.dtype, numbers.device)
+        made = LateTensor(lambda: numbers, kind)  # the first one has the hook
+        made._numbers, made._needs_grad = numbers, needs_grad
         return made
 
     @classmethod
@@ -133,18 +168,21 @@ class LateTensor(Tensor):
         """Compute what needs no numbers without them, make a cast late, and give all else the numbers."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _WITHOUT_NUMBERS:
+            if func in _WITHOUT_NUMBERS or _is_wrapper(func, args, kwargs):
                 return func(*args, **kwargs)
             if func in _CASTS and isinstance(args[0], LateTensor):
                 return _cast(args[0], func, args[1:], kwargs)
-            return func(*_numbers(args), **_numbers(kwargs))
+            return func(*_read(args), **_read(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Give an operator the numbers."""
-        return func(*_numbers(args), **_numbers(kwargs or {}))
+        """Give an operator the numbers; autograd has recorded it."""
+        for late in _late_among(args, kwargs):
+            late.__tensor_flatten__()
+        args, kwargs = tree_map_only(LateTensor, lambda late: late._numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _cast(late: LateTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,10 +193,30 @@ def _cast(late: LateTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     dtype = func(like, *args, **kwargs).dtype
     if func is not Tensor.detach and dtype is kind.dtype:
         return late
-    return LateTensor(lambda: func(late._value(), *args, **kwargs), replace(kind, dtype=dtype))
+    return LateTensor(
+        lambda: func(late._value(), *args, **kwargs),
+        replace(kind, dtype=dtype),
+        needs_grad=late._needs_grad and func is not Tensor.detach and torch.is_grad_enabled(),
+    )
 
 
-def _numbers(arguments: Any) -> Any:
+def _is_wrapper(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a function is given a late tensor as a tensor that wraps another.
+
+    One that was read for a graph is that from then on, and autograd knows it, but it is shown by its numbers, which may
+    be those of a graph that is traced. Hooks are for the gradient that it has not.
+    """
+    late = _late_among(args, kwargs)
+    if func is Tensor.register_hook:
+        return late[0]._needs_grad
+    return func is not Tensor.__repr__ and any(a._numbers is not None for a in late)
+
+
+def _late_among(args: Any, kwargs: Any) -> list[LateTensor]:
+    return [a for a in tree_leaves((args, kwargs)) if isinstance(a, LateTensor)]
+
+
+def _read(arguments: Any) -> Any:
     return tree_map_only(LateTensor, lambda late: late._value(), arguments)
 
 
@@ -176,7 +234,11 @@ class _WithoutDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise LateTensorError(
-            "Backward reached logits that the compiled call left out: a loss was made of them beside the model's own. "
-            f"To differentiate it, {_SETTING}."
-        )
+        _refuse_gradient(*gradients)
+
+
+def _refuse_gradient(*gradients: Any) -> None:
+    raise LateTensorError(
+        "Backward reached logits that the compiled call left out: a loss was made of them beside the model's own. "
+        f"To differentiate it, {_SETTING}."
+    )

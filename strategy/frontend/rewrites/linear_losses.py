@@ -10,12 +10,13 @@ becomes `linear_cross_entropy(hidden[:, :-1].flatten(0, 1), weight, None, target
 to a wider dtype, factors, a cap by `tanh`, slices and new shapes of the tokens; the layer may have LoRA around it. The
 caller may get the logits too, as of a model that is given `labels=`: they are made when they are read
 (`late_tensor.py`). Left alone are logits that anything else reads; those of few elements, whose loss keeps eager's
-bits; layers that compute in fp8; and float16, in which gradients for a cotangent of one underflow, or overflow, before
-they are multiplied by a scaled one.
+bits; layers that compute in fp8, whose scales are for gradients that are multiplied already, which the log says; and
+float16, in which gradients for a cotangent of one underflow, or overflow, before they are multiplied by a scaled one.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -32,6 +33,9 @@ from thunder_memsave.frontend.rewrites.late_logits import LateNodes, leave_out, 
 from thunder_memsave.frontend.rewrites.nodes import erase_unused, shape_of, torch_call
 from thunder_memsave.ops.families.counted_targets import COUNTED_TARGETS
 from thunder_memsave.ops.families.linear_cross_entropy import linear_cross_entropy
+from thunder_memsave.ops.location import module_name
+
+_log = logging.getLogger(__name__)
 
 FEWEST_LOGITS = 2**20
 """Below that, memory is saved that no one misses."""
@@ -98,7 +102,7 @@ def join_linear_losses(
         graph: The graph, changed in place.
         changed: The storages that it changes in place, from `changed_storages`.
         grad_enabled: Whether the call has gradients.
-        stays: `(linear) -> whether it must stay a linear layer`, such as one in fp8.
+        stays: `(linear) -> whether it computes in fp8`, and so must stay a linear layer.
         returns: Whether logits that the graph returns are computed; otherwise they are made when they are read.
 
     Returns:
@@ -109,16 +113,29 @@ def join_linear_losses(
         given = _arguments(loss)
         if given is None or (logits := _logits(given["input"], loss)) is None:
             continue
-        if any(map(stays, logits.linears)):
-            continue
         if not _is_like_eager(logits, loss, given, changed, grad_enabled):
             continue
+        is_late = logits.returned is not None
+        if is_late and (returns or logits.adapter is not None or not may_be_late(logits.linear)):
+            continue
+        if (in_fp8 := next(filter(stays, logits.linears), None)) is not None:
+            _say_that_it_stays(in_fp8)
+            continue
         if logits.returned is not None:
-            if returns or logits.adapter is not None or not may_be_late(logits.linear):
-                continue
             late.update(leave_out(graph, logits.nodes, logits.returned))
         _join(logits, loss, given)
     return late
+
+
+def _say_that_it_stays(linear: fx.Node) -> None:
+    name = module_name(linear.meta.get("nn_module_stack"))
+    _log.warning(
+        "The loss of %r is not computed in tiles of tokens, because that linear layer computes in fp8: its logits, %s, "
+        "exist whole, and so do their gradients. Add %r to fp8.skip_modules to have the loss in tiles.",
+        name,
+        " x ".join(f"{size:,}" for size in shape_of(linear)),
+        name,
+    )
 
 
 def _arguments(loss: fx.Node) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_peak_bytes
@@ -160,3 +161,75 @@ def _read_on_ranks() -> None:
 
 def test_of_shards_an_error_names_the_setting() -> None:
     run_on_fabric_ranks(_read_on_ranks, 2)
+
+
+def of_tokens(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).amax(-1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_that_the_user_compiled_reads_them(backend: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(backend)
+    read = torch.compile(of_tokens, backend=counter, fullgraph=True)
+    model = compiled(Model().to(dtype))
+    eager = copy.deepcopy(model.module)
+    for learning in (True, True, False, False):
+        with torch.set_grad_enabled(learning):
+            found = model(*batch())
+            tokens = read(found.logits)
+            assert torch.equal(tokens, of_tokens(eager(*batch()).logits))
+        assert tokens.requires_grad is learning
+    assert counter.frame_count == 2, "once with gradients, and once without"
+
+
+def test_a_loss_that_the_user_compiled_is_refused_too() -> None:
+    torch.compiler.reset()
+    read = torch.compile(of_tokens, backend="aot_eager")
+    model = compiled()
+    found = model(*batch())
+    tokens = read(found.logits)
+    for extra in (
+        tokens.mean(),
+        found.logits.square().mean(),
+    ):  # the latter after a graph read them
+        with pytest.raises(LateTensorError, match="return_logits"):
+            (found.loss + extra).backward(retain_graph=True)
+    found.loss.backward()
+    read(model(*batch()).logits.detach()).sum()
+
+
+def test_a_function_that_the_user_compiled_reads_none_after_an_update() -> None:
+    torch.compiler.reset()
+    model = compiled()
+    found = model(*batch())
+    found.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(
+        Exception, match=r"LateTensorError: .*before optimizer\.step.*return_logits"
+    ):
+        torch.compile(of_tokens, backend="eager")(found.logits)
+
+
+def test_another_compiled_module_reads_them() -> None:
+    class Judge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(CLASSES, 1)
+
+        def forward(self, logits: Tensor) -> tuple[Tensor]:
+            return (self.layer(logits).mean(),)
+
+    model, judge = compiled(), Judge()
+    eager = copy.deepcopy((model.module, judge))
+    CompiledModule(judge)(model(*batch()).logits.detach())[0].backward()
+    eager[1](eager[0](*batch()).logits.detach())[0].backward()
+    torch.testing.assert_close(judge.layer.weight.grad, eager[1].layer.weight.grad)
+
+
+def test_a_hook_is_for_a_gradient_that_never_comes() -> None:
+    found = compiled()(*batch())
+    found.logits.register_hook(lambda gradient: pytest.fail("it has no gradient"))
+    found.loss.backward()
+    assert found.logits.requires_grad

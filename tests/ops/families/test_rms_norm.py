@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,13 @@ from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.memory import measured_peak_bytes
+from thunder_memsave.budget import memory_planner
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
+from thunder_memsave.measure.scratch import MeasuredScratch
+from thunder_memsave.ops import families
 from thunder_memsave.ops.families.rms_norm import OPERATIONS, rms_norm
 from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.passes.repeatable import roots
@@ -159,3 +164,76 @@ def test_what_reads_the_gradient_of_a_permuted_value_is_right() -> None:
     for mine, theirs in zip(*gradients, strict=True):
         assert mine is not None
         assert torch.equal(mine, theirs)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families.rms_norm, "_TILE_ELEMENTS", 2**11)
+    monkeypatch.setattr(families.rms_norm, "_FEWEST_ROWS", 16)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_tile_of_rows_has_the_bits_of_the_whole(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    torch.manual_seed(0)
+    weight = None if weight_dtype is None else torch.rand(4, 32, dtype=weight_dtype)
+    for lead in ((2, 77), (333,), (3, 5, 11)):
+        value = (torch.randn(*lead, 4, 32, dtype=dtype) * 3).requires_grad_()
+        result = torch.rms_norm(value, (4, 32), weight, 1e-6)
+        rstd = rms_norm(value.detach(), 2, weight, 1e-6)[1]
+        of_columns = torch.randn(result.mT.shape, dtype=result.dtype).mT
+        grads = (torch.randn_like(result), of_columns)
+        for grad in grads:
+            given = (grad, value.detach(), 2, rstd, weight, 1e-6)
+            found = OPERATORS["rms_norm_kernel_backward"].run(*given)
+            (expected,) = torch.autograd.grad(result, value, grad, retain_graph=True)
+            assert torch.equal(found, expected)
+        num_tiles = [len(families.rms_norm._tiles(grad, value, 2)) for grad in grads]
+        assert num_tiles[0] > 1
+        assert num_tiles[1] == 1
+
+
+class Wide(nn.Module):
+    """A norm of rows that are wider than all else, which PyTorch differentiates by operators."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return torch.rms_norm(y, (y.shape[-1],), None, 1e-6).float().square().mean()
+
+
+def test_tiles_of_rows_take_fewer_bytes_and_those_that_are_planned(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    x = torch.randn(512, WIDTH, dtype=torch.bfloat16)
+    gradients, peaks = [], []
+    for is_tiled in (False, True):
+        if is_tiled:
+            request.getfixturevalue("small_tiles")
+        scratch = MeasuredScratch(directory=tmp_path / str(is_tiled))  # tables know no patched size
+        monkeypatch.setattr(memory_planner, "measured_scratch", lambda found=scratch: found)
+        model = Wide(128).bfloat16()
+        planner = MemoryPlanner(MemoryConfig(), device=device("cpu"), budget_bytes=None)
+        compiled = CompiledModule(model, planner=planner)
+        compiled(x).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+        measured = measured_peak_bytes(lambda: compiled(x).backward())  # noqa: B023
+        (call,) = planner.calls
+        held = sum(call.program.storages[s].nbytes for s in call.program.held)
+        assert measured == call.profile.peak_bytes - held
+        peaks.append(measured)
+    assert peaks[1] < 0.7 * peaks[0]
+    for whole, tiled in zip(*gradients, strict=True):
+        assert whole is not None
+        assert torch.equal(whole, tiled)
