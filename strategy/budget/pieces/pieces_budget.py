@@ -7,6 +7,7 @@ ran in the first.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -108,6 +109,7 @@ class PiecesBudget:
         if self._follower is None:
             return run()
         if not self._follower.has_begun:
+            gc.collect()  # what it frees within the step would count as room
             self._start_bytes, self._batch = self._gradient_bytes(), {}
         self._batch |= _storages(tree_leaves(arguments), self._device)
         try:
