@@ -19,7 +19,7 @@
       measure/     what an operation takes, found without data
       planner/     what to keep, pure Python
                                      v
-    one training step: forward, backward, clip, optimizer
+    one training step: forward, backward, clip, optimizer (optim/: those with states in fewer bits)
                                      v
     checkpoints/   atomic, sharded, resumable; callbacks/: what watches the loop
     eager_checkpoint.py   `checkpoint`: recomputation for eager code, which no plan covers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,12 @@ from thunder_memsave.checkpoints.optimizer_state import (
     rekey,
     set_optimizer_state,
 )
-from thunder_memsave.checkpoints.sources import StateDictSource, load_mapped, require_tensors
+from thunder_memsave.checkpoints.sources import (
+    StateDictSource,
+    TensorSpec,
+    load_mapped,
+    require_tensors,
+)
 from thunder_memsave.distributed.agreement import is_rank_zero, once, together
 from thunder_memsave.distributed.data_parallel import DataParallel
 
@@ -110,7 +116,7 @@ def load_full(
         if key in loaded:
             load_state_dict(module, loaded.pop(key), strict=strict)
     for key, full in optimizers.items():
-        full.restore(data_parallel)
+        together(partial(full.restore, data_parallel), data_parallel)
         del loaded[key]
     contents.restore_others(loaded)
     return dict(loaded)
@@ -125,18 +131,20 @@ class _FullOptimizer:
         self.saved = rekey(saved, optimizer, list(self.parameters))
 
     def problems(self) -> list[Problem]:
-        shapes = {
-            (name, key): value.shape if isinstance(value, Tensor) else None
+        specs = {
+            (name, key): TensorSpec(shape=value.shape, dtype=value.dtype)
+            if isinstance(value, Tensor)
+            else None
             for name, values in self.saved.state.items()
             for key, value in values.items()
         }
         groups = compare_groups(self.optimizer, self.parameters, self.saved.param_groups)
-        return [*groups, *compare_state(self.parameters, shapes)]
+        return [*groups, *compare_state(self.optimizer, self.parameters, specs)]
 
     def restore(self, data_parallel: DataParallel | None) -> None:
         state = {
             name: {
-                key: local_part(value, self.parameters[name], data_parallel)
+                key: local_part(self.optimizer, key, value, self.parameters[name], data_parallel)
                 if isinstance(value, Tensor)
                 else value
                 for key, value in values.items()

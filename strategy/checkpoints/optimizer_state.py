@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_memsave.checkpoints.manifest import DamagedCheckpointError
 from thunder_memsave.checkpoints.module_state import Problem
+from thunder_memsave.checkpoints.sources import TensorSpec
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.optim.by_rows import ByRows
+from thunder_memsave.optim.loading import StateError, other_states
 from thunder_memsave.sharding.rows import (
     gather_rows,
+    is_by_rows,
     local_rows,
     own_rows,
+    row_states_of,
     take_rows,
     whole_shape,
 )
@@ -72,9 +78,10 @@ def named_state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Na
     state = {
         name: dict(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state
     }
+    row_states = row_states_of(optimizer)
     for name, values in state.items():
         for key, value in values.items():
-            _refuse_unshardable(name, key, value, parameters[name])
+            _refuse_unshardable(name, key, value, parameters[name], row_states)
     return NamedState(state=state, param_groups=groups)
 
 
@@ -93,7 +100,9 @@ def gather_optimizer_state(
     for name, values in named.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                whole = _gather(value, parameters[name], data_parallel)
+                p = parameters[name]
+                by_rows = is_sharded(p) and is_state_of_rows(optimizer, key, value.shape, p.shape)
+                whole = _gather(value, p, data_parallel if by_rows else None)
                 values[key] = whole.to("cpu", copy=True) if keep else None
     return named
 
@@ -106,6 +115,9 @@ def set_optimizer_state(
     Goes through `Optimizer.load_state_dict`, whose hooks users rely on. It casts moments to the
     parameter's dtype, which would round float32 moments of a bfloat16 parameter, so their dtype is
     restored.
+
+    Raises:
+        DamagedCheckpointError: a state in fewer bits has a value that no step writes.
     """
     order = [p for group in optimizer.param_groups for p in group["params"]]
     index_of = {id(p): i for i, p in enumerate(order)}
@@ -115,7 +127,13 @@ def set_optimizer_state(
         {**saved, "params": [index_of[id(p)] for p in group["params"]]}
         for group, saved in zip(optimizer.param_groups, named.param_groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except StateError as error:
+        name = next(n for n, p in parameters.items() if p is order[error.number])
+        raise DamagedCheckpointError(
+            f"the optimizer's state of {name!r} {error.problem}; no save writes that: load another checkpoint."
+        ) from error
     for i, key, setting in tensor_settings:
         # Captured graphs and fused optimizers refer to this very tensor.
         setting.fill_(optimizer.param_groups[i][key])
@@ -127,9 +145,16 @@ def set_optimizer_state(
                 current[key] = value.to(current[key].device, copy=True)
 
 
-def local_part(whole: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
+def is_state_of_rows(optimizer: Optimizer, key: str, shape: torch.Size, of: torch.Size) -> bool:
+    """Tell whether a state of this shape has a row for each row of a parameter of the shape `of`."""
+    return is_by_rows(shape, of, key=key, row_states=row_states_of(optimizer))
+
+
+def local_part(
+    optimizer: Optimizer, key: str, whole: Tensor, p: Tensor, data_parallel: DataParallel | None
+) -> Tensor:
     """Return this rank's padded part of a state tensor of `p`, on the device of the moments."""
-    if is_sharded(p) and whole.shape == whole_shape(p):
+    if is_sharded(p) and is_state_of_rows(optimizer, key, whole.shape, whole_shape(p)):
         assert data_parallel is not None
         return take_rows(whole, own_rows(whole.shape, data_parallel)).to(p.device)
     return whole.clone()
@@ -177,6 +202,8 @@ def compare_groups(
     for i, (group, saved_group) in enumerate(zip(current, saved, strict=True)):
         here, there = {name_of[id(p)] for p in group["params"]}, set(saved_group["params"])
         where = f"parameter group {i}"
+        if (difference := other_states(group, saved_group)) is not None:
+            problems.append(Problem(name=where, text=difference))
         problems += [
             Problem(name=n, text=f"in {where} of the optimizer, not of the file")
             for n in sorted(here - there)
@@ -189,32 +216,59 @@ def compare_groups(
 
 
 def compare_state(
-    parameters: Mapping[str, Tensor], stored: Mapping[tuple[str, str], torch.Size | None]
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    stored: Mapping[tuple[str, str], TensorSpec | None],
 ) -> list[Problem]:
     """List states of parameters that are missing, or that fit no shard.
 
     Args:
+        optimizer: It loads the file.
         parameters: The optimizer's, by name.
-        stored: Shapes in the file by parameter name and the optimizer's own key; None for a plain value.
+        stored: Tensors in the file by parameter name and the optimizer's own key; None for a plain value.
     """
-    return [
+    found = [
         Problem(name=f"{name} ({key})", text=text)
-        for (name, key), shape in stored.items()
-        if (text := _state_problem(parameters.get(name), shape)) is not None
+        for (name, key), spec in stored.items()
+        if (text := _state_problem(optimizer, key, parameters.get(name), spec)) is not None
+    ]
+    if found or not isinstance(optimizer, ByRows):
+        return found
+    return [
+        Problem(name=f"{name} ({key})", text="missing: the optimizer has it, the file does not")
+        for name in dict.fromkeys(name for name, _ in stored)
+        for key in optimizer.expected_state(parameters[name], whole_shape(parameters[name]))
+        if (name, key) not in stored
     ]
 
 
-def _state_problem(p: Tensor | None, shape: torch.Size | None) -> str | None:
+def _state_problem(
+    optimizer: Optimizer, key: str, p: Tensor | None, spec: TensorSpec | None
+) -> str | None:
     if p is None:
         return "in the file, and the optimizer does not train this parameter"
-    if shape is None or not is_sharded(p) or shape == whole_shape(p) or shape.numel() == 1:
+    if isinstance(optimizer, ByRows):
+        return _unexpected(optimizer.expected_state(p, whole_shape(p)).get(key), spec)
+    if spec is None or not is_sharded(p) or spec.shape == whole_shape(p) or spec.shape.numel() == 1:
         return None
     # Neither the whole parameter's nor a single number: it cannot be divided.
-    return f"shape {tuple(shape)} in the file fits no shard"
+    return f"shape {tuple(spec.shape)} in the file fits no shard"
+
+
+def _unexpected(
+    expected: tuple[torch.Size, torch.dtype] | None, spec: TensorSpec | None
+) -> str | None:
+    if expected is None:
+        return "unexpected: the file has it, the optimizer does not"
+    found = None if spec is None else (spec.shape, spec.dtype)
+    if found == expected:
+        return None
+    described = "a plain value" if found is None else f"shape {tuple(found[0])} in {found[1]}"
+    return f"{described} in the file, shape {tuple(expected[0])} in {expected[1]} in the optimizer"
 
 
 def _gather(value: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
-    if data_parallel is not None and is_sharded(p) and value.shape == p.shape:
+    if data_parallel is not None:
         return gather_rows(as_rows(value), whole_shape(p), data_parallel)
     return local_rows(value, value)
 
@@ -246,10 +300,16 @@ def _plain(key: str, value: Any) -> Any:
     return value
 
 
-def _refuse_unshardable(name: str, key: str, value: Any, p: Tensor) -> None:
+def _refuse_unshardable(
+    name: str, key: str, value: Any, p: Tensor, row_states: frozenset[str]
+) -> None:
     if not isinstance(value, Tensor):
         _plain(key, value)
-    elif is_sharded(p) and value.shape != p.shape and value.numel() != 1:
+    elif (
+        is_sharded(p)
+        and value.numel() != 1
+        and not is_by_rows(value.shape, p.shape, key=key, row_states=row_states)
+    ):
         raise ValueError(
             f"the optimizer's {key!r} of {name!r} has shape {tuple(value.shape)}, and the rank's "
             f"shard {tuple(p.shape)}; only state shaped like the shard, or one number, can be "

@@ -39,6 +39,7 @@ from thunder_memsave.checkpoints.optimizer_state import (
     NamedState,
     compare_groups,
     compare_state,
+    is_state_of_rows,
     named_parameters_of,
     named_state_of,
     set_optimizer_state,
@@ -159,7 +160,7 @@ def load_sharded(
     with torch.no_grad():
         reader(template, data_parallel)
     for o in optimizers:
-        o.restore(template, groups)
+        together(partial(o.restore, template, groups), data_parallel)
     together(lambda: contents.restore_others(meta), data_parallel)
     return dict(meta)
 
@@ -255,19 +256,17 @@ class _StoredOptimizer:
         )
 
     def problems(self, loaded: Mapping[str, Any]) -> list[Problem]:
-        shapes = {
-            (str(name), str(key)): self.stored.spec(flat).shape
-            if self.stored.is_tensor(flat)
-            else None
+        specs = {
+            (str(name), str(key)): self.stored.spec(flat) if self.stored.is_tensor(flat) else None
             for flat, (name, key) in self.state_entries.items()
         }
         groups = compare_groups(self.optimizer, self.parameters, self._groups(loaded))
-        return [*groups, *compare_state(self.parameters, shapes)]
+        return [*groups, *compare_state(self.optimizer, self.parameters, specs)]
 
     def template(self, data_parallel: DataParallel | None) -> dict[str, Any]:
         """Return zeros of the stored shapes and dtypes, without taking an optimizer step to make them."""
         return {
-            flat: self._zeros(flat, str(rest[0]), data_parallel)
+            flat: self._zeros(flat, *map(str, rest), data_parallel=data_parallel)
             for flat, rest in self.state_entries.items()
         }
 
@@ -287,13 +286,13 @@ class _StoredOptimizer:
             groups.setdefault(int(i), {})[str(setting)] = loaded[flat]
         return [groups[i] for i in sorted(groups)]
 
-    def _zeros(self, flat: str, name: str, data_parallel: DataParallel | None) -> Any:
+    def _zeros(self, flat: str, name: str, key: str, *, data_parallel: DataParallel | None) -> Any:
         if not self.stored.is_tensor(flat):
             return None
         spec, p = self.stored.spec(flat), self.parameters[name]
-        if is_sharded(p) and spec.shape == whole_shape(p):
-            zeros = torch.zeros(p.shape, dtype=spec.dtype, device=p.device)
-            return _for_dcp(zeros, p, data_parallel)
+        if is_sharded(p) and is_state_of_rows(self.optimizer, key, spec.shape, whole_shape(p)):
+            zeros = torch.zeros((len(p), *spec.shape[1:]), dtype=spec.dtype, device=p.device)
+            return _rows_for_dcp(zeros, p, data_parallel)
         return torch.zeros(spec.shape, dtype=spec.dtype)
 
 
@@ -304,15 +303,24 @@ def _optimizer_for_dcp(
     for name, values in named.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                values[key] = _for_dcp(value, parameters[name], data_parallel)
+                p = parameters[name]
+                is_of_rows = is_state_of_rows(optimizer, key, value.shape, p.shape)
+                values[key] = (
+                    _rows_for_dcp(value, p, data_parallel) if is_of_rows else as_rows(value)
+                )
     return named.as_dict()
 
 
 def _for_dcp(t: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
     """Return `t`, which belongs to parameter `p`, for DCP: without padding, as a DTensor if it is sharded."""
-    if data_parallel is None or not is_sharded(p) or t.shape != p.shape:
+    return _rows_for_dcp(t, p, data_parallel) if t.shape == p.shape else as_rows(t)
+
+
+def _rows_for_dcp(t: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
+    """Do so for a tensor that has a row for each row of `p`."""
+    if data_parallel is None or not is_sharded(p):
         return as_rows(t)
-    shape = whole_shape(p)
+    shape = torch.Size((whole_shape(p)[0], *t.shape[1:]))
     mesh = DeviceMesh.from_group(data_parallel.group, t.device.type)
     stride = torch.empty(shape, device="meta").stride()
     # Thunder's shards are DTensor's Shard(0) plus padding.
@@ -323,7 +331,7 @@ def _for_dcp(t: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor
 
 
 def _padded(rows: Tensor, p: Tensor) -> Tensor:
-    padded = rows.new_zeros(p.shape)
+    padded = rows.new_zeros((len(p), *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     return padded
 

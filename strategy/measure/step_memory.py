@@ -174,9 +174,9 @@ class _UpdateRecord(AtenRecord):
 
 
 def _number_bytes(func: Any, args: Sequence[Any]) -> int:
-    """Return the bytes of a number on the CPU: it becomes a float64 tensor, and one in the other tensor's dtype."""
+    """Return the bytes of a number on the CPU: it becomes a tensor of 8 bytes, and one in the other tensor's dtype."""
     name = func._overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
-    if name not in ("add", "sub", "mul", "div") or len(args) < 2:
+    if name not in ("add", "sub", "mul", "div", "bitwise_and") or len(args) < 2:
         return 0
     tensors, numbers = (a if isinstance(a, (list, tuple)) else [a] for a in args[:2])
     if isinstance(numbers[0], Tensor) or tensors[0].device.type != "cpu":

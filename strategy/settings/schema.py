@@ -113,7 +113,8 @@ class Reader:
             return " is empty; give it a key, or leave the section out."
         words = wanted(hint)
         if is_typeddict(bare(hint)):
-            words = f"a mapping with {' and '.join(hints_of(bare(hint)))}"
+            *names, last = hints_of(bare(hint))
+            words = f"a mapping with {', '.join(names)} and {last}"
         elif words == "a mapping":
             words = "a mapping of names to values"
         if value is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_memsave.sharding.rows import local_rows, padded_rows
+from thunder_memsave.sharding.rows import is_by_rows, local_rows, padded_rows, row_states_of
 from thunder_memsave.sharding.sharded_parameter import (
     ShardedParameter,
     StateRows,
@@ -87,19 +87,27 @@ def keep_state_whole(optimizer: Optimizer) -> None:
 
 
 def _mark_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    def marked(value: Any, p: ShardedParameter) -> Any:
-        is_of_rows = isinstance(value, Tensor) and value.shape == p.shape
+    row_states = row_states_of(optimizer)
+
+    def marked(key: str, value: Any, p: ShardedParameter) -> Any:
+        is_of_rows = isinstance(value, Tensor) and is_by_rows(
+            value.shape, p.shape, key=key, row_states=row_states
+        )
         return mark_state(as_rows(value), p) if is_of_rows else value
 
     return _with_moments(optimizer, state_dict, marked)
 
 
 def _own_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    def own(value: Any, p: ShardedParameter) -> Any:
+    row_states = row_states_of(optimizer)
+
+    def own(key: str, value: Any, p: ShardedParameter) -> Any:
         if isinstance(value, StateRows):
             return as_rows(value)
         # Where a weight of one row is as long as each rank's padded rows, the same holds.
-        is_whole = isinstance(value, Tensor) and value.shape == p.unsharded_shape
+        is_whole = isinstance(value, Tensor) and is_by_rows(
+            value.shape, p.unsharded_shape, key=key, row_states=row_states
+        )
         return padded_rows(value, p) if is_whole else value
 
     return _with_moments(optimizer, state_dict, own)
@@ -108,14 +116,14 @@ def _own_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 def _with_moments(
     optimizer: Optimizer,
     state_dict: dict[str, Any],
-    change: Callable[[Any, ShardedParameter], Any],
+    change: Callable[[str, Any, ShardedParameter], Any],
 ) -> dict[str, Any]:
     """Return a state dict with other values for the state of sharded parameters."""
     current = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     of = {n: p for n, p in zip(numbers, current, strict=False) if isinstance(p, ShardedParameter)}
     state = {
-        n: {key: change(value, of[n]) for key, value in values.items()} if n in of else values
+        n: {key: change(key, value, of[n]) for key, value in values.items()} if n in of else values
         for n, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}

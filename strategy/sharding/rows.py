@@ -61,6 +61,16 @@ def local_rows(t: Tensor, p: Tensor) -> Tensor:
     return as_rows(t)[: num_real_rows(p)] if is_sharded(p) else as_rows(t)
 
 
+def row_states_of(optimizer: object) -> frozenset[str]:
+    """Return the keys of states that have a row for each row of the parameter, but not its shape; most have none."""
+    return getattr(optimizer, "row_states", frozenset())
+
+
+def is_by_rows(shape: torch.Size, of: torch.Size, *, key: str, row_states: frozenset[str]) -> bool:
+    """Tell whether a state of this shape has a row for each row of a parameter of the shape `of`."""
+    return shape == of or (key in row_states and shape[:1] == of[:1])
+
+
 def shard_module(module: nn.Module, data_parallel: DataParallel | None) -> None:
     """Replace the data of every parameter by this rank's rows, in place.
 
@@ -114,8 +124,8 @@ def take_rows(whole: Tensor, rows: RowRange) -> Tensor:
 
 def padded_rows(value: Tensor, p: ShardedParameter) -> Tensor:
     """Return this rank's rows of `p`, padded, from a value that holds these rows, or the whole weight's."""
-    rows = torch.zeros(p.shape, dtype=value.dtype, device=value.device)
-    first = p._first_row if value.shape == p.unsharded_shape else 0
+    rows = torch.zeros((len(p), *value.shape[1:]), dtype=value.dtype, device=value.device)
+    first = p._first_row if len(value) == p.unsharded_shape[0] else 0
     rows[: p._num_real_rows] = as_rows(value)[first : first + p._num_real_rows]
     return rows
 

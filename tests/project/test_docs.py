@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 import peft
 import pytest
@@ -177,7 +177,7 @@ def exists(key: str) -> bool:
     hint = bare(hints_of(RunConfig)[section])
     for position, part in enumerate(rest):
         if not dataclasses.is_dataclass(hint):
-            return rest[position] in ("class_path", "init_args")
+            return is_typeddict(hint) and rest[position] in hints_of(hint)
         if part not in hints_of(hint):
             return False
         hint = bare(hints_of(hint)[part])

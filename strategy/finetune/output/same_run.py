@@ -99,12 +99,19 @@ def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
         "model.dtype": model.get("dtype"),
         "model.trainable_dtype": model.get("trainable_dtype"),
         "model.frozen_weights": model.get("frozen_weights"),
+        "optimizer.states": _states(config),
         "lora": _with_defaults(config.get("lora")),
         "adapter": config.get("adapter"),
         "fp8": None if fp8 is None else parse_section(Fp8Config, fp8, where="fp8"),
     }
     plain = json.loads(json.dumps(sections, default=_plain))
     return {key: value for name, part in plain.items() for key, value in _flat(name, part)}
+
+
+def _states(config: Mapping[str, Any]) -> str:
+    """Return the format of the optimizer's states; that of trained weights is the default."""
+    trainable_dtype = (config.get("model") or {}).get("trainable_dtype", "float32")
+    return str((config.get("optimizer") or {}).get("states", trainable_dtype))
 
 
 def _with_defaults(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:

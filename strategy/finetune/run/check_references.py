@@ -23,6 +23,7 @@ from thunder_memsave.finetune.run_file.classes.class_spec import build, import_c
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun
 from thunder_memsave.finetune.run_file.reading.problems import Problems
+from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.settings.problems import ConfigError
 
 
@@ -41,7 +42,8 @@ def check_references(config: RunConfig, problems: Problems) -> None:
         where = f"callbacks[{index}]"
         step = partial(_check_callback, spec, where=where)
         problems.check(step, reads=(where,), about=where)
-    problems.check(lambda: _check_optimizer(config), reads=("optimizer",), about="optimizer")
+    reads = ("optimizer", "model.trainable_dtype")
+    problems.check(lambda: _check_optimizer(config), reads=reads, about="optimizer")
     problems.check(lambda: check_adapter(config), reads=("lora", "adapter"), about="lora")
     problems.check(lambda: _check_devices(config), reads=("devices",), about="devices")
     problems.check(lambda: _check_output(config), reads=("output_dir",), about="output_dir")
@@ -62,11 +64,10 @@ def _check_callback(spec: ClassSpec, *, where: str) -> None:
 
 def _check_optimizer(config: RunConfig) -> None:
     """Create the optimizer for one weight and take a step: some check their arguments only then."""
-    weight = nn.Parameter(torch.zeros(2, 2))
-    weight.grad = torch.ones(2, 2)
-    spec, where = config.optimizer, "optimizer"
-    optimizer = build(spec, [weight], where=where, default_module=OPTIMIZER.default_module)
-    name = spec["class_path"]
+    weight = nn.Parameter(torch.zeros(2, 2, dtype=getattr(torch, config.model.trainable_dtype)))
+    weight.grad = torch.ones_like(weight)
+    optimizer = make_optimizer(config, [weight], device_type="meta")
+    name = config.optimizer["class_path"]
     try:
         optimizer.step()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 from thunder_memsave.finetune.data.sample_text import TRAINED_FROM, TRAINED_TO, describe_sample
 from thunder_memsave.finetune.run.job import Job
 from thunder_memsave.finetune.run_file.launch import world_size
+from thunder_memsave.finetune.training.optimizer import states_of
 
 _WIDTH = 100
 _NUM_TOKENS_SHOWN = 256
@@ -39,6 +40,8 @@ def card_facts(job: Job) -> dict[str, str]:
     names = [_name_of_data(each) for each in (path if isinstance(path, list) else [path])]
     arguments = config.optimizer.get("init_args") or {}
     optimizer = config.optimizer["class_path"].rpartition(".")[2]
+    if (states := states_of(config)) is not None:
+        optimizer += f" with states in {states}"
     return {
         "trained weights": f"{job.num_trained_parameters:,} of {job.num_parameters:,}",
         "data": f"{', '.join(names)} ({dataset['class_path']}), {len(job.data.train):,} rows of "

@@ -94,7 +94,7 @@ def load(
 ) -> None:
     """Load the checkpoint; the optimizer's arguments stay those of this run's file."""
     cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
-    given = set(inspect.signature(cls).parameters)
+    given = {*inspect.signature(cls).parameters, "rounding"}
     if not chooses_implementation(config.optimizer):
         given -= set(IMPLEMENTATION)  # as the run began, for the same bits
     arguments = [_arguments(group, given) for group in state["optimizer"].param_groups]

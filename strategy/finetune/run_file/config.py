@@ -29,6 +29,13 @@ class ClassSpec(TypedDict):
     init_args: NotRequired[dict[str, Any]]
 
 
+class OptimizerSpec(ClassSpec):
+    """An optimizer, and the formats of what it keeps and changes."""
+
+    states: NotRequired[Literal["float32", "bfloat16", "int8", "fp8"]]
+    rounding: NotRequired[Literal["nearest", "stochastic"]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """The model to train, and its number formats."""
@@ -51,7 +58,8 @@ class ModelConfig(Section):
     """Number format of the frozen weights and of the computation."""
 
     trainable_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the trained weights; small updates vanish in bfloat16."""
+    """Number format of the trained weights; small updates vanish in bfloat16, unless `optimizer.rounding` is
+    `stochastic`."""
 
     frozen_weights: Literal["nf4"] | None = None
     """Format in which frozen weights of linear layers, except `lm_head`, are kept: `nf4` is 4 bits with double
@@ -233,12 +241,14 @@ class RunConfig(Section):
 
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: ClassSpec = field(
-        default_factory=lambda: ClassSpec(
+    optimizer: OptimizerSpec = field(
+        default_factory=lambda: OptimizerSpec(
             class_path="torch.optim.AdamW", init_args={"lr": 2e-4, "weight_decay": 0.0}
         )
     )
-    """A torch optimizer and its arguments."""
+    """A torch optimizer and its arguments. For `AdamW`, `Adam` and `SGD` also `states`, the format of moments:
+    `float32`, `bfloat16`, `int8` or `fp8`, by default that of trained weights; and `rounding: stochastic` for trained
+    weights in bfloat16, which keeps small updates on average."""
 
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     strategy: StrategySection = field(default_factory=StrategySection)

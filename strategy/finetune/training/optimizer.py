@@ -1,10 +1,10 @@
-"""Makes the optimizer of a run, with PyTorch's fused kernel if there is one."""
+"""Makes the optimizer of a run: with states in fewer bits, or with PyTorch's fused kernel if there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -12,11 +12,14 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from thunder_memsave.finetune.run_file.classes.class_spec import build, import_class
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.settings.problems import ConfigError
 
 IMPLEMENTATION = ("foreach", "fused", "differentiable", "capturable")
 """Arguments that choose how an update is computed, without changing what it is."""
 
 _WITH_FUSED_KERNELS = (Adam, AdamW, SGD)
+_WITH_FEWER_BITS = (Adam, AdamW, SGD)
+"""Those of PyTorch that `thunder_memsave.optim` has too, under the same names."""
 
 
 def make_optimizer(
@@ -36,14 +39,42 @@ def make_optimizer(
         ConfigError: the class or one of its arguments cannot be used.
     """
     trained = list(parameters)
-    spec = config.optimizer
-    if _has_kernel(spec, trained, device_type=device_type):
+    spec: ClassSpec = config.optimizer
+    if states_of(config) is not None:
+        spec = _with_fewer_bits(config)
+    elif _has_kernel(spec, trained, device_type=device_type):
         spec = ClassSpec(
             class_path=spec["class_path"],
             init_args={**(spec.get("init_args") or {}), "fused": True},
         )
     made = build(spec, trained, where="optimizer", default_module="torch.optim")
     return cast(Optimizer, made)
+
+
+def states_of(config: RunConfig) -> str | None:
+    """Return the format of states if the run needs an optimizer of ours for it; None: PyTorch's own does it."""
+    spec, trainable_dtype = config.optimizer, config.model.trainable_dtype
+    states = spec.get("states", trainable_dtype)
+    is_torchs = "states" not in spec or states == trainable_dtype == "float32"
+    return None if is_torchs and spec.get("rounding", "nearest") == "nearest" else states
+
+
+def _with_fewer_bits(config: RunConfig) -> ClassSpec:
+    spec = config.optimizer
+    cls = import_class(spec, where="optimizer", default_module="torch.optim")
+    settings: dict[str, Any] = {k: v for k, v in spec.items() if k in ("states", "rounding")}
+    if cls not in _WITH_FEWER_BITS:
+        key, value = next(iter(settings.items()))
+        raise ConfigError(
+            f"optimizer.{key} is {value!r}, which {cls.__name__} does not have; Adam, AdamW and SGD do: name one of "
+            f"them, or leave optimizer.{key} out.",
+            key=f"optimizer.{key}",
+        )
+    own = {**settings, "states": states_of(config), "seed": config.train.seed}
+    return ClassSpec(
+        class_path=f"thunder_memsave.optim.{cls.__name__}",
+        init_args={**(spec.get("init_args") or {}), **own},
+    )
 
 
 def place_steps(optimizer: Optimizer) -> None:

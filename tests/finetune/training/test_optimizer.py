@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
-from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave import ConfigError, optim
+from thunder_memsave.finetune.run_file.config import (
+    ModelConfig,
+    OptimizerSpec,
+    RunConfig,
+    TrainConfig,
+)
 from thunder_memsave.finetune.training.optimizer import make_optimizer, place_steps
 from thunder_memsave.measure.step_memory import step_memory
 
 
 def made(name: str, *, device_type: str = "cuda", **arguments: Any) -> dict[str, Any]:
-    spec = ClassSpec(class_path=f"torch.optim.{name}", init_args=arguments)
+    spec = OptimizerSpec(class_path=f"torch.optim.{name}", init_args=arguments)
     weight = nn.Parameter(torch.ones(3))
     optimizer = make_optimizer(
         replace(RunConfig(), optimizer=spec), [weight], device_type=device_type
@@ -65,3 +71,59 @@ def test_counts_of_updates_are_where_an_implementation_reads_them(
             continue  # there is no count to be moved
         place_steps(optimizer)
         assert optimizer.state[weight]["step"].device.type == device
+
+
+def with_states(
+    name: str,
+    arguments: dict[str, Any] | None = None,
+    trainable_dtype: Literal["float32", "bfloat16"] = "float32",
+    **settings: Any,
+) -> torch.optim.Optimizer:
+    spec: Any = {"class_path": f"torch.optim.{name}", "init_args": arguments or {}, **settings}
+    config = RunConfig(
+        optimizer=spec,
+        model=ModelConfig(trainable_dtype=trainable_dtype),
+        train=TrainConfig(seed=7),
+    )
+    weight = nn.Parameter(torch.ones(3, 8, dtype=getattr(torch, trainable_dtype)))
+    return make_optimizer(config, [weight], device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("AdamW", {"lr": 1.0}), ("Adam", {}), ("SGD", {"momentum": 0.9})]
+)
+@pytest.mark.parametrize("states", ["bfloat16", "int8", "fp8"])
+def test_states_in_fewer_bits_are_those_of_our_class(
+    name: str, arguments: dict[str, Any], states: str
+) -> None:
+    made = with_states(name, arguments, states=states)
+    assert type(made) is getattr(optim, name)
+    assert made.param_groups[0].items() >= {"states": states, "seed": 7, **arguments}.items()
+
+
+def test_float32_states_are_pytorchs_unless_weights_have_fewer_bits() -> None:
+    assert type(with_states("AdamW", states="float32")) is torch.optim.AdamW
+    assert type(with_states("AdamW", trainable_dtype="bfloat16")) is torch.optim.AdamW
+    made = with_states("AdamW", trainable_dtype="bfloat16", states="float32")
+    assert made.param_groups[0]["states"] == "float32"
+    rounded = with_states("AdamW", trainable_dtype="bfloat16", rounding="stochastic")
+    assert (
+        rounded.param_groups[0].items()
+        >= {
+            "states": "bfloat16",
+            "rounding": "stochastic",
+        }.items()
+    )
+
+
+def test_what_cannot_have_such_states_is_refused_with_what_can() -> None:
+    with pytest.raises(ConfigError, match=r"which RMSprop does not have; Adam, AdamW and SGD do"):
+        with_states("RMSprop", states="int8")
+    with pytest.raises(ConfigError, match=r"optimizer\.rounding is 'stochastic', which Adagrad"):
+        with_states("Adagrad", trainable_dtype="bfloat16", rounding="stochastic")
+    with pytest.raises(ConfigError, match=r"SGD without momentum has no states"):
+        with_states("SGD", states="int8")
+    with pytest.raises(ConfigError, match=r"rounding is 'stochastic', but no trained weight is b"):
+        with_states("AdamW", rounding="stochastic")
+    with pytest.raises(ConfigError, match=r"fused"):
+        with_states("AdamW", {"fused": True}, states="int8")

@@ -221,7 +221,12 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "beta1": _(LITGPT, here="optimizer.init_args.betas", note="[beta1, beta2]"),
     "beta2": _(LITGPT, here="optimizer.init_args.betas", note="[beta1, beta2]"),
     "adafactor": _(TRAINER, here="optimizer.class_path", note="such as torch.optim.AdamW"),
-    "optim": _(TRAINER, UNSLOTH, here="optimizer.class_path", note="such as torch.optim.AdamW"),
+    "optim": _(
+        TRAINER,
+        UNSLOTH,
+        here="optimizer.class_path",
+        note="such as torch.optim.AdamW; of adamw_8bit the rest is optimizer.states: int8",
+    ),
     "optim_args": _(AXOLOTL, TRAINER, here="optimizer.init_args"),
     "lr_scheduler_type": _(TRAINER, UNSLOTH, here="lr_scheduler.name"),
     "lr_scheduler_kwargs": _(AXOLOTL, TRAINER, here="lr_scheduler.min_lr_ratio"),

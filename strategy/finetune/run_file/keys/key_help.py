@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from docstring_parser import parse_from_object
 
-from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.finetune.run_file.config import ClassSpec, OptimizerSpec, RunConfig
 from thunder_memsave.settings.schema import bare, hints_of
 from thunder_memsave.settings.value_kinds import is_section, wanted
 from thunder_memsave.settings.yaml_file import PlainDumper
@@ -22,6 +22,7 @@ _WIDTH = 100
 # Descriptions of our own types for somebody who writes YAML.
 _OWN_WORDS: dict[Any, str] = {
     ClassSpec: "a class",
+    OptimizerSpec: "a class",
     ClassSpec | None: "a class or null",
     list[ClassSpec]: "a list of classes",
 }
