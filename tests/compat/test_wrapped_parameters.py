@@ -53,7 +53,7 @@ def adapted() -> Any:
     names = ["experts.up", "experts.down", "router.weight"]
     # Not zeros: both factors get gradients.
     config = LoraConfig(r=2, target_parameters=names, init_lora_weights=False)
-    return get_peft_model(Mixture(), config)  # type: ignore[arg-type]
+    return get_peft_model(Mixture(), config)
 
 
 def stepped(model: Any, x: Tensor, backward: Any = Tensor.backward) -> Tensor:
