@@ -13,7 +13,8 @@ from pathlib import Path
 
 from thunder_memsave.finetune import data
 from thunder_memsave.finetune.run_file.config import RunConfig
-from thunder_memsave.finetune.run_file.keys.foreign_names import FOREIGN_NAMES, ForeignName
+from thunder_memsave.finetune.run_file.keys.foreign_name import ForeignName
+from thunder_memsave.finetune.run_file.keys.foreign_names import FOREIGN_NAMES
 from thunder_memsave.finetune.run_file.keys.key_help import KeyHelp, sections
 from thunder_memsave.settings.schema import bare, hints_of
 
