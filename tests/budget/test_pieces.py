@@ -17,6 +17,7 @@ from torch.profiler import profile
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
+from thunder_memsave.budget.agreed import largest
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
@@ -252,11 +253,25 @@ def check_ranks() -> None:
         free = Run.under(MUCH, **settings)
         x = batch(seed=free.fabric.global_rank)
         expected = [free.step(x) for _ in range(2)][-1]
-        keep_all = free.predicted_bytes
+        # Small buffers of collectives are freed by other threads, a little sooner on one rank than on the other.
+        keep_all = largest(free.predicted_bytes, free.fabric.strategy.data_parallel)
         run = Run.under(int(0.9 * keep_all), **settings)
         for _ in range(2):
             assert all(map(torch.equal, run.step(x), expected)), mode
         assert run.predicted_bytes <= 0.9 * keep_all
+
+
+@on_fabric_rank
+def check_lengths() -> None:
+    """One rank meets a length that the other does not, before and after what eager code takes is measured."""
+    run = Run.under(MUCH, devices=2, sharding="zero2")
+    own = run.fabric.global_rank
+    for rows in ((ROWS, ROWS), (ROWS, 8), (16, ROWS), (ROWS, ROWS), (24, 24)):
+        run.step(batch(rows[own]))
+
+
+def test_ranks_may_meet_other_lengths() -> None:
+    run_on_fabric_ranks(check_lengths, 2)
 
 
 def test_ranks_plan_alike() -> None:

@@ -58,9 +58,7 @@ class PiecePlanner(MemoryPlanner):
 
     @override
     def _agreement(self, attempt: Attempt) -> str:
-        """Return what plans are agreed on for: equal pieces keep little alike, and have other room later."""
-        structure = structure_of(attempt.graph)
-        return structure if self.pieces.is_new else f"{structure} {self.piece}"
+        return self.pieces.agreement(structure_of(attempt.graph), self._agreed)
 
     @override
     def _fitting(self, attempt: Attempt) -> Run:

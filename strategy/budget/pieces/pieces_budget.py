@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -75,6 +75,12 @@ class PiecesBudget:
         """The bytes that a step holds besides, when a piece was planned last."""
         self.piece: int | None = None
         """The piece that is compiled now."""
+        self._owner = 0
+        """The module whose piece is compiled now."""
+        self._owners: dict[int, int] = {}
+        """For each piece, the number of its module."""
+        self._planned: set[int] = set()
+        """Modules of which a piece got a plan for the room in a step."""
 
     @property
     def is_new(self) -> bool:
@@ -85,10 +91,22 @@ class PiecesBudget:
         """Whether a piece gets a new plan when it is called."""
         return piece in self._stale
 
+    def has_plan_for_all(self, owner: int) -> bool:
+        """Whether a module has a plan for all lengths, by its number."""
+        return self._data_parallel is not None and owner in self._planned
+
     @contextmanager
-    def compiling(self, piece: int | None) -> Iterator[None]:
-        """Compile a piece here, a new one if it has no number; nothing of it is measured."""
-        self.piece = piece
+    def compiling(self, piece: int | None, *, owner: int) -> Iterator[None]:
+        """Compile a piece here, a new one if it has no number; nothing of it is measured.
+
+        Args:
+            piece: Its number; None: it is new.
+            owner: A number of its module in this process.
+        """
+        if piece is None and self._data_parallel is not None:
+            # Other ranks may plan the module's piece now, which is a collective: this length takes its plan.
+            piece = min((p for p in self._stale if self._owners[p] == owner), default=None)
+        self.piece, self._owner = piece, owner
         follower = self._follower
         with nullcontext() if follower is None else follower.paused():
             yield
@@ -226,16 +244,14 @@ class PiecesBudget:
         """Let the piece that is compiled now run as `call`; return it with the peak of the step."""
         numbers = CallBytes.of(call)
         if self.is_new:
-            self.piece = len(self._least)
-            self._least[self.piece] = self._running[self.piece] = numbers
-            if self._follower is None and self._steps:
-                self._wants_measure = True
+            self._add(numbers)
             return call
         assert self.piece is not None
         assert call.plan is not None
         peak_bytes = self.step_bytes(call)
         self._running[self.piece] = numbers
         self._stale.discard(self.piece)
+        self._planned.add(self._owner)
         if not self._stale:
             _log.info(
                 "the pieces are planned: a step takes at most %s bytes of the budget of %s.",
@@ -243,6 +259,30 @@ class PiecesBudget:
                 f"{self._budget_bytes:,}",
             )
         return replace(call, plan=replace(call.plan, predicted_peak_bytes=peak_bytes))
+
+    def _add(self, numbers: CallBytes) -> None:
+        self.piece = len(self._least)
+        self._least[self.piece] = self._running[self.piece] = numbers
+        self._owners[self.piece] = self._owner
+        # On ranks, others may not have met this length: they could not measure together.
+        if self._follower is None and self._steps and self._data_parallel is None:
+            self._wants_measure = True
+
+    def agreement(self, structure: str, known: Collection[str]) -> str:
+        """Return what the plan of the piece that is compiled now is agreed on for.
+
+        Equal pieces keep little alike. Plans for the room in a step are each piece's own. On ranks, of which only some
+        may meet another length, a module has one for all lengths: plans say which collectives run.
+
+        Args:
+            structure: That of its operations.
+            known: What plans were agreed on for.
+        """
+        of_module = f"{structure} module {self._owner}"
+        if not self.is_new:
+            shared = self._data_parallel is not None
+            return of_module if shared else f"{structure} piece {self.piece}"
+        return of_module if of_module in known else structure
 
     def describe(self) -> str:
         """Say what is known of the step, for `explain()`."""

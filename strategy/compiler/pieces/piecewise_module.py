@@ -160,6 +160,8 @@ class _Submodule(PiecewiseModule):
         self._planner_of_pieces = planner if isinstance(planner, PiecePlanner) else None
         self._numbers: dict[int, int | None] = {}
         """The number of the piece, by that of what is compiled; None: it has no backward."""
+        self._new: set[int] = set()
+        """What was compiled after the module had a plan for all lengths."""
         self._replaced: int | None = None
         """The piece whose new plan is made next."""
 
@@ -181,9 +183,10 @@ class _Submodule(PiecewiseModule):
         if known is None or planner is None:
             return known
         piece = self._numbers[known.number]
-        if not planner.pieces.is_stale(piece):
+        is_old = planner.pieces.has_plan_for_all(self.number) and known.number not in self._new
+        if not planner.pieces.is_stale(piece) and (piece is None or not is_old):
             return known
-        self._replaced = piece
+        self._replaced = piece if planner.pieces.is_stale(piece) else None
         for compiled in (self._compiled, self._also):
             compiled[name] = [c for c in compiled.get(name, ()) if c.number != known.number]
         return None
@@ -194,7 +197,9 @@ class _Submodule(PiecewiseModule):
         if planner is None:
             return super()._compile(name, call)
         self._replaced = None
-        with planner.pieces.compiling(piece):
+        with planner.pieces.compiling(piece, owner=self.number):
             compiled = super()._compile(name, call)
         self._numbers[compiled.number] = planner.piece
+        if planner.pieces.has_plan_for_all(self.number):
+            self._new.add(compiled.number)
         return compiled
