@@ -245,7 +245,7 @@ def _checked_and_held(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
             problem = layout_problem(values, optimizer.expected_state(p, p.shape))
             problem = problem or value_problem(values, optimizer.kept, group["states"], p.shape)
             if problem is not None:
-                raise StateError(problem, number=i)
+                raise StateError.of(problem, number=i)
             state[number] = {k: v if k == "step" else Held(v) for k, v in values.items()}
     num_missing = len(state_dict["param_groups"]) - len(groups)
     rest = state_dict["param_groups"][-num_missing:] if num_missing else []

@@ -20,18 +20,21 @@ _MOST_STEPS = 2**24
 
 
 class StateError(ThunderMemsaveError, ValueError):
-    """A state is none that a step of the optimizer writes; nothing was changed.
+    """A state is none that a step of the optimizer writes; nothing was changed."""
 
-    Args:
-        problem: A sentence without its subject and its end.
-        number: The parameter's, in the order of the groups.
-    """
+    problem = ""
+    """What is wrong: a sentence without its subject and its end."""
+    number = 0
+    """The parameter's, in the order of the groups."""
 
-    def __init__(self, problem: str, *, number: int) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, problem: str, *, number: int) -> StateError:
+        """Make the error for a parameter; the arguments are the fields."""
+        error = cls(
             f"the state of parameter {number} {problem}; load what was saved with these states"
         )
-        self.problem, self.number = problem, number
+        error.problem, error.number = problem, number
+        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def refuse_other_states(
     number = 0
     for mine, theirs in zip(current, saved, strict=False):
         if (text := other_states(mine, theirs)) is not None:
-            raise StateError(f"has {text}", number=number)
+            raise StateError.of(f"has {text}", number=number)
         number += len(mine["params"])
 
 
