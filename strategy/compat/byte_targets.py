@@ -9,8 +9,6 @@ Delete this file when `tests/compat/test_byte_targets.py` says that PyTorch's ru
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
@@ -31,16 +29,28 @@ def remove() -> None:
     decompositions._nll_loss_backward = _backward
 
 
-def forward(value: Tensor, target: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def forward(
+    value: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     """Return the loss of `value` (N, C) or (C,) and the total weight; `target` is (N,) or ()."""
-    return _forward(value, _as_kernels(value, target), *others)
+    return _forward(value, _as_kernels(value, target), weight, reduction, ignore_index)
 
 
-def backward(grad: Tensor, value: Tensor, target: Tensor, *others: Any) -> Tensor:
+# Derivatives in forward mode compile it by TorchScript, which reads the annotations and knows no `*args`.
+def backward(
+    grad: Tensor,
+    value: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
     """Return the gradient of `value`, with the loss's own in `grad`."""
-    return _backward(grad, value, _as_kernels(value, target), *others)
+    known = _as_kernels(value, target)
+    return _backward(grad, value, known, weight, reduction, ignore_index, total_weight)
 
 
 def _as_kernels(value: Tensor, target: Tensor) -> Tensor:
-    takes_bytes = target.dtype is torch.uint8 and value.dim() <= 2
+    takes_bytes = target.dtype == torch.uint8 and value.dim() <= 2
     return target.long() if takes_bytes else target

@@ -28,6 +28,15 @@ def test_canary_pytorchs_rule_refuses_bytes() -> None:
         byte_targets.apply()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_derivatives_in_forward_mode_can_compile_the_rule() -> None:
+    """`torch.func.jvp` does, the first time that a process calls it, whatever it differentiates."""
+    scores, target = torch.randn(3, 5).log_softmax(1), torch.tensor([0, 4, 1])
+    arguments = (torch.ones(()), scores, target, None, 1, -100, torch.tensor(3.0))
+    found = torch.jit.script(byte_targets.backward)(*arguments)
+    assert torch.equal(found, byte_targets.backward(*arguments))
+
+
 def mean(scores: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(scores, target)
 
