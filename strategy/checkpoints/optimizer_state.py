@@ -18,10 +18,9 @@ from thunder_memsave.optim.by_rows import ByRows
 from thunder_memsave.optim.loading import StateError, other_states
 from thunder_memsave.sharding.rows import (
     gather_rows,
-    is_by_rows,
+    is_state_of_rows,
     local_rows,
     own_rows,
-    row_states_of,
     take_rows,
     whole_shape,
 )
@@ -78,10 +77,9 @@ def named_state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Na
     state = {
         name: dict(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state
     }
-    row_states = row_states_of(optimizer)
     for name, values in state.items():
         for key, value in values.items():
-            _refuse_unshardable(name, key, value, parameters[name], row_states)
+            _refuse_unshardable(optimizer, name, key, value, parameters[name])
     return NamedState(state=state, param_groups=groups)
 
 
@@ -143,11 +141,6 @@ def set_optimizer_state(
         for key, value in values.items():
             if isinstance(value, Tensor) and current[key].dtype != value.dtype:
                 current[key] = value.to(current[key].device, copy=True)
-
-
-def is_state_of_rows(optimizer: Optimizer, key: str, shape: torch.Size, of: torch.Size) -> bool:
-    """Tell whether a state of this shape has a row for each row of a parameter of the shape `of`."""
-    return is_by_rows(shape, of, key=key, row_states=row_states_of(optimizer))
 
 
 def local_part(
@@ -300,15 +293,13 @@ def _plain(key: str, value: Any) -> Any:
     return value
 
 
-def _refuse_unshardable(
-    name: str, key: str, value: Any, p: Tensor, row_states: frozenset[str]
-) -> None:
+def _refuse_unshardable(optimizer: Optimizer, name: str, key: str, value: Any, p: Tensor) -> None:
     if not isinstance(value, Tensor):
         _plain(key, value)
     elif (
         is_sharded(p)
         and value.numel() != 1
-        and not is_by_rows(value.shape, p.shape, key=key, row_states=row_states)
+        and not is_state_of_rows(optimizer, key, value.shape, p.shape)
     ):
         raise ValueError(
             f"the optimizer's {key!r} of {name!r} has shape {tuple(value.shape)}, and the rank's "

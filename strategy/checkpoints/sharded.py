@@ -39,7 +39,6 @@ from thunder_memsave.checkpoints.optimizer_state import (
     NamedState,
     compare_groups,
     compare_state,
-    is_state_of_rows,
     named_parameters_of,
     named_state_of,
     set_optimizer_state,
@@ -55,7 +54,7 @@ from thunder_memsave.distributed.agreement import (
     together,
 )
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.sharding.rows import local_rows, whole_shape
+from thunder_memsave.sharding.rows import is_state_of_rows, local_rows, whole_shape
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
 META_FILE = "meta.pt"

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thunder_memsave.optim.by_rows import ByRows, Rounding
+from thunder_memsave.optim.by_rows import ByRows, Rounding, refuse_out_of_range
 from thunder_memsave.optim.formats import Format, State
-from thunder_memsave.settings.problems import ConfigError
 
 
 class AdamW(ByRows):
@@ -103,19 +102,3 @@ class Adam(AdamW):
         super().__init__(
             params, lr, betas, eps, weight_decay, states=states, rounding=rounding, seed=seed
         )
-
-
-def refuse_out_of_range(arguments: Mapping[str, tuple[object, bool]]) -> None:
-    """Refuse arguments by name.
-
-    Args:
-        arguments: Each value, and whether it is in range.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    for name, (value, is_in_range) in arguments.items():
-        if not is_in_range:
-            raise ConfigError(
-                f"{name} is {value}, which is out of range.", key=f"optimizer.init_args.{name}"
-            )

@@ -219,6 +219,22 @@ def _refuse_unsuitable(p: Tensor, name: str) -> None:
         )
 
 
+def refuse_out_of_range(arguments: Mapping[str, tuple[object, bool]]) -> None:
+    """Refuse arguments by name.
+
+    Args:
+        arguments: Each value, and whether it is in range.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name, (value, is_in_range) in arguments.items():
+        if not is_in_range:
+            raise ConfigError(
+                f"{name} is {value}, which is out of range.", key=f"optimizer.init_args.{name}"
+            )
+
+
 def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
     if given not in choices:
         raise ConfigError(

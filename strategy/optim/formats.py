@@ -54,7 +54,7 @@ class Place:
     first_row: int
     """In the whole, unsharded parameter."""
     key: int
-    """Of the random bits; differs from state to state and from step to step."""
+    """The key of the random bits; differs from state to state and from step to step."""
 
 
 def format_of(states: Format, shape: torch.Size) -> Format:

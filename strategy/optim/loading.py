@@ -23,7 +23,7 @@ class StateError(ThunderMemsaveError, ValueError):
     """A state is none that a step of the optimizer writes; nothing was changed."""
 
     problem = ""
-    """What is wrong: a sentence without its subject and its end."""
+    """The text of what is wrong: a sentence without its subject and its end."""
     number = 0
     """The parameter's, in the order of the groups."""
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from thunder_memsave.optim.adam import refuse_out_of_range
-from thunder_memsave.optim.by_rows import ByRows, Rounding
+from thunder_memsave.optim.by_rows import ByRows, Rounding, refuse_out_of_range
 from thunder_memsave.optim.formats import Format, State
 from thunder_memsave.settings.problems import ConfigError
 

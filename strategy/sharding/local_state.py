@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_memsave.sharding.rows import is_by_rows, local_rows, padded_rows, row_states_of
+from thunder_memsave.sharding.rows import is_state_of_rows, local_rows, padded_rows
 from thunder_memsave.sharding.sharded_parameter import (
     ShardedParameter,
     StateRows,
@@ -87,11 +87,9 @@ def keep_state_whole(optimizer: Optimizer) -> None:
 
 
 def _mark_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    row_states = row_states_of(optimizer)
-
     def marked(key: str, value: Any, p: ShardedParameter) -> Any:
-        is_of_rows = isinstance(value, Tensor) and is_by_rows(
-            value.shape, p.shape, key=key, row_states=row_states
+        is_of_rows = isinstance(value, Tensor) and is_state_of_rows(
+            optimizer, key, value.shape, p.shape
         )
         return mark_state(as_rows(value), p) if is_of_rows else value
 
@@ -99,14 +97,12 @@ def _mark_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
 
 def _own_moments(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    row_states = row_states_of(optimizer)
-
     def own(key: str, value: Any, p: ShardedParameter) -> Any:
         if isinstance(value, StateRows):
             return as_rows(value)
         # Where a weight of one row is as long as each rank's padded rows, the same holds.
-        is_whole = isinstance(value, Tensor) and is_by_rows(
-            value.shape, p.unsharded_shape, key=key, row_states=row_states
+        is_whole = isinstance(value, Tensor) and is_state_of_rows(
+            optimizer, key, value.shape, p.unsharded_shape
         )
         return padded_rows(value, p) if is_whole else value
 

@@ -61,13 +61,12 @@ def local_rows(t: Tensor, p: Tensor) -> Tensor:
     return as_rows(t)[: num_real_rows(p)] if is_sharded(p) else as_rows(t)
 
 
-def row_states_of(optimizer: object) -> frozenset[str]:
-    """Return the keys of states that have a row for each row of the parameter, but not its shape; most have none."""
-    return getattr(optimizer, "row_states", frozenset())
+def is_state_of_rows(optimizer: object, key: str, shape: torch.Size, of: torch.Size) -> bool:
+    """Tell whether a state of this shape has a row for each row of a parameter of the shape `of`.
 
-
-def is_by_rows(shape: torch.Size, of: torch.Size, *, key: str, row_states: frozenset[str]) -> bool:
-    """Tell whether a state of this shape has a row for each row of a parameter of the shape `of`."""
+    Optimizers name those of another shape in `row_states`; most have none.
+    """
+    row_states: frozenset[str] = getattr(optimizer, "row_states", frozenset())
     return shape == of or (key in row_states and shape[:1] == of[:1])
 
 
