@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,11 +17,7 @@ from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question, refuse_budget
-from thunder_memsave.budget.planned_call import (
-    Arguments,
-    Attempt,
-    PlannedCall,
-)
+from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
 from thunder_memsave.budget.way_search import Run, Tried, WaySearch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (
@@ -45,6 +42,9 @@ from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.planner.search.solve import Policy
 from thunder_memsave.planner.workspaces import blas_workspace_bytes, te_workspace_bytes
 from thunder_memsave.progress import stage
+
+if TYPE_CHECKING:
+    from thunder_memsave.budget.pieces.measured_step import Follow
 
 _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
@@ -110,8 +110,8 @@ class MemoryPlanner:
         return measured_scratch()(operation, found)
 
     @property
-    def piece(self) -> int | None:
-        """The number of the piece that is compiled now; None: the module does not run in pieces."""
+    def follow(self) -> Follow | None:
+        """The context for the forward of the call that is compiled now, if it is a piece; None: it is none."""
         return None
 
     @property

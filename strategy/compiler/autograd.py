@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_memsave.budget.pieces.measured_step import followed
+from thunder_memsave.budget.pieces.measured_step import Follow
 from thunder_memsave.compat.foreign_messages import (
     says_saved_were_freed,
     says_saved_were_overwritten,
@@ -47,8 +47,8 @@ class Differentiable:
     """Outputs whose gradients the memory plan counts as the caller's; None: all."""
     adds_to: frozenset[int] = frozenset()
     """Inputs to whose `.grad` the backward may add their gradients itself."""
-    piece: int | None = None
-    """Its number, if it is a piece whose step has a budget."""
+    follow: Follow | None = None
+    """The context for forward, if it is a piece whose step may be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def run(function: Differentiable, inputs: Sequence[Any]) -> tuple[Any, ...]:
 class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Differentiable, *inputs: Any) -> tuple[Any, ...]:
-        with followed(function.piece) as ctx.followed:
+        with nullcontext() if function.follow is None else function.follow() as ctx.followed:
             outputs, (tensors, numbers) = function.forward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.function, ctx.numbers = function, numbers

@@ -14,6 +14,7 @@ from thunder.core.transform_common import (
 )
 from torch import Tensor
 
+from thunder_memsave.budget.pieces.measured_step import Follow
 from thunder_memsave.budget.planned_call import differentiated
 from thunder_memsave.compiler import autograd
 from thunder_memsave.compiler.cuda_graphs.graphed_call import GraphedCall
@@ -50,7 +51,7 @@ def make_callable(state: State) -> State:
         state.keeping,
         facts.unreduced,
         graphed=graphed,
-        piece=None if facts.planner is None else facts.planner.piece,
+        follow=None if facts.planner is None else facts.planner.follow,
     )
     return replace(state, run=run)
 
@@ -94,7 +95,7 @@ def training(
     unreduced: UnreducedGradients,
     *,
     graphed: GraphedCall | None = None,
-    piece: int | None = None,
+    follow: Follow | None = None,
 ) -> Callable[..., Any]:
     """Make a callable of a forward and of the backward that autograd calls."""
     compute = _callable(forward)
@@ -126,7 +127,7 @@ def training(
             output_depends_on=lowered.depends_on,
             planned_gradients=planned_gradients,
             adds_to=adds_to,
-            piece=piece,
+            follow=follow,
         )
         computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))
         return lowered.outputs(inputs, computed)

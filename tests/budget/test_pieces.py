@@ -261,6 +261,34 @@ def check_ranks() -> None:
         assert run.predicted_bytes <= 0.9 * keep_all
 
 
+class Student(nn.Module):
+    """Calls another model, which was set up on its own and has more pieces."""
+
+    teacher: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.block(x)
+        result: Tensor = self.last(h if h.sum().item() < 1e9 else h / 2) + self.teacher[0](x)
+        return result
+
+
+def test_a_model_that_is_called_within_another_is_measured_on_its_own() -> None:
+    x = batch()
+    teacher = Run.under(MUCH)
+    teacher.step(x)
+    student = made(Student)
+    student.teacher = [teacher.called]  # in a list, so that its parameters are not the student's
+    run = Run.under(MUCH, student)
+    results = [run.step(x) for _ in range(3)]
+    teacher.optimizer.zero_grad()
+    assert all(map(torch.equal, results[0], results[-1]))
+    assert run.peak_bytes(x) <= run.predicted_bytes + teacher.predicted_bytes
+
+
 @on_fabric_rank
 def check_lengths() -> None:
     """One rank meets a length that the other does not, before and after what eager code takes is measured."""

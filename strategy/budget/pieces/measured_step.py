@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -91,7 +91,7 @@ class StepFollower:
             yield
             return
         self._phase = phase
-        with self._meter.running(), _following(self):
+        with self._meter.running():
             self._mark(None, 0)
             self.is_running = True
             try:
@@ -171,29 +171,6 @@ class StepFollower:
         return MeasuredStep(tuple(segments), end_bytes, running)
 
 
-_current: list[StepFollower] = []
-"""The one that follows now, if any: compiled calls tell it when they run."""
-
-
-@contextmanager
-def _following(follower: StepFollower) -> Iterator[None]:
-    _current.append(follower)
-    try:
-        yield
-    finally:
-        _current.remove(follower)
-
-
-@contextmanager
-def followed(piece: int | None) -> Iterator[FollowedCall | None]:
-    """Run the forward of a piece here, which is followed if a step is now; None: it is no piece."""
-    if piece is None or not _current:
-        yield None
-        return
-    with _current[-1].forward(piece) as call:
-        yield call
-
-
 @dataclass(frozen=True, slots=True)
 class FollowedCall:
     """A call whose backward is followed too."""
@@ -207,3 +184,7 @@ class FollowedCall:
         """Note that the backward of the call runs here."""
         with self.follower._half(self.piece, self.number, "backward"):
             yield
+
+
+Follow: TypeAlias = Callable[[], AbstractContextManager[FollowedCall | None]]
+"""Makes the context in which a piece's forward runs; its value follows the backward, None: the step is not measured."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 from typing_extensions import override
 
 from thunder_memsave.budget.agreed import structure_of
 from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.pieces.measured_step import Follow
 from thunder_memsave.budget.pieces.pieces_budget import PiecesBudget
 from thunder_memsave.budget.planned_call import Attempt, PlannedCall
 from thunder_memsave.budget.way_search import Run
@@ -31,10 +33,14 @@ class PiecePlanner(MemoryPlanner):
         return made
 
     @property
-    @override
     def piece(self) -> int | None:
-        """The number of the piece that is compiled now."""
+        """The number of the piece that is compiled now; None: it is new, or has no backward."""
         return self.pieces.piece
+
+    @property
+    @override
+    def follow(self) -> Follow | None:
+        return None if self.piece is None else partial(self.pieces.followed, self.piece)
 
     @override
     def memory_beside(self, unread_bytes: int) -> StepMemory:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from thunder_memsave.aten.record import allocated_bytes
 from thunder_memsave.budget.agreed import largest
 from thunder_memsave.budget.pieces.call_bytes import CallBytes
-from thunder_memsave.budget.pieces.measured_step import MeasuredStep, StepFollower
+from thunder_memsave.budget.pieces.measured_step import FollowedCall, MeasuredStep, StepFollower
 from thunder_memsave.budget.planned_call import Attempt, PlannedCall
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError
@@ -138,6 +138,16 @@ class PiecesBudget:
             raise
         self._results = _storages(tree_leaves(result), self._device)
         return result
+
+    @contextmanager
+    def followed(self, piece: int) -> Iterator[FollowedCall | None]:
+        """Run the forward of a piece here; None if the step is not measured now."""
+        follower = self._follower
+        if follower is None or not follower.is_running:
+            yield None
+            return
+        with follower.forward(piece) as call:
+            yield call
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
