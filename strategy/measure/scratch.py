@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -100,16 +101,27 @@ def _measured(operation: Operation, found: OpProfile) -> int | None:
 
 
 def _cpu_peak_bytes(run: Callable[[], None]) -> int:
-    cpu = [ProfilerActivity.CPU]
-    with quiet_profiler(), profile(activities=cpu, profile_memory=True, acc_events=True) as seen:
+    with quiet_profiler(), memory_profile() as seen:
         run()
-    assert seen.profiler is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
+    for event in memory_events(seen):
         live += event.nbytes()
         peak = max(peak, live)
     return int(peak)
+
+
+def memory_profile() -> profile:
+    """Return a profile that records allocations on the CPU."""
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+
+
+def memory_events(seen: profile, *, mark: str | None = None) -> list[Any]:
+    """Return the allocations and frees that an ended profile saw, in order, and the events that are named `mark`."""
+    assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
+    found: list[Any] = seen.profiler.kineto_results.events()
+    events = [e for e in found if e.name() in ("[memory]", mark)]
+    return sorted(events, key=lambda e: e.start_ns())
 
 
 @contextlib.contextmanager

@@ -15,13 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 from typing_extensions import override
 
-from thunder_memsave.measure.scratch import quiet_profiler
+from thunder_memsave.measure.scratch import memory_events, memory_profile, quiet_profiler
 
 _MARK = "thunder_memsave.mark"
 
@@ -98,11 +97,7 @@ class CpuMeter(StepMeter):
     @override
     def _start(self) -> None:
         with quiet_profiler():
-            started = profile(
-                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-            )
-            started.__enter__()
-        self._profile = started
+            self._profile = memory_profile().__enter__()
 
     @override
     def _stop(self) -> None:
@@ -110,11 +105,7 @@ class CpuMeter(StepMeter):
         assert ended is not None, "it runs"
         with quiet_profiler():
             ended.__exit__(None, None, None)
-        assert ended.profiler is not None
-        assert ended.profiler.kineto_results is not None
-        found = ended.profiler.kineto_results.events()
-        events: list[Any] = [e for e in found if e.name() in ("[memory]", _MARK)]
-        for event in sorted(events, key=lambda e: e.start_ns()):
+        for event in memory_events(ended, mark=_MARK):
             if event.name() == _MARK:
                 self.points.append(Point(self._live_bytes, self._peak_bytes))
                 self._peak_bytes = self._live_bytes
@@ -130,7 +121,7 @@ class CudaMeter(StepMeter):
         super().__init__()
         self._device = device
         self._ignored_bytes: int | None = None
-        self._stopped_bytes = self._peak_bytes = 0
+        self._peak_bytes = 0
 
     @property
     @override
