@@ -62,9 +62,7 @@ def _adapted(wrapper: Any, adapters: list[str], layers: Any) -> Tensor:
     weight: Tensor = wrapper.get_param()
     is_small = any(getattr(torch, name, None) == weight.dtype for name in layers.UPCAST_DTYPES)
     if len(adapters) == 1 and wrapper.num_experts > 1 and not is_small:
-        left, right, scaling = wrapper.get_delta_factors(adapters[0])
-        with torch.autocast(weight.device.type, enabled=False):
-            return torch.baddbmm(weight, left, right, alpha=scaling)
+        return layers._LoraFactorsProxy(*wrapper.get_delta_factors(adapters[0]))(weight)  # type: ignore[no-any-return]
     delta = wrapper.get_delta_weight(adapters[0])
     for adapter in adapters[1:]:
         delta = delta + wrapper.get_delta_weight(adapter)
