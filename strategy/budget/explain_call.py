@@ -43,13 +43,13 @@ def explain_call(
     """
     if call is None or call.plan is None:
         raise RuntimeError(_NO_PLAN)
-    parts = [*notes, kinds_table(call.profile), explain(call.plan, num_rows=num_rows)]
+    parts = [kinds_table(call.profile), explain(call.plan, num_rows=num_rows)]
     if device_type == "cuda":
         environment = allocator_environment(memory)
         found = reserved_or_reason(call.program, call.memory, environment=environment)
-        parts.insert(len(notes) + 1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
+        parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
     parts += loss_outside(call.graph, call.memory, tile_bytes=tile_bytes)
-    return "\n\n".join(parts)
+    return "\n\n".join([*notes, *parts])
 
 
 def summarize_call(call: PlannedCall | None) -> list[str]:

@@ -280,7 +280,7 @@ def test_a_model_that_is_called_within_another_is_measured_on_its_own() -> None:
     x = batch()
     teacher = Run.under(MUCH)
     teacher.step(x)
-    student = made(Student)
+    student: Any = made(Student)
     student.teacher = [teacher.called]  # in a list, so that its parameters are not the student's
     run = Run.under(MUCH, student)
     results = [run.step(x) for _ in range(3)]

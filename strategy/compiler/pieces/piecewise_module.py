@@ -54,7 +54,7 @@ class PiecewiseModule(CompiledModule):
         """The budget of the whole step, once the module runs in pieces; None: it has none."""
         self._planner_of_pieces: PiecePlanner | None = None
         self._said: set[tuple[type[nn.Module], _Key]] = set()
-        """What the log has said; layers of one class are told about once."""
+        """The classes and methods of which the log has said it; layers of one class are told about once."""
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the bound method `name` of the module.
@@ -161,7 +161,7 @@ class _Submodule(PiecewiseModule):
         self._numbers: dict[int, int | None] = {}
         """The number of the piece, by that of what is compiled; None: it has no backward."""
         self._new: set[int] = set()
-        """What was compiled after the module had a plan for all lengths."""
+        """The numbers of what was compiled after the module had a plan for all lengths."""
         self._replaced: int | None = None
         """The piece whose new plan is made next."""
 
