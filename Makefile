@@ -6,6 +6,7 @@
 #   make soak       the long tests, and a table of what they show (hours); a second one goes on
 #   make gpu        on a machine with an NVIDIA GPU: gpu-correct, gpu-speed, gpu-product, each under 10 minutes
 #   make gpu-ranks  the same for 2 to 8 GPUs over nccl, in one part
+#   make architecture-steps  time their steps beside eager's (an hour)
 #   make architectures  train models of transformers and diffusers beside eager, and write the table (hours)
 #   make plain-modules  train small modules such as users write beside eager, and write the table (half an hour)
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.15.0' for other torches)
@@ -34,7 +35,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share i
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures plain-modules versions check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures architecture-steps plain-modules versions check lint imports typing types wheel lock clean FORCE
 
 help:
 	@sed -n '3,20s/^# *//p' Makefile
@@ -70,10 +71,17 @@ gpu-wheels: $(STAMP)
 # diffusers and what it needs beside our packages, not among them: tests know nothing of it.
 DIFFUSERS := diffusers==0.42.1 importlib_metadata zipp requests charset-normalizer urllib3 idna certifi
 
-architectures: $(STAMP) typing
-	@test -d $(VENV)/diffusers || $(BIN)/pip install --quiet --no-deps --target $(VENV)/diffusers $(DIFFUSERS)
+architectures: $(STAMP) typing $(VENV)/diffusers
 	PYTHONPATH=.typing:$(VENV)/diffusers $(BIN)/python -W ignore benchmarks/architectures.py --workers $(WORKERS) \
 	  --save benchmarks/results/architectures_$$(date +%F)_cpu.md $(ARCHITECTURES_ARGS)
+
+architecture-steps: $(STAMP) typing $(VENV)/diffusers
+	PYTHONPATH=.typing:tests:$(VENV)/diffusers $(BIN)/python -W ignore benchmarks/architecture_steps.py \
+	  --save benchmarks/results/architecture_steps_$$(date +%F)_cpu.md $(ARCHITECTURES_ARGS)
+
+$(VENV)/diffusers: $(STAMP)
+	@$(BIN)/pip install --quiet --no-deps --target $@ $(DIFFUSERS)
+	@touch $@
 
 plain-modules: $(STAMP) typing
 	PYTHONPATH=.typing $(BIN)/python -W ignore benchmarks/plain_modules.py --workers $(WORKERS) \

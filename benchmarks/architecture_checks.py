@@ -26,7 +26,7 @@ from beside_eager import (
 )
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from toy_architectures import Batch, NotHereError, toys
+from toy_architectures import Batch, Made, NotHereError, toys
 
 from harness.fabric import on_fabric_rank
 from thunder_memsave.errors import ThunderMemsaveError
@@ -37,8 +37,6 @@ CLOSE = 1e-5
 """Largest difference of a number, as a part of the largest one of its tensor. A larger one passes if float64 says that
 it is eager's own rounding, such as in gradients that would be zero without any."""
 CHECKS = ("train", "evaluate", "budget", "zero3")
-
-Made = tuple[nn.Module, Callable[[int], Batch]]
 
 
 @dataclass(kw_only=True)
@@ -91,13 +89,17 @@ def checked_on_rank(name: str, rank: int, port: int) -> Outcome:
     return _ended(outcome, start)
 
 
-def eager(name: str) -> tuple[Made, Values]:
+def eager(name: str, *, scale: int = 1) -> tuple[Made, Values]:
     """Return a model that eager trains, and the loss and gradients of a copy: some models keep values of a step.
+
+    Args:
+        name: Of the architecture.
+        scale: Of its widths and of the length of rows.
 
     Raises:
         Exception: that of the last way to make it, if eager trains none.
     """
-    *others, last = toys(name)
+    *others, last = toys(name, scale=scale)
     for make in others:
         try:
             made = make()

@@ -1,7 +1,8 @@
 """Makes small models of architectures that nobody here wrote, without dropout, and batches for them.
 
 Causal language models of transformers are made small by the names of their sizes: values of the default configuration
-first, arguments of a new one if that fails. `_OF_ONE` has what single architectures need besides.
+first, arguments of a new one if that fails. `_OF_ONE` has what single architectures need besides. All can be made
+wider: `scale` multiplies the sizes of `_WIDTHS` and the length of rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 Batch = dict[str, Any]
+Batches = Callable[[int], Batch]
+"""Makes a batch from a seed."""
+Made = tuple[nn.Module, Batches]
 MOST_PARAMETERS = 30_000_000
 VOCABULARY, ROWS, LENGTH = 96, 2, 16
 CAUSAL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -43,6 +47,19 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
     "attn_config.kv_n_heads": 2,
+}
+# What grows with the width of a model; in lists also.
+_WIDTHS = {
+    *("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embed_dim", "lru_width"),
+    *("word_embed_proj_dim", "embedding_size", "hidden_sizes", "decoder_hidden_size"),
+    *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff", "mlp_dim", "d_ff"),
+    *("encoder_ffn_dim", "decoder_ffn_dim", "ffn_intermediate_size", "expert_ffn_hidden_size"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "feed_forward_size"),
+    *("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "attention_head_size"),
+    *("q_lora_rank", "kv_lora_rank", "rotary_dim", "d_kv", "mrope_section", "projection_dim"),
+    *("mamba_d_head", "mamba_headdim", "axial_pos_embds_dim", "conv_dim", "classifier_proj_size"),
+    *("output_channels", "num_pos_feats", "iou_head_hidden_dim"),
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
 }
 _ALL_HEADS = {"num_key_value_heads": 4}
 _HEADS = {"head_dim": 8}
@@ -111,41 +128,47 @@ class NotHereError(Exception):
     """Eager does not train the model at this size; the message says why."""
 
 
-def toys(name: str) -> list[Callable[[], tuple[nn.Module, Callable[[int], Batch]]]]:
-    """Return the ways to make a small model, the likeliest first: each gives it, and batches by their seed."""
+def toys(name: str, *, scale: int = 1) -> list[Callable[[], Made]]:
+    """Return the ways to make a small model, the likeliest first: each gives it, and batches by their seed.
+
+    Args:
+        name: Of `CAUSAL` or `OTHERS`.
+        scale: Times 32 is the hidden size, and times 16 the tokens of a row.
+    """
     if name in OTHERS:
-        return [OTHERS[name]]
-    made = [lambda: _causal(_by_arguments(name))]
-    return made if name in _OF_ONE else [lambda: _causal(_by_values(name)), *made]
+        return [lambda: OTHERS[name](scale)]
+    made = [lambda: _causal(_by_arguments(name, scale), scale)]
+    return made if name in _OF_ONE else [lambda: _causal(_by_values(name, scale), scale), *made]
 
 
-def _causal(config: Any) -> tuple[nn.Module, Callable[[int], Batch]]:
+def _causal(config: Any, scale: int) -> Made:
     config.use_cache = False
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).parameters()
-    if (num_parameters := sum(p.numel() for p in parameters)) > MOST_PARAMETERS:
+    most = MOST_PARAMETERS * scale
+    if (num_parameters := sum(p.numel() for p in parameters)) > most:
         raise NotHereError(f"it still has {num_parameters:,} parameters")
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).train().float(), _ids
+    return AutoModelForCausalLM.from_config(config).train().float(), _ids(scale)
 
 
-def _by_values(name: str) -> Any:
+def _by_values(name: str, scale: int) -> Any:
     """Make the default configuration, change its values, and read it again."""
     config = AutoConfig.for_model(name)
-    _shrink(config)
+    _shrink(config, _wider(_SIZES, scale))
     kind = type(config)
     fixed = {k for k in dir(kind) if isinstance(p := getattr(kind, k), property) and p.fset is None}
     values = config.to_dict()
     return kind(**{k: v for k, v in values.items() if k != "model_type" and k not in fixed})
 
 
-def _shrink(config: Any) -> None:
+def _shrink(config: Any, sizes: Mapping[str, Any]) -> None:
     for key, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
-            _shrink(value)
-        elif key in _SIZES and (value is None or isinstance(value, int)):
+            _shrink(value, sizes)
+        elif key in sizes and (value is None or isinstance(value, int)):
             if value is not None:
-                setattr(config, key, _SIZES[key])
+                setattr(config, key, sizes[key])
         elif isinstance(value, float) and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
         elif key == "layer_types" and isinstance(value, list):
@@ -155,19 +178,33 @@ def _shrink(config: Any) -> None:
             setattr(config, key, kinds[: getattr(config, "num_hidden_layers", 2)])
 
 
-def _by_arguments(name: str) -> Any:
+def _by_arguments(name: str, scale: int) -> Any:
     """Make a configuration from small sizes: what it derives from them fits."""
     default = AutoConfig.for_model(name)
-    return type(default)(**{**_small(default), **_OF_ONE.get(name, {})})
+    return type(default)(**{**_small(default, scale), **_wider(_OF_ONE.get(name, {}), scale)})
 
 
-def _small(config: Any) -> dict[str, Any]:
+def _wider(sizes: Mapping[str, Any], scale: int) -> dict[str, Any]:
+    """Return sizes with those of `_WIDTHS` times `scale`."""
+    found: dict[str, Any] = {}
+    for key, value in sizes.items():
+        if isinstance(value, dict):
+            found[key] = _wider(value, scale)
+        elif key in _WIDTHS and isinstance(value, (list, tuple)):
+            found[key] = type(value)(scale * v for v in value)
+        else:
+            found[key] = scale * value if key in _WIDTHS else value
+    return found
+
+
+def _small(config: Any, scale: int) -> dict[str, Any]:
+    sizes = _wider(_SIZES, scale)
     found: dict[str, Any] = {}
     for key, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
-            found[key] = _small(value)
-        elif key in _SIZES and isinstance(value, int) and not isinstance(value, bool):
-            found[key] = _SIZES[key]
+            found[key] = _small(value, scale)
+        elif key in sizes and isinstance(value, int) and not isinstance(value, bool):
+            found[key] = sizes[key]
         elif isinstance(value, float) and ("drop" in key or "jitter" in key):
             found[key] = 0.0
     return found
@@ -177,131 +214,149 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _ids(seed: int) -> Batch:
-    ids = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=_generator(seed))
-    return {"input_ids": ids, "labels": ids}
-
-
-def _pixels(*shape: int) -> Callable[[int], Tensor]:
-    return lambda seed: torch.randn(ROWS, *shape, generator=_generator(seed))
-
-
-def _of(name: str, batch: Callable[[int], Batch], **sizes: Any) -> Callable[[], Any]:
-    """Return a maker of a model of transformers, from its class and the sizes of its configuration."""
-
-    def make() -> tuple[nn.Module, Callable[[int], Batch]]:
-        kind = getattr(transformers, name)
-        default = kind.config_class()
-        given = {**_small(default), **sizes}
-        torch.manual_seed(0)
-        return kind(kind.config_class(**given)).train(), batch
-
-    return make
-
-
-def _labelled(batch: Callable[[int], Batch], *, num_labels: int = 2) -> Callable[[int], Batch]:
-    def labelled(seed: int) -> Batch:
-        labels = torch.randint(0, num_labels, (ROWS,), generator=_generator(seed + 1))
-        return {**batch(seed), "labels": labels}
-
-    return labelled
-
-
-def _image(size: int) -> Callable[[int], Batch]:
-    return lambda seed: {"pixel_values": _pixels(3, size, size)(seed)}
-
-
-def _segmented(seed: int) -> Batch:
-    labels = torch.randint(0, 2, (ROWS, 64, 64), generator=_generator(seed + 1))
-    return {**_image(64)(seed), "labels": labels}
-
-
-def _text(seed: int) -> Batch:
-    return {"input_ids": _ids(seed)["input_ids"]}
-
-
-def _speech(seed: int) -> Batch:
-    labels = _ids(seed)["labels"]
-    return {
-        "input_features": torch.randn(ROWS, 16, 128, generator=_generator(seed)),
-        "labels": labels,
-    }
-
-
-def _text_and_image(seed: int) -> Batch:
-    return {**_text(seed), **_image(32)(seed), "return_loss": True}
-
-
-def _points(seed: int) -> Batch:
-    return {
-        "pixel_values": _pixels(3, 64, 64)(seed),
-        "input_points": 64 * torch.rand(ROWS, 1, 1, 2, generator=_generator(seed)),
-    }
-
-
-def _noisy(channels: int, size: int, **more: Callable[[int], Any]) -> Callable[[int], Batch]:
+def _ids(scale: int) -> Batches:
     def batch(seed: int) -> Batch:
-        given = {
-            "sample": _pixels(channels, size, size)(seed),
-            "timestep": torch.tensor([7, 11][:ROWS]),
-        }
-        made = {name: value(seed) for name, value in more.items()}
-        return {**given, **made}
+        shape = ROWS, LENGTH * scale
+        ids = torch.randint(2, VOCABULARY, shape, generator=_generator(seed))
+        return {"input_ids": ids, "labels": ids}
 
     return batch
 
 
-def _unet() -> tuple[nn.Module, Callable[[int], Batch]]:
+def _text(scale: int) -> Batches:
+    ids = _ids(scale)
+    return lambda seed: {"input_ids": ids(seed)["input_ids"]}
+
+
+def _of(name: str, batches: Callable[[int], Batches], **sizes: Any) -> Callable[[int], Made]:
+    """Return a maker of a model of transformers, from its class and the sizes of its configuration.
+
+    Args:
+        name: Of the class.
+        batches: Gives batches of a scale.
+        sizes: What else than small defaults the configuration has.
+    """
+
+    def make(scale: int) -> Made:
+        kind = getattr(transformers, name)
+        default = kind.config_class()
+        given = {**_small(default, scale), **_wider(sizes, scale)}
+        torch.manual_seed(0)
+        return kind(kind.config_class(**given)).train(), batches(scale)
+
+    return make
+
+
+def _labelled(
+    batches: Callable[[int], Batches], *, num_labels: int = 2
+) -> Callable[[int], Batches]:
+    def labelled(scale: int) -> Batches:
+        batch = batches(scale)
+
+        def with_labels(seed: int) -> Batch:
+            labels = torch.randint(0, num_labels, (ROWS,), generator=_generator(seed + 1))
+            return {**batch(seed), "labels": labels}
+
+        return with_labels
+
+    return labelled
+
+
+def _pixels(seed: int, *shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape, generator=_generator(seed))
+
+
+def _image(size: int) -> Callable[[int], Batches]:
+    return lambda scale: lambda seed: {"pixel_values": _pixels(seed, 3, size, size)}
+
+
+def _segmented(scale: int) -> Batches:
+    def batch(seed: int) -> Batch:
+        labels = torch.randint(0, 2, (ROWS, 64, 64), generator=_generator(seed + 1))
+        return {"pixel_values": _pixels(seed, 3, 64, 64), "labels": labels}
+
+    return batch
+
+
+def _sound(scale: int) -> Batches:
+    return lambda seed: {"input_values": _pixels(seed, 400)}
+
+
+def _speech(scale: int) -> Batches:
+    ids = _ids(1)
+    return lambda seed: {"input_features": _pixels(seed, 16, 128), "labels": ids(seed)["labels"]}
+
+
+def _text_and_image(scale: int) -> Batches:
+    text = _text(1)
+    return lambda seed: {
+        **text(seed),
+        "pixel_values": _pixels(seed, 3, 32, 32),
+        "return_loss": True,
+    }
+
+
+def _points(scale: int) -> Batches:
+    def batch(seed: int) -> Batch:
+        points = 64 * torch.rand(ROWS, 1, 1, 2, generator=_generator(seed))
+        return {"pixel_values": _pixels(seed, 3, 64, 64), "input_points": points}
+
+    return batch
+
+
+def _unet(scale: int) -> Made:
     from diffusers import UNet2DConditionModel  # type: ignore[import-not-found,unused-ignore]
 
     torch.manual_seed(0)
     model = UNet2DConditionModel(
         sample_size=16,
-        block_out_channels=(16, 32),
+        block_out_channels=(16 * scale, 32 * scale),
         layers_per_block=1,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=32,
+        cross_attention_dim=32 * scale,
         attention_head_dim=8,
         norm_num_groups=4,
     )
-    context = torch.randn(ROWS, 5, 32, generator=_generator(3))
-    return model.train(), _noisy(4, 16, encoder_hidden_states=lambda _: context)
+    context = torch.randn(ROWS, 5, 32 * scale, generator=_generator(3))
+    return model.train(), lambda seed: {
+        "sample": _pixels(seed, 4, 16, 16),
+        "timestep": torch.tensor([7, 11][:ROWS]),
+        "encoder_hidden_states": context,
+    }
 
 
-def _dit() -> tuple[nn.Module, Callable[[int], Batch]]:
+def _dit(scale: int) -> Made:
     from diffusers import DiTTransformer2DModel  # type: ignore[import-not-found,unused-ignore]
 
     torch.manual_seed(0)
     model = DiTTransformer2DModel(
         num_attention_heads=2,
-        attention_head_dim=8,
+        attention_head_dim=8 * scale,
         in_channels=4,
         num_layers=2,
         sample_size=8,
         norm_num_groups=4,
     )
-
-    def batch(seed: int) -> Batch:
-        made = _noisy(4, 8)(seed)
-        hidden_states = made.pop("sample")
-        return {**made, "hidden_states": hidden_states, "class_labels": torch.tensor([3, 5])}
-
-    return model.train(), batch
+    return model.train(), lambda seed: {
+        "hidden_states": _pixels(seed, 4, 8, 8),
+        "timestep": torch.tensor([7, 11][:ROWS]),
+        "class_labels": torch.tensor([3, 5]),
+    }
 
 
-def _vae() -> tuple[nn.Module, Callable[[int], Batch]]:
+def _vae(scale: int) -> Made:
     from diffusers import AutoencoderKL  # type: ignore[import-not-found,unused-ignore]
 
     torch.manual_seed(0)
     model = AutoencoderKL(
-        block_out_channels=(16, 32),
+        block_out_channels=(16 * scale, 32 * scale),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         norm_num_groups=4,
         latent_channels=4,
     )
-    return model.train(), lambda seed: {"sample": _pixels(3, 16, 16)(seed)}
+    return model.train(), lambda seed: {"sample": _pixels(seed, 3, 16, 16)}
 
 
 _PATCHES = {"image_size": 32, "patch_size": 8}
@@ -311,7 +366,7 @@ _AUDIO = {
     **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0},
     **{"apply_spec_augment": False, "classifier_proj_size": 16},
 }
-OTHERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] = {
+OTHERS: Mapping[str, Callable[[int], Made]] = {
     "BERT (masked)": _of("BertForMaskedLM", _ids),
     "ModernBERT (masked)": _of("ModernBertForMaskedLM", _ids, cls_token_id=0, sep_token_id=1),
     "DeBERTa-v2 (masked)": _of("DebertaV2ForMaskedLM", _ids, pos_att_type=["p2c", "c2p"]),
@@ -329,9 +384,7 @@ OTHERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] = {
     ),
     "Wav2Vec2 (classes)": _of(
         "Wav2Vec2ForSequenceClassification",
-        _labelled(
-            lambda seed: {"input_values": torch.randn(ROWS, 400, generator=_generator(seed))}
-        ),
+        _labelled(_sound),
         **_AUDIO,
     ),
     "ViT": _of("ViTForImageClassification", _labelled(_image(32)), **_PATCHES),
