@@ -6,8 +6,8 @@
 #   make soak       the long tests, and a table of what they show (hours); a second one goes on
 #   make gpu        on a machine with an NVIDIA GPU: gpu-correct, gpu-speed, gpu-product, each under 10 minutes
 #   make gpu-ranks  the same for 2 to 8 GPUs over nccl, in one part
-#   make architecture-steps  time their steps beside eager's (an hour)
 #   make architectures  train models of transformers and diffusers beside eager, and write the table (hours)
+#   make architecture-steps  time their steps beside eager's (an hour)
 #   make plain-modules  train small modules such as users write beside eager, and write the table (half an hour)
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.15.0' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
