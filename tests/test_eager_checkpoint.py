@@ -18,7 +18,7 @@ import thunder_memsave
 from harness.memory import measured_peak_bytes
 from thunder_memsave import checkpoint
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.frontend.capture import Call as CapturedCall
+from thunder_memsave.frontend.calls import Call as CapturedCall
 from thunder_memsave.frontend.capture import capture
 
 Call = Callable[..., Any]

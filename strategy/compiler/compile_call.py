@@ -29,7 +29,8 @@ from thunder_memsave.config import CompileConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CaptureError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
-from thunder_memsave.frontend.capture import Call, Capture, capture
+from thunder_memsave.frontend.calls import Call
+from thunder_memsave.frontend.capture import Capture, capture
 from thunder_memsave.frontend.fx_nodes import GraphCode, graph_code
 from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor

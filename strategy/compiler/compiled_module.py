@@ -23,7 +23,7 @@ from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs, graphs_of
 from thunder_memsave.config import CompileConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
-from thunder_memsave.frontend.capture import Call
+from thunder_memsave.frontend.calls import Call
 from thunder_memsave.ops.accumulation import UnreducedGradients
 
 _MANY_CAPTURES = 8

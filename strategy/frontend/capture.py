@@ -20,14 +20,15 @@ from typing import Any, Literal
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
-from torch._dynamo.convert_frame import _get_frame, fullgraph_capture, get_traced_fn
+from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
-from thunder_memsave.compat import wrapped_parameters
+from thunder_memsave.compat import recorded_outputs, wrapped_parameters
 from thunder_memsave.errors import CaptureError, user_frame
+from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.returned_weights import returned_from_graph
 from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
@@ -43,8 +44,6 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "skip_nnmodule_hook_guards": False,
     }
 )
-
-Method = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,33 +140,6 @@ class _ShardedSlot:
     is_sharded: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a method, as Dynamo sees it."""
-
-    target: Method
-    """The module itself for `forward` (its hooks are traced too), else the bound method."""
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    frame_locals: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, target: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Bind the arguments.
-
-        Raises:
-            TypeError: The arguments do not fit the method, as when calling it.
-            CaptureError: The target is not a Python function.
-        """
-        try:
-            frame = _get_frame(target, args, dict(kwargs))
-        except RuntimeError as error:
-            raise CaptureError(
-                f"{type(target).__name__} cannot be captured: {error}. Its forward must be a function or a method."
-            ) from error
-        return cls(target, args, kwargs, frame.locals)
-
-
 def capture(
     module: nn.Module,
     call: Call,
@@ -195,7 +167,7 @@ def capture(
     wrapped_parameters.apply_if_imported()
     grad_enabled = torch.is_grad_enabled()
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
-        output = _graph_of(call, originals)
+        output = _graph_of(module, call, originals)
         guards = _build_guards(output, call, swapped=originals) if is_guarded else None
         make_callable = _callable_maker(output, call)
         flat = _flat_inputs(make_callable, call)
@@ -215,14 +187,17 @@ def capture(
     )
 
 
-def _graph_of(call: Call, originals: Collection[int]) -> Any:
+def _graph_of(module: nn.Module, call: Call, originals: Collection[int]) -> Any:
     """Return what Dynamo makes of the call."""
     with returned_from_graph(originals):
-        output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
+        try:
+            output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
+        except TorchDynamoException as error:
+            if not recorded_outputs.install_if_it_asks(module, error):
+                raise
+            output = fullgraph_capture(call.target, call.args, dict(call.kwargs))
     if output.backend_input is None:
-        raise CaptureError(
-            f"{_describe(call)} runs no tensor operation, so there is nothing to compile."
-        )
+        raise CaptureError(f"{call.name} runs no tensor operation, so there is nothing to compile.")
     return output
 
 
@@ -284,7 +259,7 @@ def _refuse_rows(flat: Sequence[Tensor], call: Call) -> None:
         if is_sharded(tensor):
             name = vars(tensor)["_parameter_name"]
             raise CaptureError(
-                f"{_describe(call)} reads the sharded parameter {name!r} from elsewhere than a module's parameters, "
+                f"{call.name} reads the sharded parameter {name!r} from elsewhere than a module's parameters, "
                 "such as a list, an argument or another model, and would get only this rank's rows. Read it as an "
                 "attribute of the module that holds it, or use nn.ParameterList."
             )
@@ -383,7 +358,7 @@ def _capture_message(call: Call, error: TorchDynamoException) -> str:
     where = user_frame(getattr(error, "real_stack", None))
     what = str(error.msg if isinstance(error, Unsupported) else error).strip().splitlines()
     summary = " ".join(line.strip() for line in what[:3] if line.strip())
-    start = f"{_describe(call)} cannot be captured as one graph"
+    start = f"{call.name} cannot be captured as one graph"
     if re.search("data[- ]dependent", summary, re.IGNORECASE):
         return (
             f"{start}: the code depends on the numbers in a tensor (at {where}), which differ from call to call. "
@@ -394,9 +369,3 @@ def _capture_message(call: Call, error: TorchDynamoException) -> str:
         f"{start}: {summary} (at {where}). "
         "Move that code out of the compiled method, or make it independent of tensor values;"
     )
-
-
-def _describe(call: Call) -> str:
-    fn, instance = get_traced_fn(call.target)
-    owner = type(instance).__name__ if instance is not None else type(call.target).__name__
-    return f"{owner}.{fn.__name__}"

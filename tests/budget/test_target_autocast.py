@@ -24,7 +24,7 @@ from thunder_memsave.budget.target.autocast import (
 )
 from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.config import CompileConfig
-from thunder_memsave.frontend.capture import Call
+from thunder_memsave.frontend.calls import Call
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 LISTED_ON_THE_CPU = {

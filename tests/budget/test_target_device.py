@@ -19,7 +19,7 @@ from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import CompileConfig, ShardingConfig, StrategyConfig
 from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.finetune.model.documents_apart import take_boundaries
-from thunder_memsave.frontend.capture import Call
+from thunder_memsave.frontend.calls import Call
 
 LENGTH = 8192
 SHAPE_OF_8B: dict[str, Any] = {

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
 from thunder_memsave.compiler.compiled_module import CompiledModule
-from thunder_memsave.frontend.capture import Call, capture
+from thunder_memsave.frontend.calls import Call
+from thunder_memsave.frontend.capture import capture
 
 
 class Model(nn.Module):

@@ -27,7 +27,7 @@ from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.frontend.capture import Call
+from thunder_memsave.frontend.calls import Call
 from thunder_memsave.measure.devices import device_at
 from thunder_memsave.ops.families.collectives import gathers
 from thunder_memsave.passes.recompute import PREFIX

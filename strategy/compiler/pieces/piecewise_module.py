@@ -19,7 +19,7 @@ from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.compiler.pieces.run_pieces import Pieces
 from thunder_memsave.errors import CaptureError, CompileError
-from thunder_memsave.frontend.capture import Call
+from thunder_memsave.frontend.calls import Call
 
 _log = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.caller_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.fp8.recipe import refuse_own_scales
-from thunder_memsave.frontend.capture import Call
+from thunder_memsave.frontend.calls import Call
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
 from thunder_memsave.nf4.frozen import FrozenInNf4

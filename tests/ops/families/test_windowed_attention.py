@@ -17,7 +17,7 @@ from harness.on_cuda import facts, on_cuda
 from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
 from thunder_memsave.config import CompileConfig
-from thunder_memsave.frontend.capture import Call
+from thunder_memsave.frontend.calls import Call
 from thunder_memsave.measure.layouts import Layout
 from thunder_memsave.ops.families.windowed_attention import cuda_windowed, windowed_attention
 from thunder_memsave.ops.table import scratch_bytes
