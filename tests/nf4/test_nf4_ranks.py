@@ -84,6 +84,10 @@ def test_three_ranks(tmp_path: Path) -> None:
     run_on_fabric_ranks(check_three_ranks, 3, tmp_path)
 
 
+def test_two_groups_of_two_ranks() -> None:
+    run_on_fabric_ranks(check_two_groups, 4)
+
+
 @on_fabric_rank
 def check_two_ranks(directory: Path) -> None:
     for sharding in ("zero2", "zero3"):
@@ -95,7 +99,13 @@ def check_two_ranks(directory: Path) -> None:
 
 @on_fabric_rank
 def check_three_ranks(directory: Path) -> None:
-    check_training(3, "zero3")
+    for sharding in ("zero2", "zero3"):
+        check_training(3, sharding)
+
+
+@on_fabric_rank
+def check_two_groups() -> None:
+    check_training(4, {"mode": "hybrid", "size": 2})
 
 
 def check_training(num_ranks: int, sharding: Any) -> None:
@@ -110,7 +120,10 @@ def check_training(num_ranks: int, sharding: Any) -> None:
     for name, parameter in make().named_parameters():
         if name in ("up.weight", "down.weight"):
             assert torch.equal(whole[name], quantize(parameter, name=name)), name
-    check_bytes(module, num_ranks, sharding)
+    if isinstance(sharding, dict):
+        check_bytes(module, sharding["size"], "zero3")
+    else:
+        check_bytes(module, num_ranks, sharding)
 
 
 def check_bytes(module: Any, num_ranks: int, sharding: str) -> None:
