@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from thunder_memsave.aten.autocast import cached_casts, no_autocast
 from thunder_memsave.aten.origin import BackwardKeepsPlace, KeepsOrigin, differentiable_nodes
 from thunder_memsave.aten.record import draws
+from thunder_memsave.aten.repeated_copies import skip_repeated_copies
 from thunder_memsave.aten.round_trips import skip_round_trips
 from thunder_memsave.aten.saved_tensors import no_saved_tensors_hooks
 from thunder_memsave.aten.whole_calls import Rule, whole_calls
@@ -152,6 +153,7 @@ def joint_graph(function: Callable[..., Any], operands: Sequence[Operand]) -> Jo
     _refuse_writes(module.graph)
     _read_no_statistics(module.graph)
     skip_round_trips(module.graph)
+    skip_repeated_copies(module.graph)
     results: Any = module.graph.output_node().args[0]
     placeholders = module.graph.find_nodes(op="placeholder")
     pairs = zip(leaves, results[: len(leaves)], strict=True)

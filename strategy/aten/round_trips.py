@@ -30,17 +30,17 @@ def skip_round_trips(graph: fx.Graph) -> None:
         if not only_casts(node) or not only_casts(node.args[0]):
             continue
         value = node.args[0].args[0]
-        before, between, after = (_value(n) for n in (value, node.args[0], node))
+        before, between, after = (value_of(n) for n in (value, node.args[0], node))
         is_exact = after.dtype is before.dtype and between.dtype in _WIDER.get(before.dtype, ())
         if is_exact and after.stride() == before.stride():
-            node.replace_all_uses_with(value, delete_user_cb=_reads_numbers_alone)
+            node.replace_all_uses_with(value, delete_user_cb=reads_numbers_alone)
 
 
 def only_casts(node: Any) -> bool:
     """Return whether a node is a cast between real numbers, and nothing else."""
     if not isinstance(node, fx.Node) or node.target is not torch.ops.aten._to_copy.default:
         return False
-    before, after = _value(node.args[0]), _value(node)
+    before, after = value_of(node.args[0]), value_of(node)
     stays = (before.device, before.layout) == (after.device, after.layout)
     is_real = not (before.is_complex() or after.is_complex())
     return (
@@ -48,10 +48,12 @@ def only_casts(node: Any) -> bool:
     )
 
 
-def _value(node: Any) -> Tensor:
+def value_of(node: Any) -> Tensor:
+    """Return the fake tensor that a node of a traced graph stands for."""
     value: Tensor = node.meta["val"]
     return value
 
 
-def _reads_numbers_alone(user: fx.Node) -> bool:
+def reads_numbers_alone(user: fx.Node) -> bool:
+    """Return whether an operator reads what it is given, and neither returns it nor reads the memory around it."""
     return user.op != "output" and user.target not in _BY_PLACE

@@ -199,5 +199,5 @@ def _callable(trace: TraceCtx) -> Callable[..., Any]:
 @contextmanager
 def _plain_execution() -> Iterator[None]:
     """Shards are plain tensors to a trace; its casts are explicit, Thunder turns autocast off."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         yield

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map
 
 from thunder_memsave.aten.record import draws
+from thunder_memsave.ops.direct_calls import DIRECT
 from thunder_memsave.ops.operation import Numbers
 
 aten_executor = OperatorExecutor("thunder_memsave_aten", version="0")
@@ -71,6 +72,7 @@ def _workspace_bytes(
 
 
 _INSTEAD: Mapping[OpOverload, Callable[..., Any]] = {
+    **DIRECT,
     # PyTorch chose a view by strides, which may be others here.
     torch.ops.aten.view.default: torch.reshape,
     torch.ops.aten._unsafe_view.default: torch.reshape,

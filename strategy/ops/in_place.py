@@ -43,3 +43,36 @@ BATCH_NORMS = {
     ),
 }
 """Symbols by the name of the operator that returns new running statistics, as its last two results."""
+
+
+def _write_slice(base: Tensor, source: Tensor, *where: Any) -> Tensor:
+    torch.ops.aten.slice.Tensor(base, *where).copy_(source)
+    return base
+
+
+def _write_at(base: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
+    base.select(dim, index).copy_(source)
+    return base
+
+
+def _add_slice(base: Tensor, source: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
+    torch.ops.aten.slice.Tensor(base, dim, start, end, step).add_(source)
+    return base
+
+
+def _add_at(base: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
+    base.select(dim, index).add_(source)
+    return base
+
+
+WRITES_OF_PARTS = {
+    "aten_select_scatter": _registered("write_at_in_place", _write_at),
+    "aten_slice_scatter": _registered("write_slice_in_place", _write_slice),
+}
+"""By the operator that returns a tensor with a part written over: the symbol that writes it where the tensor is."""
+
+SUMS_OF_PARTS = {
+    "aten_select_backward": _registered("add_at_in_place", _add_at),
+    "aten_slice_backward": _registered("add_slice_in_place", _add_slice),
+}
+"""By the operator that returns zeros with a part written over: the symbol that adds the part to another tensor."""

@@ -1,0 +1,162 @@
+"""Writes a part of a tensor where the tensor is, if nothing else reads it afterwards, and adds a part likewise.
+
+    h1 = select_scatter(h0, x, 1, 7)                 h1 = write_at_in_place(h0, x, 1, 7)
+    t = select_backward(g, [2, 128, 256], 1, 7)
+    s1 = add(s0, t)                                  s1 = add_at_in_place(s0, g, 1, 7)
+
+A loop over tokens moves as many bytes as it has tokens then, not their square. Sums skip the zeros around a part, so
+that a negative zero may keep its sign. The tensor must be made by an operator of PyTorch in the same trace and have been
+read by no others, which may read it later than where they stand (collectives, copies to the host). This runs where the
+trace is final: until then a plan may compute any value again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Any
+
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+
+from thunder_memsave.ops.aten_operators import makes_new_memory, operator_of
+from thunder_memsave.ops.in_place import SUMS_OF_PARTS, WRITES_OF_PARTS
+from thunder_memsave.passes.symbols import is_tensor
+
+_SUM = "aten_add_Tensor"
+_NUM_SIZES = 1
+"""The arguments of the backward of a view between the gradient and the place: the sizes of the whole."""
+
+
+def write_parts_in_place(trace: TraceCtx) -> TraceCtx:
+    """Return the trace with parts written and added in place; the same one if there are none."""
+    names = {b.sym.name for b in trace.bound_symbols}
+    if not names & {*WRITES_OF_PARTS, *SUMS_OF_PARTS}:
+        return trace
+    written = from_trace(trace)
+    written.bound_symbols = list(_Parts(trace.bound_symbols).written())
+    return written
+
+
+class _Parts:
+    """The symbols of a trace, and who shares memory with whom where one of them runs."""
+
+    def __init__(self, symbols: Sequence[BoundSymbol]) -> None:
+        self._symbols = symbols
+        self._memory: dict[str, _Memory] = {}
+        """Of each tensor that was made or read so far, by name."""
+        self._whole: set[str] = set()
+        """The tensors that were made with memory of their own: no views."""
+        self._made_at = {p.name: i for i, b in enumerate(symbols) for p in b.flat_proxy_outs}
+        self._last_read: dict[str, float] = {}
+        """Where it is read for the last time; infinite where others than PyTorch's operators read it."""
+        self._num_reads = Counter(p.name for b in symbols for p in b.flat_proxy_args)
+        for index, bsym in enumerate(symbols):
+            last = inf if operator_of(bsym) is None else index
+            for p in bsym.flat_proxy_args:
+                self._last_read[p.name] = max(last, self._last_read.get(p.name, -1))
+        self._sums = {i: found for i, b in enumerate(symbols) if (found := self._part_of_sum(b))}
+        for index, part in self._sums.items():  # read there from now on
+            read = part.args[0].name
+            self._last_read[read] = max(self._last_read[read], index)
+
+    def written(self) -> Iterator[BoundSymbol]:
+        """Yield the symbols in order, in place where that is safe."""
+        left_out = set()
+        instead = {}
+        for index, bsym in enumerate(self._symbols):
+            found = self._in_place(index, bsym)
+            if found is None:
+                self._remember(bsym)
+                continue
+            instead[index] = found
+            base, result = found.args[0], found.output
+            memory = self._memory[base.name]
+            memory.names.append(result.name)
+            self._memory[result.name] = memory
+            self._whole.add(result.name)
+            if index in self._sums:
+                left_out.add(self._made_at[self._sums[index].output.name])
+        for index, bsym in enumerate(self._symbols):
+            if index not in left_out:
+                yield instead.get(index, bsym)
+
+    def _in_place(self, index: int, bsym: BoundSymbol) -> BoundSymbol | None:
+        if operator_of(bsym) is None:
+            return None
+        if bsym.sym.name in WRITES_OF_PARTS:
+            base, source, *where = bsym.args
+            if bsym.kwargs or not self._may_be_written(index, base, source):
+                return None
+            return WRITES_OF_PARTS[bsym.sym.name].bind(base, source, *where, output=bsym.output)
+        part = self._sums.get(index)
+        if part is None:
+            return None
+        base = next(a for a in bsym.args if a.name != part.output.name)
+        source, place = part.args[0], part.args[1 + _NUM_SIZES :]
+        if not self._may_be_written(index, base, source):
+            return None
+        return SUMS_OF_PARTS[part.sym.name].bind(base, source, *place, output=bsym.output)
+
+    def _part_of_sum(self, bsym: BoundSymbol) -> BoundSymbol | None:
+        """Return what makes the summand that is zero around a part, if the sum alone reads it."""
+        if bsym.sym.name != _SUM or bsym.kwargs or len(bsym.args) != len(("a", "b")):
+            return None
+        if not all(isinstance(a, TensorProxy) for a in bsym.args):
+            return None
+        for summand, other in (bsym.args, bsym.args[::-1]):
+            index = self._made_at.get(summand.name)
+            made = None if index is None else self._symbols[index]
+            if made is None or made.sym.name not in SUMS_OF_PARTS or made.kwargs:
+                continue
+            is_read_once = self._num_reads[summand.name] == 1
+            same = _facts(other) == _facts(bsym.output) == _facts(summand)
+            if is_read_once and same and isinstance(made.args[0], TensorProxy):
+                return made
+        return None
+
+    def _may_be_written(self, index: int, base: Any, source: Any) -> bool:
+        """Return whether the memory of `base` is the trace's, nothing reads it later, and `source` is not in it."""
+        if base.name not in self._whole:
+            return False
+        memory = self._memory[base.name]
+        if isinstance(source, Proxy) and self._memory.get(source.name) is memory:
+            return False
+        return memory.is_own and all(self._last_read.get(n, -1) <= index for n in memory.names)
+
+    def _remember(self, bsym: BoundSymbol) -> None:
+        """Note whose memory the results of a symbol may have."""
+        results = [p for p in bsym.flat_proxy_outs if is_tensor(p)]
+        if makes_new_memory(bsym):
+            for p in results:
+                self._memory[p.name] = _Memory([p.name], is_own=True)
+                self._whole.add(p.name)
+            return
+        read = [p.name for p in bsym.flat_proxy_args if is_tensor(p)]
+        memories = {id(m): m for n in read if (m := self._memory.setdefault(n, _Memory([n])))}
+        joined, *others = sorted(memories.values(), key=lambda m: -len(m.names)) or [_Memory([])]
+        for memory in others:
+            joined.names += memory.names
+            joined.is_own = joined.is_own and memory.is_own
+        joined.is_own = joined.is_own and operator_of(bsym) is not None
+        new = [p.name for p in results]
+        joined.names += new
+        for name in (*new, *(n for m in others for n in m.names)):
+            self._memory[name] = joined
+
+
+class _Memory:
+    """Tensors that may share memory, by name."""
+
+    __slots__ = ("is_own", "names")
+
+    def __init__(self, names: list[str], *, is_own: bool = False) -> None:
+        self.names = names
+        self.is_own = is_own
+        """Whether operators of PyTorch made it in this trace, and nothing else read it."""
+
+
+def _facts(proxy: TensorProxy) -> Any:
+    return tuple(proxy.shape), proxy.dtype, proxy.device
