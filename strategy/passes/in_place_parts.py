@@ -13,7 +13,7 @@ trace is final: until then a plan may compute any value again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -35,8 +35,15 @@ def write_parts_in_place(trace: TraceCtx) -> TraceCtx:
     names = {b.sym.name for b in trace.bound_symbols}
     if not names & {*WRITES_OF_PARTS, *SUMS_OF_PARTS}:
         return trace
+    found = _Parts(trace.bound_symbols)
+    if not found.instead:
+        return trace
     written = from_trace(trace)
-    written.bound_symbols = list(_Parts(trace.bound_symbols).written())
+    written.bound_symbols = [
+        found.instead.get(i, b)
+        for i, b in enumerate(trace.bound_symbols)
+        if i not in found.left_out
+    ]
     return written
 
 
@@ -61,27 +68,15 @@ class _Parts:
         for index, part in self._sums.items():  # read there from now on
             read = part.args[0].name
             self._last_read[read] = max(self._last_read[read], index)
-
-    def written(self) -> Iterator[BoundSymbol]:
-        """Yield the symbols in order, in place where that is safe."""
-        left_out = set()
-        instead = {}
-        for index, bsym in enumerate(self._symbols):
+        self.instead: dict[int, BoundSymbol] = {}
+        self.left_out: set[int] = set()
+        """The symbols that give way to others, by index."""
+        for index, bsym in enumerate(symbols):
             found = self._in_place(index, bsym)
             if found is None:
                 self._remember(bsym)
-                continue
-            instead[index] = found
-            base, result = found.args[0], found.output
-            memory = self._memory[base.name]
-            memory.names.append(result.name)
-            self._memory[result.name] = memory
-            self._whole.add(result.name)
-            if index in self._sums:
-                left_out.add(self._made_at[self._sums[index].output.name])
-        for index, bsym in enumerate(self._symbols):
-            if index not in left_out:
-                yield instead.get(index, bsym)
+            else:
+                self._replace(index, found)
 
     def _in_place(self, index: int, bsym: BoundSymbol) -> BoundSymbol | None:
         if operator_of(bsym) is None:
@@ -99,6 +94,15 @@ class _Parts:
         if not self._may_be_written(index, base, source):
             return None
         return SUMS_OF_PARTS[part.sym.name].bind(base, source, *place, output=bsym.output)
+
+    def _replace(self, index: int, found: BoundSymbol) -> None:
+        self.instead[index] = found
+        if index in self._sums:
+            self.left_out.add(self._made_at[self._sums[index].output.name])
+        base, result = found.args[0].name, found.output.name
+        memory = self._memory[result] = self._memory[base]
+        memory.names.append(result)
+        self._whole.add(result)
 
     def _part_of_sum(self, bsym: BoundSymbol) -> BoundSymbol | None:
         """Return what makes the summand that is zero around a part, if the sum alone reads it."""

@@ -41,6 +41,7 @@ OPTIONAL = (
     "schedule",
     "add_gradients",
     "update_in_place",
+    "write_parts_in_place",
 )
 
 

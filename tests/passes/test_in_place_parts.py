@@ -1,0 +1,188 @@
+"""Parts of tensors are written and added in place where that changes no number, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.memory import measured_peak_bytes
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.planner.devices import device
+
+ROWS, TOKENS, WIDTH = 3, 5, 4
+Forward = Callable[[nn.Module, Tensor], Any]
+IN_PLACE = ("write_at_in_place", "write_slice_in_place", "add_at_in_place", "add_slice_in_place")
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._forward = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self._forward(self, x)
+
+
+def recurrence(net: Any, x: Tensor) -> Tensor:
+    """Write a state at each token, as RecurrentGemma does."""
+    x, gate = net.layer(x), net.gate(x).sigmoid()
+    state, states = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for i in range(TOKENS):
+        state = gate[:, i] * state + x[:, i]
+        states[:, i] = state
+    return states
+
+
+def two_tokens(net: Any, x: Tensor) -> Tensor:
+    x = net.layer(x)
+    found = torch.zeros_like(x)
+    for i in range(0, TOKENS - 1, 2):
+        found[:, i : i + 2] = x[:, i : i + 2] * x[:, i + 1 : i + 3]
+    return found
+
+
+def read_between(net: Any, x: Tensor) -> Tensor:
+    """A view of what is there before the write is read after it."""
+    x = net.layer(x)
+    states = torch.zeros_like(x)
+    states[:, 0] = x[:, 0]
+    before = states[:, 0].clone()
+    states[:, 0] = x[:, 1]
+    return before * states[:, 0] + states.sum(1)
+
+
+def read_in_backward(net: Any, x: Tensor) -> Tensor:
+    """Backward reads what is there before the write."""
+    states = net.layer(x).exp()
+    squares = states * states
+    states = states.clone()
+    states[:, 1] = squares[:, 0]
+    return states * squares
+
+
+def shifted(net: Any, x: Tensor) -> Tensor:
+    """What is written comes from the tensor itself."""
+    x = net.layer(x).sin()
+    x[:, 1:] = x[:, :-1].clone()
+    return x
+
+
+def returned(net: Any, x: Tensor) -> Any:
+    x = net.layer(x)
+    first = torch.zeros_like(x)
+    first[:, 1] = x[:, 0]
+    return first, torch.select_scatter(first, x[:, 3], 1, 2)
+
+
+def repeated(net: Any, x: Tensor) -> Tensor:
+    """The tensor that is written has one row for all."""
+    x = net.layer(x)
+    one = x[:1].sin().expand(ROWS, TOKENS, WIDTH)
+    return torch.select_scatter(one, x[:, 3], 1, 2)
+
+
+def sums(net: Any, x: Tensor) -> Tensor:
+    x = net.layer(x)
+    return x[:, 0] * x[:, 1] + x[:, 1] * x[:, 2] + x[:, 1:4].prod(1)
+
+
+FORWARDS = [recurrence, two_tokens, read_between, read_in_backward, shifted, returned, repeated, sums]
+
+
+def compiled(net: Net, **options: Any) -> CompiledModule:
+    return CompiledModule(net, config=CompileConfig(**options))
+
+
+def count(module: CompiledModule) -> Counter[str]:
+    (capture,) = module.captures
+    traces = [capture.forward_traces[-1], *(t[-1] for t in [capture.backward_traces] if t)]
+    names = Counter(b.sym.name for t in traces for b in t.bound_symbols)
+    return Counter({name: names[name] for name in IN_PLACE if names[name]})
+
+
+def results(module: nn.Module, net: Net, *, again: bool = False) -> list[Tensor]:
+    """Return outputs and gradients, of two backwards if `again`."""
+    found: list[Tensor] = []
+    for seed in range(2):
+        x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        outputs = module(x.requires_grad_())
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = torch.stack([o.square().sum() for o in outputs]).sum()
+        for keeps in [True, False] if again else [False]:
+            net.zero_grad()
+            x.grad = None
+            loss.backward(retain_graph=keeps)
+            found += [x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        found += [o.detach().clone() for o in outputs]
+    return found
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+def test_every_number_is_eagers(forward: Forward, again: bool) -> None:
+    net = Net(forward)
+    eager = copy.deepcopy(net)
+    pairs = zip(results(compiled(net), net, again=again), results(eager, eager, again=again), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "recompute_all"])
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+def test_numbers_are_those_without_the_step(forward: Forward, policy: Any) -> None:
+    def run(**options: Any) -> list[Tensor]:
+        net = Net(forward)
+        memory = MemoryConfig(policy=policy)
+        planner = MemoryPlanner(memory, device=device("cpu"), budget_bytes=None)
+        module = CompiledModule(net, config=CompileConfig(**options), planner=planner)
+        return results(module, net)
+
+    assert all(map(torch.equal, run(), run(leave_out=("write_parts_in_place",))))
+
+
+def test_a_loop_over_tokens_copies_no_states() -> None:
+    module = compiled(net := Net(recurrence))
+    results(module, net)
+    (capture,) = module.captures
+    forward = Counter(b.sym.name for b in capture.forward_traces[-1].bound_symbols)
+    assert forward["write_at_in_place"] == TOKENS
+    assert not forward["aten_copy"] + forward["aten_select_scatter"]
+    found = count(module)
+    assert found["write_at_in_place"] >= 2 * TOKENS - 2
+    assert found["add_at_in_place"] >= 2 * (TOKENS - 1) - 1
+
+
+@pytest.mark.parametrize("forward", [returned, repeated], ids=lambda f: f.__name__)
+def test_what_is_read_later_or_has_one_row_for_all_is_copied(forward: Forward) -> None:
+    module = compiled(net := Net(forward))
+    results(module, net)
+    names = Counter(b.sym.name for b in module.captures[-1].forward_traces[-1].bound_symbols)
+    assert names["aten_select_scatter"] == 1
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "recompute_all"])
+@pytest.mark.parametrize("forward", [recurrence, two_tokens, sums], ids=lambda f: f.__name__)
+def test_the_peak_is_that_of_the_plan(forward: Forward, policy: Any) -> None:
+    planner = MemoryPlanner(MemoryConfig(policy=policy), device=device("cpu"), budget_bytes=None)
+    module = CompiledModule(net := Net(lambda n, x: forward(n, x).sum()), planner=planner)
+    x = torch.randn(64, TOKENS, WIDTH)
+
+    def step() -> None:
+        module(x).backward()
+
+    step()
+    net.zero_grad()
+    call = planner.calls[-1]
+    held = sum(call.program.storages[s].nbytes for s in call.program.held) + call.memory.other_bytes
+    assert call.profile.peak_bytes - held == measured_peak_bytes(step)
+    assert count(module)
