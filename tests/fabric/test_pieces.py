@@ -124,9 +124,9 @@ def test_gradients_buffers_and_hooks_are_eagers(
         "Branching.forward runs in eager PyTorch, 1 of its submodules compiled",
     ]
     all_eager = ["Net.forward runs in eager PyTorch, 0 of its submodules compiled"]
-    said = [r.message.partition(":")[0] for r in caplog.records]
-    assert said == (in_pieces if budget else all_eager)
-    assert all("test_pieces.py" in r.message for r in caplog.records)
+    said = [r.message for r in caplog.records if "runs in eager PyTorch" in r.message]
+    assert [m.partition(":")[0] for m in said] == (in_pieces if budget else all_eager)
+    assert all("test_pieces.py" in m for m in said)
 
 
 def test_a_wrong_batch_raises_what_eager_raises_and_the_next_one_is_one_graph() -> None:
