@@ -33,7 +33,7 @@ from thunder_memsave.passes.symbols import (
     decisive_args,
     forward_symbols,
     is_tensor,
-    records_amax,
+    raises_amax,
 )
 from thunder_memsave.planner.graph import (
     Op,
@@ -210,7 +210,7 @@ class Values:
         """Give the symbol's results their storages, and return its operation."""
         arguments = [self.by_name.get(a.name) for a in bsym.flat_proxy_args]
         profile = self.known.profile(bsym, arguments)
-        if records_amax(bsym):
+        if raises_amax(bsym):
             profile = replace(profile, written=frozenset())
         tensors = [a for a in arguments if a is not None]
         numbers = list(dict.fromkeys(a.storage for a in tensors))

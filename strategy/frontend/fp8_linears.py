@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, fx
 from torch.nn.functional import linear
 
 from thunder_memsave.aten.whole_calls import call_whole
+from thunder_memsave.fp8.compute.late_linear import LateLinear
 from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, StatePart
+from thunder_memsave.fp8.compute.losses import LossOperators, LossSettings
 from thunder_memsave.fp8.compute.symbols import (
     Computation,
     LinearOperators,
@@ -25,6 +28,12 @@ from thunder_memsave.fp8.compute.symbols import (
 from thunder_memsave.fp8.weights.frozen import refuse_trained_again
 from thunder_memsave.frontend.capture import Capture
 from thunder_memsave.frontend.fx_nodes import node_callable, value_needs_grad
+from thunder_memsave.frontend.rewrites.late_logits import InFp8
+from thunder_memsave.ops.families.linear_cross_entropy import (
+    linear_cross_entropy,
+    with_usual_index,
+)
+from thunder_memsave.ops.families.tiled_loss import Wanted
 from thunder_memsave.ops.location import module_name
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 
@@ -80,8 +89,19 @@ class LinearNodes:
         )
 
     def computes(self, node: fx.Node) -> bool:
-        """Return whether the node is a linear in fp8."""
+        """Return whether the node is a linear in fp8, or the loss of one."""
         return node in self._linear_of
+
+    def late(self, node: fx.Node) -> InFp8:
+        """Return how a linear runs after the call, for a loss that is joined to it."""
+        found = self._linear_of[node]
+        linear = LateLinear(self._computation(found), node.meta["example_value"].dtype)
+        scale = None if found.state is None else partial(found.read, "forward_scale")
+        return InFp8(linear, scale)
+
+    def join(self, linear: fx.Node, loss: fx.Node) -> None:
+        """Let `loss`, a call of `linear_cross_entropy`, compute in place of a linear too."""
+        self._linear_of[loss] = self._linear_of.pop(linear)
 
     def call(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Compute the node on tensors without numbers, as a call that stays whole.
@@ -89,10 +109,27 @@ class LinearNodes:
         Autocast changes only the dtype of the result: the input is cast to it, the weight is quantised uncast.
         """
         linear = self._linear_of[node]
+        if node.target is linear_cross_entropy:
+            return self._loss(linear, args, kwargs)
         x, weight, bias = _operands(args, kwargs)
         rule = _InFp8(self._computation(linear), linear.name, self)
         x = x.to(node.meta["example_value"].dtype)
         return call_whole(rule, x, weight, *(() if bias is None else (bias,)))
+
+    def _loss(self, linear: Fp8Linear, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Compute the loss of a linear, as a call that stays whole."""
+        x, weight, bias, targets = args
+        given = (x, weight, bias)
+        is_enabled = torch.is_grad_enabled()
+        wanted = Wanted(*(is_enabled and t is not None and t.requires_grad for t in given))
+        names = ("reduction", "label_smoothing", "soft_cap", "logit_scale", "dtype")
+        settings = LossSettings(**{name: kwargs[name] for name in names}, wanted=wanted)
+        targets = with_usual_index(targets, kwargs["ignore_index"])
+        operands = (x.to(settings.dtype), weight, bias, targets, kwargs["num_kept"])
+        are_there = tuple(t is not None for t in operands)
+        rule = _LossInFp8(self._computation(linear), settings, linear.name, self, are_there)
+        loss = call_whole(rule, *(t for t in operands if t is not None))
+        return loss.to(kwargs["loss_dtype"])
 
     def kept_weights(self) -> list[Tensor]:
         """Return the weights of which linears read the fp8 numbers that are kept."""
@@ -188,6 +225,46 @@ class _InFp8:
         self, grad: TensorProxy, saved: LinearOperators
     ) -> Sequence[TensorProxy | None]:
         return saved.gradients(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _LossInFp8:
+    """The rule by which the loss of a linear is one call.
+
+    It is of hidden states, weight, bias, targets and their number, as far as they are there.
+    """
+
+    computation: Computation
+    settings: LossSettings
+    name: str
+    nodes: LinearNodes
+    are_there: tuple[bool, ...]
+
+    def result(self, tensors: Sequence[Tensor]) -> Tensor:
+        x, _, _, targets, _ = self._all(tensors)
+        shape = targets.shape if self.settings.reduction == "none" else ()
+        return x.new_empty(shape, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def gradients(self, grad: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return [t.new_empty(t.shape) if t.is_floating_point() else None for t in tensors]
+
+    def record(
+        self, operands: Sequence[TensorProxy], others: Sequence[TensorProxy]
+    ) -> tuple[TensorProxy, LossOperators]:
+        state = self.nodes.state_among(self.name, others)
+        found = LossOperators(self.computation, self.settings, self._all(operands), state)
+        return found.forward(), found
+
+    def record_backward(
+        self, grad: TensorProxy, saved: LossOperators
+    ) -> Sequence[TensorProxy | None]:
+        gradients = (*saved.gradients(grad), None, None)
+        return [g for g, is_there in zip(gradients, self.are_there, strict=True) if is_there]
+
+    def _all(self, given: Sequence[Any]) -> list[Any]:
+        """Return what is given, with None for what is not there."""
+        found = iter(given)
+        return [next(found) if is_there else None for is_there in self.are_there]
 
 
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:

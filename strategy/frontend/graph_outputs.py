@@ -145,7 +145,13 @@ class OutputOrder:
 
 def _late_output(nodes: LateNodes, position: Mapping[fx.Node, tuple[str, Any]]) -> LateOutput:
     operands = tuple(position[operand] for operand in nodes.operands)
-    return LateOutput(nodes.make, operands, Kind.of(nodes.example), nodes.example.requires_grad)
+    return LateOutput(
+        make=nodes.make,
+        operands=operands,
+        kind=Kind.of(nodes.example),
+        needs_grad=nodes.example.requires_grad,
+        scale=nodes.scale,
+    )
 
 
 def distinct_values() -> Callable[[Any], Any]:

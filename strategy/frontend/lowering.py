@@ -116,7 +116,7 @@ def lower(
         capture.graph,
         changed=changed,
         grad_enabled=capture.grad_enabled,
-        stays=in_fp8,
+        fp8=linears,
         returns=return_logits,
     )
     scale_smaller_operands(capture.graph, changed=changed, stays=in_fp8)

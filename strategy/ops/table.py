@@ -13,6 +13,7 @@ from thunder_memsave.ops.families import (
     attention,
     attention_kernels,
     linear_cross_entropy,
+    linear_cross_entropy_in_fp8,
     packed_kernels,
     rms_norm,
     windowed_attention,
@@ -32,6 +33,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *windowed_attention.OPERATIONS,
     *rms_norm.OPERATIONS,
     *linear_cross_entropy.OPERATIONS,
+    *linear_cross_entropy_in_fp8.OPERATIONS,
 )
 
 FOREIGN: tuple[Foreign, ...] = (

@@ -33,8 +33,13 @@ def is_cast(bsym: BoundSymbol) -> bool:
 
 
 def records_amax(bsym: BoundSymbol) -> bool:
-    """Return whether its only write is a running maximum (fp8/compute/symbols.py), so that it may run many times."""
+    """Return whether it is a cast that raises a running maximum (fp8/compute/symbols.py), and may run many times."""
     return str(bsym.sym.name).startswith("fp8_quantize_delayed_")
+
+
+def raises_amax(bsym: BoundSymbol) -> bool:
+    """Return whether its only write is a running maximum: a cast, or the gradients of a loss, which backward runs."""
+    return records_amax(bsym) or bsym.sym.name == "linear_cross_entropy_in_fp8_backward"
 
 
 def without_recording(bsym: BoundSymbol) -> BoundSymbol:

@@ -23,6 +23,7 @@ from thunder_memsave.ops.table import OPERATIONS, scratch_bytes
 
 ELSEWHERE = {
     "linear_cross_entropy": "ops/families/test_linear_cross_entropy.py",
+    "linear_cross_entropy_in_fp8": "ops/families/test_linear_cross_entropy_in_fp8.py",
     "windowed_attention": "ops/families/test_windowed_attention.py",
 }
 """Rows that need more than one call, or none of torch's, with the tests that have it."""

@@ -179,7 +179,7 @@ class LinearOperators:
 
     def gradients(
         self, grad: TensorProxy
-    ) -> tuple[TensorProxy, TensorProxy | None, TensorProxy | None]:
+    ) -> tuple[TensorProxy | None, TensorProxy | None, TensorProxy | None]:
         """Record the gradients of the input, the weight and the bias; a weight that is kept in fp8 has none."""
         assert self._quantized is not None, "forward comes first"
         weight, x = self._quantized
@@ -194,11 +194,13 @@ class LinearOperators:
         return of_input, of_weight, of_bias
 
     def _grad_input(self, grad: _Quantized, weight: _Quantized) -> TensorProxy:
+        return self._like_input(self._gemm("grad_input", grad, self._transposed_weight(weight)))
+
+    def _transposed_weight(self, weight: _Quantized) -> _Quantized:
         transposed = self._state.weight_transposed
         if transposed is None:
             transposed = self._operators.transpose(weight.data)
-        by_columns = _Quantized(transposed, self._scale_of_transposed(weight.scale_inv))
-        return self._like_input(self._gemm("grad_input", grad, by_columns))
+        return _Quantized(transposed, self._scale_of_transposed(weight.scale_inv))
 
     def _grad_weight(self, grad: TensorProxy, by_rows: _Quantized, x: _Quantized) -> TensorProxy:
         if self._is_block:  # row-wise blocks do not give column-wise ones
@@ -261,8 +263,13 @@ class LinearOperators:
         return ltorch.transpose(scale_inv, 0, 1).contiguous()
 
 
+def name_of_kernels(backend: Backend) -> str:
+    """Return the name of the module with the functions of a backend."""
+    return f"thunder_memsave.fp8.kernels.{_MODULES[backend]}"
+
+
 def _backend(name: Backend) -> ModuleType:
-    return importlib.import_module(f"thunder_memsave.fp8.kernels.{_MODULES[name]}")
+    return importlib.import_module(name_of_kernels(name))
 
 
 def _per_tensor(x: TensorProxy, *arguments: Any) -> tuple[TensorProxy, TensorProxy]:

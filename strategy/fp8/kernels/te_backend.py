@@ -25,7 +25,10 @@ from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.compat.foreign_messages import first_line
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.kernels.cublas_gemm import whole_rows
+from thunder_memsave.fp8.kernels.torch_backend import amax, current_scale
 from thunder_memsave.fp8.kernels.torch_support import HOPPER, Chip, chip_of, dotted
+
+__all__ = ["amax", "current_scale"]  # a tensor in parts has one scale; these have the kernels' bits
 
 BLOCK = 128
 """Side of a block, the only one that TransformerEngine supports."""

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
+
+from thunder_memsave.fp8.compute.late_linear import LateLinear
+
+_IN_FP8 = "in_fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class InFp8:
+    """How a linear layer in fp8 runs after the call."""
+
+    linear: LateLinear
+    scale: Callable[[], Tensor] | None
+    """Returns the scales of its operands; None: its recipe has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +26,13 @@ class LateNodes:
     """How an output is made after the call."""
 
     make: fx.GraphModule
-    """`(*operands) -> output`."""
+    """`(*operands[, scale]) -> output`."""
     operands: tuple[fx.Node, ...]
     """Placeholders, and values that the graph returns."""
     example: Tensor
     """The output, without numbers."""
+    scale: Callable[[], Tensor] | None = None
+    """Returns the scales of a linear layer in fp8 at the time of the call."""
 
 
 def may_be_late(linear: fx.Node) -> bool:
@@ -27,7 +42,10 @@ def may_be_late(linear: fx.Node) -> bool:
 
 
 def leave_out(
-    graph: fx.GraphModule, nodes: Sequence[fx.Node], returned: fx.Node
+    graph: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    returned: fx.Node,
+    in_fp8: InFp8 | None,
 ) -> dict[int, LateNodes]:
     """Replace an output by the hidden states of its linear layer.
 
@@ -35,13 +53,17 @@ def leave_out(
         graph: The graph, changed in place.
         nodes: From the linear layer on, each read by the next.
         returned: The one of them that the graph returns.
+        in_fp8: How the linear layer runs, if in fp8.
 
     Returns:
         The outputs that the caller makes, by their index.
     """
     linear = nodes[0]
     late = LateNodes(
-        _alone(nodes, returned), _operands(graph, linear), returned.meta["example_value"]
+        make=_alone(nodes, returned, in_fp8),
+        operands=_operands(graph, linear),
+        example=returned.meta["example_value"],
+        scale=None if in_fp8 is None else in_fp8.scale,
     )
     output = graph.graph.output_node()
     outputs = tuple(output.args[0])  # type: ignore[arg-type]
@@ -58,12 +80,20 @@ def _operands(graph: fx.GraphModule, linear: fx.Node) -> tuple[fx.Node, ...]:
     return detached, *weights
 
 
-def _alone(nodes: Sequence[fx.Node], returned: fx.Node) -> fx.GraphModule:
+def _alone(nodes: Sequence[fx.Node], returned: fx.Node, in_fp8: InFp8 | None) -> fx.GraphModule:
     """Return the nodes up to the returned one, as a function of what the linear layer reads."""
     alone = fx.Graph()
     linear = nodes[0]
     copies = {n: alone.placeholder(f"operand_{i}") for i, n in enumerate(linear.all_input_nodes)}
-    for node in nodes[: nodes.index(returned) + 1]:
+    modules: dict[str, LateLinear] = {}
+    rest = nodes[: nodes.index(returned) + 1]
+    if in_fp8 is not None:
+        modules[_IN_FP8], rest = in_fp8.linear, rest[1:]
+        scale = None if in_fp8.scale is None else alone.placeholder("scale")
+        operands = [copies[n] for n in linear.all_input_nodes]
+        bias = None if len(operands) < len(("hidden", "weight", "bias")) else operands[2]
+        copies[linear] = alone.call_module(_IN_FP8, (*operands[:2], bias, scale))
+    for node in rest:
         copies[node] = alone.node_copy(node, copies.__getitem__)
     alone.output(copies[returned])
-    return fx.GraphModule({}, alone)
+    return fx.GraphModule(modules, alone)

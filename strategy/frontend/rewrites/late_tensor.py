@@ -53,17 +53,21 @@ class LateOutput:
     """An output that is made later of tensors that the call is given, or computes."""
 
     make: fx.GraphModule
-    """`(hidden states, weight[, bias]) -> tensor`."""
+    """`(hidden states, weight[, bias][, scale]) -> tensor`."""
     operands: tuple[tuple[str, int], ...]
     """`input` or `computed` for each operand, and its index among these."""
     kind: Kind
     needs_grad: bool
     """Whether eager PyTorch differentiates it."""
+    scale: Callable[[], Tensor] | None = None
+    """Returns the scales of a linear layer in fp8 at the time of the call."""
 
     def of(self, inputs: Sequence[Tensor], computed: Sequence[Any]) -> LateTensor:
         """Return the output of a call from its inputs and computed values."""
         lists = {"input": inputs, "computed": computed}
         operands = [lists[kind][index] for kind, index in self.operands]
+        if self.scale is not None:
+            operands.append(self.scale())
         late = _Later(self.make, operands, _autocast(operands[0].device.type), self.needs_grad)
         kind = replace(self.kind, device=operands[0].device)
         return LateTensor(late.value, kind, needs_grad=self.needs_grad)
@@ -110,7 +114,7 @@ class _Later:
         if now != self.versions:
             raise LateTensorError(
                 "Logits were read that the compiled call left out, and the weights, of which they would be made now, "
-                f"have changed since the call. Read them before optimizer.step(), or {_SETTING}."
+                f"or their scales have changed since the call. Read them before optimizer.step(), or {_SETTING}."
             )
 
 

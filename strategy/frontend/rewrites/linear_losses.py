@@ -10,16 +10,14 @@ becomes `linear_cross_entropy(hidden[:, :-1].flatten(0, 1), weight, None, target
 to a wider dtype, factors, a cap by `tanh`, slices and new shapes of the tokens; the layer may have LoRA around it. The
 caller may get the logits too, as of a model that is given `labels=`: they are made when they are read
 (`late_tensor.py`). Left alone are logits that anything else reads; those of few elements, whose loss keeps eager's
-bits; layers that compute in fp8, whose scales are for gradients that are multiplied already, which the log says; and
-float16, in which gradients for a cotangent of one underflow, or overflow, before they are multiplied by a scaled one.
+bits; and float16, in which gradients for a cotangent of one underflow, or overflow, before they are multiplied by a
+scaled one. A layer that computes in fp8 is joined as well (`fp8_losses.py`), unless it has LoRA, which the log says.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +27,17 @@ from torch import Tensor, fx
 
 from thunder_memsave.frontend.aliasing import storage
 from thunder_memsave.frontend.rewrites.adapted_linears import AdaptedLinear, adapted_linear
+from thunder_memsave.frontend.rewrites.fp8_losses import (
+    LayersInFp8,
+    of_whole,
+    places_in_whole,
+    rows_of,
+    say_that_it_stays,
+)
 from thunder_memsave.frontend.rewrites.late_logits import LateNodes, leave_out, may_be_late
-from thunder_memsave.frontend.rewrites.nodes import erase_unused, shape_of, torch_call
+from thunder_memsave.frontend.rewrites.nodes import erase_unused, reshaped, shape_of, torch_call
 from thunder_memsave.ops.families.counted_targets import COUNTED_TARGETS
 from thunder_memsave.ops.families.linear_cross_entropy import linear_cross_entropy
-from thunder_memsave.ops.location import module_name
-
-_log = logging.getLogger(__name__)
 
 FEWEST_LOGITS = 2**20
 """Below that, memory is saved that no one misses."""
@@ -93,7 +95,7 @@ def join_linear_losses(
     *,
     changed: Set[Any],
     grad_enabled: bool,
-    stays: Callable[[fx.Node], bool],
+    fp8: LayersInFp8 | None,
     returns: bool,
 ) -> dict[int, LateNodes]:
     """Replace losses of linear layers, and erase the logits.
@@ -102,7 +104,7 @@ def join_linear_losses(
         graph: The graph, changed in place.
         changed: The storages that it changes in place, from `changed_storages`.
         grad_enabled: Whether the call has gradients.
-        stays: `(linear) -> whether it computes in fp8`, and so must stay a linear layer.
+        fp8: The linear layers that compute in fp8, which are told what they are joined to.
         returns: Whether logits that the graph returns are computed; otherwise they are made when they are read.
 
     Returns:
@@ -118,24 +120,17 @@ def join_linear_losses(
         is_late = logits.returned is not None
         if is_late and (returns or logits.adapter is not None or not may_be_late(logits.linear)):
             continue
-        if (in_fp8 := next(filter(stays, logits.linears), None)) is not None:
-            _say_that_it_stays(in_fp8)
+        in_fp8 = None if fp8 is None else next(filter(fp8.computes, logits.linears), None)
+        if in_fp8 is not None and logits.adapter is not None:
+            say_that_it_stays(in_fp8)
             continue
         if logits.returned is not None:
-            late.update(leave_out(graph, logits.nodes, logits.returned))
-        _join(logits, loss, given)
+            in_fp8_too = None if fp8 is None or in_fp8 is None else fp8.late(in_fp8)
+            late.update(leave_out(graph, logits.nodes, logits.returned, in_fp8_too))
+        joined = _join(logits, loss, given, is_in_fp8=in_fp8 is not None)
+        if fp8 is not None and in_fp8 is not None:
+            fp8.join(in_fp8, joined)
     return late
-
-
-def _say_that_it_stays(linear: fx.Node) -> None:
-    name = module_name(linear.meta.get("nn_module_stack"))
-    _log.warning(
-        "The loss of %r is not computed in tiles of tokens, because that linear layer computes in fp8: its logits, %s, "
-        "exist whole, and so do their gradients. Add %r to fp8.skip_modules to have the loss in tiles.",
-        name,
-        " x ".join(f"{size:,}" for size in shape_of(linear)),
-        name,
-    )
 
 
 def _arguments(loss: fx.Node) -> dict[str, Any] | None:
@@ -311,23 +306,16 @@ def _has_classes(logits: _Logits, targets: tuple[int, ...]) -> bool:
     return is_matched and rows == targets and math.prod(of_loss) >= FEWEST_LOGITS
 
 
-def _join(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> None:
+def _join(logits: _Logits, loss: fx.Node, given: Mapping[str, Any], *, is_in_fp8: bool) -> fx.Node:
+    """Put the one call in place of the loss, and return it."""
     graph = loss.graph
-    hidden, weight, *bias = logits.linear.args
     first_new = loss.prev
     with graph.inserting_before(loss):
-        hidden = _rows(graph, hidden, logits.shapes)
-        if (adapter := logits.adapter) is not None:
-            low = _rows(graph, adapter.up.args[0], logits.shapes)
-            if adapter.factor != 1.0:
-                low = graph.call_function(torch.mul, (low, adapter.factor))
-            hidden = graph.call_function(torch.cat, ((hidden, low), -1))
-        targets, num_kept = _counted(given["target"])
-        targets = _reshaped(graph, targets, (-1,))
-        operands = (hidden, weight, *(bias or [None]), targets)
-        settings = {**_settings(logits, loss, given), "num_kept": num_kept}
-        result = graph.call_function(linear_cross_entropy, operands, settings)
-        result = _reshaped(graph, result, shape_of(loss))
+        joined, places = _one_call(logits, loss, given, is_in_fp8=is_in_fp8)
+        result = joined
+        if places is not None and given.get("reduction") == "none":
+            result = graph.call_function(torch.index_select, (joined, 0, places))
+        result = reshaped(graph, result, shape_of(loss))
     node = first_new.next
     while node is not loss:
         node.meta.update({k: v for k, v in loss.meta.items() if k != "example_value"})
@@ -339,6 +327,32 @@ def _join(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> None:
     for node in reversed(logits.nodes):
         graph.erase_node(node)
     erase_unused(before)
+    return joined
+
+
+def _one_call(
+    logits: _Logits, loss: fx.Node, given: Mapping[str, Any], *, is_in_fp8: bool
+) -> tuple[fx.Node, fx.Node | None]:
+    """Add the call, and the places of its tokens among the hidden states where a layer in fp8 reads others too."""
+    graph = loss.graph
+    hidden, weight, *bias = logits.linear.args
+    assert isinstance(hidden, fx.Node)
+    targets, num_kept = _counted(given["target"])
+    targets = reshaped(graph, targets, (-1,))
+    settings = {**_settings(logits, loss, given), "num_kept": num_kept}
+    places = places_in_whole(graph, hidden, logits.shapes) if is_in_fp8 else None
+    if places is not None:
+        targets = of_whole(graph, hidden, targets, places, settings["ignore_index"])
+    rows = rows_of(graph, hidden, shape_of(hidden)[-1], [] if is_in_fp8 else logits.shapes)
+    if (adapter := logits.adapter) is not None:
+        low = adapter.up.args[0]
+        assert isinstance(low, fx.Node)
+        low = rows_of(graph, low, shape_of(low)[-1], logits.shapes)
+        if adapter.factor != 1.0:
+            low = graph.call_function(torch.mul, (low, adapter.factor))
+        rows = graph.call_function(torch.cat, ((rows, low), -1))
+    operands = (rows, weight, *(bias or [None]), targets)
+    return graph.call_function(linear_cross_entropy, operands, settings), places
 
 
 def _counted(targets: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -352,22 +366,6 @@ def _counted(targets: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     assert isinstance(counted, fx.Node)
     assert isinstance(num_kept, fx.Node)
     return counted, num_kept
-
-
-def _rows(graph: fx.Graph, operand: Any, shapes: Sequence[fx.Node]) -> fx.Node:
-    """Return what a linear layer reads as rows of tokens, after what its results went through."""
-    width = shape_of(operand)[-1]
-    for node in shapes:
-        call = torch_call(node)
-        if call is not None and call.name == "getitem":
-            operand = graph.call_function(operator.getitem, (operand, call.args[1]))
-        else:
-            operand = _reshaped(graph, operand, (*shape_of(node)[:-1], width))
-    return _reshaped(graph, operand, (-1, width))
-
-
-def _reshaped(graph: fx.Graph, operand: Any, shape: tuple[int, ...]) -> fx.Node:
-    return graph.call_function(torch.reshape, (operand, shape))
 
 
 def _settings(logits: _Logits, loss: fx.Node, given: Mapping[str, Any]) -> dict[str, Any]:

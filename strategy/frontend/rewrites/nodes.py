@@ -50,6 +50,11 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
+def reshaped(graph: fx.Graph, operand: Any, shape: tuple[int, ...]) -> fx.Node:
+    """Add a reshape to the graph."""
+    return graph.call_function(torch.reshape, (operand, shape))
+
+
 def changed_storages(graph: fx.GraphModule) -> frozenset[Any]:
     """Return the storages that the graph changes in place, as `aliasing.storage` identifies them."""
     changed = (changed_operand(node) for node in graph.graph.nodes)

@@ -84,7 +84,7 @@ def linear_cross_entropy(
     given = (hidden, weight, bias, adapter)
     operands = [None if t is None else t.to(dtype or hidden.dtype) for t in given]
     assert hidden.shape[0] == targets.shape[0], "each token has a target"
-    targets = _with_usual_index(targets, ignore_index)
+    targets = with_usual_index(targets, ignore_index)
     options = (float(label_smoothing), float(z_loss), soft_cap, float(logit_scale))
     rows = tile_rows(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options))
     wanted = _wanted(operands)
@@ -93,7 +93,7 @@ def linear_cross_entropy(
     return loss if loss_dtype is None else loss.to(loss_dtype)
 
 
-def _with_usual_index(targets: Tensor, ignore_index: int) -> Tensor:
+def with_usual_index(targets: Tensor, ignore_index: int) -> Tensor:
     """Return the targets with `IGNORED` for `ignore_index` alone."""
     if ignore_index == IGNORED:
         return targets
@@ -138,22 +138,24 @@ def _losses(
 
 def _loss(*operands: Any) -> Tensor:
     targets, reduction = operands[4], operands[10]
-    _refuse_unknown(targets, operands[1].shape[0])
-    return _reduced(_losses(*operands), targets, reduction)
+    refuse_unknown(targets, operands[1].shape[0])
+    return reduced(_losses(*operands), targets, reduction)
 
 
-def _reduced(losses: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+def reduced(losses: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+    """Return what the reduction makes of the losses of tokens, which are 0 where a target is ignored."""
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / _num_kept(targets, losses.dtype)
+    return total if reduction == "sum" else total / num_kept_of(targets, losses.dtype)
 
 
-def _num_kept(targets: Tensor, dtype: torch.dtype) -> Tensor:
+def num_kept_of(targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how many targets are not ignored, as a number of this dtype."""
     return (targets != IGNORED).sum().to(dtype)
 
 
-def _refuse_unknown(targets: Tensor, num_classes: int) -> None:
+def refuse_unknown(targets: Tensor, num_classes: int) -> None:
     """Refuse targets that are no class, as PyTorch does; on CUDA its kernel for `gather` does."""
     if not targets.is_cpu or type(targets) is not Tensor or not targets.numel():
         return
@@ -181,15 +183,15 @@ def _loss_meta(hidden: TensorProxy, *others: Any) -> TensorProxy:
 def _loss_and_gradients(wanted: Wanted) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(*operands: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, _, _, targets, _, *settings = operands
-        _refuse_unknown(targets, weight.shape[0])
+        refuse_unknown(targets, weight.shape[0])
         sizes, reduction = Sizes(*settings[:4]), settings[4]
         flat = hidden.new_empty(sizes.num_elements(wanted))
         factor = torch.ones((), dtype=wide_dtype(hidden.dtype), device=hidden.device)
         if reduction == "mean":
-            factor = factor / _num_kept(targets, factor.dtype)
+            factor = factor / num_kept_of(targets, factor.dtype)
         gradients = gradients_in(flat, sizes, wanted)
         losses = _losses(*operands, factors=factor, gradients=gradients)
-        return _reduced(losses, targets, reduction), flat
+        return reduced(losses, targets, reduction), flat
 
     return run
 
@@ -221,13 +223,13 @@ def _gradients_of_rows(wanted: Wanted) -> Derivative:
         made = iter([operands[0].new_empty(shape) for shape in shapes(operands[6:])])
         gradients = Gradients(*(next(made) if w else None for w in wanted))
         _losses(*operands, factors=grad, gradients=gradients)
-        return _one_or_all([g for g in gradients if g is not None])
+        return one_or_all([g for g in gradients if g is not None])
 
     def meta(grad: TensorProxy, hidden: TensorProxy, *others: Any) -> Any:
-        return _one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[5:])])
+        return one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[5:])])
 
     def fake(grad: Tensor, hidden: Tensor, *others: Any) -> Any:
-        return _one_or_all([hidden.new_empty(s) for s in shapes(others[5:])])
+        return one_or_all([hidden.new_empty(s) for s in shapes(others[5:])])
 
     return Derivative(
         name=f"{_name(wanted)}_of_rows_backward",
@@ -239,7 +241,8 @@ def _gradients_of_rows(wanted: Wanted) -> Derivative:
     )
 
 
-def _one_or_all(values: list[Any]) -> Any:
+def one_or_all(values: list[Any]) -> Any:
+    """Return what an operator with these results returns."""
     return tuple(values) if len(values) > 1 else values[0]
 
 
@@ -248,7 +251,7 @@ def _name(wanted: Wanted) -> str:
     return "_".join(("linear_cross_entropy", *parts))
 
 
-def _keep_all(tensors: Sequence[Tensor]) -> None:
+def keep_all(tensors: Sequence[Tensor]) -> None:
     """Let all tokens have a loss."""
     targets = next(t for t in tensors if t.dtype is torch.int64 and t.ndim)
     for num_kept in tensors:
@@ -264,7 +267,7 @@ def _loss_kernel(name: str, derivatives: tuple[Derivative, ...] = ()) -> Kernel:
         fake=_fake_loss,
         meta=_loss_meta,
         derivatives=derivatives,
-        numbers=_keep_all,
+        numbers=keep_all,
         on_host=_ON_HOST,
     )
 
@@ -289,7 +292,7 @@ def _kernel_with_gradients(wanted: Wanted) -> Kernel:
         meta=meta,
         results=("result", "gradients"),
         derivatives=tuple(_part_of(wanted, p) for p in _PARTS if getattr(wanted, p)),
-        numbers=_keep_all,
+        numbers=keep_all,
         on_host=_ON_HOST,
         alone=_without_gradients,
     )

@@ -105,12 +105,27 @@ def gradients_in(flat: Tensor, sizes: Sizes, wanted: Wanted) -> Gradients:
     return Gradients(*parts)
 
 
-def tile_rows(num_tokens: int, num_classes: int, dtype: torch.dtype, options: LossOptions) -> int:
-    """Return the tokens of a tile: as many as `TILE_BYTES` allow, in tiles of about one size."""
+def tile_rows(
+    num_tokens: int,
+    num_classes: int,
+    dtype: torch.dtype,
+    options: LossOptions,
+    *,
+    more_bytes: int = 0,
+) -> int:
+    """Return the tokens of a tile: as many as `TILE_BYTES` allow, in tiles of about one size.
+
+    Args:
+        num_tokens: Of all tiles.
+        num_classes: Logits of a token.
+        dtype: Of the linear layer's results.
+        options: Of the loss.
+        more_bytes: What each logit takes beside its copy in a wide dtype and that in `dtype`.
+    """
     wide = wide_dtype(dtype).itemsize
-    row = num_classes * (wide * (1 + (options.soft_cap is not None)))
-    row += num_classes * dtype.itemsize * (dtype.itemsize != wide)
-    most = max(1, TILE_BYTES // row)
+    of_logit = wide * (1 + (options.soft_cap is not None)) + more_bytes
+    of_logit += dtype.itemsize * (dtype.itemsize != wide)
+    most = max(1, TILE_BYTES // (num_classes * of_logit))
     num_tiles = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_tiles))
 
@@ -146,24 +161,25 @@ def losses_in_tiles(
     """
     wide = wide_dtype(hidden.dtype)
     losses = torch.zeros(targets.shape, dtype=wide, device=hidden.device)
-    places = _kept(targets, num_kept)
+    places = kept_places(targets, num_kept)
     num_tokens = hidden.shape[0] if places is None else places.numel()
     step = rows_per_tile
     sums = None if gradients is None else _Sums(gradients, wide, is_one=num_tokens <= step)
     for start in range(0, num_tokens, step):
         rows: Tensor | slice = slice(start, min(start + step, num_tokens))
         rows = rows if places is None else places[rows]
-        tile = _Tile(hidden[rows], head, targets[rows], options)
+        of_rows = hidden[rows]
+        tile = Tile(head.logits(of_rows), targets[rows], options)
         losses[rows] = tile.losses()
         if factors is not None and sums is not None:
-            sums.add(tile, rows, factors[rows] if factors.ndim else factors)
-        del tile  # before the next one's logits
+            sums.add(tile, of_rows, head, rows, factors[rows] if factors.ndim else factors)
+        del tile, of_rows  # before the next one's logits
     if sums is not None:
         sums.finish()
     return losses
 
 
-def _kept(targets: Tensor, num_kept: Tensor | None) -> Tensor | None:
+def kept_places(targets: Tensor, num_kept: Tensor | None) -> Tensor | None:
     """Return the places of the tokens with a loss, in order; None: compute all, which needs no number on the host.
 
     Of tensors without numbers, all tokens have one: what is computed of fewer takes less memory. So have those of a
@@ -184,20 +200,15 @@ def _kept(targets: Tensor, num_kept: Tensor | None) -> Tensor | None:
     return first_left[:number]
 
 
-class _Tile:
+class Tile:
     """The logits of some tokens, and in their place later what is made of them."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Head,
-        targets: Tensor,
-        options: LossOptions,
-    ) -> None:
-        self.hidden, self.head, self.options = hidden, head, options
+    def __init__(self, logits: Tensor, targets: Tensor, options: LossOptions) -> None:
+        """Take the logits, which are overwritten where they have a wide dtype: (tokens, classes)."""
+        self.options, self.dtype = options, logits.dtype
         self.is_kept = targets != IGNORED
         self.targets = targets.where(self.is_kept, 0).unsqueeze(1)
-        self.values = head.logits(hidden).to(wide_dtype(hidden.dtype))
+        self.values = logits.to(wide_dtype(logits.dtype))
         self.tanh: Tensor | None = None
         self.logarithm: Tensor | None = None
         """Logarithm of the softmax's denominator."""
@@ -225,20 +236,34 @@ class _Tile:
         """Return the gradients of the linear layer's results, in its dtype; they are left in place of all else."""
         options, values = self.options, self.values.exp_()
         factors = torch.where(self.is_kept, factors, 0.0).to(values.dtype).unsqueeze(1)
+        of_target = self._rounded_once(factors)
         if self.logarithm is None:
             values.mul_(factors)
         else:
             values.mul_(factors * (1.0 + 2.0 * options.z_loss * self.logarithm.unsqueeze(1)))
         if options.label_smoothing:
             values.sub_(factors * (options.label_smoothing / values.shape[1]))
-        of_target = values.gather(1, self.targets).sub_(factors * (1.0 - options.label_smoothing))
+        if of_target is None:
+            of_target = values.gather(1, self.targets)
+            of_target.sub_(factors * (1.0 - options.label_smoothing))
         values.scatter_(1, self.targets, of_target)
         if self.tanh is not None:
             values.mul_(self.tanh.square_().neg_().add_(1.0))
             self.tanh = None
         if options.logit_scale != 1.0:
             values.mul_(options.logit_scale)
-        return values.to(self.hidden.dtype)
+        return values.to(self.dtype)
+
+    def _rounded_once(self, factors: Tensor) -> Tensor | None:
+        """Return the gradients of the targets' logits of plain cross-entropy, of probabilities; None: there is more.
+
+        PyTorch's `log_softmax` multiplies and subtracts in one instruction, which rounds once. That is the largest
+        gradient of a token, so that an amax has PyTorch's bits.
+        """
+        if self.logarithm is not None or self.options.label_smoothing:
+            return None
+        of_target, exact = self.values.gather(1, self.targets).double(), factors.double()
+        return of_target.mul_(exact).sub_(exact).to(self.values.dtype)
 
 
 class _Sums:
@@ -252,22 +277,24 @@ class _Sums:
         wide_sum = None if is_one else wide
         self.weight, self.bias, self.adapter = (_sum_of(g, wide_sum) for g in gradients[1:])
 
-    def add(self, tile: _Tile, rows: Tensor | slice, factors: Tensor) -> None:
-        """Add the gradients of a tile."""
+    def add(
+        self, tile: Tile, hidden: Tensor, head: Head, rows: Tensor | slice, factors: Tensor
+    ) -> None:
+        """Add the gradients of a tile of these hidden states."""
         of_logits = tile.of_logits(factors)
         if self.bias is not None:
             self.bias.add_(tile.values.sum(0))
         del tile.values
-        weight, _, adapter = tile.head
+        weight, _, adapter = head
         width = weight.shape[1]
         if self.of.hidden is not None:
             self.of.hidden[rows, :width] = of_logits @ weight
             if adapter is not None:
                 self.of.hidden[rows, width:] = of_logits @ adapter
         if self.weight is not None:
-            _add_product(self.weight, of_logits.T, tile.hidden[:, :width])
+            _add_product(self.weight, of_logits.T, hidden[:, :width])
         if self.adapter is not None:
-            _add_product(self.adapter, of_logits.T, tile.hidden[:, width:])
+            _add_product(self.adapter, of_logits.T, hidden[:, width:])
 
     def finish(self) -> None:
         """Round the sums to the dtype of the gradients."""
@@ -290,7 +317,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype is right.dtype:
         torch.addmm(total, left, right, out=total)  # its FLOPs are counted, those of `addmm_` not
         return
-    for rows in _parts(total):
+    for rows in parts_of(total):
         total[rows].add_(left[rows] @ right)
 
 
@@ -300,13 +327,13 @@ def multiplied(value: Tensor, factor: Tensor) -> Tensor:
     factor = factor.reshape(-1, *[1] * (value.ndim - 1))
     if value.dtype is factor.dtype:
         return torch.mul(value, factor, out=result)
-    for rows in _parts(value):
+    for rows in parts_of(value):
         of_rows = factor[rows] if factor.shape[0] == value.shape[0] else factor
         result[rows] = value[rows].to(factor.dtype).mul_(of_rows)
     return result
 
 
-def _parts(value: Tensor) -> Iterator[slice]:
+def parts_of(value: Tensor) -> Iterator[slice]:
     """Yield rows of which a copy in float32 has `_PRODUCT_BYTES` at most."""
     step = max(1, _PRODUCT_BYTES // (4 * value[0].numel() or 1)) if value.shape[0] else 1
     for start in range(0, value.shape[0], step):
