@@ -58,7 +58,7 @@ STEPS: tuple[Step[State], ...] = (
     _tried("update_in_place", "update buffers where they are", split.update_buffers),
     _tried("fuse", "compile neighbours that compute element by element to one kernel", fuse),
     _tried("offload", "copy to the host and back what the plan says", offload),
-    _tried("write_parts_in_place", "write parts of tensors where these are", split.write_parts),
+    _tried("write_in_place", "write results over what nothing reads any more", split.write_results),
     _tried("delete_last_used", "delete values after their last use", split.delete),
     _step("unwrap_results", "return the results alone, without a backward", run.unwrap_results),
     _step("run", "make what the call runs", run.make_callable),

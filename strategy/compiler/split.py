@@ -15,7 +15,7 @@ from thunder.transforms.autodiff import (
 from thunder_memsave.compiler.state import State
 from thunder_memsave.ops.accumulation import accumulated_names, without_reductions
 from thunder_memsave.ops.added_gradients import with_added
-from thunder_memsave.passes.in_place_parts import write_parts_in_place
+from thunder_memsave.passes.in_place_results import write_in_place
 from thunder_memsave.passes.in_place_updates import update_in_place
 from thunder_memsave.passes.symbols import is_joint
 
@@ -74,18 +74,18 @@ def update_buffers(state: State) -> State:
     return state if forward is state.forward else replace(state, forward=forward)
 
 
-def write_parts(state: State) -> State:
-    """Write parts of tensors where these are, if nothing else reads them any more."""
+def write_results(state: State) -> State:
+    """Write results over operands that nothing reads any more."""
     return replace(
         state,
-        forward=_with_parts(state.forward),
-        backward=_with_parts(state.backward),
-        keeping=_with_parts(state.keeping),
+        forward=_with_results(state.forward),
+        backward=_with_results(state.backward),
+        keeping=_with_results(state.keeping),
     )
 
 
-def _with_parts(trace: TraceCtx | None) -> TraceCtx | None:
-    return None if trace is None else write_parts_in_place(trace)
+def _with_results(trace: TraceCtx | None) -> TraceCtx | None:
+    return None if trace is None else write_in_place(trace)
 
 
 def delete(state: State) -> State:

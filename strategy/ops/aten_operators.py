@@ -149,10 +149,11 @@ def record(
 
 
 def makes_new_memory(bsym: BoundSymbol) -> bool:
-    """Say whether it is an operator none of whose results may be a view of an operand, by its schema."""
-    if bsym.sym.executor is not aten_executor:
+    """Say whether it is an operator of ATen none of whose results may be a view of an operand, by its schema."""
+    operator = operator_of(bsym)
+    if operator is None or operator.namespace != "aten":
         return False
-    return all(r.alias_info is None for r in _operators[bsym.sym.name]._schema.returns)
+    return all(r.alias_info is None for r in operator._schema.returns)
 
 
 def operator_of(bsym: BoundSymbol) -> OpOverload | None:

@@ -39,7 +39,9 @@ _OVERLOADS: Mapping[str, str] = {
 }
 """Names of operators, by those of their overloads. Left out are those for which Python functions take others."""
 
-_OF_LAYERS = "gelu silu elu leaky_relu softplus hardtanh hardswish hardsigmoid avg_pool2d upsample_nearest2d"
+_OF_LAYERS = (
+    "gelu silu elu leaky_relu softplus hardtanh hardswish hardsigmoid avg_pool2d upsample_nearest2d"
+)
 """Operators whose functions stand with those of layers."""
 
 
@@ -53,7 +55,9 @@ def _found() -> dict[OpOverload, Callable[..., Any]]:
         **{(name, "default"): getattr(of_layers, name, None) for name in _OF_LAYERS.split()},
         ("expand", "default"): torch.Tensor.expand,
     }
-    operators = {pair: getattr(getattr(torch.ops.aten, pair[0], None), pair[1], None) for pair in found}
+    operators = {
+        pair: getattr(getattr(torch.ops.aten, pair[0], None), pair[1], None) for pair in found
+    }
     return {
         operators[pair]: function
         for pair, function in found.items()

@@ -13,6 +13,13 @@ from torch import Tensor
 
 from thunder_memsave.ops.kernel_calls import own_executor
 
+_ELEMENTWISE = {
+    "Tensor": "add sub mul div",
+    "default": "relu neg exp sigmoid tanh sqrt rsqrt reciprocal silu hardtanh hardswish hardsigmoid",
+    "Scalar": "masked_fill",
+}
+"""Names of operators that compute each number of their first operand alone, by those of their overloads."""
+
 
 def _add(buffer: Tensor, number: float) -> Tensor:
     return buffer.add_(number)
@@ -76,3 +83,18 @@ SUMS_OF_PARTS = {
     "aten_slice_backward": _registered("add_slice_in_place", _add_slice),
 }
 """By the operator that returns zeros with a part written over: the symbol that adds the part to another tensor."""
+
+
+def _elementwise() -> dict[str, Symbol]:
+    found = {}
+    for overload, names in _ELEMENTWISE.items():
+        for name in names.split():
+            of_layers = getattr(torch._C._nn, f"{name}_", None)
+            run = of_layers or getattr(torch.Tensor, f"{name}_")
+            suffix = "" if overload == "default" else f"_{overload}"
+            found[f"aten_{name}{suffix}"] = _registered(f"{name}{suffix.lower()}_in_place", run)
+    return found
+
+
+ELEMENTWISE = _elementwise()
+"""By the operator: the symbol that writes its result over its first operand."""

@@ -31,7 +31,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "update_in_place": "",
         "fuse": "`strategy.fusion: false` leaves it out",
         "offload": "the plan counts on it; `memory.offload: none` copies nothing to the host",
-        "write_parts_in_place": "",
+        "write_in_place": "",
         "delete_last_used": "without it, the step holds all that it computes, whatever the plan says",
         "unwrap_results": "what runs without gradients returns its results alone",
         "run": "without it, nothing runs",

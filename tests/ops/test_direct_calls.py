@@ -15,7 +15,9 @@ from thunder_memsave.ops.direct_calls import DIRECT
 A = torch.linspace(0.1, 0.9, 24).reshape(4, 6)
 B = torch.linspace(0.8, 0.2, 24).reshape(4, 6)
 SQUARE = A @ B.mT
-ROWS = torch.tensor([[0, 2, 1, 3, 1, 0], [3, 1, 0, 2, 2, 1], [0, 0, 1, 1, 2, 2], [3, 3, 2, 1, 0, 0]])
+ROWS = torch.tensor(
+    [[0, 2, 1, 3, 1, 0], [3, 1, 0, 2, 2, 1], [0, 0, 1, 1, 2, 2], [3, 3, 2, 1, 0, 0]]
+)
 BATCH = torch.stack([SQUARE, SQUARE.mT])
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 FLAGS = A > 0.5
@@ -54,7 +56,17 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "_softmax.default": (A, 1, False),
     "_log_softmax.default": (A, 1, False),
     "native_layer_norm.default": (A, [6], B[0], B[1], 1e-5),
-    "convolution.default": (IMAGE, IMAGE[:, :, :3, :3].contiguous(), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    "convolution.default": (
+        IMAGE,
+        IMAGE[:, :, :3, :3].contiguous(),
+        None,
+        [1, 1],
+        [0, 0],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+    ),
     "constant_pad_nd.default": (A, [0, 1], 0.5),
     "sum.dim_IntList": (A, [0], True),
     "mean.dim": (A, [0], True),

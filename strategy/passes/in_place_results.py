@@ -1,13 +1,15 @@
-"""Writes a part of a tensor where the tensor is, if nothing else reads it afterwards, and adds a part likewise.
+"""Writes results over operands that nothing reads any more, and parts of tensors where these are.
 
+    t = relu(x)                                      t = relu_in_place(x)
     h1 = select_scatter(h0, x, 1, 7)                 h1 = write_at_in_place(h0, x, 1, 7)
     t = select_backward(g, [2, 128, 256], 1, 7)
     s1 = add(s0, t)                                  s1 = add_at_in_place(s0, g, 1, 7)
 
-A loop over tokens moves as many bytes as it has tokens then, not their square. Sums skip the zeros around a part, so
-that a negative zero may keep its sign. The tensor must be made by an operator of PyTorch in the same trace and have been
-read by no others, which may read it later than where they stand (collectives, copies to the host). This runs where the
-trace is final: until then a plan may compute any value again.
+Eager PyTorch's autograd adds up gradients so, and many models' activations. A loop over tokens moves as many bytes as it
+has tokens then, not their square. Sums skip the zeros around a part, so that a negative zero may keep its sign; all else
+has the same bits. The tensor must be made by an operator of PyTorch in the same trace, and must have been read by no
+others, which may read it later than where they stand (collectives, copies to the host). This runs where the trace is
+final: until then a plan may compute any value again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
 from thunder_memsave.ops.aten_operators import makes_new_memory, operator_of
-from thunder_memsave.ops.in_place import SUMS_OF_PARTS, WRITES_OF_PARTS
+from thunder_memsave.ops.in_place import (
+    BATCH_NORMS,
+    ELEMENTWISE,
+    SUMS_OF_PARTS,
+    WRITES_OF_PARTS,
+)
 from thunder_memsave.passes.symbols import is_tensor
 
 _SUM = "aten_add_Tensor"
@@ -30,12 +37,12 @@ _NUM_SIZES = 1
 """The arguments of the backward of a view between the gradient and the place: the sizes of the whole."""
 
 
-def write_parts_in_place(trace: TraceCtx) -> TraceCtx:
-    """Return the trace with parts written and added in place; the same one if there are none."""
+def write_in_place(trace: TraceCtx) -> TraceCtx:
+    """Return the trace with results in place; the same one if there are none."""
     names = {b.sym.name for b in trace.bound_symbols}
-    if not names & {*WRITES_OF_PARTS, *SUMS_OF_PARTS}:
+    if not names & {*ELEMENTWISE, *WRITES_OF_PARTS, *SUMS_OF_PARTS}:
         return trace
-    found = _Parts(trace.bound_symbols)
+    found = _Results(trace.bound_symbols)
     if not found.instead:
         return trace
     written = from_trace(trace)
@@ -47,7 +54,7 @@ def write_parts_in_place(trace: TraceCtx) -> TraceCtx:
     return written
 
 
-class _Parts:
+class _Results:
     """The symbols of a trace, and who shares memory with whom where one of them runs."""
 
     def __init__(self, symbols: Sequence[BoundSymbol]) -> None:
@@ -87,17 +94,27 @@ class _Parts:
                 return None
             return WRITES_OF_PARTS[bsym.sym.name].bind(base, source, *where, output=bsym.output)
         part = self._sums.get(index)
-        if part is None:
+        if part is not None:
+            base = next(a for a in bsym.args if a.name != part.output.name)
+            source, place = part.args[0], part.args[1 + _NUM_SIZES :]
+            if self._may_be_written(index, base, source):
+                return SUMS_OF_PARTS[part.sym.name].bind(base, source, *place, output=bsym.output)
+        return self._elementwise(index, bsym)
+
+    def _elementwise(self, index: int, bsym: BoundSymbol) -> BoundSymbol | None:
+        if bsym.sym.name not in ELEMENTWISE:
             return None
-        base = next(a for a in bsym.args if a.name != part.output.name)
-        source, place = part.args[0], part.args[1 + _NUM_SIZES :]
-        if not self._may_be_written(index, base, source):
+        base, *others = bsym.args
+        if not isinstance(base, TensorProxy) or _facts(base) != _facts(bsym.output):
             return None
-        return SUMS_OF_PARTS[part.sym.name].bind(base, source, *place, output=bsym.output)
+        if not self._may_be_written(index, base, *others):
+            return None
+        symbol = ELEMENTWISE[bsym.sym.name]
+        return symbol.bind(*bsym.args, **bsym.kwargs, output=bsym.output)
 
     def _replace(self, index: int, found: BoundSymbol) -> None:
         self.instead[index] = found
-        if index in self._sums:
+        if index in self._sums and found.sym in SUMS_OF_PARTS.values():
             self.left_out.add(self._made_at[self._sums[index].output.name])
         base, result = found.args[0].name, found.output.name
         memory = self._memory[result] = self._memory[base]
@@ -121,19 +138,19 @@ class _Parts:
                 return made
         return None
 
-    def _may_be_written(self, index: int, base: Any, source: Any) -> bool:
-        """Return whether the memory of `base` is the trace's, nothing reads it later, and `source` is not in it."""
+    def _may_be_written(self, index: int, base: Any, *others: Any) -> bool:
+        """Return whether the memory of `base` is the trace's, nothing reads it later, and `others` are not in it."""
         if base.name not in self._whole:
             return False
         memory = self._memory[base.name]
-        if isinstance(source, Proxy) and self._memory.get(source.name) is memory:
+        if any(isinstance(o, Proxy) and self._memory.get(o.name) is memory for o in others):
             return False
         return memory.is_own and all(self._last_read.get(n, -1) <= index for n in memory.names)
 
     def _remember(self, bsym: BoundSymbol) -> None:
         """Note whose memory the results of a symbol may have."""
         results = [p for p in bsym.flat_proxy_outs if is_tensor(p)]
-        if makes_new_memory(bsym):
+        if makes_new_memory(bsym) or bsym.sym in BATCH_NORMS.values():
             for p in results:
                 self._memory[p.name] = _Memory([p.name], is_own=True)
                 self._whole.add(p.name)
