@@ -7,8 +7,9 @@ import difflib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
+from thunder_memsave.settings.frozen_format import FrozenFormat
 from thunder_memsave.settings.problems import ConfigError, raise_all, suggestion
 from thunder_memsave.settings.schema import Section, field_names, parse_section
 from thunder_memsave.settings.step_names import refuse_needed
@@ -344,15 +345,15 @@ class StrategyConfig(StrategySection):
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     fp8: Fp8Config | None = None
-    frozen_weights: Literal["nf4"] | None = None
+    frozen_weights: FrozenFormat | None = None
     """Format of the frozen weights of linear layers; in a run file, `model.frozen_weights`."""
 
     def __post_init__(self) -> None:
         StrategySection.__post_init__(self)
         if self.frozen_weights is not None and self.fp8 is not None:
             raise ConfigError(
-                "frozen_weights is 'nf4', and fp8 is set too, but linears in fp8 multiply the 8-bit numbers of their "
-                "weights: leave out fp8, or keep frozen weights as its numbers by fp8.frozen_weights: fp8.",
+                f"frozen_weights is {self.frozen_weights!r}, and fp8 is set too, but its linears multiply 8-bit "
+                "numbers of their weights: leave out fp8, or write fp8.frozen_weights: fp8 in place of it.",
                 key="model.frozen_weights",
             )
 
@@ -392,9 +393,8 @@ def load_strategy_config(path: str | Path) -> StrategyConfig:
             raise ConfigError(f"{path} has no section {name!r}{suggestion(name, ours)}")
     sections = {name: given[name] for name in ours if given.get(name) is not None}
     parsed = parse_section(StrategySections, sections, where="").together
-    model = given.get("model")
-    kept = model.get("frozen_weights") if isinstance(model, dict) else None
-    if kept not in (None, "nf4"):
-        key = "model.frozen_weights"
-        raise ConfigError(f"{key} is {kept!r}; write 'nf4', or null.", key=key)
+    kept = m.get("frozen_weights") if isinstance(m := given.get("model"), dict) else None
+    if kept not in (None, *get_args(FrozenFormat)):
+        message, key = f"is {kept!r}; write 'nf4' or 'int8', or null.", "model.frozen_weights"
+        raise ConfigError(f"{key} {message}", key=key)
     return dataclasses.replace(parsed, frozen_weights=kept)

@@ -24,7 +24,6 @@ from thunder_memsave.measure.collective_memory import CollectiveRules
 from thunder_memsave.measure.host_copies import HostCopyRules
 from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
-from thunder_memsave.nf4.symbols import is_dequantized
 from thunder_memsave.ops.families.collectives import gathers, is_wait
 from thunder_memsave.ops.kernel_calls import alone
 from thunder_memsave.ops.location import Location, location
@@ -42,6 +41,7 @@ from thunder_memsave.planner.graph import (
     StorageKind,
     TrainingGraph,
 )
+from thunder_memsave.stored_weights.symbols import is_dequantized
 
 _BOOKKEEPING = {
     PrimIDs.UNPACK_TRIVIAL,

@@ -21,11 +21,10 @@ from thunder_memsave.fabric.refusals import refuse_unsuitable
 from thunder_memsave.fp8.compute.backends import choose_backend
 from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
 from thunder_memsave.fp8.compute.symbols import Backend
-from thunder_memsave.materialize.fill import Frozen, materialize
+from thunder_memsave.materialize.fill import materialize
 from thunder_memsave.measure.devices import device_at, total_bytes
 from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.op_times import MeasuredTimes
-from thunder_memsave.nf4.frozen import FrozenInNf4
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.graph import StepMemory
@@ -34,6 +33,9 @@ from thunder_memsave.sharding.local_state import hide_padding
 from thunder_memsave.sharding.rank_zero_values import take_rank_zero_values
 from thunder_memsave.sharding.rows import shard_module
 from thunder_memsave.sharding.same_on_all_ranks import check_choices_agree, check_ranks_agree
+from thunder_memsave.stored_weights.formats import format_named
+from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
+from thunder_memsave.stored_weights.walk import FrozenWeights
 
 T = TypeVar("T")
 
@@ -97,7 +99,7 @@ class ModuleSetup:
         names = check_ranks_agree(module, config=self.config, data_parallel=data_parallel)
         take_rank_zero_values(module, names, device=self.device, data_parallel=data_parallel)
 
-    def _place(self, module: nn.Module, frozen: Frozen | None) -> None:
+    def _place(self, module: nn.Module, frozen: FrozenWeights | None) -> None:
         """Give every tensor its values, this rank's rows of them, on the device."""
         shards = self.data_parallel is not None and self.data_parallel.shards
         if has_meta(module):
@@ -123,14 +125,15 @@ class ModuleSetup:
         )
         return backend
 
-    def _frozen(self, module: nn.Module) -> Frozen | None:
+    def _frozen(self, module: nn.Module) -> FrozenWeights | None:
         """Choose the frozen weights to keep in another format; None: all are kept as they are."""
         config = self.config
-        choose: Callable[[], Frozen | None] = partial(
+        choose: Callable[[], FrozenWeights | None] = partial(
             frozen_in_fp8, module, config.fp8, data_parallel=self.data_parallel
         )
-        if config.frozen_weights == "nf4":
-            choose = partial(FrozenInNf4, module, data_parallel=self.data_parallel)
+        if config.frozen_weights is not None:
+            kept_in = format_named(config.frozen_weights)
+            choose = partial(FrozenInBytes, module, kept_in, data_parallel=self.data_parallel)
         return self._on_all_ranks(choose)
 
     def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:

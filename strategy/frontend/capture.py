@@ -26,7 +26,7 @@ from torch._dynamo.hooks import Hooks
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
-from thunder_memsave.compat import recorded_outputs, wrapped_parameters
+from thunder_memsave.compat import dora_weights, recorded_outputs, wrapped_parameters
 from thunder_memsave.errors import CaptureError, user_frame
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.returned_weights import returned_from_graph
@@ -165,6 +165,7 @@ def capture(
         CaptureError: The method cannot be one graph; the message names the user's file and line.
     """
     wrapped_parameters.apply_if_imported()
+    dora_weights.apply_if_imported()
     grad_enabled = torch.is_grad_enabled()
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
         output = _graph_of(module, call, originals)

@@ -16,10 +16,11 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.frontend.capture import Capture, GraphInput
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.modes import differentiated
-from thunder_memsave.nf4.frozen import refuse_other_storage
-from thunder_memsave.nf4.symbols import dequantized
 from thunder_memsave.ops.unshard import unshard
 from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
+from thunder_memsave.stored_weights.formats import format_named
+from thunder_memsave.stored_weights.in_bytes import refuse_other_storage
+from thunder_memsave.stored_weights.symbols import dequantized
 
 
 class GraphInputs:
@@ -68,10 +69,10 @@ class GraphInputs:
         stored = stored_weight(tensor)
         if as_kept or stored is None:
             return whole
-        if stored.format == "nf4":
-            refuse_other_storage(self._capture.inputs[index].name, tensor)
-            result: TensorProxy = dequantized(whole, tuple(stored.shape), stored.dtype)
-            return result
+        if stored.format != "fp8":
+            kept_in = format_named(stored.format)
+            refuse_other_storage(self._capture.inputs[index].name, tensor, kept_in)
+            return dequantized(whole, kept_in, tuple(stored.shape), stored.dtype)
         assert self._fp8 is not None, "only linears in fp8 keep weights so"
         return self._fp8.weight_itself(tensor, whole)
 

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.checkpoints.module_state import Problem, StateMismatchError, copy_rows
+from thunder_memsave.checkpoints.nf4_source import Nf4Source
 from thunder_memsave.checkpoints.sources import (
     TensorSource,
     TensorSpec,
 )
 from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.fp8.weights.frozen import FrozenInFp8
 from thunder_memsave.materialize.initialize import initialize
+from thunder_memsave.materialize.magnitudes import start_magnitudes
 from thunder_memsave.materialize.pending_weights import (
     PENDING,
     PendingWeights,
@@ -28,7 +29,6 @@ from thunder_memsave.materialize.pending_weights import (
     wanted_tensors,
     without_adapters,
 )
-from thunder_memsave.nf4.frozen import FrozenInNf4
 from thunder_memsave.sharding.rows import (
     RowRange,
     can_shard,
@@ -39,9 +39,10 @@ from thunder_memsave.sharding.rows import (
     whole_shape,
 )
 from thunder_memsave.sharding.sharded_parameter import stored_weight
-
-Frozen = FrozenInFp8 | FrozenInNf4
-"""The frozen weights that are kept in another format."""
+from thunder_memsave.stored_weights.formats import NF4
+from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
+from thunder_memsave.stored_weights.nf4.bitsandbytes import QuantizedFilesError
+from thunder_memsave.stored_weights.walk import FrozenWeights
 
 
 def materialize(
@@ -51,7 +52,7 @@ def materialize(
     data_parallel: DataParallel | None,
     weights: str | Path | None = None,
     rename: Rename = without_adapters,
-    frozen: Frozen | None = None,
+    frozen: FrozenWeights | None = None,
 ) -> None:
     """Fill every meta tensor of `module` in place, and shard the rest as well. A collective.
 
@@ -61,7 +62,7 @@ def materialize(
     the host meanwhile.
 
     Weights to be kept in another format are cast as soon as they are read, so that at most one of them is live in its
-    own dtype; initialised ones are live in their own dtype until `cast_rest` of `frozen`.
+    own dtype; initialised ones are live in their own dtype until all are. DoRA's magnitudes start from weights last.
 
     Args:
         module: A module wholly or partly on meta.
@@ -72,6 +73,7 @@ def materialize(
         frozen: The weights to be kept in another format only.
 
     Raises:
+        QuantizedFilesError: The files have weights in NF4, and `frozen` does not keep them so.
         StateMismatchError: Names or shapes in the files do not fit; nothing was changed.
         ValueError: A parameter or buffer has no initial value; the message names it.
         OtherRankError: Another rank raised one of these, or could not read its rows.
@@ -80,12 +82,61 @@ def materialize(
         load_on_setup(module, weights, rename=rename)
     seed = broadcast(torch.initial_seed(), data_parallel)
     on_all_ranks = partial(together, data_parallel=data_parallel, error_elsewhere=OtherRankError)
-    reads = on_all_ranks(lambda: list(_plan_reads(module)))
+    reads = on_all_ranks(lambda: _planned_reads(module, frozen))
     if frozen is not None:
+        on_all_ranks(lambda: _take_stored(reads, frozen, device, data_parallel))
         kept = [read for read in reads if frozen.has(read.target) and read.target.is_meta]
         fills = ((r.target, partial(_fill_from_file, r, device, data_parallel)) for r in kept)
         frozen.cast_each(fills, device)
     on_all_ranks(lambda: _fill_rest(module, reads, device, data_parallel, seed=seed))
+    if frozen is not None:
+        frozen.cast_rest(device)
+    start_magnitudes(module, data_parallel)
+
+
+def _planned_reads(module: nn.Module, frozen: FrozenWeights | None) -> list[_Read]:
+    reads = list(_plan_reads(module))
+    in_nf4 = [read for read in reads if read.source_in_nf4 is not None]
+    if in_nf4 and not _keeps_nf4(frozen):
+        raise QuantizedFilesError(
+            f"the weight files have {len(in_nf4)} weights in NF4, such as {in_nf4[0].stored_name}, but the model is "
+            "not to keep them so; set frozen_weights to 'nf4', or give the files that they were made from.",
+            key="model.frozen_weights",
+        )
+    return reads
+
+
+def _keeps_nf4(frozen: FrozenWeights | None) -> bool:
+    return isinstance(frozen, FrozenInBytes) and frozen.kept_in is NF4
+
+
+def _take_stored(
+    reads: Iterable[_Read],
+    frozen: FrozenWeights,
+    device: torch.device,
+    data_parallel: DataParallel | None,
+) -> None:
+    """Give weights that files have in NF4 their bytes; those that are trained are read dequantised, with the rest."""
+    for read in reads:
+        source = read.source_in_nf4
+        if source is None or not frozen.has(read.target) or not read.target.is_meta:
+            continue
+        assert isinstance(frozen, FrozenInBytes)
+        _fill_with_nothing(read, device, data_parallel)
+        frozen.take(read.target, source.stored(read.stored_name).to(device))
+
+
+def _fill_with_nothing(
+    read: _Read, device: torch.device, data_parallel: DataParallel | None
+) -> None:
+    """Move a weight, or this rank's rows of it, off meta without memory for its values."""
+    shape = whole_shape(read.target)
+    sharded_over = data_parallel if can_shard(shape, data_parallel) else None
+    if sharded_over is not None:
+        shape = torch.Size([own_rows(shape, sharded_over).num_rows, *shape[1:]])
+    one = torch.empty(1, dtype=read.target.dtype, device=device)
+    values = one.expand(shape)  # the bytes replace it at once
+    fill_meta(read.target, values, name=read.name, sharded_over=sharded_over)
 
 
 def _fill_rest(
@@ -120,6 +171,12 @@ class _Read:
     target: Tensor
     stored_name: str
     source: TensorSource
+
+    @property
+    def source_in_nf4(self) -> Nf4Source | None:
+        """The source, if it has the tensor in NF4."""
+        of_nf4 = isinstance(self.source, Nf4Source) and self.source.is_in_nf4(self.stored_name)
+        return self.source if of_nf4 else None  # type: ignore[return-value]
 
     def rows_of_source(self, rows: slice | None) -> Tensor:
         return self.source.read(self.stored_name, rows)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_memsave.materialize.magnitudes import magnitudes_of, start_later
 from thunder_memsave.sharding.rows import whole_shape
 
 Initialised = tuple[str, Tensor, Tensor]
@@ -102,7 +103,12 @@ def _initialize_unit(unit: _Unit) -> Iterator[Initialised]:
         with _scratch(unit, filling) as scratch:
             _apply_rules(unit)
             results.append(scratch)
+    magnitudes = {id(m): owner for owner, m in magnitudes_of(unit.module) if m.is_meta}
     for name, target in missing.items():
+        if id(target) in magnitudes:
+            start_later(magnitudes[id(target)])
+            yield unit.full_name(name), target, torch.ones(whole_shape(target), dtype=target.dtype)
+            continue
         made = [result[id(target)] for result in results]
         if not target.is_meta or not _is_made(made):
             continue

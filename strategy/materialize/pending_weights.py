@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from thunder_memsave.checkpoints.nf4_source import Nf4Source, with_dequantized
 from thunder_memsave.checkpoints.sources import (
     StateDictSource,
     TensorSource,
@@ -55,6 +56,7 @@ def load_on_setup(
 
     Raises:
         ValueError: There is nothing to read at `weights`, or `module` has values already.
+        QuantizedFilesError: The files are in a format of bitsandbytes other than NF4.
     """
     if not any(p.is_meta for p in module.parameters()):
         raise ValueError(
@@ -62,9 +64,23 @@ def load_on_setup(
             "already; make it with fabric.init_module(empty_init=True), or call "
             "fabric.load_raw(path, model) after setup."
         )
-    source = StateDictSource(weights) if isinstance(weights, Mapping) else open_source(weights)
+    source = (
+        with_dequantized(StateDictSource(weights))
+        if isinstance(weights, Mapping)
+        else open_weights(weights)
+    )
     pending = PendingWeights(source=source, rename=rename)
     setattr(module, PENDING, pending)
+
+
+def open_weights(path: str | Path) -> TensorSource:
+    """Open files, as `open_source` does; weights in NF4 are there under their names alone.
+
+    Raises:
+        ValueError: There is nothing to read at `path`.
+        QuantizedFilesError: The files are in a format of bitsandbytes other than NF4.
+    """
+    return with_dequantized(open_source(path))
 
 
 def names_in_files(module: nn.Module) -> frozenset[str]:
@@ -79,6 +95,17 @@ def names_in_files(module: nn.Module) -> frozenset[str]:
         filled |= {id(target) for stored_name, target in wanted if stored_name in stored}
     state = module.state_dict(keep_vars=True)
     return frozenset(name for name, value in state.items() if id(value) in filled)
+
+
+def names_in_nf4(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that `load_on_setup` will fill from weights that files have in NF4."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in module.named_modules()
+        if isinstance(pending := vars(owner).get(PENDING), PendingWeights)
+        for name, (stored_name, _) in wanted_tensors(owner, pending.rename).items()
+        if isinstance(pending.source, Nf4Source) and pending.source.is_in_nf4(stored_name)
+    )
 
 
 def reads_from_files(module: nn.Module) -> dict[str, Callable[[], Tensor]]:

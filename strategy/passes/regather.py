@@ -25,8 +25,9 @@ which are live anyway. A weight that forward reads in distant places, such as a 
 `regather_forward` does this in forward alone: backward reads the value of forward's last reader. The plan then decides
 whether to keep or to regather it: with a planner, `sharding: zero3` always regathers, `auto` decides by the budget.
 
-A weight in NF4 is dequantised by `nf4_dequantized`, and its copies are made anew in the same way, from the bytes that
-are gathered or, unsharded, are an argument. `dequantize_at_use` does that alone, where bytes stay gathered or are not.
+A weight stored as bytes is dequantised by `nf4_dequantized` or the like, and its copies are made anew in the same way,
+from the bytes that are gathered or, unsharded, are an argument. `dequantize_at_use` does that alone, where bytes stay
+gathered or are not.
 
 Source: ZeRO, stage 3 (Rajbhandari et al. 2020). Thunder 0.2.6 has such a mode in name only.
 """
@@ -45,7 +46,6 @@ from thunder.core.proxies import (
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
-from thunder_memsave.nf4.symbols import is_dequantized
 from thunder_memsave.ops.families.collectives import is_all_gather
 from thunder_memsave.ops.random_ops import draws_random_numbers
 from thunder_memsave.passes.symbols import (
@@ -54,6 +54,7 @@ from thunder_memsave.passes.symbols import (
     is_tensor,
     written_in_place,
 )
+from thunder_memsave.stored_weights.symbols import is_dequantized
 
 _Phase = Literal["forward", "backward"]
 

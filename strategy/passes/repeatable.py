@@ -21,7 +21,7 @@ _OF_KERNELS = (
     own_executor.name,
     "thunder_memsave_fp8_torch",
     "thunder_memsave_fp8_transformer_engine",
-    "thunder_memsave_nf4",
+    "thunder_memsave_stored",
 )
 _COPIES = ("clone", "mul", "sum", "to", "torch_pad_prim_impl")
 """Operations of Thunder's executor for PyTorch that make new memory."""

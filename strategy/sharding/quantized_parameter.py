@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Fp8ParameterError(ThunderMemsaveError, ValueError):
 
 
 class Fp8Parameter(nn.Parameter):
-    """The fp8 numbers of a frozen weight, whose scale is a buffer of its linear; or its bytes in NF4.
+    """The fp8 numbers of a frozen weight, whose scale is a buffer of its linear; or its bytes in another format.
 
     Made in place by assigning `__class__`, like `ShardedParameter`; a shard of such a weight is a `ShardedParameter`.
     """
@@ -97,28 +97,30 @@ def hold_fp8(p: nn.Parameter, values: Tensor, *, name: str) -> None:
         mark_whole(p, name=name)
 
 
-def hold_nf4(
+def hold_bytes(
     p: nn.Parameter,
     stored: Tensor,
     *,
-    num_bytes: int,
+    kept_in: Literal["nf4", "int8"],
+    whole: torch.Size,
     name: str,
     data_parallel: DataParallel | None,
 ) -> None:
-    """Replace the weight, or shard, that `p` holds by its bytes in NF4, and free it.
+    """Replace the weight, or shard, that `p` holds by its bytes in a format, and free it.
 
     Args:
         p: A frozen parameter. The object stays, with its attributes.
-        stored: uint8, flat: all bytes, or of a shard this rank's, padded.
-        num_bytes: Of the whole weight in NF4.
+        stored: uint8: all bytes, or of a shard this rank's rows of them, padded.
+        kept_in: The format.
+        whole: The shape of the bytes of the whole weight.
         name: Dotted name, for messages.
         data_parallel: The ranks that share the bytes, if `p` is a shard.
     """
-    mark_quantized(p, StoredWeight(format="nf4", dtype=p.dtype, shape=whole_shape(p)))
+    mark_quantized(p, StoredWeight(format=kept_in, dtype=p.dtype, shape=whole_shape(p)))
     p.data = stored
     if is_sharded(p):
         assert data_parallel is not None
-        mark(p, name, torch.Size([num_bytes]), data_parallel)
+        mark(p, name, whole, data_parallel)
     else:
         mark_whole(p, name=name)
 
@@ -170,11 +172,11 @@ def _mixes_shapes(values: Sequence[Any]) -> bool:
 
 def _message(operation: str, p: Fp8Parameter) -> str:
     stored = stored_weight(p)
-    if stored is not None and stored.format == "nf4":
+    if stored is not None and stored.format != "fp8":
         return (
             f"{operation}() was asked to use {p._parameter_name!r} outside the compiled forward, but only the bytes of "
-            "that weight in NF4 are kept (frozen_weights: nf4). Call the module that fabric.setup() returned, or leave "
-            "frozen_weights out, which keeps the weight itself."
+            f"that weight are kept (frozen_weights: {stored.format}). Call the module that fabric.setup() returned, or "
+            "leave frozen_weights out, which keeps the weight itself."
         )
     return (
         f"{operation}() was asked to use {p._parameter_name!r} outside the compiled forward, but only fp8 numbers of "

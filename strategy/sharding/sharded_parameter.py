@@ -37,8 +37,9 @@ _GIVES_BYTES = frozenset(
 class StoredWeight:
     """The whole weight that a parameter, or all its shards, hold in a format of fewer bytes."""
 
-    format: Literal["fp8", "nf4"]
-    """`fp8`: numbers in the weight's shape, whose scale is elsewhere; `nf4`: bytes, flat, scales among them."""
+    format: Literal["fp8", "nf4", "int8"]
+    """`fp8`: numbers in the weight's shape, whose scale is elsewhere; the others: bytes, scales among them, flat in
+    `nf4` and by rows in `int8`."""
     dtype: torch.dtype
     shape: torch.Size
 

@@ -90,16 +90,6 @@ ADAPTED: dict[str, Callable[[], nn.Module]] = {
 MODELS = {**STACKS, **ADAPTED}
 
 
-@pytest.fixture(autouse=True)
-def _dora_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo does not trace the name of the module of a class, by which PEFT looks for torchao's weights."""
-    monkeypatch.setattr(peft.tuners.lora.dora, "dequantize_module_weight", _weight)
-
-
-def _weight(module: nn.Linear) -> Tensor:
-    return module.weight
-
-
 def batch(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, Stack):
         return {"input_ids": torch.randn(3, 8, 32)}

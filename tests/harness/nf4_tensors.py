@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_memsave.nf4.layout import groups_of, offset_of, spans
+from thunder_memsave.stored_weights.nf4 import tables
+from thunder_memsave.stored_weights.nf4.layout import groups_of, offset_of, spans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_KINDS = 10
@@ -98,3 +101,32 @@ def digest(*tensors: Tensor) -> str:
     """Return the first half of the SHA-256 of some tensors' bytes."""
     joined = b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
     return hashlib.sha256(joined).hexdigest()[:32]
+
+
+def in_files(
+    name: str, stored: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    """Return what transformers writes for a weight in NF4, from our bytes of it."""
+    parts = parts_of(stored, math.prod(shape))
+    state = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(shape),
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": parts["offset"].item(),
+    }
+    return {
+        name: parts["numbers"][:, None],
+        f"{name}.absmax": parts["scales"],
+        f"{name}.nested_absmax": parts["scale"],
+        f"{name}.quant_map": torch.tensor(tables.NF4),
+        f"{name}.nested_quant_map": tables.scale_numbers(stored).clone(),
+        f"{name}.quant_state.bitsandbytes__nf4": as_json(state),
+    }
+
+
+def as_json(state: dict[str, Any]) -> Tensor:
+    """Return the bytes of JSON: uint8."""
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
-from thunder_memsave.nf4.numbers import dequantize, quantize
+from thunder_memsave.stored_weights.nf4.numbers import dequantize, quantize
 
 NUM_RANKS, NUM_STEPS, VOCABULARY = 2, 20, 64
 FROZEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

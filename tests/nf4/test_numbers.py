@@ -18,9 +18,10 @@ from harness.nf4_tensors import (
     parts_of,
     weight,
 )
-from thunder_memsave.nf4 import tables
-from thunder_memsave.nf4.layout import GROUP, GROUP_BYTES, num_bytes
-from thunder_memsave.nf4.numbers import NonFiniteWeightError, dequantize, quantize
+from thunder_memsave.stored_weights.format import NonFiniteWeightError
+from thunder_memsave.stored_weights.nf4 import tables
+from thunder_memsave.stored_weights.nf4.layout import GROUP, GROUP_BYTES, num_bytes
+from thunder_memsave.stored_weights.nf4.numbers import dequantize, quantize
 
 GOLDEN: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "golden.json").read_text(encoding="utf-8")
@@ -96,7 +97,7 @@ def test_bits_do_not_depend_on_how_many_groups_are_done_at_once(
     values = torch.randn(5 * GROUP + 1000)
     stored = quantize(values, name="w")
     whole = dequantize(stored, values.shape, torch.float32)
-    monkeypatch.setattr("thunder_memsave.nf4.numbers._GROUPS_AT_ONCE", 2)
+    monkeypatch.setattr("thunder_memsave.stored_weights.nf4.numbers._GROUPS_AT_ONCE", 2)
     assert torch.equal(quantize(values, name="w"), stored)
     assert torch.equal(dequantize(stored, values.shape, torch.float32), whole)
 

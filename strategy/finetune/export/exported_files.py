@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.checkpoints.sources import open_source
 from thunder_memsave.finetune.export.export import is_adapted, saved_by_peft
 from thunder_memsave.finetune.export.merged import MergedWeights, place_of
 from thunder_memsave.finetune.export.model_card import write_card
@@ -20,6 +19,7 @@ from thunder_memsave.finetune.model.build import build_base
 from thunder_memsave.finetune.model.hub import model_directory
 from thunder_memsave.finetune.model.safetensors_files import WeightSpec, write_weights
 from thunder_memsave.finetune.model.weight_names import stored_names
+from thunder_memsave.materialize.pending_weights import open_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def _untied(model: Any) -> Any:
 def _names_in_files(trained: TrainedModel) -> list[str]:
     settings = trained.config.model
     return (
-        [] if settings.config is not None else list(open_source(model_directory(settings)).names())
+        [] if settings.config is not None else list(open_weights(model_directory(settings)).names())
     )
 
 

@@ -33,11 +33,12 @@ from thunder_memsave.fp8.weights.loaded import weight_of_scale
 from thunder_memsave.materialize.pending_weights import (
     fingerprint_of_files,
     names_in_files,
+    names_in_nf4,
     reads_from_files,
 )
-from thunder_memsave.nf4.frozen import FrozenInNf4
-from thunder_memsave.nf4.numbers import round_trip
 from thunder_memsave.settings.problems import ConfigError
+from thunder_memsave.stored_weights.formats import format_named
+from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
 
 _MAX_SHOWN = 20
 
@@ -54,7 +55,7 @@ class TrainedModel:
     read: Callable[[str], Tensor]
     """Returns a parameter or buffer by its name in `model`, as training had it."""
     as_trained: Callable[[str, Tensor], Tensor]
-    """`(name in the model, value in the base's files) -> value` that training computed with, dequantised of NF4."""
+    """`(name in the model, value in the base's files) -> value` that training computed with, dequantised."""
 
 
 def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
@@ -75,7 +76,7 @@ def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedMode
     in_files = _checked_base(model, manifest, checkpoint, config)
     _refuse_fp8_alone(manifest, checkpoint)
     as_trained = _as_trained(config, model)
-    _refuse_nf4_alone(config, model, manifest, checkpoint)
+    _refuse_bytes_alone(config, model, manifest, checkpoint)
     _check_tensors(model, in_files, manifest, checkpoint)
     try:
         weights = model_in(checkpoint)
@@ -94,12 +95,16 @@ def find_trained_model(path: Path, overrides: Sequence[str] = ()) -> TrainedMode
 
 def _as_trained(config: RunConfig, model: nn.Module) -> Callable[[str, Tensor], Tensor]:
     """Return the function that gives a base's weight the values that training computed with."""
-    in_nf4: frozenset[str] = frozenset()
-    if config.model.frozen_weights == "nf4":
-        in_nf4 = frozenset(FrozenInNf4(model, data_parallel=None).names)
+    if config.model.frozen_weights is None:
+        return lambda name, value: value
+    kept_in = format_named(config.model.frozen_weights)
+    kept = FrozenInBytes(model, kept_in, data_parallel=None)
+    names = frozenset(kept.names) - names_in_nf4(
+        model
+    )  # what files have in NF4 is read dequantised
 
     def as_trained(name: str, value: Tensor) -> Tensor:
-        return round_trip(value, name=name) if name in in_nf4 else value
+        return kept_in.round_trip(value, name=name) if name in names else value
 
     return as_trained
 
@@ -206,19 +211,20 @@ def _refuse_fp8_alone(manifest: Manifest, checkpoint: Path) -> None:
         )
 
 
-def _refuse_nf4_alone(
+def _refuse_bytes_alone(
     config: RunConfig, model: nn.Module, manifest: Manifest, checkpoint: Path
 ) -> None:
-    """Refuse the same for weights in NF4."""
-    if config.model.frozen_weights != "nf4":
+    """Refuse the same for weights that are bytes of a format."""
+    if config.model.frozen_weights is None:
         return
-    names = FrozenInNf4(model, data_parallel=None).names
+    kept_in = format_named(config.model.frozen_weights)
+    names = FrozenInBytes(model, kept_in, data_parallel=None).names
     kept = [name for name in names if name in manifest.tensors.get(MODEL, {})]
     if kept:
         raise ConfigError(
-            f"{checkpoint} holds {len(kept)} frozen weights in NF4 alone (model.frozen_weights: nf4), such as "
-            f"{kept[0]}, which export does not read and no base model's files have; leave model.frozen_weights out, or "
-            "train on a model.name_or_path that has weights.",
+            f"{checkpoint} holds {len(kept)} frozen weights in {kept_in.title} alone (model.frozen_weights: "
+            f"{kept_in.name}), such as {kept[0]}, which export does not read and no base model's files have; leave "
+            "model.frozen_weights out, or train on a model.name_or_path that has weights.",
             key="model.frozen_weights",
         )
 

@@ -79,8 +79,6 @@ _LORA_FIELDS = {
     "target_parameters": "peft changes parameters by hooks, which cannot be captured",
     "trainable_token_indices": "its embedding cannot be compiled; use modules_to_save",
     "use_bdlora": _NOT_TRIED,
-    "use_dora": "its magnitudes start from the base weights, which are read after the adapter is "
-    "made, and its layers cannot be captured; use_rslora and plain LoRA can",
     "use_qalora": _NOT_TRIED,
     "velora_config": _NOT_TRIED,
 }

@@ -14,7 +14,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from thunder_memsave.checkpoints.sources import open_source
 from thunder_memsave.finetune.model.adapters import (
     add_adapter,
     check_adapter,
@@ -24,10 +23,11 @@ from thunder_memsave.finetune.model.adapters import (
 from thunder_memsave.finetune.model.documents_apart import mask_kind, take_boundaries
 from thunder_memsave.finetune.model.hub import model_directory
 from thunder_memsave.finetune.model.packable import check_packable
+from thunder_memsave.finetune.model.quantized_base import take_quantized
 from thunder_memsave.finetune.model.task import CAUSAL_LM
 from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig
-from thunder_memsave.materialize.pending_weights import load_on_setup
+from thunder_memsave.materialize.pending_weights import load_on_setup, open_weights
 from thunder_memsave.settings.problems import ConfigError, refuse_unknown, suggestion
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -146,6 +146,7 @@ def _architecture(settings: ModelConfig) -> Any:
             f"cannot read the model's config in {directory}: {error}", key="model.name_or_path"
         ) from error
     _refuse_other_architecture(architecture, expected, settings)
+    take_quantized(architecture, settings)
     # As the user names it, not as the cache does: an adapter stores this name of its base model.
     architecture.name_or_path = settings.name_or_path
     return architecture
@@ -181,7 +182,7 @@ def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
             )
         if with_weights and settings.config is None:
             directory = model_directory(settings)
-            stored = stored_names(model, open_source(directory).names())
+            stored = stored_names(model, open_weights(directory).names())
             load_on_setup(model, directory, rename=names_before(model, stored))
             _keep_generation_config(model, directory)
     except (OSError, ValueError, SafetensorError) as error:
@@ -261,13 +262,6 @@ def _read_if_there(config_class: type) -> list[str]:
 
 
 def _check_fit(architecture: Any, config: RunConfig) -> None:
-    quantized = getattr(architecture, "quantization_config", None)
-    if quantized is not None:
-        raise ConfigError(
-            f"the weights of {config.model.name_or_path} are quantized, which cannot be trained "
-            "here; name the model that they were made from.",
-            key="model.name_or_path",
-        )
     length = config.data.max_seq_length
     longest = _positions(architecture)
     if longest is not None and length > longest:

@@ -49,7 +49,6 @@ from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
-from thunder_memsave.nf4.frozen import FrozenInNf4
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
@@ -57,6 +56,7 @@ from thunder_memsave.planner.reserved import ReservedMemory, reserved_or_reason
 from thunder_memsave.planner.search.solve import pareto
 from thunder_memsave.progress import stage
 from thunder_memsave.sharding.gradients import clip_norm
+from thunder_memsave.stored_weights.in_bytes import frozen_in_bytes
 
 _SMALLEST_S = 3.0
 """CPU seconds to search for the smallest budget of a run that fits; one that does not is searched for longer."""
@@ -139,8 +139,8 @@ def plan_run(
     put_loss_in(model, objective)
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
-        if strategy.frozen_weights == "nf4":
-            FrozenInNf4(model, data_parallel=data_parallel).stand_in()
+        if kept := frozen_in_bytes(model, strategy.frozen_weights, data_parallel=data_parallel):
+            kept.stand_in()
         memory = _step_memory(config, objective, model, device, sizes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
         outside = _outside_bytes(device, num_ranks, data_parallel)

@@ -21,7 +21,7 @@ def describe_job(job: Job) -> str:
     facts = {
         "model": _model(job),
         **({} if job.fp8 is None else {"fp8": job.fp8}),
-        **({} if job.nf4 is None else {"nf4": job.nf4}),
+        **({} if job.in_bytes is None else {"frozen weights": job.in_bytes}),
         "data": job.data.summary,
         "batch": _batch(job),
         "steps": _steps(job),

@@ -14,7 +14,8 @@ from thunder_memsave.fp8.compute.backends import choose_backend
 from thunder_memsave.fp8.compute.linears import choose_linears, frozen_in_fp8
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.fp8.weights.layers import Choice, by_reason, shown
-from thunder_memsave.nf4.frozen import FrozenInNf4
+from thunder_memsave.stored_weights.formats import format_named
+from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
 
 _NUM_CHOSEN, _NUM_OTHERS = 8, 2
 
@@ -40,16 +41,17 @@ def fp8_shown(config: RunConfig, model: nn.Module) -> str | None:
     return lines if frozen is None else f"{lines}\n{len(frozen)} frozen weights kept in fp8 alone"
 
 
-def nf4_shown(config: RunConfig, model: nn.Module) -> str | None:
-    """Return a line on the frozen weights in NF4; None if there are to be none.
+def bytes_shown(config: RunConfig, model: nn.Module) -> str | None:
+    """Return a line on the frozen weights that are kept in a format of bytes; None if there are to be none.
 
     Raises:
         ConfigError: no weight would be kept so.
     """
-    if config.model.frozen_weights != "nf4":
+    if config.model.frozen_weights is None:
         return None
-    frozen = FrozenInNf4(model, data_parallel=None)
-    return f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes (NF4)"
+    kept_in = format_named(config.model.frozen_weights)
+    frozen = FrozenInBytes(model, kept_in, data_parallel=None)
+    return f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes ({kept_in.title})"
 
 
 def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:

@@ -30,7 +30,7 @@ from thunder_memsave.finetune.run.callbacks import (
 )
 from thunder_memsave.finetune.run.check_references import check_references
 from thunder_memsave.finetune.run.check_start import check_pinned_modules, check_strategy
-from thunder_memsave.finetune.run.fp8_shown import fp8_shown, nf4_shown
+from thunder_memsave.finetune.run.fp8_shown import bytes_shown, fp8_shown
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.classes.class_kinds import DATASET
 from thunder_memsave.finetune.run_file.classes.class_spec import build
@@ -60,8 +60,8 @@ class Job:
     """Values that give a step and its state their meaning, and must not change within a run."""
     fp8: str | None
     """Description of the linears in fp8, in a few lines; None if fp8 is off."""
-    nf4: str | None = None
-    """Description of the frozen weights in NF4; None if there are none."""
+    in_bytes: str | None = None
+    """Description of the frozen weights in a format of bytes; None if there are none."""
 
     @property
     def objective(self) -> Objective[Any]:
@@ -136,7 +136,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
     _check_callbacks(config, data, problems)
     model = _model(config, tokenizer, problems)
     check_pinned_modules(config, model, problems)
-    fp8, nf4 = _fp8(config, model, problems), _nf4(config, model, problems)
+    fp8, in_bytes = _fp8(config, model, problems), _in_bytes(config, model, problems)
     problems.raise_all()
     assert sizes is not None
     assert data is not None
@@ -152,7 +152,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         resume_from=resume_from,
         identity=identity,
         fp8=fp8,
-        nf4=nf4,
+        in_bytes=in_bytes,
     )
 
 
@@ -276,11 +276,11 @@ def _fp8(config: RunConfig, model: nn.Module | None, problems: Problems) -> str 
     )
 
 
-def _nf4(config: RunConfig, model: nn.Module | None, problems: Problems) -> str | None:
+def _in_bytes(config: RunConfig, model: nn.Module | None, problems: Problems) -> str | None:
     if model is None:
         return None
     return problems.check(
-        lambda: nf4_shown(config, model),
+        lambda: bytes_shown(config, model),
         reads=("model", "lora", "adapter"),
         about="model.frozen_weights",
     )

@@ -124,8 +124,8 @@ def _begin(
     _say(fabric, job.data.summary)
     if job.fp8 is not None:
         _say(fabric, f"fp8: {job.fp8}")
-    if job.nf4 is not None:
-        _say(fabric, job.nf4)
+    if job.in_bytes is not None:
+        _say(fabric, job.in_bytes)
     module, optimizer = _set_up(fabric, job)
     loop_state = LoopState()
     state.update(

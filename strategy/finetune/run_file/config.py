@@ -12,6 +12,7 @@ from thunder_memsave.config import (
     StrategySection,
     StrategySections,
 )
+from thunder_memsave.settings.frozen_format import FrozenFormat
 from thunder_memsave.settings.schema import Section
 from thunder_memsave.settings.value_kinds import Must, Positive, Whole, at_least
 
@@ -61,9 +62,10 @@ class ModelConfig(Section):
     """Number format of the trained weights; small updates vanish in bfloat16, unless `optimizer.rounding` is
     `stochastic`."""
 
-    frozen_weights: Literal["nf4"] | None = None
+    frozen_weights: FrozenFormat | None = None
     """Format in which frozen weights of linear layers, except `lm_head`, are kept: `nf4` is 4 bits with double
-    quantisation, as in QLoRA; null keeps them in `dtype`. For 8 bits see `fp8.frozen_weights`."""
+    quantisation, as in QLoRA, and `int8` is 8 bits with a scale for each row; null keeps them in `dtype`. For 8-bit
+    floating point see `fp8.frozen_weights`."""
 
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Implementation of attention in transformers."""

@@ -135,14 +135,29 @@ def test_a_method_starts_and_steps_as_in_eager_peft_and_is_exported(
     [
         {"r": 4, "use_rslora": True, "target_modules": "all-linear"},
         {"r": 4, "bias": "all", "layers_to_transform": [0], **TARGET},
+        {"r": 4, "use_dora": True, **TARGET},
         {"r": 4, "modules_to_save": ["lm_head", "embed_tokens"], **TARGET},
     ],
-    ids=["rslora", "biases", "saved modules"],
+    ids=["rslora", "biases", "dora", "saved modules"],
 )
 @TIED
 def test_variants_of_lora_step_as_in_eager_peft(small_model: Path, fields: Any) -> None:
     config_of_peft = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
     assert_one_step_is_eager(run(small_model, lora=fields), config_of_peft, same_start=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_magnitudes_of_dora_start_as_in_eager_peft(small_model: Path, dtype: str) -> None:
+    fields: dict[str, Any] = {"r": 4, "use_dora": True, **TARGET}
+    config = run(small_model, lora=fields, dtype=dtype)
+    model = built(config)
+    make_fabric(precision=precision_of(config)).setup(model)
+    expected = trained(eager(config, peft.LoraConfig(task_type="CAUSAL_LM", **fields)))
+    found = {name: p for name, p in trained(model).items() if "magnitude" in name}
+    assert len(found) == 1
+    for name, p in found.items():
+        assert p.dtype == expected[name].dtype == torch.float32
+        assert torch.equal(p, expected[name]), name
 
 
 @pytest.mark.parametrize(
@@ -197,7 +212,6 @@ def adapter(class_path: str, **arguments: Any) -> dict[str, Any]:
         (adapter("LoHConfig"), "adapter.class_path", "but peft has no such class; did you mean"),
         (adapter("MissConfig", rank=3), "adapter.init_args.rank", "rank"),
         ({**adapter("MissConfig"), **lora(r=2)}, "adapter", "adapter and lora are both given"),
-        (lora(use_dora=True), "lora.use_dora", "its magnitudes start from the base weights"),
         (lora(init_lora_weights="pissa"), "lora.init_lora_weights", "must be true or 'gaussian'"),
         (lora(init_lora_weights=False), "lora.init_lora_weights", "change what the model computes"),
         (lora(loftq_config={"loftq_bits": 4}), "lora.loftq_config", "read after the adapter is"),
@@ -232,6 +246,6 @@ def test_what_cannot_be_trained_is_refused_by_name(
 
 def test_all_that_is_wrong_with_a_section_is_reported_at_once(small_model: Path) -> None:
     with pytest.raises(ConfigErrors) as error:
-        built(run(small_model, lora={"use_dora": True, "r": -1, "lora_dropout": 2.0}))
+        built(run(small_model, lora={"layer_replication": [[0, 1]], "r": -1, "lora_dropout": 2.0}))
     keys = {problem.key for problem in error.value.problems}
-    assert keys == {"lora.use_dora", "lora.r", "lora.lora_dropout"}
+    assert keys == {"lora.layer_replication", "lora.r", "lora.lora_dropout"}

@@ -129,15 +129,49 @@ def test_a_directory_that_lacks_a_part_of_a_model_is_refused(
         build_model(config, tokenizer)
 
 
-def test_quantized_weights_are_refused(
-    tmp_path: Path, model_directory: Path, tokenizer: Any
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("quantized", "kept", "message"),
+    [
+        ({"quant_method": "fp8"}, "nf4", r"are quantised by fp8, and only NF4 .* name the model"),
+        ({**NF4, "load_in_4bit": False}, "nf4", "are in bitsandbytes' 8 bits, and only"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "nf4", "are in fp4, and only NF4"),
+        (
+            {**NF4, "bnb_4bit_use_double_quant": False},
+            "nf4",
+            r"not quantised themselves \(bnb_4bit",
+        ),
+        (
+            NF4,
+            None,
+            r"frozen_weights is None, but .* write model\.frozen_weights: nf4, which keeps",
+        ),
+        (NF4, "int8", r"frozen_weights is 'int8', but .* write model\.frozen_weights: nf4, which"),
+    ],
+)
+def test_weights_that_are_quantised_otherwise_are_refused(
+    tmp_path: Path,
+    model_directory: Path,
+    tokenizer: Any,
+    quantized: dict[str, Any],
+    kept: Any,
+    message: str,
 ) -> None:
     shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
     values = json.loads((tmp_path / "config.json").read_text())
-    values["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    values["quantization_config"] = quantized
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="are quantized, which cannot be trained here; name the"):
-        build_model(run_config(tmp_path, lora=None), tokenizer)
+    config = run_config(tmp_path, lora=None)
+    asked = dataclasses.replace(config.model, frozen_weights=kept)
+    with pytest.raises(ConfigError, match=message):
+        build_model(dataclasses.replace(config, model=asked), tokenizer)
 
 
 def copy_with_generation(model_directory: Path, tmp_path: Path, **values: Any) -> Path:

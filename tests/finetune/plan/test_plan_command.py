@@ -215,22 +215,22 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--memory.budget" in output
 
 
-@pytest.mark.parametrize("num_ranks", ["1", "2"])
-def test_frozen_weights_in_nf4_are_planned_as_bytes(
-    num_ranks: str, run_file: str, compiled: list[Compiled]
+@pytest.mark.parametrize(("num_ranks", "kept"), [("1", "nf4"), ("2", "nf4"), ("2", "int8")])
+def test_frozen_weights_of_fewer_bytes_are_planned_as_bytes(
+    num_ranks: str, kept: str, run_file: str, compiled: list[Compiled]
 ) -> None:
     """Within a budget, where the same trace is planned in tiles too; each copy is made where it is read.
 
     Nothing before the first layer is trained, so backward does not read three of its weights.
     """
-    options = ["--device", "h100", "--world-size", num_ranks, "--model.frozen_weights=nf4"]
+    options = ["--device", "h100", "--world-size", num_ranks, f"--model.frozen_weights={kept}"]
     assert main(["plan", run_file, *options]) == 0
     (found,) = compiled
     forward, backward = found.forward_traces[-1], found.backward_traces[-1]
     stored = [a for a in forward.args if "uint8" in str(getattr(a, "dtype", ""))]
     assert len(stored) == 3 * 7
     made = [
-        sum(b.sym.name == "nf4_dequantized" for b in trace.bound_symbols)
+        sum(b.sym.name == f"{kept}_dequantized" for b in trace.bound_symbols)
         for trace in (forward, backward)
     ]
     assert made[0] == 3 * 7

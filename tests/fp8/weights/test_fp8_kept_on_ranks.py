@@ -26,6 +26,7 @@ from thunder_memsave.ops.families.collectives import gathers
 from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError, hold_fp8
 from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.rows import take_rows
+from thunder_memsave.stored_weights import walk
 
 RECIPES = ("delayed", "current", "block")
 FP8 = torch.float8_e4m3fn
@@ -196,7 +197,7 @@ def check_files(directory: Path) -> None:
     with fabric.init_module(empty_init=True):
         model = Net()
     load_on_setup(model, path)
-    with patch.object(frozen, "together", wraps=together) as meetings:
+    with patch.object(walk, "together", wraps=together) as meetings:
         loaded, optimizer = set_up(fabric, model)
     assert meetings.call_count == 2 + 1  # for each weight, and at the end
     expected, its_optimizer = set_up(fabric, make())
@@ -224,7 +225,7 @@ def check_a_rank_that_cannot_cast() -> None:
         fabric = fabric_of(sharding, "current", "fp8")
         broken = MemoryError("no room") if fabric.global_rank == 1 else None
         with (
-            patch.object(frozen, "together", wraps=together) as meetings,
+            patch.object(walk, "together", wraps=together) as meetings,
             patch.object(frozen, "hold_fp8", side_effect=broken, wraps=hold_fp8),
             pytest.raises((MemoryError, OtherRankError), match="no room"),
         ):

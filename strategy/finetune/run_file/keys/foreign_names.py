@@ -8,8 +8,8 @@ AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune",
 
 _PLANNING = "what does not fit is recomputed; with policy recompute_all, everything"
 _OFFLOAD = "activations; the plan of memory.budget chooses which"
-_QUANTIZED = "this version keeps frozen weights in nf4, fp8, bfloat16 or float32"
-_NF4, _FP8_WEIGHTS = "model.frozen_weights", "fp8.frozen_weights"
+_QUANTIZED = "this version keeps frozen weights in nf4, int8, fp8, bfloat16 or float32"
+_FROZEN = "model.frozen_weights"
 _NF4_FACTS = "it is nf4 in blocks of 64, with double quantisation"
 
 
@@ -69,17 +69,21 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "torch_dtype": _(AXOLOTL, TRAINER, here="model.dtype"),
     "bfloat16": _(AXOLOTL, here=("model.dtype", "model.trainable_dtype"), note="write bfloat16"),
     "float16": _(AXOLOTL, here="model.dtype", note="float16 is not supported"),
-    "load_in_4bit": _(AXOLOTL, UNSLOTH, TRAINER, here=_NF4, note="write nf4"),
+    "load_in_4bit": _(AXOLOTL, UNSLOTH, TRAINER, here=_FROZEN, note="write nf4"),
     "load_in_8bit": _(
-        AXOLOTL, UNSLOTH, TRAINER, here=_FP8_WEIGHTS, note="fp8 has 8 bits; int8 is not supported"
+        AXOLOTL,
+        UNSLOTH,
+        TRAINER,
+        here=_FROZEN,
+        note="write int8; products are those of model.dtype",
     ),
-    "quantize": _(LITGPT, here=_NF4, note="nf4 for bnb.nf4-dq; the others are not supported"),
-    "quantization_config": _(TRAINER, here=_NF4, note=_NF4_FACTS),
+    "quantize": _(LITGPT, here=_FROZEN, note="nf4 for bnb.nf4-dq; the others are not supported"),
+    "quantization_config": _(TRAINER, here=_FROZEN, note=_NF4_FACTS),
     "gptq": _(AXOLOTL, note=_QUANTIZED),
-    "bnb_4bit_quant_type": _(TRAINER, here=_NF4, note="nf4; fp4 is not supported"),
+    "bnb_4bit_quant_type": _(TRAINER, here=_FROZEN, note="nf4; fp4 is not supported"),
     "bnb_4bit_compute_dtype": _(TRAINER, here="model.dtype", note="bfloat16 or float32"),
-    "bnb_4bit_use_double_quant": _(AXOLOTL, TRAINER, here=_NF4, note=_NF4_FACTS),
-    "use_bnb_nested_quant": _(TRAINER, here=_NF4, note=_NF4_FACTS),
+    "bnb_4bit_use_double_quant": _(AXOLOTL, TRAINER, here=_FROZEN, note=_NF4_FACTS),
+    "use_bnb_nested_quant": _(TRAINER, here=_FROZEN, note=_NF4_FACTS),
     "bnb_4bit_quant_storage": _(
         TRAINER, note="bytes are gathered as bytes, whatever the mode; leave it out"
     ),
@@ -98,8 +102,8 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "lora_modules_to_save": _(AXOLOTL, TRAINER, here="lora.modules_to_save"),
     "peft_use_rslora": _(AXOLOTL, here="lora.use_rslora"),
     "lora_fan_in_fan_out": _(AXOLOTL, here="lora.fan_in_fan_out"),
-    "peft_use_dora": _(AXOLOTL, note="DoRA cannot be captured; lora.use_rslora can"),
-    "use_dora": _(TRAINER, note="DoRA cannot be captured; lora.use_rslora can"),
+    "peft_use_dora": _(AXOLOTL, here="lora.use_dora"),
+    "use_dora": _(TRAINER, here="lora.use_dora"),
     "use_rslora": _(TRAINER, UNSLOTH, here="lora.use_rslora"),
     "lora_task_type": _(TRAINER, note="a run trains a causal language model; leave it out"),
     "lora_query": _(LITGPT, here="lora.target_modules", note="such as [q_proj, v_proj]"),

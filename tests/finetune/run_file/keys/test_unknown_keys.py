@@ -26,6 +26,7 @@ FREE = {
     "lora.modules_to_save",
     "lora.r",
     "lora.target_modules",
+    "lora.use_dora",
     "lora.use_rslora",
     "optimizer.class_path",
     "optimizer.init_args",

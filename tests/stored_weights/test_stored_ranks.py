@@ -1,7 +1,8 @@
-"""`frozen_weights: nf4` on several ranks: bytes are gathered, and the weights have the bits of one rank."""
+"""`frozen_weights` on several ranks: bytes are gathered, and the weights have the bits of one rank."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from harness.memory import measured_memory
 from harness.rank_memory import letting_go
 from thunder_memsave import load_on_setup
 from thunder_memsave.distributed.agreement import OtherRankError
-from thunder_memsave.nf4.layout import num_bytes
-from thunder_memsave.nf4.numbers import NonFiniteWeightError, dequantize, quantize
 from thunder_memsave.ops.families.collectives import gathers
 from thunder_memsave.sharding.row_errors import ShardedParameterError
+from thunder_memsave.stored_weights.format import NonFiniteWeightError, StoredFormat
+from thunder_memsave.stored_weights.formats import format_named
 
 
 class Net(nn.Module):
@@ -36,7 +37,7 @@ class Net(nn.Module):
         return (x + self.down(torch.tanh(self.up(x * self.factor)))).square().mean()
 
 
-NUM_BYTES = num_bytes(161 * 401)
+FORMATS = pytest.mark.parametrize("name", ["nf4", "int8"])
 
 
 def make() -> Net:
@@ -44,11 +45,10 @@ def make() -> Net:
     return Net()
 
 
-def dequantised() -> Net:
+def dequantised(kept_in: StoredFormat) -> Net:
     model = make()
     for linear in (model.up, model.down):
-        stored = quantize(linear.weight, name="w")
-        linear.weight.data = dequantize(stored, linear.weight.shape, torch.float32)
+        linear.weight.data = kept_in.round_trip(linear.weight, name="w")
     return model
 
 
@@ -76,41 +76,45 @@ def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> list[Tensor
     return found
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    run_on_fabric_ranks(check_two_ranks, 2, tmp_path)
+@FORMATS
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    run_on_fabric_ranks(check_two_ranks, 2, name, tmp_path)
 
 
-def test_three_ranks(tmp_path: Path) -> None:
-    run_on_fabric_ranks(check_three_ranks, 3, tmp_path)
+@FORMATS
+def test_three_ranks(name: str) -> None:
+    run_on_fabric_ranks(check_three_ranks, 3, name)
 
 
-def test_two_groups_of_two_ranks() -> None:
-    run_on_fabric_ranks(check_two_groups, 4)
+@FORMATS
+def test_two_groups_of_two_ranks(name: str) -> None:
+    run_on_fabric_ranks(check_two_groups, 4, name)
 
 
 @on_fabric_rank
-def check_two_ranks(directory: Path) -> None:
+def check_two_ranks(name: str, directory: Path) -> None:
+    kept_in = format_named(name)
     for sharding in ("zero2", "zero3"):
-        check_training(2, sharding)
-    check_peak()
-    check_files_and_checkpoints(directory)
-    check_a_weight_that_is_not_finite()
+        check_training(2, sharding, kept_in)
+    check_peak(kept_in)
+    check_files_and_checkpoints(directory, kept_in)
+    check_a_weight_that_is_not_finite(kept_in)
 
 
 @on_fabric_rank
-def check_three_ranks(directory: Path) -> None:
+def check_three_ranks(name: str) -> None:
     for sharding in ("zero2", "zero3"):
-        check_training(3, sharding)
+        check_training(3, sharding, format_named(name))
 
 
 @on_fabric_rank
-def check_two_groups() -> None:
-    check_training(4, {"mode": "hybrid", "size": 2})
+def check_two_groups(name: str) -> None:
+    check_training(4, {"mode": "hybrid", "size": 2}, format_named(name))
 
 
-def check_training(num_ranks: int, sharding: Any) -> None:
+def check_training(num_ranks: int, sharding: Any, kept_in: StoredFormat) -> None:
     found = []
-    for kept, model in ((None, dequantised()), ("nf4", make())):
+    for kept, model in ((None, dequantised(kept_in)), (kept_in.name, make())):
         fabric = fabric_of(num_ranks, sharding, kept)
         module, optimizer = set_up(fabric, model)
         found.append([v for n in range(3) for v in step(fabric, module, optimizer, n)])
@@ -119,32 +123,36 @@ def check_training(num_ranks: int, sharding: Any) -> None:
     whole = fabric.strategy.get_module_state_dict(module)
     for name, parameter in make().named_parameters():
         if name in ("up.weight", "down.weight"):
-            assert torch.equal(whole[name], quantize(parameter, name=name)), name
+            assert torch.equal(whole[name], kept_in.quantize(parameter, name=name)), name
     if isinstance(sharding, dict):
-        check_bytes(module, sharding["size"], "zero3")
+        check_bytes(module, sharding["size"], "zero3", kept_in)
     else:
-        check_bytes(module, num_ranks, sharding)
+        check_bytes(module, num_ranks, sharding, kept_in)
 
 
-def check_bytes(module: Any, num_ranks: int, sharding: str) -> None:
-    """Held and gathered weights are bytes; padding is less than one for each rank."""
-    of_rank = -(-NUM_BYTES // num_ranks)
-    assert module.module.up.weight.nbytes == module.module.down.weight.nbytes == of_rank
+def check_bytes(module: Any, num_ranks: int, sharding: str, kept_in: StoredFormat) -> None:
+    """Held and gathered weights are bytes; padding is less than a byte, or a row, for each rank."""
+    of_ranks = []
+    for linear in (module.module.up, module.module.down):
+        shape = torch.Size([linear.out_features, linear.in_features])
+        num_rows, *rest = kept_in.stored_shape(shape)
+        of_ranks.append(-(-num_rows // num_ranks) * math.prod(rest))
+        assert linear.weight.nbytes == of_ranks[-1]
     (compiled,) = module._forward_module.captures
     forward, backward = compiled.forward_traces[-1], compiled.backward_traces[-1]
     sent = [[w for b in t.bound_symbols for _, w in gathers(b)] for t in (forward, backward)]
     of_weights = [[w for w in found if "uint8" in str(w.dtype)] for found in sent]
-    assert [w.numel for w in of_weights[0]] == 2 * [num_ranks * of_rank]
+    assert [w.numel for w in of_weights[0]] == [num_ranks * n for n in of_ranks]
     assert len(of_weights[1]) == (2 if sharding == "zero3" else 0)
     for found in sent:
         assert not [w for w in found if w.numel > num_ranks * 401 and "uint8" not in str(w.dtype)]
-    made_again = [b for b in backward.bound_symbols if b.sym.name == "nf4_dequantized"]
+    made_again = [b for b in backward.bound_symbols if b.sym.name == f"{kept_in.name}_dequantized"]
     assert len(made_again) == (2 if sharding == "zero3" else 0)
 
 
-def check_peak() -> None:
+def check_peak(kept_in: StoredFormat) -> None:
     """The peak of a step is the predicted one."""
-    fabric = fabric_of(2, "zero3", "nf4")
+    fabric = fabric_of(2, "zero3", kept_in.name)
     model, optimizer = set_up(fabric, make())
     for number in range(2):
         step(fabric, model, optimizer, number)
@@ -157,8 +165,8 @@ def check_peak() -> None:
     model.zero_grad()
 
 
-def check_files_and_checkpoints(directory: Path) -> None:
-    fabric = fabric_of(2, "zero3", "nf4")
+def check_files_and_checkpoints(directory: Path, kept_in: StoredFormat) -> None:
+    fabric = fabric_of(2, "zero3", kept_in.name)
     path = fabric.broadcast(directory) / "model.safetensors"
     if fabric.global_rank == 0:
         save_file(make().state_dict(), path)
@@ -187,9 +195,9 @@ def check_files_and_checkpoints(directory: Path) -> None:
         other.module.down(torch.randn(8, 401))
 
 
-def check_a_weight_that_is_not_finite() -> None:
+def check_a_weight_that_is_not_finite(kept_in: StoredFormat) -> None:
     """Every rank refuses it, whichever has its rows."""
     model = make()
     model.down.weight.data[160, 3] = torch.inf
     with pytest.raises((NonFiniteWeightError, OtherRankError), match=r"down\.weight has elements"):
-        fabric_of(2, "zero3", "nf4").setup(model)
+        fabric_of(2, "zero3", kept_in.name).setup(model)

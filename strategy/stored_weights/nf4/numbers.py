@@ -11,20 +11,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thunder_memsave.errors import ThunderMemsaveError
-from thunder_memsave.nf4 import tables
-from thunder_memsave.nf4.layout import BLOCK, GROUP, SCALES, groups_of, num_bytes, offset_of, spans
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights."""
+from thunder_memsave.stored_weights.format import refuse_non_finite
+from thunder_memsave.stored_weights.nf4 import tables
+from thunder_memsave.stored_weights.nf4.layout import (
+    BLOCK,
+    GROUP,
+    SCALES,
+    groups_of,
+    num_bytes,
+    offset_of,
+    spans,
+)
 
 _GROUPS_AT_ONCE = 256
 _SMALLEST = 1e-38
 """Scales below it count as it where numbers are divided by them."""
-
-
-class NonFiniteWeightError(ThunderMemsaveError, ValueError):
-    """A weight has an element that is infinite or not a number, which no number of NF4 stands for."""
 
 
 @torch.no_grad()
@@ -43,11 +44,7 @@ def quantize(weight: Tensor, *, name: str) -> Tensor:
     """
     flat = weight.detach().reshape(-1)
     absmax = _absmax(flat)
-    if not bool(torch.isfinite(absmax).all()):
-        raise NonFiniteWeightError(
-            f"{name} has elements that are infinite or not a number, and is to be kept in NF4 (frozen_weights: nf4), "
-            "whose blocks of 64 would all become such; repair the weights, or keep them as they are."
-        )
+    refuse_non_finite(absmax, name=name, title="NF4", shared_by=f"blocks of {BLOCK}")
     stored = torch.zeros(num_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
     offset = _mean(absmax)
     offset_of(stored).copy_(offset)
@@ -85,11 +82,6 @@ def dequantize(stored: Tensor, shape: torch.Size | tuple[int, ...], dtype: torch
             values[whole:].mul_(scales[-1])
         out.copy_(values)
     return result
-
-
-def round_trip(weight: Tensor, *, name: str) -> Tensor:
-    """Return the weight that its bytes in NF4 stand for, in its own dtype; errors are those of `quantize`."""
-    return dequantize(quantize(weight, name=name), weight.shape, weight.dtype)
 
 
 def _absmax(flat: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`frozen_weights: nf4`: only bytes of frozen weights are kept; all results are those of the dequantised weights."""
+"""`frozen_weights`: only bytes of frozen weights are kept; all results are those of the dequantised weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import peft
 import pytest
@@ -21,11 +21,14 @@ from thunder_memsave import ConfigError, load_on_setup
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.measure.scratch import MeasuredScratch
-from thunder_memsave.nf4.frozen import FrozenInNf4
-from thunder_memsave.nf4.layout import num_bytes
-from thunder_memsave.nf4.numbers import NonFiniteWeightError, dequantize, quantize
 from thunder_memsave.planner.simulate import simulate
+from thunder_memsave.settings.frozen_format import FrozenFormat
 from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError
+from thunder_memsave.stored_weights.format import NonFiniteWeightError, StoredFormat
+from thunder_memsave.stored_weights.formats import INT8, NF4, all_formats
+from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
+
+FORMATS = [pytest.param(kept_in, id=kept_in.name) for kept_in in (NF4, INT8)]
 
 
 class Net(nn.Module):
@@ -67,13 +70,12 @@ def loss_of(module: Any, number: int) -> Tensor:
     return loss
 
 
-def with_dequantised_weights(model: nn.Module) -> nn.Module:
+def with_dequantised_weights(model: nn.Module, kept_in: StoredFormat) -> nn.Module:
     """Return a copy whose frozen weights are what their bytes stand for."""
     copied = copy.deepcopy(model)
-    for name in FrozenInNf4(copied, data_parallel=None).names:
+    for name in FrozenInBytes(copied, kept_in, data_parallel=None).names:
         weight = copied.get_parameter(name)
-        stored = quantize(weight, name=name)
-        weight.data = dequantize(stored, weight.shape, weight.dtype)
+        weight.data = kept_in.round_trip(weight, name=name)
     return copied
 
 
@@ -96,43 +98,51 @@ def trained_values(model: nn.Module, frozen_weights: str | None, **settings: Any
     return found
 
 
+@pytest.mark.parametrize("kept_in", FORMATS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_losses_and_gradients_are_those_of_the_dequantised_weights(kind: str) -> None:
+def test_losses_and_gradients_are_those_of_the_dequantised_weights(
+    kind: str, kept_in: StoredFormat
+) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]()
-    expected = trained_values(with_dequantised_weights(model), None)
+    expected = trained_values(with_dequantised_weights(model, kept_in), None)
     unquantised = trained_values(copy.deepcopy(model), None)
-    found = trained_values(model, "nf4")
+    found = trained_values(model, kept_in.name)
     assert len(found) == len(expected) > 6
     assert all(map(torch.equal, found, expected))
     assert not torch.equal(found[0], unquantised[0])
 
 
-def test_a_weight_takes_its_bytes_and_nothing_else_is_kept() -> None:
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_a_weight_takes_its_bytes_and_nothing_else_is_kept(kept_in: StoredFormat) -> None:
     model = Net()
     made: list[Any] = []
-    measured = measured_memory(lambda: made.append(set_up(model)))
+    measured = measured_memory(lambda: made.append(set_up(model, kept_in.name)))
     for linear in (model.wide, model.narrow):
-        n = linear.in_features * linear.out_features
-        assert linear.weight.nbytes == num_bytes(n)
+        shape = torch.Size([linear.out_features, linear.in_features])
+        assert linear.weight.nbytes == kept_in.num_bytes(shape)
     trained_and_skipped = (model.first, model.lm_head)
     assert all(m.weight.dtype == torch.float32 for m in trained_and_skipped)
     assert measured.end_bytes == model.wide.weight.nbytes + model.narrow.weight.nbytes
 
 
+OPERATORS = ("nf4_dequantized", "int8_dequantized")
+
+
 def dequantisations(trace: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the weights that a trace dequantises."""
-    found = [b for b in trace.bound_symbols if b.sym.name == "nf4_dequantized"]
+    found = [b for b in trace.bound_symbols if b.sym.name in OPERATORS]
     return [tuple(b.flat_proxy_outs[0].shape) for b in found]
 
 
-def test_a_weight_is_dequantised_where_it_is_read() -> None:
-    module = set_up(Net())
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_a_weight_is_dequantised_where_it_is_read(kept_in: StoredFormat) -> None:
+    module = set_up(Net(), kept_in.name)
     loss_of(module, 0)
     (compiled,) = module._forward_module.captures
     symbols = [b for b in compiled.forward_traces[-1].bound_symbols if b.flat_proxy_outs]
     names = [b.sym.name for b in symbols]
-    places = [i for i, name in enumerate(names) if name == "nf4_dequantized"]
+    places = [i for i, name in enumerate(names) if name == f"{kept_in.name}_dequantized"]
     assert len(places) == 2
     for place in places:
         assert names[place + 1] in ("aten_t",)
@@ -158,21 +168,27 @@ def predicted_bytes(module: Any, directory: Path) -> int:
     return simulate(found).peak_bytes - sum(found.storages[s].nbytes for s in found.held)
 
 
+@pytest.mark.parametrize("kept_in", FORMATS)
 @pytest.mark.parametrize("policy", ["plan", "recompute_all"])
-def test_predicted_peaks_are_the_measured_ones_to_the_byte(policy: str, tmp_path: Path) -> None:
-    module = set_up(Net(), memory={"policy": policy})
+def test_predicted_peaks_are_the_measured_ones_to_the_byte(
+    policy: str, kept_in: StoredFormat, tmp_path: Path
+) -> None:
+    module = set_up(Net(), kept_in.name, memory={"policy": policy})
     step = step_of(module)
     step()
     module.zero_grad(set_to_none=True)
     assert predicted_bytes(module, tmp_path) == measured_memory(step).peak_bytes
 
 
-def test_a_plan_keeps_no_dequantised_copy_where_its_budget_has_no_room() -> None:
-    free = make_fabric(sharding="none", frozen_weights="nf4")
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_a_plan_keeps_no_dequantised_copy_where_its_budget_has_no_room(
+    kept_in: StoredFormat,
+) -> None:
+    free = make_fabric(sharding="none", frozen_weights=kept_in.name)
     kept = free.setup(Deep())
     kept(torch.ones(4, 128)).sum().backward()
     budget = peak_of(free) - 6 * 4 * 128 * 128
-    fabric = make_fabric(sharding="none", frozen_weights="nf4", memory={"budget": budget})
+    fabric = make_fabric(sharding="none", frozen_weights=kept_in.name, memory={"budget": budget})
     module = fabric.setup(Deep())
     found = module(torch.ones(4, 128))
     found.sum().backward()
@@ -206,10 +222,12 @@ class Deep(nn.Module):
         return x
 
 
-def test_weights_from_files_are_quantised_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_weights_from_files_are_quantised_one_by_one(kept_in: StoredFormat, tmp_path: Path) -> None:
     model = Deep().to(torch.bfloat16)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    fabric = make_fabric(sharding="none", precision="bf16-true", frozen_weights="nf4")
+    kept = kept_in.name
+    fabric = make_fabric(sharding="none", precision="bf16-true", frozen_weights=kept)
 
     def load() -> Any:
         with fabric.init_module(empty_init=True):
@@ -220,18 +238,23 @@ def test_weights_from_files_are_quantised_one_by_one(tmp_path: Path) -> None:
     load()
     measured = measured_memory(load)
     mapped, one = (tmp_path / "model.safetensors").stat().st_size, 128 * 128
-    of_all = 8 * num_bytes(one)
+    of_all = 8 * kept_in.num_bytes(torch.Size([128, 128]))
     assert measured.end_bytes == of_all + 2 * 128
     # One weight in bfloat16, twice, and in float32 with codes of four bytes.
     assert measured.peak_bytes - mapped < of_all + (2 + 2 + 4 * 4) * one
-    found, expected = load().state_dict(), set_up(model, precision="bf16-true").state_dict()
+    found, expected = load().state_dict(), set_up(model, kept, precision="bf16-true").state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("kept_in", FORMATS)
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
-def test_bytes_are_saved_and_load_bit_by_bit(state_dict_type: str, tmp_path: Path) -> None:
-    fabric = make_fabric(sharding="none", frozen_weights="nf4", state_dict_type=state_dict_type)
+def test_bytes_are_saved_and_load_bit_by_bit(
+    state_dict_type: str, kept_in: StoredFormat, tmp_path: Path
+) -> None:
+    fabric = make_fabric(
+        sharding="none", frozen_weights=kept_in.name, state_dict_type=state_dict_type
+    )
     torch.manual_seed(0)
     module, other = fabric.setup(Net()), fabric.setup(Net())
     saved = {name: value.clone() for name, value in module.state_dict().items()}
@@ -244,8 +267,11 @@ def test_bytes_are_saved_and_load_bit_by_bit(state_dict_type: str, tmp_path: Pat
         other.load_state_dict(Net().state_dict())
 
 
-def test_a_copied_and_a_pickled_model_keep_their_bytes_and_their_weights_shape() -> None:
-    module = set_up(Net())
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_a_copied_and_a_pickled_model_keep_their_bytes_and_their_weights_shape(
+    kept_in: StoredFormat,
+) -> None:
+    module = set_up(Net(), kept_in.name)
     expected = loss_of(module, 0)
     copied = copy.deepcopy(module)
     assert torch.equal(loss_of(copied, 0), expected)
@@ -267,10 +293,11 @@ class ReadsTheWeight(nn.Module):
         return self.linear(x) * self.magnitude / self.linear.weight.norm(dim=1)
 
 
-def test_what_else_reads_a_weight_gets_the_dequantised_one() -> None:
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_what_else_reads_a_weight_gets_the_dequantised_one(kept_in: StoredFormat) -> None:
     model = ReadsTheWeight()
     x, results = torch.randn(8, 144), []
-    for each, kept in ((with_dequantised_weights(model), None), (model, "nf4")):
+    for each, kept in ((with_dequantised_weights(model, kept_in), None), (model, kept_in.name)):
         result = set_up(each, kept)(x)
         result.sum().backward()
         results.append((result, each.magnitude.grad))
@@ -292,34 +319,40 @@ class Tied(nn.Module):
         return self.out(self.twin(self.inner(self.embedding(x) * self.scale)))
 
 
-def test_a_weight_that_an_embedding_shares_stays_and_linears_share_theirs() -> None:
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_a_weight_that_an_embedding_shares_stays_and_linears_share_theirs(
+    kept_in: StoredFormat,
+) -> None:
     model = Tied()
-    module = set_up(model)
+    module = set_up(model, kept_in.name)
     assert model.out.weight.dtype == torch.float32
     assert model.inner.weight is model.twin.weight
     assert model.inner.weight.dtype == torch.uint8
     assert torch.isfinite(module(torch.arange(8))).all()
 
 
-def test_the_bytes_are_not_taken_for_a_weight() -> None:
-    module = set_up(Net())
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_the_bytes_are_not_taken_for_a_weight(kept_in: StoredFormat) -> None:
+    module = set_up(Net(), kept_in.name)
     linear = module.module.wide
     with pytest.raises(
         Fp8ParameterError, match=r"linear\(\) was asked to use 'wide\.weight' outsid"
     ):
         linear(torch.randn(2, 144))
     linear.weight.data = linear.weight.data.float()
-    with pytest.raises(ConfigError, match=r"'wide\.weight' holds bytes in NF4 .* cast to float32"):
+    message = rf"'wide\.weight' holds bytes in {kept_in.title} .* cast to float32"
+    with pytest.raises(ConfigError, match=message):
         loss_of(module, 0)
 
 
-def test_a_weight_that_is_not_finite_is_refused_by_name() -> None:
+@pytest.mark.parametrize("kept_in", FORMATS)
+def test_a_weight_that_is_not_finite_is_refused_by_name(kept_in: StoredFormat) -> None:
     model = Net()
     model.narrow.weight.data[3, 5] = torch.nan
     with pytest.raises(
         NonFiniteWeightError, match=r"narrow\.weight has elements that are infinite"
     ):
-        set_up(model)
+        set_up(model, kept_in.name)
 
 
 def test_settings_without_effect_are_refused() -> None:
@@ -328,7 +361,11 @@ def test_settings_without_effect_are_refused() -> None:
         ConfigError, match=r"the model has no nn\.Linear, beside lm_head, whose weig"
     ):
         set_up(trained)
-    with pytest.raises(ConfigError, match=r"frozen_weights is 'nf4', and fp8 is set too"):
-        make_fabric(frozen_weights="nf4", fp8={})
+    with pytest.raises(ConfigError, match=r"frozen_weights is 'int8', and fp8 is set too"):
+        make_fabric(frozen_weights="int8", fp8={})
     with pytest.raises(ConfigError, match="frozen_weights"):
         make_fabric(frozen_weights="nf5")
+
+
+def test_every_format_that_a_setting_names_is_there() -> None:
+    assert tuple(f.name for f in all_formats()) == get_args(FrozenFormat)
