@@ -1,7 +1,7 @@
 """Lets a graph of ATen operators read a value itself where it was copied into memory of which nothing else is read.
 
-PyTorch's trace of a write to a part of a tensor, `h[:, i] = x`, and the backward of one (`CopySlices`) make such copies,
-each as large as the tensor in backward: for a loop over tokens as many as it has tokens.
+PyTorch's trace of a write to a part of a tensor, `h[:, i] = x`, and the backward of one (`CopySlices`) make such
+copies, each as large as the tensor in backward: for a loop over tokens as many as it has tokens.
 """
 
 from __future__ import annotations
