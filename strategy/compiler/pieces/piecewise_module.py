@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 _PROMISE = (
     "what eager code keeps is measured in the first step; from the second on memory.budget is kept"
 )
-_NO_PIECES = "with memory.budget, on several devices, or with strategy.fusion, submodules are compiled"
+_NO_PIECES = (
+    "with memory.budget, on several devices, or with strategy.fusion, submodules are compiled"
+)
 STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 """`forward`, and the steps of Lightning's modules. Other methods, such as `generate`, may call submodules with other
 shapes each time; without gradients, where eager code keeps nothing, their submodules are not compiled."""
