@@ -101,6 +101,12 @@ def _one_group(arguments: Sequence[Tensor]) -> None:
 NUMBERS: Mapping[str, Numbers] = {"aten_grouped_mm": _one_group}
 """By the operator's name, as `Kernel.numbers`."""
 
+_VIEWS_BY_NAME = frozenset(
+    {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
+)
+"""Operators of ATen that return views although their schemas say that they do not. They are all: those among the
+operators of PyTorch's own samples (`op_db` of torch 2.13) whose results share memory with an operand."""
+
 _symbols: dict[OpOverload, Symbol] = {}
 _operators: dict[str, OpOverload] = {}
 """By the names of their symbols."""
@@ -152,6 +158,8 @@ def makes_new_memory(bsym: BoundSymbol) -> bool:
     """Say whether it is an operator of ATen none of whose results may be a view of an operand, by its schema."""
     operator = operator_of(bsym)
     if operator is None or operator.namespace != "aten":
+        return False
+    if operator.overloadpacket.__name__ in _VIEWS_BY_NAME:
         return False
     return all(r.alias_info is None for r in operator._schema.returns)
 

@@ -112,13 +112,31 @@ def narrow(net: Any, x: Tensor) -> Any:
     return one, x.bfloat16() * x, (x.half() + 1.0).exp()
 
 
+def unsafe_views(net: Any, x: Tensor) -> Tensor:
+    """Their schemas do not say that they share memory."""
+    x = net.layer(x) * 2.0
+    first, second = torch.unsafe_split(x, 3, 1)
+    folded = torch.ops.aten._unsafe_view(x, [ROWS * TOKENS, WIDTH]).exp()
+    return first.relu().sum() + second.neg().sum() + x.sin() + folded.view_as(x)
+
+
 def twice(net: Any, x: Tensor) -> Tensor:
     x = net.layer(x).sin()
     return (x + x) * x.view(-1)[:1]
 
 
 FORWARDS = [
-    *(recurrence, chain, narrow, twice, two_tokens, read_between, read_in_backward, shifted),
+    *(
+        recurrence,
+        chain,
+        narrow,
+        unsafe_views,
+        twice,
+        two_tokens,
+        read_between,
+        read_in_backward,
+        shifted,
+    ),
     *(returned, repeated, sums),
 ]
 
