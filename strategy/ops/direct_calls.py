@@ -55,14 +55,12 @@ def _found() -> dict[OpOverload, Callable[..., Any]]:
         **{(name, "default"): getattr(of_layers, name, None) for name in _OF_LAYERS.split()},
         ("expand", "default"): torch.Tensor.expand,
     }
-    operators = {
-        pair: getattr(getattr(torch.ops.aten, pair[0], None), pair[1], None) for pair in found
-    }
-    return {
-        operators[pair]: function
-        for pair, function in found.items()
-        if function is not None and operators[pair] is not None
-    }
+    direct: dict[OpOverload, Callable[..., Any]] = {}
+    for (name, overload), function in found.items():
+        operator = getattr(getattr(torch.ops.aten, name, None), overload, None)
+        if function is not None and operator is not None:
+            direct[operator] = function
+    return direct
 
 
 DIRECT: Mapping[OpOverload, Callable[..., Any]] = _found()

@@ -164,6 +164,7 @@ def results(module: nn.Module, net: Net, *, again: bool = False) -> list[Tensor]
             net.zero_grad()
             x.grad = None
             loss.backward(retain_graph=keeps)
+            assert x.grad is not None
             found += [x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
         found += [o.detach().clone() for o in outputs]
     return found
