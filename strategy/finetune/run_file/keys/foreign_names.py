@@ -24,6 +24,7 @@ _EVAL, _SAVE = "eval.every_n_steps", "checkpoint.every_n_steps"
 _AT_START = "every run tokenizes its data when it starts; leave it out"
 _CONVERT = "rows are made before the run, as messages, prompt and completion, or text"
 _KERNELS = "the step runs PyTorch's own kernels; leave it out"
+_LOSS = "the loss is in tiles of tokens without it; leave it out"
 _FSDP = "FULL_SHARD is zero3, SHARD_GRAD_OP zero2, HYBRID_SHARD hybrid, NO_SHARD none"
 _ONE_AXIS = "this version shards over data-parallel ranks only"
 _NO_PREFERENCES = "this command trains on texts, prompts and chats, not on preferences or rewards"
@@ -279,7 +280,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "liger_rope": _(AXOLOTL, note=_KERNELS),
     "liger_rms_norm": _(AXOLOTL, note=_KERNELS),
     "liger_glu_activation": _(AXOLOTL, note=_KERNELS),
-    "liger_fused_linear_cross_entropy": _(AXOLOTL, note=_KERNELS),
+    "liger_fused_linear_cross_entropy": _(AXOLOTL, note=_LOSS),
     "deepspeed": _(
         AXOLOTL,
         TRAINER,
