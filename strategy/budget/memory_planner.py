@@ -124,6 +124,12 @@ class MemoryPlanner:
         """The largest peak of a step; None: no limit."""
         return self._budget_bytes
 
+    @property
+    def is_to_save(self) -> bool:
+        """Whether it is asked to keep less than all: by a budget, the policy or a pin."""
+        policy = self._memory.policy
+        return self.has_budget or policy == "recompute_all" or bool(self._memory.recompute)
+
     def for_copy(self) -> MemoryPlanner:
         """Return a planner like this one without any planned calls, for a copy of the module."""
         copied = copy.copy(self)

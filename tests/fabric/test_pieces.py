@@ -104,14 +104,14 @@ def stepped(model: Any, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("budget", [None, "1GiB"])
+@pytest.mark.parametrize("memory", [{}, {"budget": "1GiB"}, {"policy": "recompute_all"}], ids=str)
 def test_gradients_buffers_and_hooks_are_eagers(
-    budget: str | None, caplog: pytest.LogCaptureFixture
+    memory: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """On one CPU without a budget compiled submodules would only be slower: all of it is eager."""
     eager = made(Net)
     model = copy.deepcopy(eager)
-    called = make_fabric(memory={"budget": budget} if budget else {}).setup(model)
+    called = make_fabric(memory=memory).setup(model)
     with caplog.at_level(logging.WARNING, logger="thunder_memsave"):
         for seed in range(3):
             assert torch.equal(stepped(called, batch(seed)), stepped(eager, batch(seed)))
@@ -125,7 +125,7 @@ def test_gradients_buffers_and_hooks_are_eagers(
     ]
     all_eager = ["Net.forward runs in eager PyTorch, 0 of its submodules compiled"]
     said = [r.message for r in caplog.records if "runs in eager PyTorch" in r.message]
-    assert [m.partition(":")[0] for m in said] == (in_pieces if budget else all_eager)
+    assert [m.partition(":")[0] for m in said] == (in_pieces if memory else all_eager)
     assert all("test_pieces.py" in m for m in said)
 
 

@@ -127,14 +127,14 @@ class PiecewiseModule(CompiledModule):
         return pieces
 
     def _gains_by_pieces(self) -> bool:
-        """Whether compiled submodules give what eager ones do not: a budget, shards, fused kernels, CUDA graphs.
+        """Whether compiled submodules give what eager ones do not: less memory, shards, fused kernels, CUDA graphs.
 
         On one CPU, without those, a compiled submodule runs the operators of the eager one, and its call takes 0.3 ms
         more (`make architecture-steps`).
         """
-        has_budget = self.planner is not None and self.planner.budget_bytes is not None
+        saves = self.planner is not None and self.planner.is_to_save
         on_cpu = all(t.is_cpu for t in (*self.module.parameters(), *self.module.buffers()))
-        asked = has_budget or self._data_parallel is not None or self._config.fusion is True
+        asked = saves or self._data_parallel is not None or self._config.fusion is True
         return asked or not on_cpu
 
     def _compiled_forward(self, module: nn.Module) -> Any:
