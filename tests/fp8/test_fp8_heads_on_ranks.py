@@ -40,8 +40,8 @@ def names(model: Any) -> list[str]:
 
 def stepped(recipe: str, mode: str, *, tied: bool, in_tiles: bool) -> dict[str, Tensor]:
     """Return losses, weights and the state of fp8 after three steps."""
-    linear_losses.FEWEST_LOGITS = 1 if in_tiles else 1 << 60  # type: ignore[misc]
-    tiled_loss.TILE_BYTES = CLASSES * 6 * TOKENS_OF_A_TILE  # type: ignore[misc]
+    linear_losses.FEWEST_LOGITS = 1 if in_tiles else 1 << 60
+    tiled_loss.TILE_BYTES = CLASSES * 6 * TOKENS_OF_A_TILE
     fabric = make_fabric(devices=2, sharding=mode, fp8={"recipe": recipe, "skip_modules": []})
     model = Model(tied=tied)
     made, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

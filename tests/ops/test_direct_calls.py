@@ -119,7 +119,7 @@ def _arguments(name: str) -> tuple[Any, ...]:
 
 class _Called(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[OpOverload] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
