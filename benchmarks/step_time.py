@@ -1,6 +1,6 @@
 """Steady time of a training step (forward and backward) of ours against eager's, one after the other on one CPU thread.
 
-    python benchmarks/step_time.py [--only resnet18 'llama 32'] [--repeats 31] [--save]
+    python benchmarks/step_time.py [--only resnet18 'llama 32'] [--repeats 31] [--fused] [--save]
 
 A machine that others use slows both alike: steps alternate (ours, eager, ours, ...), and medians of the CPU time of the
 process are compared, which does not count while others run.
@@ -71,8 +71,10 @@ def main() -> None:
     lines = [_head()]
     print(lines[0])
     for name in names:
-        lines.append(_row(name, *_measured(*MODELS[name](), repeats=arguments.repeats)))
-        print(lines[-1], flush=True)
+        for fusion in [False, True] if arguments.fused else [False]:
+            seconds = _measured(*MODELS[name](), repeats=arguments.repeats, fusion=fusion)
+            lines.append(_row(f"{name}, fused" if fusion else name, *seconds))
+            print(lines[-1], flush=True)
     if arguments.save:
         _save(lines, arguments.repeats)
 
@@ -81,13 +83,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--fused", action="store_true", help="each also with strategy.fusion")
     parser.add_argument("--save", action="store_true")
     return parser
 
 
-def _measured(model: nn.Module, batch: dict[str, Any], *, repeats: int) -> tuple[list[float], ...]:
+def _measured(
+    model: nn.Module, batch: dict[str, Any], *, repeats: int, fusion: bool
+) -> tuple[list[float], ...]:
     """Return the seconds of each step of ours, and of eager's."""
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=ThunderMemsaveStrategy())
+    strategy = ThunderMemsaveStrategy(fusion=fusion)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
     of_eager = _step(copy.deepcopy(model), batch)
     of_ours = _step(fabric.setup(model), batch)
