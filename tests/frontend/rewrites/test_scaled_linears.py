@@ -54,7 +54,8 @@ def scaled_widths(model: nn.Module, dtype: torch.dtype, *, autocast: bool = Fals
 
 def widths_of_products(compiled: CompiledModule) -> list[int]:
     symbols = compiled.captures[-1].forward_traces[-1].bound_symbols
-    return [b.output.shape[-1] for b in symbols if b.sym.name == "aten_mul_Tensor"]
+    products = "aten_mul_Tensor", "mul_tensor_in_place"
+    return [b.output.shape[-1] for b in symbols if b.sym.name in products]
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.25, -4, 1.0])
