@@ -64,7 +64,7 @@ def write(folder: Path, text: str) -> Path:
             ["regather", "scedule"],
             r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
             r"can be left out are gather_in_compute_dtype, tile_rows, regather, schedule, "
-            r"add_gradients, update_in_place\.$",
+            r"add_gradients, update_in_place, write_in_place\.$",
         ),
         (
             "leave_out",

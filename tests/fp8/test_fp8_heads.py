@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -377,9 +378,21 @@ class Planned:
         }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("is_trained", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+_ALL_STEPS = list(itertools.product([torch.float32, torch.bfloat16], [False, True], RECIPES))
+_QUICK_STEPS = (
+    *((torch.bfloat16, False, recipe) for recipe in ("delayed", "current")),
+    (torch.float32, True, "block"),
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_trained", "recipe"),
+    [
+        pytest.param(*step, marks=() if step in _QUICK_STEPS else pytest.mark.soak)
+        for step in _ALL_STEPS
+    ],
+    ids=str,
+)
 def test_a_step_takes_the_predicted_bytes_with_tiles_of_any_size(
     dtype: torch.dtype, is_trained: bool, recipe: str
 ) -> None:
