@@ -5,6 +5,7 @@ Each takes what the operator in its place takes, and gives the same bits: it is 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,35 +53,27 @@ BATCH_NORMS = {
 """Symbols by the name of the operator that returns new running statistics, as its last two results."""
 
 
-def _write_slice(base: Tensor, source: Tensor, *where: Any) -> Tensor:
-    torch.ops.aten.slice.Tensor(base, *where).copy_(source)
+def _write(view: Any, base: Tensor, source: Tensor, *where: Any) -> Tensor:
+    view(base, *where).copy_(source)
     return base
 
 
-def _write_at(base: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
-    base.select(dim, index).copy_(source)
+def _add_to(view: Any, base: Tensor, source: Tensor, *where: Any) -> Tensor:
+    view(base, *where).add_(source)
     return base
 
 
-def _add_slice(base: Tensor, source: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    torch.ops.aten.slice.Tensor(base, dim, start, end, step).add_(source)
-    return base
-
-
-def _add_at(base: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
-    base.select(dim, index).add_(source)
-    return base
-
+_SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 
 WRITES_OF_PARTS = {
-    "aten_select_scatter": _registered("write_at_in_place", _write_at),
-    "aten_slice_scatter": _registered("write_slice_in_place", _write_slice),
+    "aten_select_scatter": _registered("write_at_in_place", partial(_write, _SELECT)),
+    "aten_slice_scatter": _registered("write_slice_in_place", partial(_write, _SLICE)),
 }
 """By the operator that returns a tensor with a part written over: the symbol that writes it where the tensor is."""
 
 SUMS_OF_PARTS = {
-    "aten_select_backward": _registered("add_at_in_place", _add_at),
-    "aten_slice_backward": _registered("add_slice_in_place", _add_slice),
+    "aten_select_backward": _registered("add_at_in_place", partial(_add_to, _SELECT)),
+    "aten_slice_backward": _registered("add_slice_in_place", partial(_add_to, _SLICE)),
 }
 """By the operator that returns zeros with a part written over: the symbol that adds the part to another tensor."""
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_memsave.ops.aten_operators import makes_new_memory, operator_of
 from thunder_memsave.ops.in_place import (
@@ -30,7 +30,7 @@ from thunder_memsave.ops.in_place import (
     SUMS_OF_PARTS,
     WRITES_OF_PARTS,
 )
-from thunder_memsave.passes.symbols import is_tensor
+from thunder_memsave.passes.symbols import is_tensor, with_others
 
 _SUM = "aten_add_Tensor"
 _NUM_SIZES = 1
@@ -43,15 +43,7 @@ def write_in_place(trace: TraceCtx) -> TraceCtx:
     if not names & {*ELEMENTWISE, *WRITES_OF_PARTS, *SUMS_OF_PARTS}:
         return trace
     found = _Results(trace.bound_symbols)
-    if not found.instead:
-        return trace
-    written = from_trace(trace)
-    written.bound_symbols = [
-        found.instead.get(i, b)
-        for i, b in enumerate(trace.bound_symbols)
-        if i not in found.left_out
-    ]
-    return written
+    return with_others(trace, found.instead, found.left_out)
 
 
 class _Results:
@@ -59,8 +51,8 @@ class _Results:
 
     def __init__(self, symbols: Sequence[BoundSymbol]) -> None:
         self._symbols = symbols
-        self._memory: dict[str, _Memory] = {}
-        """Of each tensor that was made or read so far, by name."""
+        self._sharing: dict[str, list[str]] = {}
+        """The tensors that may share memory with each that was made or read so far, itself among them, by name."""
         self._whole: set[str] = set()
         """The tensors that were made with memory of their own: no views."""
         self._made_at = {p.name: i for i, b in enumerate(symbols) for p in b.flat_proxy_outs}
@@ -117,8 +109,8 @@ class _Results:
         if index in self._sums and found.sym in SUMS_OF_PARTS.values():
             self.left_out.add(self._made_at[self._sums[index].output.name])
         base, result = found.args[0].name, found.output.name
-        memory = self._memory[result] = self._memory[base]
-        memory.names.append(result)
+        sharing = self._sharing[result] = self._sharing[base]
+        sharing.append(result)
         self._whole.add(result)
 
     def _part_of_sum(self, bsym: BoundSymbol) -> BoundSymbol | None:
@@ -142,41 +134,24 @@ class _Results:
         """Return whether the memory of `base` is the trace's, nothing reads it later, and `others` are not in it."""
         if base.name not in self._whole:
             return False
-        memory = self._memory[base.name]
-        if any(isinstance(o, Proxy) and self._memory.get(o.name) is memory for o in others):
+        sharing = self._sharing[base.name]
+        if any(isinstance(o, Proxy) and self._sharing.get(o.name) is sharing for o in others):
             return False
-        return memory.is_own and all(self._last_read.get(n, -1) <= index for n in memory.names)
+        return all(self._last_read.get(n, -1) <= index for n in sharing)
 
     def _remember(self, bsym: BoundSymbol) -> None:
         """Note whose memory the results of a symbol may have."""
-        results = [p for p in bsym.flat_proxy_outs if is_tensor(p)]
+        results = [p.name for p in bsym.flat_proxy_outs if is_tensor(p)]
         if makes_new_memory(bsym) or bsym.sym in BATCH_NORMS.values():
-            for p in results:
-                self._memory[p.name] = _Memory([p.name], is_own=True)
-                self._whole.add(p.name)
+            self._sharing.update({name: [name] for name in results})
+            self._whole.update(results)
             return
         read = [p.name for p in bsym.flat_proxy_args if is_tensor(p)]
-        memories = {id(m): m for n in read if (m := self._memory.setdefault(n, _Memory([n])))}
-        joined, *others = sorted(memories.values(), key=lambda m: -len(m.names)) or [_Memory([])]
-        for memory in others:
-            joined.names += memory.names
-            joined.is_own = joined.is_own and memory.is_own
-        joined.is_own = joined.is_own and operator_of(bsym) is not None
-        new = [p.name for p in results]
-        joined.names += new
-        for name in (*new, *(n for m in others for n in m.names)):
-            self._memory[name] = joined
-
-
-class _Memory:
-    """Tensors that may share memory, by name."""
-
-    __slots__ = ("is_own", "names")
-
-    def __init__(self, names: list[str], *, is_own: bool = False) -> None:
-        self.names = names
-        self.is_own = is_own
-        """Whether operators of PyTorch made it in this trace, and nothing else read it."""
+        groups = {id(g): g for g in (self._sharing.setdefault(n, [n]) for n in read)}
+        largest, *others = sorted(groups.values(), key=len, reverse=True) or [[]]
+        new = [*results, *(n for group in others for n in group)]
+        largest += new
+        self._sharing.update(dict.fromkeys(new, largest))
 
 
 def _facts(proxy: TensorProxy) -> Any:

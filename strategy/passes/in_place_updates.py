@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_memsave.ops.in_place import ADD, BATCH_NORMS
-from thunder_memsave.passes.symbols import written_in_place
+from thunder_memsave.passes.symbols import with_others, written_in_place
 
 _STATISTICS = slice(3, 5)
 """Where the running statistics are among the arguments of a batch norm."""
@@ -32,15 +32,7 @@ def update_in_place(trace: TraceCtx) -> TraceCtx:
             found.batch_norm(index, bsym)
         elif bsym.sym.name == "aten_add_Tensor":
             found.sum(index, bsym)
-    if not found.instead:
-        return trace
-    updated = from_trace(trace)
-    updated.bound_symbols = [
-        found.instead.get(i, b)
-        for i, b in enumerate(trace.bound_symbols)
-        if i not in found.left_out
-    ]
-    return updated
+    return with_others(trace, found.instead, found.left_out)
 
 
 class _Updates:

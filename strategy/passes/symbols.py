@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from thunder.core import prims
@@ -13,6 +13,7 @@ from thunder.core.proxies import (
     TensorProxy,
 )
 from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
 from thunder.executors import torchex
 
 
@@ -81,6 +82,19 @@ def is_joint(symbols: Sequence[BoundSymbol]) -> bool:
         return False
     result = symbols[-1].args[0]
     return isinstance(result, dict) and "fw_flat_out" in result
+
+
+def with_others(
+    trace: TraceCtx, instead: Mapping[int, BoundSymbol], left_out: Collection[int]
+) -> TraceCtx:
+    """Return the trace with other symbols in the place of some, and without some, by index; if none, the same one."""
+    if not instead:
+        return trace
+    changed = from_trace(trace)
+    changed.bound_symbols = [
+        instead.get(i, b) for i, b in enumerate(trace.bound_symbols) if i not in left_out
+    ]
+    return changed
 
 
 def renamed(

@@ -27,7 +27,7 @@ _PROMISE = (
     "what eager code keeps is measured in the first step; from the second on memory.budget is kept"
 )
 _NO_PIECES = (
-    "with memory.budget, on several devices, or with strategy.fusion, submodules are compiled"
+    "memory.budget, memory.recompute, several devices or strategy.fusion have submodules compiled"
 )
 STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 """`forward`, and the steps of Lightning's modules. Other methods, such as `generate`, may call submodules with other
