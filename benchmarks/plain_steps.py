@@ -15,6 +15,7 @@ from beside_eager import NUM_RANKS, DiffersError, Values, inner, named_parameter
 from plain_kinds import Plain
 from plain_kinds.registry import Batch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_iter
 
 from thunder_memsave.sharding.sharded_parameter import as_rows
@@ -61,6 +62,8 @@ def trained_on_ranks(
 ) -> Record:
     """Take the steps of copies whose gradients are averaged, and return what `rank` sees.
 
+    Batch norms begin each forward in training with rank 0's statistics, as under DDP.
+
     Args:
         models: One copy for each rank.
         batches: Those of each rank.
@@ -70,6 +73,8 @@ def trained_on_ranks(
     records = [Record() for _ in models]
     for number in range(NUM_STEPS):
         prefix = f"step {number + 1}: "
+        for model in models[1:]:
+            _take_statistics(model, models[0])
         for model, mine, record in zip(models, batches, records, strict=True):
             step(model, mine[number], Tensor.backward, record, prefix)
         for together in zip(*(named_parameters(m) for m in models), strict=True):
@@ -79,6 +84,12 @@ def trained_on_ranks(
             optimizer.zero_grad()
     leave_behind(models[rank], records[rank])
     return records[rank]
+
+
+def _take_statistics(model: nn.Module, first: nn.Module) -> None:
+    for own, norm in zip(model.modules(), first.modules(), strict=True):
+        if isinstance(own, _BatchNorm) and own.training:
+            own.load_state_dict(norm.state_dict())
 
 
 def step(model: Any, batch: Batch, backward: Backward, record: Record, prefix: str) -> None:

@@ -101,12 +101,14 @@ class BudgetError(ThunderMemsaveError, ValueError):
         self,
         text: str,
         *,
+        budget_bytes: int | None = None,
         smallest_bytes: int | None = None,
         bound_bytes: int | None = None,
         smallest_plan: Plan | None = None,
     ) -> None:
         """`smallest_bytes` is the peak of `smallest_plan`; `bound_bytes` a lower bound on the peak of all plans."""
         super().__init__(text)
+        self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
         self.bound_bytes = bound_bytes
         self.smallest_plan = smallest_plan
@@ -125,6 +127,7 @@ class BudgetError(ThunderMemsaveError, ValueError):
             f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget "
             f"for which one was found is {smallest_bytes:,} bytes, and below {bound_bytes:,} there is none. Raise the "
             "budget to that, lower the micro-batch size or the sequence length, or shard over more ranks.",
+            budget_bytes=budget_bytes,
             smallest_bytes=smallest_bytes,
             bound_bytes=bound_bytes,
             smallest_plan=smallest_plan,

@@ -79,8 +79,9 @@ def make_data_parallel(config: StrategyConfig, *, ranks_per_node: int) -> DataPa
         return None
     everyone = dist.new_group(timeout=config.timeout, group_desc="thunder_memsave data parallel")
     settings = _settings(config)
-    size = _size_of_shard_group(config, ranks_per_node)
-    if size == dist.get_world_size():
+    num_ranks = dist.get_world_size()
+    size = size_of_shard_group(config, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    if size == num_ranks:
         return DataParallel(group=everyone, **settings)
     return DataParallel(world=everyone, **_grid_of_groups(size, config.timeout), **settings)
 
@@ -97,8 +98,12 @@ def _settings(config: StrategyConfig) -> dict[str, Any]:
     }
 
 
-def _size_of_shard_group(config: StrategyConfig, ranks_per_node: int) -> int:
-    num_ranks = dist.get_world_size()
+def size_of_shard_group(config: StrategyConfig, *, num_ranks: int, ranks_per_node: int) -> int:
+    """Return the number of ranks that share rows, if rows are shared at all.
+
+    Raises:
+        ConfigError: The size of hybrid sharding's groups does not divide the number of ranks.
+    """
     if config.sharding.mode != "hybrid":
         return num_ranks
     size = ranks_per_node if config.sharding.size is None else config.sharding.size

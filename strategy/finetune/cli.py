@@ -108,6 +108,7 @@ _WHAT = {
         "  --json FILE       the plan as JSON\n"
         "  --html FILE       a report: memory over the step, other budgets, what is recomputed\n"
         "  --work            FLOPs, bytes moved and time by kind of operation, recomputation included\n"
+        "  --formats         weights and optimizer states in other formats, on up to 8 times the ranks\n"
         "  --longest         search for the longest row that fits, from data.max_seq_length on: minutes\n"
     ),
 }

@@ -37,7 +37,7 @@ def _batch_norm_without_cudnn(value: Tensor, *others: Any) -> Any:
 
 
 def _registered(name: str, run: Any) -> Symbol:
-    def meta(*arguments: Any) -> Any:
+    def meta(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("it takes the place of an operator, with that one's results")
 
     return own_executor.register_operator(name, meta=meta, fn=run)

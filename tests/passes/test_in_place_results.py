@@ -73,6 +73,11 @@ def read_in_backward(net: Any, x: Tensor) -> Tensor:
     return states * squares
 
 
+def scaled_sums(net: Any, x: Tensor) -> Tensor:
+    """A sum and a difference have a factor for their second operand."""
+    return torch.sub(torch.add(net.layer(x), x, alpha=-0.5), x.sin(), alpha=3)
+
+
 def shifted(net: Any, x: Tensor) -> Tensor:
     """What is written comes from the tensor itself."""
     x = net.layer(x).sin()
@@ -136,6 +141,7 @@ FORWARDS = [
         read_between,
         read_in_backward,
         shifted,
+        scaled_sums,
     ),
     *(returned, repeated, sums),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -73,8 +74,10 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
             f"{dist.get_world_size()}; plan in another process, or call "
             "torch.distributed.destroy_process_group() first."
         )
+    hook = sys.excepthook  # each new group makes it write the rank before each line once more
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,7 @@ def _outside_bytes(
     return outside_bytes(
         device,
         num_ranks=num_ranks,
-        ranks_per_node=_ranks_per_node(num_ranks),
+        ranks_per_node=ranks_per_node(num_ranks),
         shard_size=None if data_parallel is None else data_parallel.world_size,
     )
 
@@ -328,10 +328,11 @@ def _ranks(strategy: StrategyConfig, num_ranks: int) -> Iterator[DataParallel | 
         yield None
         return
     with fake_ranks(num_ranks):
-        yield make_data_parallel(strategy, ranks_per_node=_ranks_per_node(num_ranks))
+        yield make_data_parallel(strategy, ranks_per_node=ranks_per_node(num_ranks))
 
 
-def _ranks_per_node(num_ranks: int) -> int:
+def ranks_per_node(num_ranks: int) -> int:
+    """Return how many of the ranks a plan takes to share a node."""
     return min(num_ranks, 8)
 
 
@@ -367,10 +368,8 @@ def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:
     """Return the loop's arguments for the model with its loss, without memory."""
     with FakeTensorMode():
         inputs = call_inputs(objective, objective.blank(num_rows))
-    planned: dict[str, Any] = tree_map_only(
-        Tensor, lambda each: without_memory(each.shape, each.dtype), inputs
-    )
-    return planned
+    planned = tree_map_only(Tensor, lambda each: without_memory(each.shape, each.dtype), inputs)
+    return cast(dict[str, Any], planned)
 
 
 def _step_memory(

@@ -14,7 +14,10 @@ from thunder_memsave.callbacks.checkpoint import list_checkpoints, step_of
 from thunder_memsave.compat.foreign_messages import first_line, says_out_of_memory, says_timeout
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.distributed.lost_ranks import CollectiveError
+from thunder_memsave.errors import BudgetError
 from thunder_memsave.finetune.output.run_directory import how_to_go_on
+from thunder_memsave.finetune.plan.cheapest_change import changes_that_should_fit
+from thunder_memsave.finetune.plan.other_formats import Known
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.processes import LocalProcesses
 from thunder_memsave.finetune.process.stop import (
@@ -29,6 +32,7 @@ from thunder_memsave.finetune.process.stop import (
 )
 from thunder_memsave.finetune.run.job import Job
 from thunder_memsave.finetune.run.out_of_memory import changes, what_happened, write_snapshot
+from thunder_memsave.planner.report.explain import in_units
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
@@ -60,6 +64,30 @@ def stopped_error(
     if isinstance(error, CollectiveError):
         return RankLostError(_lost_rank(error, fabric, job, state))
     return None
+
+
+def refused_budget(error: BudgetError, fabric: Fabric, job: Job) -> BudgetError:
+    """Add to the error the cheapest change of the run that should fit; the same error if none is known."""
+    if error.budget_bytes is None or error.smallest_bytes is None:
+        return error
+    refused = Known(
+        num_ranks=fabric.world_size,
+        num_rows=job.batch_sizes.micro_batch_size,
+        device_type=fabric.device.type,
+        budget_bytes=error.budget_bytes,
+        peak_bytes=error.smallest_bytes,
+    )
+    change = next(changes_that_should_fit(job.config, refused), None)
+    if change is None:
+        return error
+    return BudgetError(
+        f"{error} The cheapest change that should fit, by estimate: {change.shown}, about "
+        f"{in_units(change.estimated_bytes)}; `thunder-memsave plan` shows it before the run.",
+        budget_bytes=error.budget_bytes,
+        smallest_bytes=error.smallest_bytes,
+        bound_bytes=error.bound_bytes,
+        smallest_plan=error.smallest_plan,
+    )
 
 
 def interrupted(

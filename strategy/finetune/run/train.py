@@ -29,7 +29,13 @@ from thunder_memsave.finetune.process.deterministic import deterministic_kernels
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
 from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
 from thunder_memsave.finetune.run.describe_job import card_facts
-from thunder_memsave.finetune.run.early_end import explained, interrupted, is_saved, stopped_error
+from thunder_memsave.finetune.run.early_end import (
+    explained,
+    interrupted,
+    is_saved,
+    refused_budget,
+    stopped_error,
+)
 from thunder_memsave.finetune.run.fabric import build_fabric
 from thunder_memsave.finetune.run.job import Job, prepare
 from thunder_memsave.finetune.run.plan_shown import PlanShown
@@ -96,6 +102,8 @@ def _train(config: RunConfig, processes: LocalProcesses, *, prints_plan: bool) -
     try:
         begun = _begin(fabric, job, base, callbacks, state)
         return _run(fabric, begun.job, begun, state)
+    except BudgetError as error:
+        raise refused_budget(error, fabric, job) from error
     except BaseException as error:
         told = stopped_error(error, fabric, job, state, processes)
         if told is None:

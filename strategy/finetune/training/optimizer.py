@@ -59,11 +59,17 @@ def states_of(config: RunConfig) -> str | None:
     return None if is_torchs and spec.get("rounding", "nearest") == "nearest" else states
 
 
+def has_fewer_bits(config: RunConfig) -> bool:
+    """Tell whether the run's optimizer is one that can have its states in fewer bits."""
+    cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
+    return cls in _WITH_FEWER_BITS
+
+
 def _with_fewer_bits(config: RunConfig) -> ClassSpec:
     spec = config.optimizer
     cls = import_class(spec, where="optimizer", default_module="torch.optim")
     settings: dict[str, Any] = {k: v for k, v in spec.items() if k in ("states", "rounding")}
-    if cls not in _WITH_FEWER_BITS:
+    if not has_fewer_bits(config):
         key, value = next(iter(settings.items()))
         raise ConfigError(
             f"optimizer.{key} is {value!r}, which {cls.__name__} does not have; Adam, AdamW and SGD do: name one of "

@@ -95,7 +95,7 @@ def kinds_table(profile: Profile) -> str:
     """Show the parts of the peak as a table, the most bytes first."""
     by_kind = sorted(profile.peak_bytes_by_kind.items(), key=lambda pair: -pair[1])
     rows = [[kind_name(kind), in_units(nbytes)] for kind, nbytes in by_kind if nbytes]
-    return "\n".join(_table([*rows, ["peak", in_units(profile.peak_bytes)]]))
+    return "\n".join(table([*rows, ["peak", in_units(profile.peak_bytes)]]))
 
 
 def kind_name(kind: str) -> str:
@@ -133,7 +133,7 @@ def _summary(plan: Plan) -> list[str]:
             ["on the host meanwhile", in_units(plan.offloaded_bytes)],
             ["copies not hidden", f"{plan.exposed_us / 1000:,.2f} ms"],
         ]
-    return _table(rows)
+    return table(rows)
 
 
 def _decisions(plan: Plan, num_rows: int) -> list[str]:
@@ -143,9 +143,10 @@ def _decisions(plan: Plan, num_rows: int) -> list[str]:
     shown = [row.cells for row in rows[:num_rows]]
     head = ["action", "", "bytes", "cost", "module", "line", "reason"]
     rest = [f"... and {len(rows) - num_rows} more rows"] if len(rows) > num_rows else []
-    return [f"decisions: {heading or 'none'}", *(_table([head, *shown]) if shown else []), *rest]
+    return [f"decisions: {heading or 'none'}", *(table([head, *shown]) if shown else []), *rest]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines with the cells of each column one below the other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,0 +1,272 @@
+"""What a rank would hold with weights and optimizer states in other formats, or on other numbers of ranks.
+
+Bytes of weights and of states are those that a plan of each would count. Its peak is estimated from the plan at hand:
+activations stay, and gathered and dequantised weights follow the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from thunder_memsave.aten.record import allocated_bytes
+from thunder_memsave.budget.target.device import stand_in, without_memory
+from thunder_memsave.distributed.process_group import size_of_shard_group
+from thunder_memsave.finetune.model.build import describe_model
+from thunder_memsave.finetune.plan.fp8_planned import planned_fp8
+from thunder_memsave.finetune.plan.plan_run import RunPlan, ranks_per_node
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.training.optimizer import has_fewer_bits, make_optimizer
+from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.planner.report.explain import in_units, table
+from thunder_memsave.planner.reserved import ReservedMemory
+from thunder_memsave.settings.problems import ConfigError
+from thunder_memsave.stored_weights.formats import all_formats
+from thunder_memsave.stored_weights.in_bytes import frozen_in_bytes
+
+_STATES = ("bfloat16", "int8")
+"""`fp8` has the bytes of `int8`."""
+_SQUARE = torch.Size((1024, 1024))
+_TIMES_AS_MANY = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How a run stores its weights and its optimizer's states."""
+
+    weights: str
+    states: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the run file that make it so, with their values; empty for the run as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One form, on a number of ranks."""
+
+    form: Form
+    num_ranks: int
+    weight_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    """An estimate."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights and optimizer states of each rank."""
+        return self.weight_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What is known of a plan."""
+
+    num_ranks: int
+    num_rows: int
+    """Per micro-batch."""
+    device_type: str
+    budget_bytes: int | None
+    peak_bytes: int
+    """What it needs of the budget; that of the smallest plan, if the run does not fit."""
+    by_kind: Mapping[str, int] = field(default_factory=dict)
+    """The parts of the peak, as far as they are known."""
+
+    @classmethod
+    def of_plan(cls, made: RunPlan) -> Known:
+        """Return what there is to know of a plan."""
+        peak_bytes = made.call.profile.peak_bytes
+        if made.refusal is not None:
+            peak_bytes = made.smallest_bytes
+        elif made.limits_reserved and isinstance(made.reserved, ReservedMemory):
+            peak_bytes = made.reserved.reserved_bytes
+        return cls(
+            num_ranks=made.num_ranks,
+            num_rows=made.num_rows,
+            device_type="cpu" if made.device.name == "cpu" else "cuda",
+            budget_bytes=made.budget_bytes,
+            peak_bytes=peak_bytes,
+            by_kind=made.call.profile.peak_bytes_by_kind,
+        )
+
+    def of(self, *kinds: str) -> int:
+        """Return the bytes of these kinds at the peak."""
+        return sum(self.by_kind.get(kind, 0) for kind in kinds)
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return the run with other values of keys, each `section.key`."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        old = getattr(config, section)
+        new = {**old, name: value} if isinstance(old, dict) else None
+        new = new or dataclasses.replace(old, **{name: value})
+        config = dataclasses.replace(config, **{section: new})
+    return config
+
+
+def forms_of(config: RunConfig) -> list[Form]:
+    """Return the forms that a run can have, its own first: of frozen weights, or of trained ones if none are frozen."""
+    weights: dict[str, dict[str, Any]] = {_weights_of(config): {}}
+    if config.fp8 is not None:
+        weights["fp8"] = {"fp8.frozen_weights": "fp8"}
+    else:
+        for each in sorted(all_formats(), key=lambda f: -f.num_bytes(_SQUARE)):
+            weights.setdefault(each.name, {"model.frozen_weights": each.name})
+    usable = {n: v for n, v in weights.items() if not v or _has_frozen(with_values(config, v))}
+    if len(usable) == 1 and config.model.trainable_dtype == "float32" and has_fewer_bits(config):
+        in_bfloat16 = {"model.trainable_dtype": "bfloat16", "optimizer.rounding": "stochastic"}
+        usable["bfloat16"] = in_bfloat16
+    states: dict[str, dict[str, Any]] = {_states_of(config): {}}
+    for name in _STATES if has_fewer_bits(config) else ():
+        states.setdefault(name, {"optimizer.states": name})
+    return [
+        Form(weights=w, states=s, values={**of_weights, **of_states})
+        for w, of_weights in usable.items()
+        for s, of_states in states.items()
+    ]
+
+
+def choices(config: RunConfig, other: RunConfig, known: Known) -> list[Choice]:
+    """Return the forms of a run, each on its number of ranks and on 2, 4 and 8 times as many; its own form first.
+
+    Args:
+        config: The run that was planned.
+        other: The same, or sharded otherwise.
+        known: What is known of the plan of `config`.
+    """
+    own = _Held(config, device_type=known.device_type)
+    found = []
+    for form in forms_of(other):
+        of_form = _Held(with_values(other, form.values), device_type=known.device_type)
+        for times in _TIMES_AS_MANY:
+            with suppress(ConfigError):  # groups that this number of ranks cannot be divided into
+                found.append(of_form.choice(form, known.num_ranks * times, own, known))
+    return found
+
+
+def formats_table(found: Sequence[Choice], *, budget_bytes: int | None) -> str:
+    """Show a row for each form and a column for each number of ranks: bytes held, and about the peak."""
+    ranks = sorted({c.num_ranks for c in found})
+    head = ["weights", "optimizer.states", *(f"{n} rank{'s' if n > 1 else ''}" for n in ranks)]
+    rows = [head]
+    for form in dict.fromkeys((c.form.weights, c.form.states) for c in found):
+        of_form = [c for c in found if (c.form.weights, c.form.states) == form]
+        rows.append([*form, *(_cell(c, budget_bytes) for c in of_form)])
+    fits = "" if budget_bytes is None else f"; * exceeds {in_units(budget_bytes)}"
+    title = f"weights and optimizer states on each rank in other formats, and about the peak{fits}:"
+    return "\n".join([title, *table(rows)])
+
+
+def _cell(choice: Choice, budget_bytes: int | None) -> str:
+    exceeds = budget_bytes is not None and choice.peak_bytes > budget_bytes
+    mark = "*" if exceeds else ""
+    return f"{in_units(choice.held_bytes)}, {in_units(choice.peak_bytes)}{mark}"
+
+
+class _Held:
+    """The weights of a run in one form, and its optimizer."""
+
+    def __init__(self, config: RunConfig, *, device_type: str) -> None:
+        self._config, self._device_type = config, device_type
+        model = describe_model(config).train()
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._largest_bytes = max(p.numel() * p.element_size() for p in model.parameters())
+        stand_in(model, None)
+        strategy = config.of_strategy
+        kept = frozen_in_bytes(model, strategy.frozen_weights, data_parallel=None)
+        if kept is not None:
+            kept.stand_in()
+        planned_fp8(model, strategy)
+        self._is_dequantised = kept is not None
+        self._weights = [(p.shape, p.dtype) for p in model.parameters()]
+
+    def choice(self, form: Form, num_ranks: int, own: _Held, known: Known) -> Choice:
+        return Choice(
+            form=form,
+            num_ranks=num_ranks,
+            weight_bytes=self.weight_bytes(num_ranks),
+            optimizer_bytes=self.optimizer_bytes(num_ranks),
+            peak_bytes=self.peak_bytes(num_ranks, own, known),
+        )
+
+    def weight_bytes(self, num_ranks: int) -> int:
+        return sum(self._shard_bytes(*each, num_ranks) for each in self._weights)
+
+    def gradient_bytes(self, num_ranks: int) -> int:
+        return sum(self._shard_bytes(p.shape, p.dtype, num_ranks) for p in self._trained)
+
+    def optimizer_bytes(self, num_ranks: int) -> int:
+        shapes = Counter((self._rows(p.shape, num_ranks), p.dtype) for p in self._trained)
+        return sum(count * self._state_bytes(*each) for each, count in shapes.items())
+
+    def peak_bytes(self, num_ranks: int, own: _Held, known: Known) -> int:
+        """Estimate the peak from that of a plan whose run has the form `own`."""
+        before, peak = known.num_ranks, known.peak_bytes
+        for part in (_Held.weight_bytes, _Held.optimizer_bytes):
+            peak += part(self, num_ranks) - part(own, before)
+        if own._trained:
+            of_gradients = self.gradient_bytes(num_ranks) / own.gradient_bytes(before)
+            peak += int(known.of("gradient", "accumulated") * (of_gradients - 1))
+        if gathered := known.of("gathered"):
+            peak += int(gathered * (self.weight_bytes(1) / own.weight_bytes(1) - 1))
+        elif self._shards(num_ranks) > own._shards(before):
+            peak += 2 * self._largest_bytes
+        if self._is_dequantised and not own._is_dequantised:
+            peak += self._largest_bytes
+        return peak
+
+    def _shards(self, num_ranks: int) -> int:
+        """Return the number of ranks that share the rows of a weight."""
+        strategy = self._config.of_strategy
+        if strategy.sharding.mode == "none":
+            return 1
+        of_node = ranks_per_node(num_ranks)
+        return size_of_shard_group(strategy, num_ranks=num_ranks, ranks_per_node=of_node)
+
+    def _rows(self, shape: torch.Size, num_ranks: int) -> torch.Size:
+        if not shape or not shape.numel():
+            return shape
+        return torch.Size([-(-shape[0] // self._shards(num_ranks)), *shape[1:]])
+
+    def _shard_bytes(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> int:
+        return allocated_bytes(
+            self._rows(shape, num_ranks).numel() * dtype.itemsize, self._device_type
+        )
+
+    def _state_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        parameter = nn.Parameter(without_memory(shape, dtype))
+        optimizer = make_optimizer(self._config, [parameter], device_type=self._device_type)
+        planned = "" if self._device_type == "cpu" else "cuda"
+        return step_memory([optimizer], device_type=planned).optimizer_bytes
+
+
+def _weights_of(config: RunConfig) -> str:
+    model = config.model
+    if config.fp8 is not None and config.fp8.frozen_weights == "fp8":
+        return "fp8"
+    return model.frozen_weights or (
+        model.dtype if config.lora is not None else model.trainable_dtype
+    )
+
+
+def _states_of(config: RunConfig) -> str:
+    return str(config.optimizer.get("states", config.model.trainable_dtype))
+
+
+def _has_frozen(config: RunConfig) -> bool:
+    """Tell whether a run has weights that its format can keep."""
+    model = describe_model(config).train()
+    with suppress(ConfigError):
+        strategy = config.of_strategy
+        if strategy.frozen_weights is not None:
+            return frozen_in_bytes(model, strategy.frozen_weights, data_parallel=None) is not None
+        stand_in(model, None)
+        return planned_fp8(model, strategy) is not None
+    return False

@@ -1,0 +1,146 @@
+"""`plan --formats`, and the change that is named where a run does not fit: bytes that plans of them confirm."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thunder_memsave.budget import plan_request
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.plan.cheapest_change import Change, changes_that_should_fit
+from thunder_memsave.finetune.plan.other_formats import Known, choices, forms_of, with_values
+from thunder_memsave.finetune.plan.plan_run import RunPlan, plan_run
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.reading.parse import load_run_config
+from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.planner.search.solve import solve
+
+FULL = ("--lora=null", "--train.micro_batch_size=1", "--device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_request, "solve", partial(solve, time_limit_s=0.3))
+    for name in ("_SMALLEST_S", "_CURVE_S"):
+        monkeypatch.setattr(f"thunder_memsave.finetune.plan.plan_run.{name}", 0.01)
+
+
+def planned(config: RunConfig, num_ranks: int, device: str = "h200") -> RunPlan:
+    return plan_run(config, device=DEVICES[device], num_ranks=num_ranks, has_curve=False)
+
+
+@pytest.mark.parametrize("overrides", [(), ("--lora=null",)], ids=["lora", "full"])
+def test_weights_and_states_take_what_plans_of_each_form_count(
+    run_file: str, overrides: tuple[str, ...]
+) -> None:
+    config = load_run_config(run_file, overrides)
+    found = choices(config, config, Known.of_plan(planned(config, 1)))
+    is_lora = not overrides
+    assert [c.num_ranks for c in found[:4]] == [1, 2, 4, 8]
+    assert {c.form.weights for c in found} == (
+        {"bfloat16", "int8", "nf4"} if is_lora else {"float32", "bfloat16"}
+    )
+    # A plan takes seconds: each format of weights and of states, and each number of ranks, is in one of them.
+    for number in (1, -2, 14) if is_lora else (3, -4):
+        chosen = found[number]
+        made = planned(with_values(config, chosen.form.values), chosen.num_ranks)
+        by_kind = made.call.profile.peak_bytes_by_kind
+        assert chosen.weight_bytes == by_kind["parameter"], chosen
+        assert chosen.optimizer_bytes == by_kind["optimizer"], chosen
+
+
+def test_the_runs_own_form_has_the_peak_of_its_plan(run_file: str) -> None:
+    config = load_run_config(run_file)
+    known = Known.of_plan(planned(config, 4))
+    first = choices(config, config, known)[0]
+    assert (first.num_ranks, first.form.values) == (4, {})
+    assert first.peak_bytes == known.peak_bytes
+
+
+def test_a_run_in_fp8_has_its_frozen_weights_in_fp8_as_the_other_form(run_file: str) -> None:
+    config = load_run_config(run_file, ["--fp8.recipe=current"])
+    values = [f.values for f in forms_of(config) if "optimizer.states" not in f.values]
+    assert values == [{}, {"fp8.frozen_weights": "fp8"}]
+
+
+def test_formats_are_shown_for_up_to_eight_times_the_ranks(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "plan.json"
+    options = ["--formats", "--world-size=2", f"--json={report}"]
+    assert main(["plan", run_file, *options]) == 0
+    shown = capsys.readouterr().out
+    table = shown[shown.index("weights and optimizer states on each rank") :].splitlines()
+    assert table[1].split("  ")[0] == "weights"
+    assert re.findall(r"(\d+) ranks", table[1]) == ["2", "4", "8", "16"]
+    assert len(table) == 2 + 9
+    formats = json.loads(report.read_text())["formats"]
+    assert len(formats) == 36
+    assert formats[0]["form"] == {"weights": "bfloat16", "states": "float32", "values": {}}
+
+
+def refused(run_file: str, tmp_path: Path, *options: str) -> dict[str, Any]:
+    report = tmp_path / "plan.json"
+    assert main(["plan", run_file, f"--json={report}", *options]) == 3
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def test_a_run_that_does_not_fit_is_told_the_change_with_which_it_does(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smallest = planned(load_run_config(run_file, FULL[:2]), 1, "cpu").smallest_bytes
+    budget = f"--budget={smallest - 4096}"
+    change = refused(run_file, tmp_path, "--world-size=1", *FULL, budget)["change"]
+    assert change == "--optimizer.states=bfloat16"
+    assert f"with which it fits: {change}; planned so, it needs" in capsys.readouterr().out
+    assert main(["plan", run_file, "--world-size=1", *FULL, budget, change]) == 0
+
+
+def test_fewer_rows_at_once_come_first_because_no_number_changes(
+    run_file: str, tmp_path: Path
+) -> None:
+    overrides = ("--train.micro_batch_size=4", "--train.global_batch_size=8")
+    smallest = planned(load_run_config(run_file, overrides), 1, "cpu").smallest_bytes
+    options = ("--world-size=1", "--device=cpu", *overrides, f"--budget={smallest - 4096}")
+    assert refused(run_file, tmp_path, *options)["change"] == "--train.micro_batch_size=2"
+
+
+def test_a_run_that_no_change_makes_fit_says_so(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(run_file, tmp_path, "--budget=70000", *FULL)["change"] is None
+    assert "no change of rows per micro-batch, of formats or of" in capsys.readouterr().out
+
+
+def estimated(config: RunConfig, num_ranks: int, part: float) -> list[Change]:
+    known = Known(
+        num_ranks=num_ranks,
+        num_rows=2,
+        device_type="cpu",
+        budget_bytes=int(1_000_000 * part),
+        peak_bytes=1_000_000,
+    )
+    return list(changes_that_should_fit(config, known))
+
+
+def test_replicas_are_sharded_before_formats_change(run_file: str) -> None:
+    config = load_run_config(run_file, ["--strategy.sharding=none", "--lora=null"])
+    shown = [c.shown for c in estimated(config, 2, 0.95)]
+    assert shown[0] == "--train.micro_batch_size=1"
+    assert shown[1] == "--strategy.sharding=zero3"
+    assert all("states" in s or "trainable" in s for s in shown[2:7])
+
+
+def test_more_ranks_come_last_and_divide_the_batch(run_file: str) -> None:
+    changes = estimated(load_run_config(run_file, ["--train.micro_batch_size=2"]), 2, 0.99)
+    more = [c.num_ranks for c in changes if c.more_ranks]
+    assert more
+    assert set(more) == {4}  # 8 rows, 2 at once
+    assert not any(c.more_ranks for c in changes[: -len(more)])
