@@ -246,9 +246,9 @@ def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
 def _checked_and_held(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check states that are loaded, and keep PyTorch from converting them."""
     assert isinstance(optimizer, ByRows)
+    # PyTorch's own have no such settings. The order stays: files of equal states have equal bytes.
     groups = [
-        # PyTorch's own have no such settings.
-        {"states": "float32", "rounding": mine["rounding"], "seed": mine["seed"], **theirs}
+        {**theirs, **{k: v for k, v in _own_settings(mine).items() if k not in theirs}}
         for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
     ]
     refuse_other_states(optimizer.param_groups, groups)
@@ -266,6 +266,10 @@ def _checked_and_held(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     num_missing = len(state_dict["param_groups"]) - len(groups)
     rest = state_dict["param_groups"][-num_missing:] if num_missing else []
     return {**state_dict, "state": state, "param_groups": [*groups, *rest]}
+
+
+def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"states": "float32", "rounding": group["rounding"], "seed": group["seed"]}
 
 
 def _released(optimizer: Optimizer) -> None:

@@ -87,8 +87,8 @@ def test_three_ranks(name: str) -> None:
 
 
 @FORMATS
-def test_two_groups_of_two_ranks(name: str) -> None:
-    run_on_fabric_ranks(check_two_groups, 4, name)
+def test_four_ranks(name: str) -> None:
+    run_on_fabric_ranks(check_four_ranks, 4, name)
 
 
 @on_fabric_rank
@@ -108,8 +108,9 @@ def check_three_ranks(name: str) -> None:
 
 
 @on_fabric_rank
-def check_two_groups(name: str) -> None:
-    check_training(4, {"mode": "hybrid", "size": 2}, format_named(name))
+def check_four_ranks(name: str) -> None:
+    for sharding in ("zero2", "zero3", {"mode": "hybrid", "size": 2}):
+        check_training(4, sharding, format_named(name))
 
 
 def check_training(num_ranks: int, sharding: Any, kept_in: StoredFormat) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.stored_weights.formats import all_formats
 from thunder_memsave.stored_weights.in_bytes import frozen_in_bytes
 
-_STATES = ("bfloat16", "int8")
+_STATES = ("float32", "bfloat16", "int8")
 """`fp8` has the bytes of `int8`."""
 _SQUARE = torch.Size((1024, 1024))
 _TIMES_AS_MANY = (1, 2, 4, 8)
@@ -123,14 +123,20 @@ def forms_of(config: RunConfig) -> list[Form]:
     if len(usable) == 1 and config.model.trainable_dtype == "float32" and has_fewer_bits(config):
         in_bfloat16 = {"model.trainable_dtype": "bfloat16", "optimizer.rounding": "stochastic"}
         usable["bfloat16"] = in_bfloat16
-    states: dict[str, dict[str, Any]] = {_states_of(config): {}}
-    for name in _STATES if has_fewer_bits(config) else ():
-        states.setdefault(name, {"optimizer.states": name})
     return [
-        Form(weights=w, states=s, values={**of_weights, **of_states})
+        Form(weights=w, states=states, values={**of_weights, **of_states})
         for w, of_weights in usable.items()
-        for s, of_states in states.items()
+        for states, of_states in _states(with_values(config, of_weights))
     ]
+
+
+def _states(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield formats of states with what makes them so, the run's own first."""
+    own = str(config.optimizer.get("states", config.model.trainable_dtype))
+    yield own, {}
+    for name in _STATES if has_fewer_bits(config) else ():
+        if name != own:
+            yield name, {"optimizer.states": name}
 
 
 def choices(config: RunConfig, other: RunConfig, known: Known) -> list[Choice]:
@@ -141,10 +147,11 @@ def choices(config: RunConfig, other: RunConfig, known: Known) -> list[Choice]:
         other: The same, or sharded otherwise.
         known: What is known of the plan of `config`.
     """
-    own = _Held(config, device_type=known.device_type)
+    state_bytes: _StateBytes = {}
+    own = _Held(config, known.device_type, state_bytes)
     found = []
     for form in forms_of(other):
-        of_form = _Held(with_values(other, form.values), device_type=known.device_type)
+        of_form = _Held(with_values(other, form.values), known.device_type, state_bytes)
         for times in _TIMES_AS_MANY:
             with suppress(ConfigError):  # groups that this number of ranks cannot be divided into
                 found.append(of_form.choice(form, known.num_ranks * times, own, known))
@@ -170,16 +177,20 @@ def _cell(choice: Choice, budget_bytes: int | None) -> str:
     return f"{in_units(choice.held_bytes)}, {in_units(choice.peak_bytes)}{mark}"
 
 
+_StateBytes = dict[tuple[str, torch.Size, torch.dtype], int]
+"""Bytes of the states of a parameter, by the optimizer, its shape and its dtype: finding them takes milliseconds."""
+
+
 class _Held:
     """The weights of a run in one form, and its optimizer."""
 
-    def __init__(self, config: RunConfig, *, device_type: str) -> None:
-        self._config, self._device_type = config, device_type
+    def __init__(self, config: RunConfig, device_type: str, state_bytes: _StateBytes) -> None:
+        self._config, self._device_type, self._known_bytes = config, device_type, state_bytes
         model = describe_model(config).train()
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._largest_bytes = max(p.numel() * p.element_size() for p in model.parameters())
         stand_in(model, None)
-        strategy = config.of_strategy
+        self._strategy = strategy = config.of_strategy
         kept = frozen_in_bytes(model, strategy.frozen_weights, data_parallel=None)
         if kept is not None:
             kept.stand_in()
@@ -224,11 +235,10 @@ class _Held:
 
     def _shards(self, num_ranks: int) -> int:
         """Return the number of ranks that share the rows of a weight."""
-        strategy = self._config.of_strategy
-        if strategy.sharding.mode == "none":
+        if self._strategy.sharding.mode == "none":
             return 1
         of_node = ranks_per_node(num_ranks)
-        return size_of_shard_group(strategy, num_ranks=num_ranks, ranks_per_node=of_node)
+        return size_of_shard_group(self._strategy, num_ranks=num_ranks, ranks_per_node=of_node)
 
     def _rows(self, shape: torch.Size, num_ranks: int) -> torch.Size:
         if not shape or not shape.numel():
@@ -241,10 +251,14 @@ class _Held:
         )
 
     def _state_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        parameter = nn.Parameter(without_memory(shape, dtype))
-        optimizer = make_optimizer(self._config, [parameter], device_type=self._device_type)
-        planned = "" if self._device_type == "cpu" else "cuda"
-        return step_memory([optimizer], device_type=planned).optimizer_bytes
+        key = (repr(self._config.optimizer), shape, dtype)
+        if key not in self._known_bytes:
+            parameter = nn.Parameter(without_memory(shape, dtype))
+            optimizer = make_optimizer(self._config, [parameter], device_type=self._device_type)
+            planned = "" if self._device_type == "cpu" else "cuda"
+            found = step_memory([optimizer], device_type=planned)
+            self._known_bytes[key] = found.optimizer_bytes
+        return self._known_bytes[key]
 
 
 def _weights_of(config: RunConfig) -> str:
@@ -254,10 +268,6 @@ def _weights_of(config: RunConfig) -> str:
     return model.frozen_weights or (
         model.dtype if config.lora is not None else model.trainable_dtype
     )
-
-
-def _states_of(config: RunConfig) -> str:
-    return str(config.optimizer.get("states", config.model.trainable_dtype))
 
 
 def _has_frozen(config: RunConfig) -> bool:

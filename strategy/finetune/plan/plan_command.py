@@ -198,7 +198,7 @@ def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
         )
         config = with_row(config, longest.num_tokens)
     made = plan(config, num_ranks) if longest is None else longest.made
-    formats = choices(config, config, Known.ofplan_of(made)) if options.shows_formats else ()
+    formats = choices(config, config, Known.of_plan(made)) if options.shows_formats else ()
     change = None
     if not made.fits:
         change = cheapest_change(config, made, plan, say=_say)

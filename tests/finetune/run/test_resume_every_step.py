@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pytest
@@ -30,9 +30,12 @@ from thunder_memsave.finetune.data.packing import Rows, pad
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.training.loop import LoopPlan, fit
+from thunder_memsave.optim import AdamW
+from thunder_memsave.optim.formats import Format
 
 NUM_STEPS, NUM_TOKENS = 20, 32
-Optimizer = Literal["AdamW", "SGD"]
+Optimizer = Literal["AdamW", "SGD", "AdamW_bfloat16", "AdamW_int8", "AdamW_fp8"]
+"""The class, and the format of states in fewer bits."""
 Precision = Literal["fp32", "bf16", "fp8"]
 Trained = Literal["full", "LoRA"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
@@ -56,6 +59,7 @@ class Setting:
 SHORT = (
     Setting(optimizer="AdamW", precision="fp8", trained="LoRA"),
     Setting(optimizer="SGD", precision="bf16", trained="full"),
+    Setting(optimizer="AdamW_int8", precision="bf16", trained="full"),
 )
 ALL = [
     Setting(optimizer=optimizer, precision=precision, trained=trained)
@@ -114,7 +118,11 @@ def make_optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if setting.optimizer == "SGD":
         return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(trained, lr=0.01)
+    _, _, states = setting.optimizer.partition("_")
+    if not states:
+        return torch.optim.AdamW(trained, lr=0.01)
+    rounding = "stochastic" if setting.precision == "bf16" else "nearest"
+    return AdamW(trained, lr=0.01, states=cast(Format, states), rounding=rounding)
 
 
 def make_rows() -> Rows:
