@@ -9,6 +9,7 @@
 #   make architectures  train models of transformers and diffusers beside eager, and write the table (hours)
 #   make architecture-steps  time their steps beside eager's (an hour)
 #   make plain-modules  train small modules such as users write beside eager, and write the table (half an hour)
+#   make against-bitsandbytes  compare weights in NF4, files and an exported adapter with bitsandbytes itself
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.15.0' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
 #   make lock       write constraints.txt from what is installed
@@ -35,10 +36,10 @@ BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share i
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures architecture-steps plain-modules versions check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures architecture-steps plain-modules against-bitsandbytes versions check lint imports typing types wheel lock clean FORCE
 
 help:
-	@sed -n '3,20s/^# *//p' Makefile
+	@sed -n '3,21s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -86,6 +87,13 @@ $(VENV)/diffusers: $(STAMP)
 plain-modules: $(STAMP) typing
 	PYTHONPATH=.typing $(BIN)/python -W ignore benchmarks/plain_modules.py --workers $(WORKERS) \
 	  --save benchmarks/results/plain_modules_$$(date +%F)_cpu.md $(PLAIN_ARGS)
+
+against-bitsandbytes: $(STAMP) $(VENV)/bitsandbytes  # 125 MB, which tests know nothing of either
+	PYTHONPATH=$(VENV)/bitsandbytes $(BIN)/pytest -p no:cacheprovider tests/nf4 $(PYTEST_ARGS)
+
+$(VENV)/bitsandbytes: $(STAMP)
+	@$(BIN)/pip install --quiet --no-deps --target $@ bitsandbytes==0.50.2
+	@touch $@
 
 versions:
 	@PYTHON='$(PYTHON)' bash .ci/versions '$(CONSTRAINTS)' '$(VERSIONS)' -n $(WORKERS) $(PYTEST_ARGS)

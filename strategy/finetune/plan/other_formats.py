@@ -104,10 +104,13 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the run with other values of keys, each `section.key`."""
     for key, value in values.items():
         section, _, name = key.partition(".")
-        old = getattr(config, section)
-        new = {**old, name: value} if isinstance(old, dict) else None
-        new = new or dataclasses.replace(old, **{name: value})
-        config = dataclasses.replace(config, **{section: new})
+        old: Any = getattr(config, section)
+        if isinstance(old, dict):
+            new: Any = {**old, name: value}
+        else:
+            new = dataclasses.replace(old, **{name: value})
+        changed: dict[str, Any] = {section: new}
+        config = dataclasses.replace(config, **changed)
     return config
 
 
