@@ -51,7 +51,11 @@ def bytes_shown(config: RunConfig, model: nn.Module) -> str | None:
         return None
     kept_in = format_named(config.model.frozen_weights)
     frozen = FrozenInBytes(model, kept_in, data_parallel=None)
-    return f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes ({kept_in.title})"
+    line = f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes ({kept_in.title})"
+    if not frozen.others:
+        return line
+    named = shown(_kinds(list(map(_linear_of, frozen.others))), _NUM_OTHERS)
+    return f"{line}, not {len(frozen.others)} ({named}): inputs are no multiple of {kept_in.block}"
 
 
 def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:
@@ -62,6 +66,10 @@ def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) ->
     for reason, names in others.items():
         lines.append(f"not {len(names)} ({shown(_kinds(names), _NUM_OTHERS)}): {reason}")
     return "\n".join(lines)
+
+
+def _linear_of(weight: str) -> str:
+    return weight.removesuffix(".weight")
 
 
 def _kinds(names: Sequence[str]) -> list[str]:
