@@ -89,7 +89,7 @@ class FrozenInBytes(FrozenWeights):
             return False
         found = format_of_linear(self._format, linear)
         if found is None:
-            self._others.append(f"{name}.weight")
+            self._others.append(name)
         return self._note(linear.weight, found)
 
     def _is_stack(self, owner: nn.Module, parameter: nn.Parameter) -> bool:
@@ -102,7 +102,7 @@ class FrozenInBytes(FrozenWeights):
 
     @property
     def others(self) -> list[str]:
-        """The names of the weights of linears that stay as they are, because their inputs are not whole blocks."""
+        """The names of the linears whose weights stay as they are, because their inputs are not whole blocks."""
         return self._others
 
     def format_of(self, name: str) -> StoredFormat:

@@ -30,8 +30,8 @@ from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError
 from thunder_memsave.stored_weights.formats import MXFP4
 from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
 
-ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
-EXPERTS = {
+ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+EXPERTS: dict[str, Any] = {
     "target_modules": ["q_proj"],
     "target_parameters": [f"mlp.experts.{name}" for name in STACKS],
 }
@@ -165,7 +165,7 @@ def test_each_weight_takes_its_bytes_and_others_stay_as_they_are() -> None:
     model = Mixture()
     frozen = FrozenInBytes(model, MXFP4, data_parallel=None)
     assert frozen.names == ["first.weight", "wide.weight", "experts.up", "transposed.up"]
-    assert frozen.others == ["last.weight"]
+    assert frozen.others == ["last"]
     sizes = {name: model.get_parameter(name).numel() for name in frozen.names}
     make_fabric(sharding="none", frozen_weights="mxfp4").setup(model)
     for name, size in sizes.items():
@@ -214,11 +214,11 @@ def num_dequantised(trace: Any) -> int:
 
 
 def test_a_plan_dequantises_experts_again_where_its_budget_has_no_room() -> None:
-    free = make_fabric(sharding="none", frozen_weights="mxfp4")
+    free: Any = make_fabric(sharding="none", frozen_weights="mxfp4")
     _, expected = steps(free, Deep())
     expert_bytes = 4 * 3 * 48 * 64
     budget = free.strategy._planned_call().profile.peak_bytes - 4 * expert_bytes
-    fabric = make_fabric(sharding="none", frozen_weights="mxfp4", memory={"budget": budget})
+    fabric: Any = make_fabric(sharding="none", frozen_weights="mxfp4", memory={"budget": budget})
     module, found = steps(fabric, Deep())
     assert equal(found, expected)
     (compiled,) = module._forward_module.captures
@@ -250,7 +250,7 @@ def check_bytes_of_files(module: Any, directory: Path, fabric: Any) -> None:
 
 
 def check_files(num_ranks: int, sharding: str, directory: Path) -> None:
-    settings = {"devices": num_ranks, "sharding": sharding, "timeout": "2min"}
+    settings: dict[str, Any] = {"devices": num_ranks, "sharding": sharding, "timeout": "2min"}
     kept = make_fabric(frozen_weights="mxfp4", **settings)
     with rows_read() as rows:
         module, found = steps(kept, loaded(kept, directory))
@@ -287,7 +287,7 @@ def rows_read() -> Iterator[list[tuple[int, int, int]]]:
 
 def check_mixture(sharding: str) -> None:
     """Two ranks have the bytes of one, and gather them: once, or again in backward."""
-    settings = {"devices": 2, "sharding": sharding, "timeout": "2min"}
+    settings: dict[str, Any] = {"devices": 2, "sharding": sharding, "timeout": "2min"}
     kept = make_fabric(frozen_weights="mxfp4", **settings)
     module, found = steps(kept, Mixture())
     assert equal(found, steps(make_fabric(**settings), dequantised(Mixture()))[1])
@@ -309,7 +309,7 @@ def check_mixture(sharding: str) -> None:
 
 def check_peak() -> None:
     """The peak of a step is the predicted one."""
-    fabric = make_fabric(devices=2, sharding="zero3", frozen_weights="mxfp4", timeout="2min")
+    fabric: Any = make_fabric(devices=2, sharding="zero3", frozen_weights="mxfp4", timeout="2min")
     module, _ = steps(fabric, Mixture())
     held = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     given = inputs_of(module.module, 0)

@@ -54,7 +54,7 @@ def bytes_shown(config: RunConfig, model: nn.Module) -> str | None:
     line = f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes ({kept_in.title})"
     if not frozen.others:
         return line
-    named = shown(_kinds(list(map(_linear_of, frozen.others))), _NUM_OTHERS)
+    named = shown(_kinds(frozen.others), _NUM_OTHERS)
     return f"{line}, not {len(frozen.others)} ({named}): inputs are no multiple of {kept_in.block}"
 
 
@@ -66,10 +66,6 @@ def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) ->
     for reason, names in others.items():
         lines.append(f"not {len(names)} ({shown(_kinds(names), _NUM_OTHERS)}): {reason}")
     return "\n".join(lines)
-
-
-def _linear_of(weight: str) -> str:
-    return weight.removesuffix(".weight")
 
 
 def _kinds(names: Sequence[str]) -> list[str]:
