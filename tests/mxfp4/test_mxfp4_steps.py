@@ -27,7 +27,7 @@ from thunder_memsave.measure.scratch import MeasuredScratch
 from thunder_memsave.ops.families.collectives import gathers
 from thunder_memsave.planner.simulate import simulate
 from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError
-from thunder_memsave.stored_weights.formats import MXFP4
+from thunder_memsave.stored_weights.formats import MXFP4, MXFP4_TRANSPOSED
 from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
 
 ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
@@ -245,8 +245,9 @@ def check_bytes_of_files(module: Any, directory: Path, fabric: Any) -> None:
         parts = (files[f"{stem}_{part}"].flatten(1) for part in ("scales", "blocks"))
         expected = torch.cat(list(parts), dim=1)
         assert torch.equal(whole[name], expected), name
-        values = module.get_parameter(name)
-        assert values.dtype == torch.uint8
+        shape = (3, 64, 192) if "gate" in name else (3, 96, 64)
+        values = MXFP4_TRANSPOSED.dequantize(expected, shape, torch.float32)
+        assert not torch.equal(MXFP4_TRANSPOSED.quantize(values, name=name), expected)
 
 
 def check_files(num_ranks: int, sharding: str, directory: Path) -> None:
