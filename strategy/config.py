@@ -395,7 +395,6 @@ def load_strategy_config(path: str | Path) -> StrategyConfig:
     parsed = parse_section(StrategySections, sections, where="").together
     kept = m.get("frozen_weights") if isinstance(m := given.get("model"), dict) else None
     if kept not in (None, *get_args(FrozenFormat)):
-        key, known = "model.frozen_weights", " or ".join(map(repr, get_args(FrozenFormat)))
-        message = f"is {kept!r}; write {known}, or null."
-        raise ConfigError(f"{key} {message}", key=key)
+        known, key = " or ".join(map(repr, get_args(FrozenFormat))), "model.frozen_weights"
+        raise ConfigError(f"{key} is {kept!r}; write {known}, or null.", key=key)
     return dataclasses.replace(parsed, frozen_weights=kept)
