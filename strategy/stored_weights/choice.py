@@ -40,7 +40,7 @@ def format_of_stack(
     is what `owner.is_transposed` says, as transformers' experts do; else, and where these are not whole blocks, it is
     the last that has whole blocks. Numbers depend on it, products do not.
     """
-    if kept_in.transposed is None or _LEFT in vars(owner) or not _is_number(parameter):
+    if not kept_in.takes_stacks or _LEFT in vars(owner) or not _is_number(parameter):
         return None
     shape = _shape(parameter)
     is_layer = type(owner).__module__.startswith("torch.nn.") or isinstance(owner, _ConvNd)

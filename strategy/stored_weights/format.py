@@ -61,6 +61,11 @@ class StoredFormat:
     """The format of stacks of transposed matrices, `[stack, in, out]`; None: only weights of linears are kept so."""
 
     @property
+    def takes_stacks(self) -> bool:
+        """Whether stacks of matrices are kept so, beside weights of linears."""
+        return self.transposed is not None
+
+    @property
     def setting(self) -> FrozenFormat:
         """The value of `model.frozen_weights`."""
         return setting_of(self.name)

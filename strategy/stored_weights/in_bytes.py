@@ -101,6 +101,11 @@ class FrozenInBytes(FrozenWeights):
         return found is not None
 
     @property
+    def has_stacks(self) -> bool:
+        """Whether any of the weights is a stack of matrices."""
+        return any(not kept.linears for kept in self._kept.values())
+
+    @property
     def others(self) -> list[str]:
         """The names of the linears whose weights stay as they are, because their inputs are not whole blocks."""
         return self._others
