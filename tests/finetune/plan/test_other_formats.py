@@ -70,7 +70,7 @@ def test_mxfp4_is_a_form_of_a_run_that_has_experts(run_file: str) -> None:
         "num_attention_heads": 4,
         "head_dim": 8,
     }
-    values = {"model.architecture": {**shape, "num_key_value_heads": 2}}
+    values: dict[str, Any] = {"model.architecture": {**shape, "num_key_value_heads": 2}}
     values |= {"model.name_or_path": "org/a", "model.attn_implementation": "eager"}
     config = load_run_config(run_file)
     found = [
