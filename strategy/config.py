@@ -346,7 +346,7 @@ class StrategyConfig(StrategySection):
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     fp8: Fp8Config | None = None
     frozen_weights: FrozenFormat | None = None
-    """Format of the frozen weights of linear layers; in a run file, `model.frozen_weights`."""
+    """Format of frozen weights of linear layers, in `mxfp4` of experts too; in a run file, `model.frozen_weights`."""
 
     def __post_init__(self) -> None:
         StrategySection.__post_init__(self)
@@ -395,6 +395,6 @@ def load_strategy_config(path: str | Path) -> StrategyConfig:
     parsed = parse_section(StrategySections, sections, where="").together
     kept = m.get("frozen_weights") if isinstance(m := given.get("model"), dict) else None
     if kept not in (None, *get_args(FrozenFormat)):
-        message, key = f"is {kept!r}; write 'nf4' or 'int8', or null.", "model.frozen_weights"
-        raise ConfigError(f"{key} {message}", key=key)
+        known, key = " or ".join(map(repr, get_args(FrozenFormat))), "model.frozen_weights"
+        raise ConfigError(f"{key} is {kept!r}; write {known}, or null.", key=key)
     return dataclasses.replace(parsed, frozen_weights=kept)

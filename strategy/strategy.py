@@ -85,7 +85,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         memory: The memory budget and the planner's settings: a mapping such as `{"budget": "60GiB"}`, or a
             `MemoryConfig`; None means the defaults.
         fp8: Which linears compute in fp8, and how: `{"recipe": "delayed"}`, `{}`, an `Fp8Config`; None: none do.
-        frozen_weights: Format of frozen weights of linears, `"nf4"` or `"int8"`; None: as they are, or as `fp8` says.
+        frozen_weights: Format of frozen weights, `"nf4"`, `"int8"` or `"mxfp4"`; None: as they are, or as `fp8` says.
         process_group_backend: None means `nccl` on CUDA devices and `gloo` on the CPU.
 
     Raises:

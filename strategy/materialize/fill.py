@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.checkpoints.module_state import Problem, StateMismatchError, copy_rows
-from thunder_memsave.checkpoints.nf4_source import Nf4Source
+from thunder_memsave.checkpoints.quantized_files.stored_source import (
+    StoredSource,
+    format_in_files,
+)
 from thunder_memsave.checkpoints.sources import (
     TensorSource,
     TensorSpec,
@@ -39,9 +42,9 @@ from thunder_memsave.sharding.rows import (
     whole_shape,
 )
 from thunder_memsave.sharding.sharded_parameter import stored_weight
+from thunder_memsave.stored_weights.format import QuantizedFilesError, StoredFormat
 from thunder_memsave.stored_weights.formats import NF4
 from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
-from thunder_memsave.stored_weights.nf4.bitsandbytes import QuantizedFilesError
 from thunder_memsave.stored_weights.walk import FrozenWeights
 
 
@@ -96,8 +99,8 @@ def materialize(
 
 def _planned_reads(module: nn.Module, frozen: FrozenWeights | None) -> list[_Read]:
     reads = list(_plan_reads(module))
-    in_nf4 = [read for read in reads if read.source_in_nf4 is not None]
-    if in_nf4 and not _keeps_nf4(frozen):
+    in_nf4 = [read for read in reads if read.format_in_files is NF4]
+    if in_nf4 and not _keeps(frozen, NF4):
         raise QuantizedFilesError(
             f"the weight files have {len(in_nf4)} weights in NF4, such as {in_nf4[0].stored_name}, but the model is "
             "not to keep them so; set frozen_weights to 'nf4', or give the files that they were made from.",
@@ -106,8 +109,8 @@ def _planned_reads(module: nn.Module, frozen: FrozenWeights | None) -> list[_Rea
     return reads
 
 
-def _keeps_nf4(frozen: FrozenWeights | None) -> bool:
-    return isinstance(frozen, FrozenInBytes) and frozen.kept_in is NF4
+def _keeps(frozen: FrozenWeights | None, kept_in: StoredFormat) -> bool:
+    return isinstance(frozen, FrozenInBytes) and frozen.kept_in.setting == kept_in.setting
 
 
 def _take_stored(
@@ -116,14 +119,16 @@ def _take_stored(
     device: torch.device,
     data_parallel: DataParallel | None,
 ) -> None:
-    """Give weights that files have in NF4 their bytes; those that are trained are read dequantised, with the rest."""
+    """Give weights the bytes that files have of them; those that are trained are read dequantised, with the rest."""
     for read in reads:
-        source = read.source_in_nf4
-        if source is None or not frozen.has(read.target) or not read.target.is_meta:
+        found = read.format_in_files
+        if found is None or not _keeps(frozen, found):
+            continue
+        if not frozen.has(read.target) or not read.target.is_meta:
             continue
         assert isinstance(frozen, FrozenInBytes)
         _fill_with_nothing(read, device, data_parallel)
-        frozen.take(read.target, source.stored(read.stored_name).to(device))
+        frozen.take(read.target, found, partial(read.stored, device))
 
 
 def _fill_with_nothing(
@@ -173,10 +178,14 @@ class _Read:
     source: TensorSource
 
     @property
-    def source_in_nf4(self) -> Nf4Source | None:
-        """The source, if it has the tensor in NF4."""
-        of_nf4 = isinstance(self.source, Nf4Source) and self.source.is_in_nf4(self.stored_name)
-        return self.source if of_nf4 else None  # type: ignore[return-value]
+    def format_in_files(self) -> StoredFormat | None:
+        """The format in which the files have the tensor; None: they have its values."""
+        return format_in_files(self.source, self.stored_name)
+
+    def stored(self, device: torch.device, rows: slice | None) -> Tensor:
+        """Read the bytes of a quantised weight, or some rows of them."""
+        assert isinstance(self.source, StoredSource)
+        return self.source.stored(self.stored_name, rows).to(device)
 
     def rows_of_source(self, rows: slice | None) -> Tensor:
         return self.source.read(self.stored_name, rows)

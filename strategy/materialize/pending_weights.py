@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.checkpoints.nf4_source import Nf4Source, with_dequantized
+from thunder_memsave.checkpoints.quantized_files.stored_source import (
+    format_in_files,
+    with_dequantized,
+)
 from thunder_memsave.checkpoints.sources import (
     StateDictSource,
     TensorSource,
@@ -56,7 +59,7 @@ def load_on_setup(
 
     Raises:
         ValueError: There is nothing to read at `weights`, or `module` has values already.
-        QuantizedFilesError: The files are in a format of bitsandbytes other than NF4.
+        QuantizedFilesError: The files have weights in a format that is not read.
     """
     if not any(p.is_meta for p in module.parameters()):
         raise ValueError(
@@ -74,11 +77,11 @@ def load_on_setup(
 
 
 def open_weights(path: str | Path) -> TensorSource:
-    """Open files, as `open_source` does; weights in NF4 are there under their names alone.
+    """Open files, as `open_source` does; quantised weights are there under their names alone.
 
     Raises:
         ValueError: There is nothing to read at `path`.
-        QuantizedFilesError: The files are in a format of bitsandbytes other than NF4.
+        QuantizedFilesError: The files have weights in a format that is not read.
     """
     return with_dequantized(open_source(path))
 
@@ -97,14 +100,14 @@ def names_in_files(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, value in state.items() if id(value) in filled)
 
 
-def names_in_nf4(module: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that `load_on_setup` will fill from weights that files have in NF4."""
+def names_of_bytes_in_files(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that `load_on_setup` will fill from weights that files hold quantised."""
     return frozenset(
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules()
         if isinstance(pending := vars(owner).get(PENDING), PendingWeights)
         for name, (stored_name, _) in wanted_tensors(owner, pending.rename).items()
-        if isinstance(pending.source, Nf4Source) and pending.source.is_in_nf4(stored_name)
+        if format_in_files(pending.source, stored_name) is not None
     )
 
 

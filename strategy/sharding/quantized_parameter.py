@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.settings.frozen_format import BytesFormat, setting_of
 from thunder_memsave.sharding.operands import first_of, tensors_in
 from thunder_memsave.sharding.row_operations import name_of
 from thunder_memsave.sharding.rows import mark, whole_shape
@@ -101,7 +102,7 @@ def hold_bytes(
     p: nn.Parameter,
     stored: Tensor,
     *,
-    kept_in: Literal["nf4", "int8"],
+    kept_in: BytesFormat,
     whole: torch.Size,
     name: str,
     data_parallel: DataParallel | None,
@@ -173,9 +174,10 @@ def _mixes_shapes(values: Sequence[Any]) -> bool:
 def _message(operation: str, p: Fp8Parameter) -> str:
     stored = stored_weight(p)
     if stored is not None and stored.format != "fp8":
+        setting = setting_of(stored.format)
         return (
             f"{operation}() was asked to use {p._parameter_name!r} outside the compiled forward, but only the bytes of "
-            f"that weight are kept (frozen_weights: {stored.format}). Call the module that fabric.setup() returned, or "
+            f"that weight are kept (frozen_weights: {setting}). Call the module that fabric.setup() returned, or "
             "leave frozen_weights out, which keeps the weight itself."
         )
     return (

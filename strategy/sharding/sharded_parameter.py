@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from thunder_memsave.compat import foreach_subclasses
+from thunder_memsave.settings.frozen_format import BytesFormat
 from thunder_memsave.sharding.operands import first_of, tensors_in
 from thunder_memsave.sharding.reductions import Gather, OverRanks
 from thunder_memsave.sharding.row_arithmetic import Rows, marked_like, run
@@ -37,9 +38,9 @@ _GIVES_BYTES = frozenset(
 class StoredWeight:
     """The whole weight that a parameter, or all its shards, hold in a format of fewer bytes."""
 
-    format: Literal["fp8", "nf4", "int8"]
+    format: Literal["fp8", BytesFormat]
     """`fp8`: numbers in the weight's shape, whose scale is elsewhere; the others: bytes, scales among them, flat in
-    `nf4` and by rows in `int8`."""
+    `nf4` and by rows in the others."""
     dtype: torch.dtype
     shape: torch.Size
 

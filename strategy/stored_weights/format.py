@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.settings.frozen_format import BytesFormat, FrozenFormat, setting_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be stored."""
@@ -17,6 +18,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class NonFiniteWeightError(ThunderMemsaveError, ValueError):
     """A weight has an element that is infinite or not a number, which no number of a format stands for."""
+
+
+class QuantizedFilesError(ThunderMemsaveError, ValueError):
+    """Files hold weights in a format that is not read, or that the model is not to be kept in."""
 
 
 class Quantize(Protocol):
@@ -30,12 +35,15 @@ class Quantize(Protocol):
         """
 
 
+Dequantize = Callable[[Tensor, torch.Size | tuple[int, ...], torch.dtype], Tensor]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFormat:
     """One format: a weight of any shape is one uint8 tensor, from which alone it is dequantised."""
 
-    name: Literal["nf4", "int8"]
-    """The value of `model.frozen_weights`."""
+    name: BytesFormat
+    """Names it in marks of parameters and in operators."""
     title: str
     """Its name in messages."""
     is_by_rows: bool
@@ -44,8 +52,23 @@ class StoredFormat:
     stored_shape: Callable[[torch.Size], torch.Size]
     """`shape of the weight -> shape of its bytes`."""
     quantize: Quantize
-    dequantize: Callable[[Tensor, torch.Size | tuple[int, ...], torch.dtype], Tensor]
+    dequantize: Dequantize
     """`(bytes, shape of the weight, dtype) -> weight`; each element is a float32 product, rounded to the dtype."""
+
+    block: int = 1
+    """A matrix has whole blocks of this many inputs."""
+    transposed: StoredFormat | None = None
+    """The format of stacks of transposed matrices, `[stack, in, out]`; None: only weights of linears are kept so."""
+
+    @property
+    def takes_stacks(self) -> bool:
+        """Whether stacks of matrices are kept so, beside weights of linears."""
+        return self.transposed is not None
+
+    @property
+    def setting(self) -> FrozenFormat:
+        """The value of `model.frozen_weights`."""
+        return setting_of(self.name)
 
     def num_bytes(self, shape: torch.Size) -> int:
         """Return the bytes of a weight of this shape, scales included."""

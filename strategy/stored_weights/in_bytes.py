@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from thunder_memsave.config import ConfigError
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.sharding.quantized_parameter import hold_bytes
-from thunder_memsave.sharding.rows import gather_full, own_rows, take_rows
-from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded, stored_weight
-from thunder_memsave.stored_weights.format import DTYPES, StoredFormat
+from thunder_memsave.sharding.rows import RowRange, gather_full, own_rows, take_rows
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
+from thunder_memsave.stored_weights.choice import (
+    format_of_linear,
+    format_of_stack,
+    is_candidate,
+)
+from thunder_memsave.stored_weights.format import StoredFormat
 from thunder_memsave.stored_weights.formats import format_named
 from thunder_memsave.stored_weights.walk import (
     FrozenWeights,
@@ -22,9 +27,6 @@ from thunder_memsave.stored_weights.walk import (
     frozen_weights,
     run_all,
 )
-
-_SKIPPED = "lm_head"
-"""The output layer stays as it is, as in transformers with bitsandbytes: its errors go straight into the logits."""
 
 
 def refuse_other_storage(name: str, weight: Tensor, kept_in: StoredFormat) -> None:
@@ -36,8 +38,8 @@ def refuse_other_storage(name: str, weight: Tensor, kept_in: StoredFormat) -> No
     if weight.dtype != torch.uint8:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{name!r} holds bytes in {kept_in.title} (frozen_weights: {kept_in.name}), but was cast to {dtype}; leave "
-            "out model.to(dtype) and the like after fabric.setup().",
+            f"{name!r} holds bytes in {kept_in.title} (frozen_weights: {kept_in.setting}), but was cast to {dtype}; "
+            "leave out model.to(dtype) and the like after fabric.setup().",
             key="model.frozen_weights",
         )
 
@@ -56,7 +58,10 @@ def frozen_in_bytes(
 
 
 class FrozenInBytes(FrozenWeights):
-    """The weights of one module to keep in a format: those of `nn.Linear` that are frozen and only linears have."""
+    """The weights of one module to keep in a format: those that are frozen and only chosen modules have.
+
+    These are `nn.Linear`, and in a format that has stacks of matrices, modules with such parameters.
+    """
 
     def __init__(
         self, module: nn.Module, kept_in: StoredFormat, *, data_parallel: DataParallel | None
@@ -66,46 +71,94 @@ class FrozenInBytes(FrozenWeights):
         Raises:
             ConfigError: There are none.
         """
-        super().__init__(frozen_weights(module, _can_be_kept), data_parallel)
         self._format = kept_in
+        self._formats: dict[int, StoredFormat] = {}
+        self._others: list[str] = []
+        chosen = frozen_weights(module, self._is_chosen, self._is_stack)
+        super().__init__(chosen, data_parallel)
         if not self._kept:
+            of_blocks = f" of whole blocks of {kept_in.block} inputs" if kept_in.block > 1 else ""
             raise ConfigError(
-                f"frozen_weights is {kept_in.name!r}, but the model has no nn.Linear, beside lm_head, whose weight is "
-                "frozen and its own; leave frozen_weights out, or train with `lora`.",
+                f"frozen_weights is {kept_in.setting!r}, but the model has no nn.Linear{of_blocks}, beside lm_head, "
+                "whose weight is frozen and its own; leave frozen_weights out, or train with `lora`.",
                 key="model.frozen_weights",
             )
+
+    def _is_chosen(self, name: str, linear: nn.Linear) -> bool:
+        if not is_candidate(name, linear):
+            return False
+        found = format_of_linear(self._format, linear)
+        if found is None:
+            self._others.append(name)
+        return self._note(linear.weight, found)
+
+    def _is_stack(self, owner: nn.Module, parameter: nn.Parameter) -> bool:
+        return self._note(parameter, format_of_stack(self._format, owner, parameter))
+
+    def _note(self, weight: Tensor, found: StoredFormat | None) -> bool:
+        if found is not None:
+            self._formats[id(weight)] = found
+        return found is not None
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether any of the weights is a stack of matrices."""
+        return any(not kept.linears for kept in self._kept.values())
+
+    @property
+    def others(self) -> list[str]:
+        """The names of the linears whose weights stay as they are, because their inputs are not whole blocks."""
+        return self._others
+
+    def format_of(self, name: str) -> StoredFormat:
+        """Return the format of one of the weights, by its name."""
+        return next(self._of(kept) for kept in self._kept.values() if kept.name == name)
+
+    def _of(self, kept: Kept) -> StoredFormat:
+        return self._formats[id(kept.weight)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all of them in the format, over all ranks."""
-        return sum(self._format.num_bytes(kept.shape) for kept in self._kept.values())
+        return sum(self._of(kept).num_bytes(kept.shape) for kept in self._kept.values())
 
     @property
     def kept_in(self) -> StoredFormat:
         """The format."""
         return self._format
 
-    def take(self, weight: Tensor, stored: Tensor) -> None:
-        """Keep these bytes of a weight, which were not made here: the whole weight's, of which a shard takes its own.
+    def take(
+        self, weight: Tensor, kept_in: StoredFormat, read: Callable[[slice | None], Tensor]
+    ) -> None:
+        """Keep bytes of a weight that were not made here: all, or of a shard its own.
 
         Args:
             weight: One of the weights, on the device, with any values or none.
-            stored: uint8, in the shape that the format gives them, on the device.
+            kept_in: Their format, another than ours only in where blocks lie.
+            read: Returns some rows of the bytes, if they follow rows, or all: uint8, on the device.
         """
         kept = self._kept[id(weight)]
-        if is_sharded(weight):
-            assert self._data_parallel is not None
-            stored = take_rows(stored, own_rows(stored.shape, self._data_parallel))
-        self._keep(kept, stored, kept.shape)
+        self._formats[id(weight)] = kept_in
+        if not is_sharded(weight):
+            self._keep(kept, read(None), kept.shape)
+            return
+        assert self._data_parallel is not None
+        rows = own_rows(kept_in.stored_shape(kept.shape), self._data_parallel)
+        if kept_in.is_by_rows:
+            some = read(slice(rows.start, rows.stop))
+            own = RowRange(start=0, stop=rows.num_real_rows, num_rows=rows.num_rows)
+            self._keep(kept, take_rows(some, own), kept.shape)
+        else:
+            self._keep(kept, take_rows(read(None), rows), kept.shape)
 
     def _needs_other_ranks(self, kept: Kept) -> bool:
-        return not self._format.is_by_rows and super()._needs_other_ranks(kept)
+        return not self._of(kept).is_by_rows and super()._needs_other_ranks(kept)
 
     def _cast(self, kept: Kept, device: torch.device) -> None:
         # Of a shard, a padding row has zeros, and its bytes are zeros too.
         values = as_rows(kept.weight).to(device)
         shape = kept.shape
-        self._keep(kept, self._format.quantize(values, name=kept.name), shape)
+        self._keep(kept, self._of(kept).quantize(values, name=kept.name), shape)
 
     def _cast_with_others(
         self, kept: Kept, waiting: Waiting, device: torch.device, data_parallel: DataParallel
@@ -116,7 +169,7 @@ class FrozenInBytes(FrozenWeights):
         return partial(self._hold, kept, gather_full(kept.weight, data_parallel), data_parallel)
 
     def _hold(self, kept: Kept, whole: Tensor, data_parallel: DataParallel) -> None:
-        stored = self._format.quantize(whole, name=kept.name)
+        stored = self._of(kept).quantize(whole, name=kept.name)
         rows = own_rows(stored.shape, data_parallel)
         self._keep(kept, take_rows(stored, rows), whole.shape)
 
@@ -124,7 +177,7 @@ class FrozenInBytes(FrozenWeights):
         """Replace all weights by bytes without memory; for a plan, whose weights have no values."""
         for kept in self._kept.values():
             shape = kept.shape
-            size = self._format.stored_shape(shape)
+            size = self._of(kept).stored_shape(shape)
             if is_sharded(kept.weight):
                 assert self._data_parallel is not None
                 size = torch.Size([own_rows(size, self._data_parallel).num_rows, *size[1:]])
@@ -136,17 +189,8 @@ class FrozenInBytes(FrozenWeights):
         hold_bytes(
             kept.weight,
             stored,
-            kept_in=self._format.name,
-            whole=self._format.stored_shape(shape),
+            kept_in=self._of(kept).name,
+            whole=self._of(kept).stored_shape(shape),
             name=kept.name,
             data_parallel=self._data_parallel,
         )
-
-
-def _can_be_kept(name: str, linear: nn.Linear) -> bool:
-    weight = linear.weight
-    return (
-        (weight.dtype in DTYPES or stored_weight(weight) is not None)
-        and weight.numel() > 0
-        and name.rpartition(".")[2] != _SKIPPED
-    )

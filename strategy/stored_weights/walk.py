@@ -27,8 +27,13 @@ class Kept:
 
     name: str
     weight: nn.Parameter
-    linears: list[nn.Linear] = field(default_factory=list)
-    """The linears that share the weight."""
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """The modules that share the weight, each with its name there."""
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linears among them."""
+        return [owner for owner, _ in self.owners if isinstance(owner, nn.Linear)]
 
     @property
     def shape(self) -> torch.Size:
@@ -37,26 +42,37 @@ class Kept:
         return whole_shape(self.weight) if stored is None else stored.shape
 
 
+IsStack = Callable[[nn.Module, nn.Parameter], bool]
+
+
 def frozen_weights(
-    module: nn.Module, is_chosen: Callable[[str, nn.Linear], bool]
+    module: nn.Module,
+    is_chosen: Callable[[str, nn.Linear], bool],
+    is_stack: IsStack = lambda owner, parameter: False,
 ) -> dict[int, Kept]:
-    """Return the frozen weights that only chosen linears have, by the ids of the parameters.
+    """Return the frozen weights that only chosen modules have, by the ids of the parameters.
 
     Args:
         module: The model.
         is_chosen: Takes the name of a linear, and the linear.
+        is_stack: Takes any other module, and a parameter of its own: whether that is chosen, as a stack of matrices.
     """
     kept: dict[int, Kept] = {}
-    for name, linear in module.named_modules():
-        weight = linear._parameters.get("weight")  # None: computed, as by spectral_norm
-        if type(linear) is not nn.Linear or weight is None or weight.requires_grad:
-            continue
-        if is_chosen(name, linear):
-            found = kept.setdefault(id(weight), Kept(name=f"{name}.weight", weight=weight))
-            found.linears.append(linear)
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None or parameter.requires_grad:
+                continue
+            if type(owner) is nn.Linear:
+                chosen = name == "weight" and is_chosen(prefix, owner)
+            else:
+                chosen = is_stack(owner, parameter)
+            if chosen:
+                full_name = f"{prefix}.{name}" if prefix else name
+                found = kept.setdefault(id(parameter), Kept(name=full_name, weight=parameter))
+                found.owners.append((owner, name))
     for owner, name, parameter in _all_parameters(module):
-        linears = kept[id(parameter)].linears if id(parameter) in kept else []
-        if name != "weight" or all(linear is not owner for linear in linears):
+        owners = kept[id(parameter)].owners if id(parameter) in kept else []
+        if all(each is not owner or its != name for each, its in owners):
             # An embedding, a linear that is not chosen, or a module of the user's shares it.
             kept.pop(id(parameter), None)
     return kept

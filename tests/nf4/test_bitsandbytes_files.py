@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.nf4_tensors import as_json, digest, in_files
 from thunder_memsave import load_on_setup
-from thunder_memsave.checkpoints.nf4_source import Nf4Source, with_dequantized
+from thunder_memsave.checkpoints.quantized_files.nf4_source import Nf4Source
+from thunder_memsave.checkpoints.quantized_files.stored_source import with_dequantized
 from thunder_memsave.checkpoints.sources import StateDictSource, open_source
-from thunder_memsave.stored_weights.nf4.bitsandbytes import QuantizedFilesError
+from thunder_memsave.stored_weights.format import QuantizedFilesError
 from thunder_memsave.stored_weights.nf4.layout import GROUP, groups_of, num_bytes, spans
 from thunder_memsave.stored_weights.nf4.numbers import dequantize, quantize
 

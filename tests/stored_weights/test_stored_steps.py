@@ -22,7 +22,7 @@ from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.measure.scratch import MeasuredScratch
 from thunder_memsave.planner.simulate import simulate
-from thunder_memsave.settings.frozen_format import FrozenFormat
+from thunder_memsave.settings.frozen_format import BytesFormat, FrozenFormat
 from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError
 from thunder_memsave.stored_weights.format import NonFiniteWeightError, StoredFormat
 from thunder_memsave.stored_weights.formats import INT8, NF4, all_formats
@@ -368,4 +368,5 @@ def test_settings_without_effect_are_refused() -> None:
 
 
 def test_every_format_that_a_setting_names_is_there() -> None:
-    assert tuple(f.name for f in all_formats()) == get_args(FrozenFormat)
+    assert {f.setting for f in all_formats()} == set(get_args(FrozenFormat))
+    assert tuple(f.name for f in all_formats()) == get_args(BytesFormat)

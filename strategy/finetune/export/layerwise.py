@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 Read = Callable[[str], Tensor]
 _REPORT = "such a model cannot be run layer by layer, so its export cannot be verified."
@@ -33,12 +34,26 @@ def logits_of(model: nn.Module, input_ids: Tensor, read: Read) -> Tensor:
         hook for name, layer in layers.items() for hook in _fill_when_called(layer, name, read)
     ]
     try:
-        with _filled(model, "", read, skip=set(map(id, layers.values()))):
+        with _experts_in_turn(model), _filled(model, "", read, skip=set(map(id, layers.values()))):
             output: Any = model(input_ids=input_ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     return output.logits.double()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _experts_in_turn(model: nn.Module) -> Iterator[None]:
+    """Let a mixture call one expert after the other: grouped products, transformers' default, know no float64."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = [(config, config._experts_implementation) for config in configs]
+    try:
+        for config in configs:
+            config._experts_implementation = "eager"
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
 
 
 def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -33,7 +33,7 @@ from thunder_memsave.fp8.weights.loaded import weight_of_scale
 from thunder_memsave.materialize.pending_weights import (
     fingerprint_of_files,
     names_in_files,
-    names_in_nf4,
+    names_of_bytes_in_files,
     reads_from_files,
 )
 from thunder_memsave.settings.problems import ConfigError
@@ -99,12 +99,11 @@ def _as_trained(config: RunConfig, model: nn.Module) -> Callable[[str, Tensor], 
         return lambda name, value: value
     kept_in = format_named(config.model.frozen_weights)
     kept = FrozenInBytes(model, kept_in, data_parallel=None)
-    names = frozenset(kept.names) - names_in_nf4(
-        model
-    )  # what files have in NF4 is read dequantised
+    # What files have quantised is read dequantised.
+    names = frozenset(kept.names) - names_of_bytes_in_files(model)
 
     def as_trained(name: str, value: Tensor) -> Tensor:
-        return kept_in.round_trip(value, name=name) if name in names else value
+        return kept.format_of(name).round_trip(value, name=name) if name in names else value
 
     return as_trained
 
@@ -223,7 +222,7 @@ def _refuse_bytes_alone(
     if kept:
         raise ConfigError(
             f"{checkpoint} holds {len(kept)} frozen weights in {kept_in.title} alone (model.frozen_weights: "
-            f"{kept_in.name}), such as {kept[0]}, which export does not read and no base model's files have; leave "
+            f"{kept_in.setting}), such as {kept[0]}, which export does not read and no base model's files have; leave "
             "model.frozen_weights out, or train on a model.name_or_path that has weights.",
             key="model.frozen_weights",
         )

@@ -23,7 +23,7 @@ from thunder_memsave.finetune.model.adapters import (
 from thunder_memsave.finetune.model.documents_apart import mask_kind, take_boundaries
 from thunder_memsave.finetune.model.hub import model_directory
 from thunder_memsave.finetune.model.packable import check_packable
-from thunder_memsave.finetune.model.quantized_base import take_quantized
+from thunder_memsave.finetune.model.quantized_base import leave_unquantized, take_quantized
 from thunder_memsave.finetune.model.task import CAUSAL_LM
 from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig
@@ -146,7 +146,6 @@ def _architecture(settings: ModelConfig) -> Any:
             f"cannot read the model's config in {directory}: {error}", key="model.name_or_path"
         ) from error
     _refuse_other_architecture(architecture, expected, settings)
-    take_quantized(architecture, settings)
     # As the user names it, not as the cache does: an adapter stores this name of its base model.
     architecture.name_or_path = settings.name_or_path
     return architecture
@@ -173,6 +172,7 @@ def _refuse_other_architecture(
 def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
     settings = config.model
     _refuse_absent_attention(architecture, settings)
+    unquantized = take_quantized(architecture, settings)
     try:
         with torch.device("meta"):
             model = CAUSAL_LM.auto_class.from_config(
@@ -180,6 +180,7 @@ def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
                 attn_implementation=settings.attn_implementation,
                 dtype=_load_dtype(config),
             )
+        leave_unquantized(model, unquantized)
         if with_weights and settings.config is None:
             directory = model_directory(settings)
             stored = stored_names(model, open_weights(directory).names())
@@ -240,6 +241,8 @@ def _inline_config(values: dict[str, Any], *, key: str) -> Any:
     config_class = transformers.CONFIG_MAPPING[model_type]
     signature = inspect.signature(config_class)
     known = ["model_type", *signature.parameters, *config_class.attribute_map]
+    if key == "model.architecture":
+        known.append("quantization_config")  # of the files, if these are quantised
     if not set(values) <= set(known):
         known += _read_if_there(config_class)
     refuse_unknown(values, known=known, where=key)

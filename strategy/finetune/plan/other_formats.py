@@ -121,7 +121,7 @@ def forms_of(config: RunConfig) -> list[Form]:
         weights["fp8"] = {"fp8.frozen_weights": "fp8"}
     else:
         for each in sorted(all_formats(), key=lambda f: -f.num_bytes(_SQUARE)):
-            weights.setdefault(each.name, {"model.frozen_weights": each.name})
+            weights.setdefault(each.setting, {"model.frozen_weights": each.setting})
     usable = {n: v for n, v in weights.items() if not v or _has_frozen(with_values(config, v))}
     if len(usable) == 1 and config.model.trainable_dtype == "float32" and has_fewer_bits(config):
         in_bfloat16 = {"model.trainable_dtype": "bfloat16", "optimizer.rounding": "stochastic"}
@@ -274,12 +274,16 @@ def _weights_of(config: RunConfig) -> str:
 
 
 def _has_frozen(config: RunConfig) -> bool:
-    """Tell whether a run has weights that its format can keep."""
-    model = describe_model(config).train()
+    """Tell whether a run has weights for which its format is a choice.
+
+    One for experts is none where there are none: nf4 is nearer to the weights of linears, in fewer bytes.
+    """
     with suppress(ConfigError):
+        model = describe_model(config).train()
         strategy = config.of_strategy
-        if strategy.frozen_weights is not None:
-            return frozen_in_bytes(model, strategy.frozen_weights, data_parallel=None) is not None
+        kept = frozen_in_bytes(model, strategy.frozen_weights, data_parallel=None)
+        if kept is not None:
+            return kept.has_stacks or not kept.kept_in.takes_stacks
         stand_in(model, None)
         return planned_fp8(model, strategy) is not None
     return False

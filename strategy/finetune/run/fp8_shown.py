@@ -51,7 +51,11 @@ def bytes_shown(config: RunConfig, model: nn.Module) -> str | None:
         return None
     kept_in = format_named(config.model.frozen_weights)
     frozen = FrozenInBytes(model, kept_in, data_parallel=None)
-    return f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes ({kept_in.title})"
+    line = f"{len(frozen)} frozen weights kept in {frozen.num_bytes:,} bytes ({kept_in.title})"
+    if not frozen.others:
+        return line
+    named = shown(_kinds(frozen.others), _NUM_OTHERS)
+    return f"{line}, not {len(frozen.others)} ({named}): inputs are no multiple of {kept_in.block}"
 
 
 def describe_choices(choices: Sequence[Choice], *, recipe: str, backend: str) -> str:

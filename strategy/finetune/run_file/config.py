@@ -64,7 +64,8 @@ class ModelConfig(Section):
 
     frozen_weights: FrozenFormat | None = None
     """Format in which frozen weights of linear layers, except `lm_head`, are kept: `nf4` is 4 bits with double
-    quantisation, as in QLoRA, and `int8` is 8 bits with a scale for each row; null keeps them in `dtype`. For 8-bit
+    quantisation, as in QLoRA, `int8` is 8 bits with a scale for each row, and `mxfp4`, which keeps those of experts
+    too, is 4 bits with a power of two for each 32 elements, as in gpt-oss; null keeps them in `dtype`. For 8-bit
     floating point see `fp8.frozen_weights`."""
 
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"

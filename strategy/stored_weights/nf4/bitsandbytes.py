@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.stored_weights.format import QuantizedFilesError
 from thunder_memsave.stored_weights.nf4 import tables
 from thunder_memsave.stored_weights.nf4.layout import (
     BLOCK,
@@ -40,10 +40,6 @@ STATE = ".quant_state.bitsandbytes__"
 _MARKS = (STATE, ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 _OF_INT8 = (".SCB", ".weight_format")
 _GROUPS_AT_ONCE = 256
-
-
-class QuantizedFilesError(ThunderMemsaveError, ValueError):
-    """Files hold weights in a format that is not read, or that the model is not to be kept in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import llama_config
+from harness.mxfp4_tensors import gpt_oss
 from thunder_memsave.finetune.export.layerwise import logits_of
 from thunder_memsave.finetune.export.verified_export import _on_meta
 
@@ -45,6 +46,19 @@ def test_one_layer_at_a_time_gives_the_logits_of_all(tied: bool) -> None:
     with torch.no_grad():
         theirs = whole.double()(input_ids=IDS).logits
     assert torch.equal(ours, theirs)
+
+
+def test_experts_of_a_mixture_are_called_in_turn_in_float64() -> None:
+    """Grouped products, which its config asks for, know no float64."""
+    torch.manual_seed(0)
+    whole: Any = gpt_oss()
+    model: Any = _on_meta(whole.config)
+    weights = whole.state_dict()
+    ours = logits_of(model, IDS, weights.__getitem__)
+    assert model.config._experts_implementation == "grouped_mm"
+    with torch.no_grad():
+        theirs = whole(input_ids=IDS).logits
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_failure_leaves_the_model_on_meta() -> None:

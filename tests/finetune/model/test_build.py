@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from harness.language_model import VOCAB_SIZE, llama_config
+from harness.mxfp4_tensors import UNQUANTIZED, gpt_oss, write_model
 from thunder_memsave.finetune.model.build import (
     build_model,
     describe_model,
@@ -20,6 +23,8 @@ from thunder_memsave.finetune.model.build import (
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.materialize.fill import materialize
 from thunder_memsave.settings.problems import ConfigError
+from thunder_memsave.stored_weights.formats import format_named
+from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
 
 
 def run_config(directory: Path, *, lora: dict[str, Any] | None, **model: Any) -> RunConfig:
@@ -172,6 +177,64 @@ def test_weights_that_are_quantised_otherwise_are_refused(
     asked = dataclasses.replace(config.model, frozen_weights=kept)
     with pytest.raises(ConfigError, match=message):
         build_model(dataclasses.replace(config, model=asked), tokenizer)
+
+
+MXFP4_BASE = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize("kept", [None, "nf4", "mxfp4"])
+def test_a_base_in_mxfp4_is_built_and_filled_from_its_files(
+    tmp_path: Path, model_directory: Path, kept: Any
+) -> None:
+    shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
+    write_model(tmp_path, gpt_oss(**MXFP4_BASE, pad_token_id=0))
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    shape = {"dtype": "bfloat16", "frozen_weights": kept, "attn_implementation": "eager"}
+    config = run_config(tmp_path, lora=lora, **shape)
+    model: Any = build_model(config, load_tokenizer(config.model))
+    assert not hasattr(model.config, "quantization_config")
+    frozen = None if kept is None else FrozenInBytes(model, format_named(kept), data_parallel=None)
+    materialize(model, device=torch.device("cpu"), data_parallel=None, frozen=frozen)
+    experts = model.base_model.model.model.layers[1].mlp.experts
+    written = load_file(tmp_path / "model.safetensors")
+    expected = convert_moe_packed_tensors(
+        *(written[f"model.layers.1.mlp.experts.down_proj_{part}"] for part in ("blocks", "scales"))
+    )
+    if kept == "mxfp4":
+        # The makers left attention as it is, so it stays so.
+        assert frozen is not None
+        assert sorted(n.rpartition(".")[2] for n in frozen.names) == 2 * ["down_proj"] + 2 * [
+            "gate_up_proj"
+        ]
+        assert experts.down_proj.dtype == torch.uint8
+        found = format_named("mxfp4_transposed").dequantize(
+            experts.down_proj.data, expected.shape, torch.bfloat16
+        )
+    else:
+        found = experts.down_proj.data
+    assert torch.equal(found, expected)
+
+
+def test_a_plan_takes_the_quantisation_of_the_files_from_the_run_file() -> None:
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": UNQUANTIZED}
+    shape = {**MIXTURE, "model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 32}
+    names = []
+    for more in ({"quantization_config": quantized}, {}):
+        config = run_config(
+            Path("org/a"),
+            lora=None,
+            architecture=shape | more,
+            frozen_weights="mxfp4",
+            attn_implementation="eager",
+        )
+        model = describe_model(config).requires_grad_(requires_grad=False)
+        frozen = FrozenInBytes(model, format_named("mxfp4"), data_parallel=None)
+        names.append(
+            {name.rpartition("layers.0.")[2] for name in frozen.names if "layers.0." in name}
+        )
+    experts = {"mlp.experts.down_proj", "mlp.experts.gate_up_proj"}
+    linears = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    assert names == [experts, experts | linears]
 
 
 def copy_with_generation(model_directory: Path, tmp_path: Path, **values: Any) -> Path:

@@ -62,6 +62,23 @@ def test_weights_and_states_take_what_plans_of_each_form_count(
         assert chosen.optimizer_bytes == by_kind["optimizer"], chosen
 
 
+def test_mxfp4_is_a_form_of_a_run_that_has_experts(run_file: str) -> None:
+    shape = {"model_type": "gpt_oss", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    shape |= {
+        "num_local_experts": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    values: dict[str, Any] = {"model.architecture": {**shape, "num_key_value_heads": 2}}
+    values |= {"model.name_or_path": "org/a", "model.attn_implementation": "eager"}
+    config = load_run_config(run_file)
+    found = [
+        {form.weights for form in forms_of(each)} for each in (config, with_values(config, values))
+    ]
+    assert found == [{"bfloat16", "int8", "nf4"}, {"bfloat16", "int8", "nf4", "mxfp4"}]
+
+
 def test_a_run_in_fp8_has_its_frozen_weights_in_fp8_as_the_other_form(run_file: str) -> None:
     config = load_run_config(run_file, ["--fp8.recipe=current"])
     values = [f.values for f in forms_of(config) if "optimizer.states" not in f.values]

@@ -215,7 +215,9 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--memory.budget" in output
 
 
-@pytest.mark.parametrize(("num_ranks", "kept"), [("1", "nf4"), ("2", "nf4"), ("2", "int8")])
+@pytest.mark.parametrize(
+    ("num_ranks", "kept"), [("1", "nf4"), ("2", "nf4"), ("2", "int8"), ("2", "mxfp4")]
+)
 def test_frozen_weights_of_fewer_bytes_are_planned_as_bytes(
     num_ranks: str, kept: str, run_file: str, compiled: list[Compiled]
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.config import Fp8Config
@@ -14,8 +15,9 @@ from thunder_memsave.finetune.model.build import describe_model
 from thunder_memsave.finetune.plan.fp8_planned import refuse_without_fp8
 from thunder_memsave.finetune.plan.plan_run import plan_run
 from thunder_memsave.finetune.run.describe_job import describe_job
-from thunder_memsave.finetune.run.fp8_shown import describe_choices
+from thunder_memsave.finetune.run.fp8_shown import bytes_shown, describe_choices
 from thunder_memsave.finetune.run.job import prepare
+from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.fp8.weights.layers import Choice
 from thunder_memsave.planner.devices import DEVICES
@@ -48,6 +50,16 @@ def test_layers_that_differ_by_their_number_are_named_once() -> None:
         "not 1 (mlp.up): it is small",
         "not 1 (lm_head): skip_modules has 'lm_head'",
     ]
+
+
+def test_linears_whose_inputs_are_no_whole_blocks_are_named_once() -> None:
+    config = RunConfig(model=ModelConfig(name_or_path="a", frozen_weights="mxfp4"))
+    layers = [nn.ModuleDict({"up": nn.Linear(64, 48), "down": nn.Linear(48, 64)}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)}).requires_grad_(requires_grad=False)
+    num_bytes = 2 * (64 * 48 // 2 + 64 * 48 // 32)
+    assert bytes_shown(config, model) == (
+        f"2 frozen weights kept in {num_bytes:,} bytes (MXFP4), not 2 (down): inputs are no multiple of 32"
+    )
 
 
 def test_of_many_names_the_first_are_shown() -> None:

@@ -133,6 +133,7 @@ def test_a_script_that_reads_the_run_file_keeps_its_weights_so_too(
     other = finished / "other.yaml"
     other.write_text("model: {frozen_weights: int4}\n")
     with pytest.raises(
-        ConfigError, match=r"model\.frozen_weights is 'int4'; write 'nf4' or 'int8', or null"
+        ConfigError,
+        match=r"model\.frozen_weights is 'int4'; write 'nf4' or 'int8' or 'mxfp4', or null",
     ):
         load_strategy_config(other)

@@ -8,7 +8,7 @@ AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune",
 
 _PLANNING = "what does not fit is recomputed; with policy recompute_all, everything"
 _OFFLOAD = "activations; the plan of memory.budget chooses which"
-_QUANTIZED = "this version keeps frozen weights in nf4, int8, fp8, bfloat16 or float32"
+_QUANTIZED = "this version keeps frozen weights in nf4, int8, mxfp4, fp8, bfloat16 or float32"
 _FROZEN = "model.frozen_weights"
 _NF4_FACTS = "it is nf4 in blocks of 64, with double quantisation"
 

@@ -8,27 +8,18 @@ import torch
 from torch import Tensor
 
 from thunder_memsave.checkpoints.sources import TensorSource, TensorSpec
+from thunder_memsave.stored_weights.format import StoredFormat
+from thunder_memsave.stored_weights.formats import NF4
 from thunder_memsave.stored_weights.nf4.bitsandbytes import (
     Nf4State,
     Parts,
     assembled,
     belongs_to,
     checked_state,
-    quantized_names,
     refuse_other_tables,
 )
 from thunder_memsave.stored_weights.nf4.layout import GROUP, SCALES
 from thunder_memsave.stored_weights.nf4.numbers import dequantize
-
-
-def with_dequantized(source: TensorSource) -> TensorSource:
-    """Return a source that has weights in NF4 under their names alone; the same source if there are none.
-
-    Raises:
-        QuantizedFilesError: Weights are in another format of bitsandbytes.
-    """
-    state_of = quantized_names(source.names())
-    return Nf4Source(source, state_of) if state_of else source
 
 
 class Nf4Source:
@@ -48,9 +39,9 @@ class Nf4Source:
         """Return all names but those of scales, tables and JSON."""
         return [n for n in self._source.names() if belongs_to(n) not in self._state_of]
 
-    def is_in_nf4(self, name: str) -> bool:
-        """Return whether the files have this weight in NF4."""
-        return name in self._state_of
+    def format_of(self, name: str) -> StoredFormat | None:
+        """Return NF4 if the files have this weight so."""
+        return NF4 if name in self._state_of else None
 
     def spec(self, name: str) -> TensorSpec:
         """Return the shape and dtype of the whole tensor, dequantised.
@@ -58,13 +49,13 @@ class Nf4Source:
         Raises:
             QuantizedFilesError: Its blocks or tables are others than ours.
         """
-        if not self.is_in_nf4(name):
+        if name not in self._state_of:
             return self._source.spec(name)
         return TensorSpec(shape=self._state(name).shape, dtype=torch.float32)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Read some rows, or all; of a weight in NF4 only the groups that have them."""
-        if not self.is_in_nf4(name):
+        if name not in self._state_of:
             return self._source.read(name, rows)
         shape = self._state(name).shape
         first, last, _ = (rows or slice(None)).indices(shape[0])
@@ -78,8 +69,9 @@ class Nf4Source:
         values = dequantize(stored, (num_elements,), torch.float32)
         return values[begin - first_group * GROUP :][: end - begin].view(-1, *shape[1:])
 
-    def stored(self, name: str) -> Tensor:
-        """Return the bytes of a weight in NF4, without quantising it again: uint8, flat."""
+    def stored(self, name: str, rows: slice | None = None) -> Tensor:
+        """Return the bytes of a weight in NF4, without quantising it again: uint8, flat; they have no rows."""
+        assert rows is None
         num_elements = self._state(name).shape.numel()
         return self._groups(name, 0, -(-num_elements // GROUP), num_elements)
 
