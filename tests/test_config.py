@@ -377,6 +377,17 @@ def test_fp8_options_that_a_recipe_does_not_have_are_refused(
     assert parse_fp8({"recipe": "delayed", **option})
 
 
+def test_frozen_weights_in_mxfp8_alone_are_refused() -> None:
+    message = (
+        r"^fp8\.frozen_weights is 'fp8' and fp8\.recipe is 'mxfp8', whose backward reads other numbers than its "
+        r"forward, .*; leave frozen_weights out, or set the recipe to 'delayed', 'current' or 'block'\.$"
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_fp8({"recipe": "mxfp8", "frozen_weights": "fp8"})
+    assert error.value.key == "fp8.frozen_weights"
+    assert parse_fp8({"recipe": "block", "frozen_weights": "fp8"})
+
+
 def test_no_fp8_section_and_an_empty_one_are_not_the_same() -> None:
     assert StrategySections().fp8 is None
     assert parse_fp8({}) == Fp8Config()

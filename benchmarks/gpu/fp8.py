@@ -57,6 +57,8 @@ def quantized_product(target: Target, *, backend: Backend, recipe: RecipeName) -
 def quantized(library: Any, x: Tensor, recipe: RecipeName, *, is_weight: bool) -> Quantized:
     """Cast to e4m3 by a recipe; with delayed scales, the amax must be recorded."""
     dtype = torch.float8_e4m3fn
+    if recipe == "mxfp8":
+        return library.quantize_mx(x, dtype)  # type: ignore[no-any-return]
     if recipe == "block":
         return library.quantize_block(x, dtype, 128 if is_weight else 1)  # type: ignore[no-any-return]
     if recipe == "current":
@@ -84,5 +86,5 @@ CHECKS = [
         limit_s=90,
     )
     for backend in ("torch", "transformer_engine")
-    for recipe in ("delayed", "current", "block")
+    for recipe in ("delayed", "current", "block", "mxfp8")
 ]

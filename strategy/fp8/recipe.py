@@ -17,6 +17,7 @@ from thunder_memsave.config import ConfigError, Fp8Config
 RecipeName = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 Role = Literal["input", "weight", "grad"]
 Product = Literal["forward", "grad_input", "grad_weight"]
+Scaling = Literal["tensor", "block", "mx"]
 
 NEEDS_BLACKWELL = ("mxfp8", "nvfp4")
 """Recipes whose GEMMs are instructions of compute capability 10.0."""
@@ -28,7 +29,8 @@ class Recipe:
 
     name: RecipeName
     """`delayed`: a scale per tensor, from the amax of earlier steps; `current`: a scale per tensor, from its own amax;
-    `block`: a power of 2 per 1x128 elements of inputs and gradients, and per 128x128 elements of weights."""
+    `block`: a power of 2 per 1x128 elements of inputs and gradients, and per 128x128 elements of weights; `mxfp8`: a
+    power of 2 per 1x32 elements of all tensors, along the dim that a product sums over."""
 
     fp8_format: Literal["HYBRID", "E4M3"]
     """`HYBRID`: gradients are e5m2, with a larger range and one mantissa bit less; all else is e4m3."""
@@ -45,6 +47,13 @@ class Recipe:
     reduce_amax: bool
     """Whether `delayed` takes the largest amax of all ranks."""
 
+    @property
+    def scaling(self) -> Scaling:
+        """What has a scale of its own: a tensor, a block of 1x128 or 128x128 elements, or 32 along the summed dim."""
+        if self.name == "block":
+            return "block"
+        return "mx" if self.name == "mxfp8" else "tensor"
+
     def dtype(self, role: Role) -> torch.dtype:
         """Return the fp8 dtype of the input, the weight or the output's gradient."""
         if self.fp8_format == "HYBRID" and role == "grad":
@@ -52,7 +61,7 @@ class Recipe:
         return torch.float8_e4m3fn
 
     def use_fast_accum(self, product: Product) -> bool:
-        """Return whether a GEMM may accumulate in fewer bits: like TransformerEngine, forward's with tensor scales."""
+        """Return whether a GEMM may accumulate in fewer bits: like TransformerEngine, forward's but with `block`."""
         return product == "forward" and self.name != "block"
 
 

@@ -159,6 +159,7 @@ class LinearNodes:
             recipe=self._linears.recipe,
             records=self._records,
             is_frozen=linear.is_frozen,
+            has_backward=self._capture.training,
         )
 
     def weight_itself(self, tensor: Tensor, numbers: TensorProxy) -> TensorProxy:

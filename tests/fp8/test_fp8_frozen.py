@@ -180,7 +180,7 @@ def test_gradients_of_biases_are_computed_where_they_are_trained(kind: str) -> N
     assert sums == Counter(tuple(b.shape) for b in biases if b.requires_grad)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", STACKS)
 def test_the_results_are_those_of_computing_everything(kind: str, recipe: str) -> None:
     model = MODELS[kind]()

@@ -60,6 +60,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "frozen": (lambda: Deep(frozen=True), "delayed"),
     "current": (Deep, "current"),
     "block": (Deep, "block"),
+    "mxfp8": (Deep, "mxfp8"),
+    "mxfp8, frozen": (lambda: Deep(frozen=True), "mxfp8"),
     "bf16": (lambda: nn.Module.to(Deep(frozen=True), torch.bfloat16), "delayed"),
     "lora": (lora, "delayed"),
 }
@@ -127,7 +129,7 @@ def peak_bytes(module: CompiledModule) -> int:
     return call.profile.peak_bytes
 
 
-@pytest.mark.parametrize("case", ["trained", "frozen", "block"])
+@pytest.mark.parametrize("case", ["trained", "frozen", "block", "mxfp8"])
 def test_gradients_and_state_are_the_same_bits_under_any_budget(case: str) -> None:
     make, recipe = CASES[case]
     model = make()
@@ -162,7 +164,7 @@ def requantized(module: CompiledModule) -> int:
     return sum(b.flat_proxy_outs[0].name.startswith(PREFIX) for b in ops(backward, "quantize"))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 def test_where_not_all_fits_less_is_saved_than_without_fp8(recipe: str) -> None:
     model = Deep().to(torch.bfloat16)
     plain = with_free_wins(

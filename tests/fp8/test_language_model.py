@@ -90,6 +90,7 @@ def bfloat16_losses() -> Tensor:
         "delayed",
         pytest.param("current", marks=pytest.mark.soak),
         pytest.param("block", marks=pytest.mark.soak),
+        pytest.param("mxfp8", marks=pytest.mark.soak),
     ],
 )
 def test_a_language_models_loss_is_within_1_percent_of_bfloat16s_after_300_steps(

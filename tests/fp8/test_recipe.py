@@ -49,9 +49,14 @@ def test_fast_accumulation_is_where_transformer_engine_has_it(
         assert ours.use_fast_accum(product) is not parameters.use_split_accumulator
 
 
-def test_delayed_scaling_accumulates_fast_in_forward_only(transformer_engine: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_recipes_without_a_choice_of_it_accumulate_fast_in_forward_only(
+    transformer_engine: ModuleType, name: RecipeName
+) -> None:
     base = importlib.import_module("transformer_engine.pytorch.module.base")
-    ours = recipe_of(Fp8Config())
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    assert not hasattr(getattr(recipes, TRANSFORMER_ENGINES[name])(), "fp8_gemm_fprop")
+    ours = recipe_of(Fp8Config(recipe=name))
     assert ours.use_fast_accum("forward") is not base._2X_ACC_FPROP
     assert ours.use_fast_accum("grad_input") is not base._2X_ACC_DGRAD
     assert ours.use_fast_accum("grad_weight") is not base._2X_ACC_WGRAD

@@ -17,10 +17,12 @@ ROWS = 16
 SIZES = (32, 64, 48, 16)
 
 
-def step_calls(trained: Sequence[int], *, recipe: str, steps: int = 3) -> te_kernels.Calls:
+def step_calls(
+    trained: Sequence[int], *, recipe: str, steps: int = 3, sizes: Sequence[int] = SIZES
+) -> te_kernels.Calls:
     """Return the kernel calls of the last step, with only these of three linears trained."""
     torch.manual_seed(0)
-    linears = [nn.Linear(i, o) for i, o in pairwise(SIZES)]
+    linears = [nn.Linear(i, o) for i, o in pairwise(sizes)]
     for index, linear in enumerate(linears):
         linear.requires_grad_(index in trained)
     model = nn.Sequential(linears[0], nn.GELU(), linears[1], nn.GELU(), linears[2])
@@ -80,4 +82,19 @@ def test_blocks_by_columns_are_quantised_for_a_trained_weight_only_with_emulated
     by_rows = [(ROWS, 32), (ROWS, 64), (ROWS, 48), (48, 64), (ROWS, 16)]
     # The middle one's gradient is read by columns alone.
     assert Counter(calls.quantized) == Counter([*by_rows, (48, ROWS), (64, ROWS)])
+    assert calls.transposed == []
+
+
+@pytest.mark.usefixtures("transformer_engine_on_blackwell")
+def test_mxfp8_casts_in_the_directions_that_are_read_with_emulated_kernels() -> None:
+    calls = step_calls([1], recipe="mxfp8", sizes=(32, 64, 96, 32))
+    rows = 32  # 16 are padded
+    asked = [(c.layout, c.m, c.n, c.k) for c in calls.gemms]
+    assert asked == [
+        *(("TN", rows, 64, 32), ("TN", rows, 96, 64), ("TN", rows, 32, 96)),
+        *(("NN", rows, 96, 32), ("NT", 96, 64, rows)),
+    ]
+    # Three inputs, the trained weight by rows alone, the last gradient, and by columns that of the trained one.
+    inputs, gradients = [(rows, 32), (rows, 64), (rows, 96)], [(rows, 32), (rows, 96)]
+    assert Counter(calls.quantized) == Counter([*inputs, (96, 64), *gradients])
     assert calls.transposed == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def deep_model() -> nn.Module:
     )
 
 
-def compiled(budget_bytes: int | None) -> CompiledModule:
+def compiled(budget_bytes: int | None, **options: Any) -> CompiledModule:
     """Compile a module with fp8 linears by TransformerEngine, within a budget."""
     budget = None if budget_bytes is None else BytesOrFraction(budget_bytes)
     planner = MemoryPlanner(
@@ -33,7 +34,7 @@ def compiled(budget_bytes: int | None) -> CompiledModule:
         device=device_at(torch.device("cpu")),
         budget_bytes=budget_bytes,
     )
-    return fp8_module(deep_model(), backend="transformer_engine", planner=planner)
+    return fp8_module(deep_model(), backend="transformer_engine", planner=planner, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,22 @@ def test_recomputing_within_the_smallest_budget_changes_no_bits_with_emulated_ke
     assert tight.state.keys() == free.state.keys()
     assert all(torch.equal(value, free.state[name]) for name, value in tight.state.items())
     assert any(value.any() for name, value in free.state.items() if "history" in name)
+
+
+@pytest.mark.usefixtures("transformer_engine_on_blackwell")
+def test_so_it_is_in_mxfp8_with_emulated_kernels() -> None:
+    with pytest.raises(BudgetError) as error:
+        compiled(1, recipe="mxfp8")(torch.randn(64, 32))
+    free = step(compiled(None, recipe="mxfp8"))
+    tight = step(compiled(error.value.smallest_bytes, recipe="mxfp8"))
+    # Each of 6 linears casts its input once, in both directions, and its weight and gradient once in each; nobody wants
+    # the first one's gradient of the input.
+    assert free.num_quantized == 6 * 5 - 2
+    assert tight.num_quantized > free.num_quantized
+    for ours, theirs in zip(tight.gradients, free.gradients, strict=True):
+        assert torch.equal(ours, theirs)
+    for first, second in zip(free.gradients, free.again, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.usefixtures("transformer_engine")

@@ -26,7 +26,7 @@ from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, frozen_in
 from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen
 from thunder_memsave.fp8.kernels import torch_backend
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
-from thunder_memsave.fp8.weights.layers import choose
+from thunder_memsave.fp8.weights.layers import choose, feature_multiple
 
 Shape = tuple[int, ...]
 
@@ -41,7 +41,8 @@ def fp8_module(
 ) -> CompiledModule:
     """Compile `model` with its linears in fp8; `options` are those of the section `fp8`."""
     config = Fp8Config(**{**_defaults(options), **options})
-    choices = choose(model, skip_modules=config.skip_modules)
+    multiple = feature_multiple(config.recipe)
+    choices = choose(model, skip_modules=config.skip_modules, multiple=multiple)
     frozen = frozen_in_fp8(model, config, data_parallel=None)
     if frozen is not None:
         frozen.cast_rest(torch.device("cpu"))
@@ -121,11 +122,20 @@ class _ComputesEverything(torch.autograd.Function):
         quantized = _quantize(linear, flat, "grad", records=True)
         transpose = torch_backend.transpose
         is_block = linear._recipe.name == "block"
+        is_mx = linear._recipe.name == "mxfp8"
         scale = weight[1].t().contiguous() if is_block else weight[1]
-        grad_input = torch_backend.gemm(
-            *quantized, transpose(weight[0]), scale, None, grad.dtype, False
+        columns_of_weight, scale = (
+            _quantize_columns(linear, linear.linear.weight, "weight")
+            if is_mx
+            else (transpose(weight[0]), scale)
         )
-        if is_block:
+        grad_input = torch_backend.gemm(
+            *quantized, columns_of_weight, scale, None, grad.dtype, False
+        )
+        if is_mx:
+            a = _quantize_columns(linear, flat, "grad")
+            b = _quantize_columns(linear, rows, "input")
+        elif is_block:
             a = _quantize(linear, flat.t().contiguous(), "grad", records=True)
             b = _quantize(linear, rows.t().contiguous(), "input", records=True)
         else:
@@ -142,6 +152,8 @@ class _ComputesEverything(torch.autograd.Function):
 def _quantize(linear: Fp8Linear, x: Tensor, role: Any, *, records: bool) -> tuple[Tensor, Tensor]:
     recipe: Recipe = linear._recipe
     dtype = recipe.dtype(role)
+    if recipe.name == "mxfp8":
+        return torch_backend.quantize_mx(x, dtype)
     if recipe.name == "block":
         return torch_backend.quantize_block(x, dtype, 128 if role == "weight" else 1, 128)
     if recipe.name == "current":
@@ -152,6 +164,10 @@ def _quantize(linear: Fp8Linear, x: Tensor, role: Any, *, records: bool) -> tupl
     scale, history = (getattr(state, f"{direction}_{part}") for part in ("scale", "amax_history"))
     column = 1 if role == "weight" else 0
     return torch_backend.quantize_delayed(x, scale, history.data, column, dtype, records)
+
+
+def _quantize_columns(linear: Fp8Linear, x: Tensor, role: Any) -> tuple[Tensor, Tensor]:
+    return torch_backend.quantize_mx_columns(x.detach(), linear._recipe.dtype(role))
 
 
 class EagerTwin:

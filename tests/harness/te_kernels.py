@@ -1,4 +1,4 @@
-"""Emulates TransformerEngine's Hopper kernels for one linear layer in float32 on any device.
+"""Emulates TransformerEngine's Hopper kernels for one linear layer in float32 on any device; MXFP8: `te_mx_kernels.py`.
 
 The arithmetic follows the sources of TransformerEngine 2.20 (`transformer_engine/common`):
 `cast/fp8/quantize_fp8.cuh`, `recipe/{delayed_scaling,current_scaling}.cu`, `recipe/recipe_common.cuh`
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from harness import te_mx_kernels
 
 BLOCK = 128
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -58,6 +60,7 @@ def install(extension: ModuleType) -> None:
     """Replace the placeholders in TransformerEngine's torch extension, whose python is imported."""
     for kernel in (
         quantize,
+        bgrad_quantize,
         generic_gemm,
         fp8_transpose,
         fused_amax_and_scale_update_after_reduction,
@@ -76,6 +79,8 @@ def quantize(
     name = type(quantizer).__name__
     if name == "Float8BlockQuantizer":
         return _quantize_blocks(x, quantizer, output)
+    if name == "MXFP8Quantizer":
+        return _quantize_mx(x, quantizer, output)
     if name == "Float8Quantizer":
         scale = quantizer.scale.detach().clone().reshape(1)
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax_of(x)))
@@ -101,6 +106,11 @@ def quantize(
     return _tensor_class(quantizer, "Float8Tensor")(
         **parts, **_shell(x, quantizer), fp8_dtype=quantizer.dtype, quantizer=quantizer
     )
+
+
+def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """Emulate `tex.bgrad_quantize`: the gradient of a bias too, but not the order in which it is summed."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0), quantize(grad, quantizer)
 
 
 def _refuse_fake(tensor: Tensor) -> None:
@@ -261,6 +271,21 @@ def _quantize_blocks(x: Tensor, quantizer: Any, output: Any) -> Any:
     )
 
 
+def _quantize_mx(x: Tensor, quantizer: Any, output: Any) -> Any:
+    parts = te_mx_kernels.parts(x, quantizer)
+    is_swizzled = quantizer.optimize_for_gemm
+    if output is not None:
+        parts_of = {f"_{name}": value for name, value in parts.items()}
+        return _fill(output, {**parts_of, "_with_gemm_swizzled_scales": is_swizzled})
+    return _tensor_class(quantizer, "MXFP8Tensor")(
+        **parts,
+        **_shell(x, quantizer),
+        fp8_dtype=quantizer.dtype,
+        quantizer=quantizer,
+        with_gemm_swizzled_scales=is_swizzled,
+    )
+
+
 def _blocks(x: Tensor, height: int, quantizer: Any) -> tuple[Tensor, Tensor]:
     """Return the bytes of `x` [m, k], and 1 / scale of its blocks in the GEMM's layout."""
     m, k = x.shape
@@ -283,6 +308,8 @@ def _blocks(x: Tensor, height: int, quantizer: Any) -> tuple[Tensor, Tensor]:
 
 def _high_precision(operand: Any, *, rowwise: bool) -> Tensor:
     """Return an operand as float32 [rows, k] from its data with the summed dimension last, which must exist."""
+    if hasattr(operand, "_with_gemm_swizzled_scales"):
+        return te_mx_kernels.values(operand, rowwise=rowwise)
     if hasattr(operand, "_rowwise_data"):
         side = "rowwise" if rowwise else "columnwise"
         data = getattr(operand, f"_{side}_data")
@@ -334,7 +361,7 @@ def _tensor_class(quantizer: Any, name: str) -> Any:
 def _fill(output: Any, parts: dict[str, Any]) -> Any:
     for name, value in parts.items():
         held = getattr(output, name, None)
-        if held is not None and value is not None and held.shape == value.shape:
+        if isinstance(held, Tensor) and value is not None and held.shape == value.shape:
             held.copy_(value)
         else:
             setattr(output, name, value)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -32,20 +32,23 @@ _PLACEHOLDERS = (
     *("triton", "triton.language", "triton.language.core", "triton.language.standard"),
     *("onnx", "onnxscript", "einops"),
 )
-_HOPPER = (9, 0)
+_CAPABILITIES = {"Hopper": (9, 0), "Blackwell": (10, 0)}
 
 _modules: dict[str, ModuleType] = {}
+_found: dict[str, str] = {"chip": "Hopper"}
 
 
 @contextlib.contextmanager
-def transformer_engine() -> Iterator[ModuleType]:
+def transformer_engine(chip: Literal["Hopper", "Blackwell"] = "Hopper") -> Iterator[ModuleType]:
     """Make `transformer_engine.pytorch` of the wheel importable inside the block only.
 
-    The import (about two seconds) happens once per process. Counts of emulated kernels begin anew.
+    The import (about two seconds) happens once per process. Counts of emulated kernels begin anew. `chip` is what it
+    finds to compute on: on Blackwell, MXFP8 alone is emulated.
     """
     if not _modules:
         _import()
     te_kernels.calls.clear()
+    _pretend(chip)
     state: Any = _modules["transformer_engine.pytorch.quantization"]
     sys.modules.update(_modules)
     sys.path.append(str(FOLDER))  # where its version is looked up
@@ -71,7 +74,7 @@ def _import() -> None:
             importlib.import_module("transformer_engine.pytorch.ops")
     _modules.update(_take(*_OWN))
     te_kernels.install(extension)
-    _pretend_hopper(_modules)
+    _on_the_cpu(_modules)
 
 
 def _take(*packages: str) -> dict[str, ModuleType]:
@@ -96,19 +99,27 @@ def _as_if_built() -> Iterator[None]:
             _take(*absent)
 
 
-def _pretend_hopper(modules: dict[str, ModuleType]) -> None:
+def _pretend(chip: Literal["Hopper", "Blackwell"]) -> None:
+    """Let TransformerEngine find a chip."""
+    _found["chip"] = chip
+    is_blackwell = chip == "Blackwell"
+    quantization: Any = _modules["transformer_engine.pytorch.quantization"]
+    supported, needs_blackwell = (
+        (True, ""),
+        (False, "Device compute capability 10.0 or higher required"),
+    )
+    quantization._MXFP8_SUPPORT = supported if is_blackwell else needs_blackwell
+    quantization._NVFP4_SUPPORT = needs_blackwell
+    quantization._FP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = supported
+
+
+def _on_the_cpu(modules: dict[str, ModuleType]) -> None:
     """Answer what TransformerEngine asks of the device, and create on the CPU by default."""
     for name, module in modules.items():
         for asked, answer in _ANSWERS.items():
             if name.startswith("transformer_engine.pytorch") and hasattr(module, asked):
                 setattr(module, asked, answer)
     quantization: Any = modules["transformer_engine.pytorch.quantization"]
-    supported, needs_blackwell = (
-        (True, ""),
-        (False, "Device compute capability 10.0 or higher required"),
-    )
-    quantization._FP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = supported
-    quantization._MXFP8_SUPPORT = quantization._NVFP4_SUPPORT = needs_blackwell
     quantization.FP8GlobalStateManager.fp8_graph_capturing = staticmethod(lambda: False)
     create = quantization.RecipeState.create
 
@@ -119,8 +130,8 @@ def _pretend_hopper(modules: dict[str, ModuleType]) -> None:
 
 
 _ANSWERS = {
-    "get_device_compute_capability": lambda *_: _HOPPER,
-    "is_non_tn_fp8_gemm_supported": lambda *_: False,
+    "get_device_compute_capability": lambda *_: _CAPABILITIES[_found["chip"]],
+    "is_non_tn_fp8_gemm_supported": lambda *_: _found["chip"] == "Blackwell",
     "get_cublas_workspace": lambda *_: torch.empty(1, dtype=torch.uint8),
     "_empty_tensor": torch.Tensor,
 }

@@ -14,6 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.fp8.compute.symbols import BLOCK
+from thunder_memsave.fp8.kernels.mx_blocks import MX_BLOCK
+from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.sharding.rows import fill_meta, shard_module
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 
@@ -53,12 +55,22 @@ def stand_in_fp8(linears: Fp8Linears) -> None:
         shape = linear.linear.weight.shape
         is_copied = linear.is_frozen and not linear.is_kept_in_fp8
         if is_copied and not is_sharded(linear.linear.weight):
-            blocks = [-(-size // BLOCK) for size in shape] if recipe.name == "block" else [1]
+            is_mx, dtype = recipe.scaling == "mx", recipe.dtype("weight")
             linear.take_frozen(
-                without_memory(shape, recipe.dtype("weight")),
-                without_memory(torch.Size(blocks), torch.float32),
-                without_memory(shape[::-1], recipe.dtype("weight")),
+                without_memory(shape, dtype),
+                _scales(shape, recipe),
+                without_memory(shape[::-1], dtype),
+                _scales(shape[::-1], recipe) if is_mx else None,
             )
+
+
+def _scales(shape: torch.Size, recipe: Recipe) -> Tensor:
+    """Return the inverse scales of a weight."""
+    rows, columns = shape
+    if recipe.scaling == "mx":
+        return without_memory(torch.Size((rows, columns // MX_BLOCK)), torch.uint8)
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK)) if recipe.scaling == "block" else (1,)
+    return without_memory(torch.Size(blocks), torch.float32)
 
 
 @contextmanager

@@ -15,12 +15,15 @@ from thunder_memsave.fp8.recipe import RecipeName, recipe_of
 from thunder_memsave.planner.graph import Device
 
 
-def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None:
+def planned_fp8(
+    model: nn.Module, strategy: StrategyConfig, device: Device | None = None
+) -> Fp8Linears | None:
     """Choose the fp8 linears of a model without values; None if fp8 is off.
 
     Args:
         model: The result of `stand_in`.
         strategy: Its `fp8` says which linears, and how.
+        device: The device that will compute; None: only the weights matter.
 
     Raises:
         ConfigError: no linear would compute in fp8.
@@ -29,14 +32,21 @@ def planned_fp8(model: nn.Module, strategy: StrategyConfig) -> Fp8Linears | None
     if fp8 is None:
         return None
     choices = choose_linears(model, fp8)
-    # Both backends have the same tensors, and nothing is computed here.
-    backend = "torch" if fp8.backend == "auto" else fp8.backend
     frozen = frozen_in_fp8(model, fp8, data_parallel=None)
     if frozen is not None:
         frozen.stand_in()
+    backend = _backend(fp8, device)
     linears = Fp8Linears(model, choices, recipe=recipe_of(fp8), backend=backend)
     stand_in_fp8(linears)
     return linears
+
+
+def _backend(fp8: Fp8Config, device: Device | None) -> Backend:
+    """Return whose tensors are planned: with `auto`, PyTorch's, which are the same, where it computes the recipe."""
+    if fp8.backend != "auto":
+        return fp8.backend
+    is_torch = device is None or _why_not("torch", fp8.recipe, device) is None
+    return "torch" if is_torch else "transformer_engine"
 
 
 def by_transformer_engine(fp8: Fp8Config | None, device: Device) -> bool:

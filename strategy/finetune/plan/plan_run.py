@@ -218,7 +218,7 @@ def _compile(
         data_parallel=data_parallel,
         planner=planner,
         target=_target(planner.device),
-        fp8=planned_fp8(model, strategy),
+        fp8=planned_fp8(model, strategy, planner.device),
         graphs=_graphs(strategy, planner),
     )
     with _precision(config, planner.device), _determinism(config):

@@ -55,7 +55,10 @@ class LateLinear(nn.Module):
     def _quantized(self, value: Tensor, role: Role, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         dtype = self._computation.recipe.dtype(role)
         found: tuple[Tensor, Tensor]
-        if self._computation.recipe.name == "block":
+        scaling = self._computation.recipe.scaling
+        if scaling == "mx":
+            found = self._kernels.quantize_mx(value, dtype)
+        elif scaling == "block":
             rows = BLOCK if role == "weight" else 1
             found = self._kernels.quantize_block(value, dtype, rows, BLOCK)
         elif scale is None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
-from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen, transpose
+from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen, transpose_frozen
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
 from thunder_memsave.fp8.weights.frozen import FrozenInFp8, scale_inv_of
-from thunder_memsave.fp8.weights.layers import Choice, choose, report
+from thunder_memsave.fp8.weights.layers import Choice, choose, feature_multiple, report
 from thunder_memsave.fp8.weights.loaded import refuse_other_numbers
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
@@ -35,6 +35,7 @@ StatePart = Literal[
     "weight",
     "weight_transposed",
     "weight_scale_inv",
+    "weight_transposed_scale_inv",
 ]
 
 
@@ -48,6 +49,8 @@ class _Frozen:
     weight: Tensor
     weight_scale_inv: Tensor
     weight_transposed: Tensor | None
+    weight_transposed_scale_inv: Tensor | None
+    """None: those of the weight."""
     source: tuple[int, int, torch.dtype]
     """Address, version and dtype of the weight that was quantised, to notice changes."""
 
@@ -79,7 +82,8 @@ def choose_linears(module: nn.Module, config: Fp8Config) -> tuple[Choice, ...]:
     Raises:
         ConfigError: None would.
     """
-    choices = choose(module, skip_modules=config.skip_modules)
+    multiple = feature_multiple(config.recipe)
+    choices = choose(module, skip_modules=config.skip_modules, multiple=multiple)
     if all(c.reason is not None for c in choices):
         raise ConfigError(
             f"fp8 is set, but {report(choices)} Leave fp8 out, or change what excludes the linears.",
@@ -154,6 +158,8 @@ class Fp8Linear:
             found += ["weight", "weight_scale_inv"]
             if transposed:
                 found.append("weight_transposed")
+                if self._recipe.scaling == "mx":
+                    found.append("weight_transposed_scale_inv")
         return tuple(found)
 
     def read(self, part: StatePart) -> Tensor:
@@ -161,18 +167,26 @@ class Fp8Linear:
         if self.is_kept_in_fp8 and part == "weight_scale_inv":
             tensor = scale_inv_of(self.linear)
         elif part.startswith("weight"):
-            tensor = getattr(self._quantized(transposed=part == "weight_transposed"), part)
+            transposed = part.startswith("weight_transposed")
+            tensor = getattr(self._quantized(transposed=transposed), part)
         else:
             tensor = getattr(self.state, part)
         assert isinstance(tensor, Tensor)
         return tensor
 
-    def take_frozen(self, weight: Tensor, scale_inv: Tensor, transposed: Tensor) -> None:
+    def take_frozen(
+        self,
+        weight: Tensor,
+        scale_inv: Tensor,
+        transposed: Tensor,
+        transposed_scale_inv: Tensor | None,
+    ) -> None:
         """Set the frozen weight's fp8 numbers; for a plan, whose weight has no values to cast."""
         self._frozen = _Frozen(
             weight=weight,
             weight_scale_inv=scale_inv,
             weight_transposed=transposed,
+            weight_transposed_scale_inv=transposed_scale_inv,
             source=_source(self.linear.weight),
         )
 
@@ -183,10 +197,13 @@ class Fp8Linear:
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._frozen is None or self._frozen.source != source:
                 quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
-                self._frozen = _Frozen(*quantized, weight_transposed=None, source=source)
-            if transposed and self._frozen.weight_transposed is None:
-                self._frozen.weight_transposed = transpose(self._backend, self._frozen.weight)
-            return self._frozen
+                self._frozen = _Frozen(*quantized, None, None, source=source)
+            found = self._frozen
+            if transposed and found.weight_transposed is None:
+                found.weight_transposed, found.weight_transposed_scale_inv = transpose_frozen(
+                    self._backend, self._recipe, weight.detach(), found.weight
+                )
+            return found
 
 
 def _source(weight: Tensor) -> tuple[int, int, torch.dtype]:

@@ -90,7 +90,7 @@ class LossOperators(LinearOperators):
             kernels=name_of_kernels(computation.backend),
         )
         sizes = (x.shape[0], weight.shape[0])
-        self._rows_per_tile = fp8_tile_rows(*sizes, self._settings, is_block=self._is_block)
+        self._rows_per_tile = fp8_tile_rows(*sizes, self._settings, scaling=self._scaling)
 
     def forward(self) -> TensorProxy:
         """Record the loss, float32: a scalar, or (tokens,)."""
@@ -105,7 +105,7 @@ class LossOperators(LinearOperators):
         wanted = self._wanted
         found = symbol_of(backward)(
             *(grad, *self._of_logits(), *self._of_cast()),
-            *(self._is_block, self._recipe.dtype("grad"), self._records, tuple(wanted[:3])),
+            *(self._scaling, self._recipe.dtype("grad"), self._records, tuple(wanted[:3])),
             *self._of_loss(),
         )
         made = iter(found if isinstance(found, tuple) else (found,))
@@ -129,7 +129,7 @@ class LossOperators(LinearOperators):
         """Return the hidden states before their cast, the transposed weight, and the scale of gradients of logits."""
         assert self._quantized is not None, "forward comes first"
         weight, _ = self._quantized
-        whole = self._x if self._is_block and self._wanted.weight else None
+        whole = self._x if self._scaling != "tensor" and self._wanted.weight else None
         transposed = self._transposed_weight(weight) if self._wanted.hidden else None
         data, scale_inv = (
             (None, None) if transposed is None else (transposed.data, transposed.scale_inv)

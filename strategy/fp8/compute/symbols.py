@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -23,6 +23,7 @@ from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
+from thunder_memsave.fp8.kernels.mx_blocks import MX_BLOCK, whole_blocks
 from thunder_memsave.fp8.recipe import Product, Recipe, Role
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT
 
@@ -41,6 +42,9 @@ class Operators:
     quantize_delayed: Symbol
     quantize_current: Symbol
     quantize_block: Symbol
+    quantize_mx: Symbol
+    quantize_mx_columns: Symbol
+    quantize_mx_both: Symbol
     transpose: Symbol
     gemm: Symbol
 
@@ -55,6 +59,8 @@ class Computation:
     """Whether amax is recorded, as it is in training."""
     is_frozen: bool
     """Whether the weight is frozen; it is then scaled by its own amax."""
+    has_backward: bool
+    """Whether gradients are recorded too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,11 @@ class StateProxies:
     backward_scale: TensorProxy | None = None
     backward_amax_history: TensorProxy | None = None
     weight: TensorProxy | None = None
-    """A frozen weight's fp8 numbers, kept beside or instead of the weight; the next two belong to them."""
+    """A frozen weight's fp8 numbers, kept beside or instead of the weight; the next three belong to them."""
     weight_transposed: TensorProxy | None = None
     weight_scale_inv: TensorProxy | None = None
+    weight_transposed_scale_inv: TensorProxy | None = None
+    """Of a transpose that was cast by itself; None: it has the scales of the weight."""
 
 
 @cache
@@ -89,6 +97,9 @@ def operators(backend: Backend) -> Operators:
         quantize_delayed=operator("quantize_delayed", _per_tensor),
         quantize_current=operator("quantize_current", _per_tensor),
         quantize_block=operator("quantize_block", _per_block),
+        quantize_mx=operator("quantize_mx", _by_rows),
+        quantize_mx_columns=operator("quantize_mx_columns", _by_columns),
+        quantize_mx_both=operator("quantize_mx_both", _by_both),
         transpose=operator("transpose", _transposed),
         gemm=operator("gemm", _product),
     )
@@ -109,14 +120,28 @@ def quantize_frozen(backend: Backend, recipe: Recipe, weight: Tensor) -> tuple[T
     """
     dtype = recipe.dtype("weight")
     kernels = _backend(backend)
-    if recipe.name == "block":
+    if recipe.scaling == "mx":
+        return kernels.quantize_mx(weight, dtype)  # type: ignore[no-any-return]
+    if recipe.scaling == "block":
         return kernels.quantize_block(weight, dtype, BLOCK, BLOCK)  # type: ignore[no-any-return]
     return kernels.quantize_current(weight, dtype)  # type: ignore[no-any-return]
 
 
-def transpose(backend: Backend, q: Tensor) -> Tensor:
-    """Return a contiguous transpose of a quantised matrix."""
-    return _backend(backend).transpose(q)  # type: ignore[no-any-return]
+def transpose_frozen(
+    backend: Backend, recipe: Recipe, weight: Tensor, quantized: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the transpose of a quantised frozen weight, and its inverse scales if it has scales of its own.
+
+    Args:
+        backend: The backend that will compute with it.
+        recipe: The recipe it was quantised for.
+        weight: Shape [out, in].
+        quantized: The weight in fp8.
+    """
+    kernels = _backend(backend)
+    if recipe.scaling == "mx":
+        return kernels.quantize_mx_columns(weight, recipe.dtype("weight"))  # type: ignore[no-any-return]
+    return kernels.transpose(quantized), None
 
 
 def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
@@ -163,16 +188,25 @@ class LinearOperators:
             state: The linear's state.
         """
         self._recipe, self._records = computation.recipe, computation.records
-        self._is_frozen, self._is_block = computation.is_frozen, computation.recipe.name == "block"
+        self._is_frozen, self._scaling = computation.is_frozen, computation.recipe.scaling
         self._operators = operators(computation.backend)
         self._x, self._weight, self._bias, self._state = x, weight, bias, state
         self._dtype = dtypes.to_torch_dtype(x.dtype)
         self._quantized: tuple[_Quantized, _Quantized] | None = None
+        self._has_weight_gradient = computation.has_backward and not computation.is_frozen
+        self._columns_of_x: _Quantized | None = None
 
     def forward(self) -> TensorProxy:
         """Record the result: shape [..., out], in the dtype of `x`."""
         weight = self._quantized_weight()
-        x = self._quantize(self._rows(self._x), "input")
+        if self._scaling == "mx" and self._has_weight_gradient:
+            # Also by columns: backward then needs these 8 bits of an element rather than the input.
+            made = self._operators.quantize_mx_both(
+                self._rows(self._x), self._recipe.dtype("input")
+            )
+            x, self._columns_of_x = _Quantized(*made[:2]), _Quantized(*made[2:])
+        else:
+            x = self._quantize(self._rows(self._x), "input")
         self._quantized = weight, x
         bias = None if self._bias is None else ltorch.to(self._bias, self._x.dtype)
         return self._like_input(self._gemm("forward", x, weight, bias))
@@ -198,12 +232,22 @@ class LinearOperators:
 
     def _transposed_weight(self, weight: _Quantized) -> _Quantized:
         transposed = self._state.weight_transposed
+        if self._scaling == "mx":
+            scale_inv = self._state.weight_transposed_scale_inv
+            if transposed is None or scale_inv is None:
+                return self._quantize_columns(self._weight, "weight")
+            return _Quantized(transposed, scale_inv)
         if transposed is None:
             transposed = self._operators.transpose(weight.data)
         return _Quantized(transposed, self._scale_of_transposed(weight.scale_inv))
 
     def _grad_weight(self, grad: TensorProxy, by_rows: _Quantized, x: _Quantized) -> TensorProxy:
-        if self._is_block:  # row-wise blocks do not give column-wise ones
+        if self._scaling == "mx":
+            columns_of_x = self._columns_of_x or self._quantize_columns(
+                self._rows(self._x), "input"
+            )
+            return self._gemm("grad_weight", self._quantize_columns(grad, "grad"), columns_of_x)
+        if self._scaling == "block":  # row-wise blocks do not give column-wise ones
             columns = [ltorch.transpose(t, 0, 1).contiguous() for t in (grad, self._rows(self._x))]
             return self._gemm(
                 "grad_weight",
@@ -234,7 +278,9 @@ class LinearOperators:
 
     def _quantize(self, value: TensorProxy, role: Role) -> _Quantized:
         operators, dtype = self._operators, self._recipe.dtype(role)
-        if self._is_block:
+        if self._scaling == "mx":
+            return _Quantized(*operators.quantize_mx(value, dtype))
+        if self._scaling == "block":
             rows = BLOCK if role == "weight" else 1
             return _Quantized(*operators.quantize_block(value, dtype, rows, BLOCK))
         if self._recipe.name == "current" or (role == "weight" and self._is_frozen):
@@ -248,6 +294,9 @@ class LinearOperators:
             *operators.quantize_delayed(value, scale, history, column, dtype, self._records)
         )
 
+    def _quantize_columns(self, value: TensorProxy, role: Role) -> _Quantized:
+        return _Quantized(*self._operators.quantize_mx_columns(value, self._recipe.dtype(role)))
+
     def _rows(self, value: TensorProxy) -> TensorProxy:
         """Reshape to a contiguous matrix of rows."""
         rows = math.prod(value.shape[:-1])
@@ -258,7 +307,7 @@ class LinearOperators:
         return ltorch.reshape(rows, (*self._x.shape[:-1], rows.shape[-1]))
 
     def _scale_of_transposed(self, scale_inv: TensorProxy) -> TensorProxy:
-        if not self._is_block:
+        if self._scaling != "block":
             return scale_inv
         return ltorch.transpose(scale_inv, 0, 1).contiguous()
 
@@ -284,6 +333,26 @@ def _per_block(
     blocks = (-(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols))
     scale_inv = TensorProxy(shape=blocks, device=x.device, dtype=dtypes.float32)
     return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), scale_inv
+
+
+def _by_rows(x: TensorProxy, dtype: torch.dtype) -> tuple[TensorProxy, TensorProxy]:
+    return _in_mx(x, x.shape, dtype)
+
+
+def _by_columns(x: TensorProxy, dtype: torch.dtype) -> tuple[TensorProxy, TensorProxy]:
+    return _in_mx(x, (x.shape[1], whole_blocks(x.shape[0])), dtype)
+
+
+def _by_both(x: TensorProxy, dtype: torch.dtype) -> tuple[TensorProxy, ...]:
+    return *_by_rows(x, dtype), *_by_columns(x, dtype)
+
+
+def _in_mx(
+    x: TensorProxy, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[TensorProxy, TensorProxy]:
+    blocks = (shape[0], shape[1] // MX_BLOCK)
+    scale_inv = TensorProxy(shape=blocks, device=x.device, dtype=dtypes.uint8)
+    return TensorProxy(like=x, shape=tuple(shape), dtype=dtypes.to_dtype(dtype)), scale_inv
 
 
 def _transposed(q: TensorProxy) -> TensorProxy:

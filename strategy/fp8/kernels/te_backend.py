@@ -8,12 +8,6 @@ operators that make, read and write the same.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.metadata
-import sys
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,22 +16,40 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.aten.record import once_through_memory
-from thunder_memsave.compat.foreign_messages import first_line
 from thunder_memsave.config import ConfigError
+from thunder_memsave.fp8.kernels import torch_support
 from thunder_memsave.fp8.kernels.cublas_gemm import whole_rows
+from thunder_memsave.fp8.kernels.mx_blocks import is_mx
+from thunder_memsave.fp8.kernels.te_library import installed_version, loaded
+from thunder_memsave.fp8.kernels.te_mx import (
+    mx_product,
+    quantize_mx,
+    quantize_mx_both,
+    quantize_mx_columns,
+)
 from thunder_memsave.fp8.kernels.torch_backend import amax, current_scale
-from thunder_memsave.fp8.kernels.torch_support import HOPPER, Chip, chip_of, dotted
+from thunder_memsave.fp8.kernels.torch_support import (
+    HOPPER,
+    Chip,
+    chip_of,
+    dotted,
+    why_not_on_blackwell,
+)
+from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
 
-__all__ = ["amax", "current_scale"]  # a tensor in parts has one scale; these have the kernels' bits
+__all__ = [  # with the functions here, what a backend has
+    "amax",
+    "current_scale",  # a tensor in parts has one scale; these two have the kernels' bits
+    "quantize_mx",
+    "quantize_mx_both",
+    "quantize_mx_columns",
+]
 
 BLOCK = 128
 """Side of a block, the only one that TransformerEngine supports."""
 
-MIN_VERSION = Version("2.10")
-"""The first version whose GEMM needs no workspace from its caller."""
-
 _MIN_VERSION_OF_BLOCKS = Version("2.12")
-"""The first version in which tensors with scales of blocks have only one format."""
+"""The first version in which tensors with scales of blocks have only one format, and those of mxfp8 the present one."""
 
 DEVICE_TYPES = frozenset({"cuda"})
 """The devices that its kernels run on."""
@@ -55,7 +67,7 @@ def quantize_delayed(
     if isinstance(x, FakeTensor):
         amax.copy_(amax)
         return _made(x, dtype, (1,))
-    library = _library()
+    library = loaded()
     quantizer = library.tensor.Float8Quantizer(
         scale[index], amax, library.dtypes[dtype], rowwise=True, columnwise=False
     )
@@ -68,7 +80,7 @@ def quantize_current(
     """Cast with the scale of x's own amax: `torch_backend.quantize_current`."""
     if isinstance(x, FakeTensor):
         return _made(x, dtype, (1,))
-    library = _library()
+    library = loaded()
     quantizer = library.tensor.Float8CurrentScalingQuantizer(
         library.dtypes[dtype],
         device=x.device,
@@ -93,7 +105,7 @@ def quantize_block(
     down, across = -(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols)
     if isinstance(x, FakeTensor):
         return _made(x, dtype, (down, across))
-    library = _library()
+    library = loaded()
     quantizer = library.tensor.Float8BlockQuantizer(
         library.dtypes[dtype],
         rowwise=True,
@@ -117,7 +129,7 @@ def transpose(q: Tensor) -> Tensor:
     """Copy `[rows, columns]` to `[columns, rows]`: `torch_backend.transpose`."""
     if isinstance(q, FakeTensor):
         return q.t().contiguous()
-    library = _library()
+    library = loaded()
     copied = library.extension.fp8_transpose(q.view(torch.uint8), library.dtypes[q.dtype])
     return copied.view(q.dtype)  # type: ignore[no-any-return]
 
@@ -135,13 +147,15 @@ def gemm(
     # For a float32 result the kernel would read the bias as bfloat16.
     added_later = bias if out_dtype == torch.float32 else None
     fused = None if bias is None or added_later is not None else bias.to(out_dtype)
-    if isinstance(a, FakeTensor):
+    if is_mx(a_scale_inv):
+        product = mx_product(a, a_scale_inv, b, b_scale_inv, fused, out_dtype, use_fast_accum)
+    elif isinstance(a, FakeTensor):
         one = a_scale_inv.flatten().narrow(0, 0, 1)
         product = torch._scaled_mm(
             whole_rows(a), whole_rows(b).t(), scale_a=one, scale_b=one, out_dtype=out_dtype
         )
     else:
-        product, *_ = _library().general_gemm(
+        product, *_ = loaded().general_gemm(
             _operand(b, b_scale_inv),
             _operand(a, a_scale_inv),
             out_dtype=out_dtype,
@@ -152,19 +166,19 @@ def gemm(
     return product if added_later is None else product.add_(added_later)
 
 
-def why_not(recipe: str, device: torch.device) -> str | None:
+def why_not(recipe: RecipeName, device: torch.device) -> str | None:
     """Return why TransformerEngine cannot compute `recipe` on `device`; None: it can."""
     try:
-        library = _library()
+        library = loaded()
     except ConfigError as error:
         return str(error)
     if device.type not in DEVICE_TYPES:
         return f"TransformerEngine computes on CUDA devices, and the model is on {device.type}"
     asked = _SUPPORT.get(recipe)
     if asked is None:
-        return _other_recipes()
-    version = _installed_version()
-    if recipe == "block" and version < _MIN_VERSION_OF_BLOCKS:
+        return torch_support.why_not(recipe, device)
+    version = installed_version()
+    if recipe in ("block", "mxfp8") and version < _MIN_VERSION_OF_BLOCKS:
         return (
             f"TransformerEngine {version} is installed, whose tensors with scales of blocks are of another format: "
             f"`pip install 'transformer-engine[pytorch]>={_MIN_VERSION_OF_BLOCKS}'`, or set `fp8.recipe: current`"
@@ -177,12 +191,12 @@ def why_not(recipe: str, device: torch.device) -> str | None:
     )
 
 
-def why_not_on(chip: Chip | None, recipe: str) -> str | None:
+def why_not_on(chip: Chip | None, recipe: RecipeName) -> str | None:
     """Return the same for a chip that need not be present, as far as known without TransformerEngine; None: a CPU."""
     if chip is None:
         return "TransformerEngine computes on CUDA devices: set `fp8.backend: torch`"
-    if recipe not in _SUPPORT:
-        return _other_recipes()
+    if recipe in NEEDS_BLACKWELL:
+        return why_not_on_blackwell(chip, recipe)
     if recipe == "block" and chip.capability < HOPPER:
         return (
             f"TransformerEngine computes it from compute capability {dotted(HOPPER)} (Hopper) on, and there is {chip}: "
@@ -191,73 +205,17 @@ def why_not_on(chip: Chip | None, recipe: str) -> str | None:
     return None
 
 
-def _other_recipes() -> str:
-    return f"thunder_memsave computes {', '.join(_SUPPORT)} with TransformerEngine: choose one of these recipes"
-
-
-_SUPPORT = {
+_SUPPORT: dict[RecipeName, str] = {
     "delayed": "is_fp8_available",
     "current": "is_fp8_available",
     "block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Library:
-    """The parts of TransformerEngine that are called."""
-
-    pytorch: ModuleType
-    tensor: ModuleType
-    extension: ModuleType
-    general_gemm: Any
-    dtypes: dict[torch.dtype, Any]
-
-
-@functools.cache
-def _library() -> _Library:
-    version = _installed_version()
-    try:
-        pytorch = importlib.import_module("transformer_engine.pytorch")
-        return _Library(
-            pytorch=pytorch,
-            tensor=importlib.import_module("transformer_engine.pytorch.tensor"),
-            extension=importlib.import_module("transformer_engine_torch"),
-            general_gemm=importlib.import_module(
-                "transformer_engine.pytorch.cpp_extensions"
-            ).general_gemm,
-            dtypes=importlib.import_module("transformer_engine.pytorch.constants").TE_DType,
-        )
-    except (ImportError, OSError, AssertionError, RuntimeError) as error:
-        raise ConfigError(
-            f"TransformerEngine {version} is installed, but cannot be loaded with PyTorch {torch.__version__} "
-            f"({type(error).__name__}: {first_line(error)}): install its extension, built for this PyTorch, with "
-            f"`pip install --no-build-isolation 'transformer-engine[pytorch]=={version}'`"
-        ) from error
-
-
-def _installed_version() -> Version:
-    imported = sys.modules.get("transformer_engine")
-    try:
-        version = Version(
-            importlib.metadata.version("transformer_engine")
-            if imported is None
-            else imported.__version__
-        )
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            "TransformerEngine is not installed: `pip install 'thunder-memsave[te]'` does so"
-        ) from None
-    if version < MIN_VERSION:
-        raise ConfigError(
-            f"TransformerEngine {version} is installed, and {MIN_VERSION} or newer is needed, whose GEMM has a "
-            "workspace of its own: `pip install --upgrade 'thunder-memsave[te]'`"
-        )
-    return version
 
 
 def _per_tensor(x: Tensor, quantizer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     quantizer.internal = True  # return no tensor subclass, which autograd would track
-    quantized = _library().extension.quantize(x, quantizer)
+    quantized = loaded().extension.quantize(x, quantizer)
     return quantized._data.view(dtype), quantized._scale_inv.reshape(1)
 
 
@@ -273,7 +231,7 @@ def _made(x: Tensor, dtype: torch.dtype, scales: tuple[int, ...]) -> tuple[Tenso
 
 def _operand(q: Tensor, scale_inv: Tensor) -> Any:
     """Wrap plain tensors as the quantised matrix that the GEMM takes, without a copy."""
-    library = _library()
+    library = loaded()
     # A weight's gradient sums over any number of rows; cublaslt_gemm.cu says "Caller must pad."
     data, dtype = whole_rows(q).view(torch.uint8), library.dtypes[q.dtype]
     if scale_inv.dim() < 2:

@@ -27,6 +27,7 @@ _RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "grad_block_scaling_dim": 1,
         },
     ),
+    "MXFP8BlockScaling": ("mxfp8", {"margin": 0, "enable_2d_quantization": False}),
 }
 _OF_ALL: Mapping[str, Any] = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
 _TAKEN = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")

@@ -17,17 +17,24 @@ from torch import Tensor
 
 from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.fp8.kernels import one_launch
+from thunder_memsave.fp8.kernels.casting import cached, chunks, magnitudes, saturated
 from thunder_memsave.fp8.kernels.cublas_gemm import cuda_gemm
+from thunder_memsave.fp8.kernels.mx_blocks import (
+    dequantize_mx,
+    is_mx,
+    quantize_mx,
+    quantize_mx_both,
+    quantize_mx_columns,
+)
+
+# With the functions here, what a backend has.
+__all__ = ["quantize_mx", "quantize_mx_both", "quantize_mx_columns"]
 
 BLOCK = 128
 """Side of a block, the only one that GEMMs on Hopper support."""
 
 _CHUNK_ELEMENTS = 2**24
 """Number of elements of an operand that are in float32 at a time: 64 MiB, whatever its size."""
-
-_CAST_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
-"""Number of elements cast at a time, so that intermediates of a cast stay in the cache: 1 MiB in float32 on the CPU,
-16 MiB on GPUs, whose L2 cache holds at least 24 MiB from Ada on."""
 
 
 def quantize_delayed(
@@ -118,7 +125,7 @@ def quantize_block(
     shape = block_scales_shape(x.shape[0], x.shape[1], block_rows, block_cols)
     scales = x.new_empty(shape, dtype=torch.float32)
     with once_through_memory(x, quantized, scales):
-        for first, rows in _cached(x, x.shape[0], multiple=block_rows):
+        for first, rows in cached(x, x.shape[0], multiple=block_rows):
             part = x[first : first + rows]
             blocks = scales[first // block_rows :][: -(-rows // block_rows)]
             blocks.copy_(
@@ -159,7 +166,7 @@ def cast_blocks(
 ) -> Tensor:
     """Cast each block of `[rows, columns]` with its scale."""
     each = _of_elements(scales, x.shape[0], x.shape[1], block_rows, block_cols)
-    return _saturated(x * each, dtype).to(dtype)
+    return saturated(x * each, dtype).to(dtype)
 
 
 def block_scales_shape(
@@ -190,7 +197,7 @@ def gemm(
 
     Args:
         a: fp8 `[m, k]`.
-        a_scale_inv: float32 `[1]`, or inverse scales of `quantize_block`.
+        a_scale_inv: float32 `[1]`, or inverse scales of `quantize_block` or `quantize_mx`.
         b: fp8 `[n, k]`.
         b_scale_inv: As `a_scale_inv`.
         bias: `[n]` or None; added before the result is rounded to `out_dtype`, except to float32 on CUDA, where it is
@@ -217,10 +224,12 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
 
     Args:
         q: fp8, of any shape; `[rows, columns]` with scales of blocks.
-        scale_inv: float32 `[1]`, or inverse scales of `quantize_block`.
+        scale_inv: float32 `[1]`, or inverse scales of `quantize_block` or `quantize_mx`.
     """
     if scale_inv.dim() < 2:
         return q.float() * scale_inv
+    if is_mx(scale_inv):
+        return dequantize_mx(q, scale_inv)
     rows, columns = q.shape
     # Blocks have 1 or BLOCK rows; with 1, there is a scale in each row.
     block_rows = 1 if scale_inv.shape[0] == rows else BLOCK
@@ -234,33 +243,14 @@ def amax(x: Tensor) -> Tensor:
     largest = x.new_zeros((), dtype=torch.float32)
     flat = x.reshape(-1)
     with once_through_memory(x):
-        for first, length in _cached(flat, flat.numel()):
+        for first, length in cached(flat, flat.numel()):
             _raise(largest, flat[first : first + length])
     return largest
 
 
 def _raise(amax: Tensor, part: Tensor) -> None:
     """Raise `amax` to at least the part's, in place."""
-    amax.copy_(torch.maximum(amax, _magnitudes(part).amax().float()))
-
-
-def _magnitudes(x: Tensor) -> Tensor:
-    return x.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
-
-
-def _cached(x: Tensor, rows: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the chunks of x to cast, each small enough for the cache."""
-    most = _CAST_ELEMENTS["cpu" if x.device.type == "cpu" else "cuda"]
-    return _chunks(rows, x.numel() // max(rows, 1), most, multiple)
-
-
-def _chunks(
-    rows: int, columns: int, num_elements: int, multiple: int = 1
-) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows), whole blocks of `multiple` rows at a time."""
-    step = max(num_elements // max(columns, 1) // multiple, 1) * multiple
-    for first in range(0, rows, step):
-        yield first, min(step, rows - first)
+    amax.copy_(torch.maximum(amax, magnitudes(part).amax().float()))
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None = None) -> Tensor:
@@ -277,18 +267,12 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None 
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     source, target = x.reshape(-1), quantized.view(-1)
     with once_through_memory(x, quantized):
-        for first, length in _cached(source, source.numel()):
+        for first, length in cached(source, source.numel()):
             part = slice(first, first + length)
             if raised is not None:
                 _raise(raised, source[part])
-            target[part].copy_(_saturated(source[part] * scale, dtype))
+            target[part].copy_(saturated(source[part] * scale, dtype))
     return quantized
-
-
-def _saturated(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    # Casts of some torch versions turn too large values into NaN or infinity; clamping keeps NaN.
-    largest = torch.finfo(dtype).max
-    return scaled.clamp_(-largest, largest)
 
 
 def _scale_of(
@@ -315,7 +299,7 @@ def block_amax(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
     rows, columns = x.shape
     down, across = block_scales_shape(rows, columns, block_rows, block_cols)
     padding = (0, across * block_cols - columns, 0, down * block_rows - rows)
-    padded = torch.nn.functional.pad(_magnitudes(x), padding)
+    padded = torch.nn.functional.pad(magnitudes(x), padding)
     return padded.view(down, block_rows, across, block_cols).amax(dim=(1, 3)).float()
 
 
@@ -352,7 +336,7 @@ def _dequantized_gemm(
 
 
 def _row_parts(matrix: Tensor) -> Iterator[slice]:
-    for first, rows in _chunks(matrix.shape[0], matrix.shape[1], _CHUNK_ELEMENTS, BLOCK):
+    for first, rows in chunks(matrix.shape[0], matrix.shape[1], _CHUNK_ELEMENTS, BLOCK):
         yield slice(first, first + rows)
 
 

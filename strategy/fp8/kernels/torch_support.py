@@ -12,6 +12,10 @@ from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
 ADA, HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)
 """The first compute capability of each architecture; those before Ada have no fp8."""
 
+_AFTER_MX = (12, 0)
+"""The first compute capability after those on which TransformerEngine computes mxfp8: `_compute_mxfp8_support` in
+transformer_engine/pytorch/quantization.py."""
+
 _CUDA_OF_BLOCKS = "12.9"
 """The first CUDA version whose cuBLAS supports scales of blocks."""
 
@@ -44,8 +48,8 @@ def why_not(recipe: RecipeName, device: torch.device) -> str | None:
     """Return why PyTorch's kernels cannot compute `recipe` on `device`, and what to do; None: they can."""
     if device.type == "cuda":
         return why_not_on(chip_of(device), recipe)
-    if recipe in NEEDS_BLACKWELL:
-        return _needs_blackwell(recipe, f"the device {device.type}")
+    if recipe == "nvfp4":
+        return _not_computed(f"the device {device.type}", "delayed, current or block")
     if device.type == "cpu":
         return None
     return f"it computes on CUDA devices and on the CPU, and the model is on {device.type}: leave out `fp8`"
@@ -54,9 +58,10 @@ def why_not(recipe: RecipeName, device: torch.device) -> str | None:
 def why_not_on(chip: Chip, recipe: RecipeName) -> str | None:
     """Return the same for a chip that need not be present."""
     if recipe in NEEDS_BLACKWELL:
-        if chip.capability < _BLACKWELL:
-            return _needs_blackwell(recipe, str(chip))
-        return f"this version does not compute {recipe}, although there is {chip}: set `fp8.recipe: current`"
+        return why_not_on_blackwell(chip, recipe) or (
+            f"TransformerEngine alone multiplies in {recipe} on CUDA devices: `pip install 'thunder-memsave[te]'` and "
+            "set `fp8.backend: transformer_engine`, or set `fp8.recipe: current`"
+        )
     if chip.capability < ADA:
         return (
             f"torch._scaled_mm needs compute capability {dotted(ADA)} (Ada, Hopper or later), and there is {chip}: "
@@ -71,13 +76,32 @@ def why_not_on(chip: Chip, recipe: RecipeName) -> str | None:
     return None
 
 
+def why_not_on_blackwell(chip: Chip, recipe: RecipeName) -> str | None:
+    """Return why TransformerEngine does not compute one of the recipes of Blackwell on a chip; None: it does."""
+    is_blackwell = chip.capability >= _BLACKWELL
+    if recipe == "nvfp4":
+        instead = "mxfp8 or current" if is_blackwell else "delayed, current or block"
+        return _not_computed(str(chip), instead)
+    if not is_blackwell:
+        return (
+            f"{recipe} needs compute capability {dotted(_BLACKWELL)} (Blackwell), and there is {chip}: set "
+            "`fp8.recipe` to delayed, current or block"
+        )
+    if chip.capability >= _AFTER_MX:
+        return (
+            f"TransformerEngine computes mxfp8 on compute capability {dotted(_BLACKWELL)} and others below "
+            f"{dotted(_AFTER_MX)}, and there is {chip}: set `fp8.recipe: current`"
+        )
+    return None
+
+
 def dotted(capability: tuple[int, int]) -> str:
     """Write a compute capability as CUDA does."""
     return ".".join(map(str, capability))
 
 
-def _needs_blackwell(recipe: RecipeName, there: str) -> str:
+def _not_computed(there: str, instead: str) -> str:
     return (
-        f"{recipe} needs compute capability {dotted(_BLACKWELL)} (Blackwell), and there is {there}: set `fp8.recipe` "
-        "to delayed, current or block"
+        "this version does not compute nvfp4, which needs compute capability "
+        f"{dotted(_BLACKWELL)} (Blackwell) besides, and there is {there}: set `fp8.recipe` to {instead}"
     )

@@ -9,12 +9,17 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from thunder_memsave.fp8.recipe import RecipeName
 from thunder_memsave.settings.problems import ConfigError, suggestion
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 
 FEATURE_MULTIPLE = 16
 """Required divisor of a linear's in and out features: fp8 kernels read 16 bytes at a time (cuBLASLt, and
 TransformerEngine's `assert_dim_for_fp8_exec`). It holds on the CPU too, so that plans and runs agree across devices."""
+
+_MULTIPLE_OF_MXFP8 = 32
+"""The same for the recipe `mxfp8`: its blocks, along either dim of a weight, which TransformerEngine does not cut
+(`MXFP8Quantizer::create_tensor` in transformer_engine/pytorch/csrc/quantizer.cpp)."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT_SKIPPED = "lm_head"
@@ -31,20 +36,28 @@ class Choice:
     """The reason why it does not run in fp8; None: it does."""
 
 
-def choose(module: nn.Module, *, skip_modules: Sequence[str]) -> tuple[Choice, ...]:
+def feature_multiple(recipe: RecipeName) -> int:
+    """Return the required divisor of in and out features of linears in fp8."""
+    return _MULTIPLE_OF_MXFP8 if recipe == "mxfp8" else FEATURE_MULTIPLE
+
+
+def choose(
+    module: nn.Module, *, skip_modules: Sequence[str], multiple: int = FEATURE_MULTIPLE
+) -> tuple[Choice, ...]:
     """Decide for each linear of `module`, in the module's order.
 
     Args:
         module: The model.
         skip_modules: Names of modules, or patterns such as `*.gate`, whose linears do not run in fp8: the whole dotted
             name, or its end, such as `lm_head`.
+        multiple: The recipe's `feature_multiple`.
 
     Raises:
         ConfigError: A pattern names no module of this model.
     """
     _refuse_idle_patterns(module, skip_modules)
     return tuple(
-        Choice(name=name, reason=_why_not(name, linear, skip_modules))
+        Choice(name=name, reason=_why_not(name, linear, skip_modules, multiple))
         for name, linear in module.named_modules()
         if isinstance(linear, nn.Linear)
     )
@@ -75,7 +88,7 @@ def shown(names: Sequence[str], num_shown: int) -> str:
     return f"{first} and {more} more" if more > 0 else first
 
 
-def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str]) -> str | None:
+def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str], multiple: int) -> str | None:
     if (pattern := next((p for p in patterns if _names(p, name)), None)) is not None:
         return f"skip_modules has {pattern!r}"
     if type(linear) is not nn.Linear:
@@ -87,8 +100,8 @@ def _why_not(name: str, linear: nn.Linear, patterns: Sequence[str]) -> str | Non
         dtype = str(kept_as).removeprefix("torch.")
         return f"its weight is {dtype}, and fp8 is for float32, bfloat16 and float16"
     features = (linear.in_features, linear.out_features)
-    if any(n % FEATURE_MULTIPLE for n in features):
-        return f"{features[0]} -> {features[1]} features are no multiples of {FEATURE_MULTIPLE}"
+    if any(n % multiple for n in features):
+        return f"{features[0]} -> {features[1]} features are no multiples of {multiple}"
     return None
 
 

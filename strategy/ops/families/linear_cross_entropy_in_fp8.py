@@ -32,6 +32,7 @@ from thunder_memsave.ops.families.tiled_fp8_loss import (
     Fp8LossGradients,
     GradientCast,
     Quantized,
+    Scaling,
     fp8_losses_in_tiles,
 )
 from thunder_memsave.ops.families.tiled_loss import LossOptions, Wanted, tile_rows
@@ -62,18 +63,21 @@ class Settings(NamedTuple):
 _OF_LOGITS = ("hidden", "hidden_scale_inv", "weight", "weight_scale_inv", "bias")
 _OF_LOSS = ("targets", "num_kept", *Settings._fields, ROWS_PER_TILE)
 _OF_CAST = ("whole_hidden", "transposed", "transposed_scale_inv", "scale", "history")
-_OF_GRADIENTS = ("is_block", "grad_dtype", "records", "wanted")
+_OF_GRADIENTS = ("scaling", "grad_dtype", "records", "wanted")
 
 
-def fp8_tile_rows(num_tokens: int, num_classes: int, settings: Settings, *, is_block: bool) -> int:
+def fp8_tile_rows(
+    num_tokens: int, num_classes: int, settings: Settings, *, scaling: Scaling
+) -> int:
     """Return the tokens of a tile.
 
     A logit's gradient takes a byte in fp8 and one in its transpose; blocks are cast from a transposed copy too.
     """
     dtype = settings.dtype
-    more_bytes = 2 + dtype.itemsize * is_block
+    more_bytes = 2 + dtype.itemsize * (scaling == "block")
+    has_blocks = scaling != "tensor"
     rows = tile_rows(num_tokens, num_classes, dtype, settings.options, more_bytes=more_bytes)
-    return max(rows // BLOCK, 1) * BLOCK if is_block and rows < num_tokens else rows
+    return max(rows // BLOCK, 1) * BLOCK if has_blocks and rows < num_tokens else rows
 
 
 def _head(operands: Sequence[Any], settings: Settings) -> tuple[Quantized, Fp8Head]:
@@ -109,7 +113,7 @@ def _gradients(grad: Tensor, *arguments: Any) -> Any:
     operands, of_cast, of_gradients = arguments[:5], arguments[5:10], arguments[10:14]
     targets, num_kept, *others, rows = arguments[14:]
     whole_hidden, transposed, transposed_scale_inv, scale, history = of_cast
-    is_block, grad_dtype, records, wanted = of_gradients
+    scaling, grad_dtype, records, wanted = of_gradients
     settings = Settings(*others)
     hidden, head = _head(operands, settings)
     factors = grad
@@ -125,7 +129,7 @@ def _gradients(grad: Tensor, *arguments: Any) -> Any:
         targets=targets,
         options=settings.options,
         factors=factors,
-        cast=GradientCast(grad_dtype, is_block, scale, history, records),
+        cast=GradientCast(grad_dtype, scaling, scale, history, records),
         wanted=Wanted(*wanted),
     ).in_tiles(num_kept, rows)
     return one_or_all([g for g in found if g is not None])

@@ -7,13 +7,14 @@ tile by tile, to the numbers that they would have if all were cast at once:
     current    the scale needs the amax of all tiles: where there are several, backward computes all logits for it, and
                then again for the casts
     block      for the weight's gradient, a block is 128 tokens long, so a tile has a multiple of 128 tokens
+    mxfp8      a block is 32 tokens long, and a tile has a multiple of 128 tokens too
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ from thunder_memsave.ops.families.tiled_loss import (
 )
 
 BLOCK = 128
-"""Tokens of a block of a transposed matrix."""
+"""Tokens of a block of a transposed matrix; four blocks of `mx`."""
+
+Scaling = Literal["tensor", "block", "mx"]
+"""What has a scale of its own: a tensor, 1x128 elements, or 1x32 elements."""
 
 
 class Fp8Kernels(Protocol):
@@ -48,6 +52,8 @@ class Fp8Kernels(Protocol):
     def quantize_block(  # noqa: D102
         self, x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int
     ) -> tuple[Tensor, Tensor]: ...
+    def quantize_mx(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+    def quantize_mx_columns(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...  # noqa: D102
     def transpose(self, q: Tensor) -> Tensor: ...  # noqa: D102
     def amax(self, x: Tensor) -> Tensor: ...  # noqa: D102
     def current_scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor: ...  # noqa: D102
@@ -69,7 +75,7 @@ class Quantized:
 
     data: Tensor
     scale_inv: Tensor
-    """float32 `[1]`, or the inverse scales of blocks."""
+    """float32 `[1]`, or the inverse scales of blocks, uint8 for those of `mx`."""
 
     def rows(self, rows: Tensor | slice) -> Quantized:
         """Return some rows; scales of blocks are those of blocks of one row."""
@@ -116,8 +122,7 @@ class GradientCast:
 
     dtype: torch.dtype
     """One of fp8."""
-    is_block: bool
-    """Whether each 1x128 elements have a scale."""
+    scaling: Scaling
     scale: Tensor | None = None
     """float32 `[1]`, of the recipe `delayed`; None: it comes from the gradients."""
     history: Tensor | None = None
@@ -199,7 +204,7 @@ class Fp8LossGradients:
     def _scale(self, tiles: list[Tensor | slice]) -> Tensor | None:
         """Return the scale of all gradients of logits; None: each block has its own."""
         cast = self.cast
-        if cast.is_block or cast.scale is not None:
+        if cast.scaling != "tensor" or cast.scale is not None:
             return cast.scale
         kernels = self.head.kernels
         largest = torch.zeros((), dtype=torch.float32, device=self.targets.device)
@@ -218,7 +223,9 @@ class Fp8LossGradients:
     def quantized(self, of_logits: Tensor, scale: Tensor | None) -> Quantized:
         """Cast the gradients of a tile's logits; `scale`: of them all; None: they are all, or blocks have their own."""
         kernels, cast = self.head.kernels, self.cast
-        if cast.is_block:
+        if cast.scaling == "mx":
+            return Quantized(*kernels.quantize_mx(of_logits, cast.dtype))
+        if cast.scaling == "block":
             return Quantized(*kernels.quantize_block(of_logits, cast.dtype, 1, BLOCK))
         if scale is None:
             return Quantized(*kernels.quantize_current(of_logits, cast.dtype))
@@ -268,12 +275,18 @@ class _Fp8Sums:
 
     def _columns(self, quantized: Quantized, of_logits: Tensor) -> Quantized:
         """Return the gradients of a tile's logits with the tokens as the last dim."""
-        if self._of.cast.is_block:
+        cast, kernels = self._of.cast, self._of.head.kernels
+        if cast.scaling == "mx":
+            return Quantized(*kernels.quantize_mx_columns(of_logits, cast.dtype))
+        if cast.scaling == "block":
             return self._of.quantized(of_logits.t().contiguous(), None)
-        return Quantized(self._of.head.kernels.transpose(quantized.data), quantized.scale_inv)
+        return Quantized(kernels.transpose(quantized.data), quantized.scale_inv)
 
     def _columns_of_hidden(self, rows: Tensor | slice) -> Quantized:
         of, kernels = self._of, self._of.head.kernels
+        if of.whole_hidden is not None and of.cast.scaling == "mx":
+            whole = of.whole_hidden[rows]
+            return Quantized(*kernels.quantize_mx_columns(whole, of.hidden.data.dtype))
         if of.whole_hidden is not None:
             columns = of.whole_hidden[rows].t().contiguous()
             return Quantized(*kernels.quantize_block(columns, of.hidden.data.dtype, 1, BLOCK))

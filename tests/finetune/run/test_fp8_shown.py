@@ -190,20 +190,22 @@ TE = "transformer_engine"
     [
         ("torch", "block", "b200", r"blocks on compute capability 9\.0 \(Hopper\).*: set `fp8.rec"),
         ("auto", "block", "l40s", r"torch\._scaled_mm multiplies such blocks on compute capabili"),
-        ("auto", "mxfp8", "b200", "this version does not compute mxfp8, although there is the de"),
         (
             "auto",
-            "nvfp4",
-            "cpu",
-            r"nvfp4 needs compute capability 10\.0 .*, and there is the device",
+            "mxfp8",
+            "h100",
+            r"mxfp8 needs compute capability 10\.0 \(Blackwell\), and there ",
         ),
+        ("torch", "mxfp8", "b200", "TransformerEngine alone multiplies in mxfp8 on CUDA devices: "),
+        (TE, "mxfp8", "h200", r"mxfp8 needs compute capability 10\.0 \(Blackwell\), and there is"),
+        ("auto", "nvfp4", "cpu", "this version does not compute nvfp4, .* and there is the device"),
+        (TE, "nvfp4", "b200", r"does not compute nvfp4, .* set `fp8\.recipe` to mxfp8 or current"),
         (
             TE,
             "block",
             "l40s",
             r"TransformerEngine computes it from compute capability 9\.0 \(Hopper",
         ),
-        (TE, "mxfp8", "b200", "thunder_memsave computes delayed, current, block with TransformerE"),
     ],
 )
 def test_a_plan_with_a_recipe_that_the_device_does_not_compute_is_refused(
@@ -223,6 +225,12 @@ def test_a_plan_with_a_backend_that_the_device_does_not_have_is_refused() -> Non
     with pytest.raises(ConfigError, match=message) as caught:
         refuse_without_fp8(Fp8Config(backend="transformer_engine"), DEVICES["cpu"])
     assert caught.value.key == "fp8.backend"
+
+
+@pytest.mark.parametrize("backend", ["auto", "transformer_engine"])
+def test_a_plan_for_blackwell_is_made_in_mxfp8(backend: Any) -> None:
+    refuse_without_fp8(Fp8Config(backend=backend, recipe="mxfp8"), DEVICES["b200"])
+    refuse_without_fp8(Fp8Config(recipe="mxfp8"), DEVICES["cpu"])
 
 
 @pytest.mark.parametrize("backend", ["auto", "transformer_engine"])

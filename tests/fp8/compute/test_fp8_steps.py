@@ -166,7 +166,7 @@ def test_the_order_of_micro_batches_changes_no_bit() -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 def test_a_second_backward_gives_the_same_bits_and_changes_no_state(recipe: str) -> None:
     module = scaled(make(recipe=recipe))
     loss = run(module, 1)

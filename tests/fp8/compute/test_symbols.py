@@ -62,17 +62,20 @@ def test_products_are_in_the_dtype_of_the_input_and_weights_are_cast_once(
         ("delayed", "E4M3", torch.float8_e4m3fn),
         ("current", "HYBRID", torch.float8_e5m2),
         ("block", "E4M3", torch.float8_e4m3fn),
+        ("mxfp8", "E4M3", torch.float8_e4m3fn),
+        ("mxfp8", "HYBRID", torch.float8_e5m2),
     ],
 )
 def test_gradients_are_cast_to_the_type_of_the_format(
     recipe: str, fp8_format: str, grad: torch.dtype
 ) -> None:
-    module = fp8_module(nn.Sequential(nn.Linear(32, 48)), recipe=recipe, fp8_format=fp8_format)
+    module = fp8_module(nn.Sequential(nn.Linear(32, 96)), recipe=recipe, fp8_format=fp8_format)
     module(torch.randn(8, 32, requires_grad=True)).sum().backward()
     (compiled,) = module.captures
     forward, backward = compiled.forward_traces[-1], compiled.backward_traces[-1]
     inputs = {dtype_of(b.flat_proxy_outs[0]) for b in ops(forward, "quantize")}
-    grads = {dtype_of(b.flat_proxy_outs[0]) for b in ops(backward, "quantize")[:1]}
+    of_grad = "quantize_mx_torch" if recipe == "mxfp8" else "quantize"
+    grads = {dtype_of(b.flat_proxy_outs[0]) for b in ops(backward, of_grad)[:1]}
     assert (inputs, grads) == ({torch.float8_e4m3fn}, {grad})
 
 
@@ -103,7 +106,7 @@ def test_what_records_amax_may_run_again() -> None:
     assert not any(id(b) in reasons for kind in ("quantize", "gemm") for b in ops(trace, kind))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 def test_no_whole_weight_is_kept_in_fp8_if_weights_are_regathered(
     recipe: str, is_frozen: bool

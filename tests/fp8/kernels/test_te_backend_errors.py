@@ -17,7 +17,7 @@ from packaging.version import Version
 from harness import te_on_cpu
 from thunder_memsave.config import ConfigError, Fp8Config
 from thunder_memsave.fp8.compute.backends import _best, require
-from thunder_memsave.fp8.kernels import te_backend
+from thunder_memsave.fp8.kernels import te_backend, te_library
 from thunder_memsave.fp8.recipe import RecipeName
 from thunder_memsave.measure.run_alone import environment
 
@@ -28,7 +28,7 @@ ABSENT = importlib.util.find_spec("transformer_engine") is None
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> None:
-    te_backend._library.cache_clear()
+    te_library.loaded.cache_clear()
 
 
 def refusal(recipe: RecipeName = "delayed", device: torch.device = CPU) -> str:
@@ -61,7 +61,7 @@ def test_the_version_that_is_emulated_is_one_that_the_extra_installs() -> None:
     with te_on_cpu.transformer_engine():
         version = importlib.metadata.version("transformer_engine")
     assert extra.specifier.contains(version)
-    assert Version(version) > te_backend.MIN_VERSION
+    assert Version(version) > te_library.MIN_VERSION
 
 
 def test_an_old_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,33 +77,33 @@ def test_an_old_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_version_whose_blocks_are_of_another_format_computes_the_other_recipes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(te_backend, "_installed_version", lambda: Version("2.11"))
+    monkeypatch.setattr(te_backend, "installed_version", lambda: Version("2.11"))
     require("transformer_engine", "delayed", CPU)
     require("transformer_engine", "current", CPU)
-    message = refusal("block")
-    assert (
-        "TransformerEngine 2.11 is installed, whose tensors with scales of blocks are of another for"
-        in message
-    )
-    assert (
-        "`pip install 'transformer-engine[pytorch]>=2.12'`, or set `fp8.recipe: current`; or set `fp8.ba"
-        in message
-    )
+    for recipe in ("block", "mxfp8"):
+        message = refusal(recipe)
+        assert (
+            "TransformerEngine 2.11 is installed, whose tensors with scales of blocks are of another for"
+            in message
+        )
+        assert (
+            "`pip install 'transformer-engine[pytorch]>=2.12'`, or set `fp8.recipe: current`; or set `fp8.ba"
+            in message
+        )
 
 
 def test_on_the_cpu_it_computes_nothing() -> None:
     with te_on_cpu.transformer_engine():
         message = refusal()
-    te_backend._library.cache_clear()
+    te_library.loaded.cache_clear()
     assert "TransformerEngine computes on CUDA devices, and the model is on cpu; or set" in message
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.usefixtures("transformer_engine")
-def test_a_recipe_without_an_implementation_is_refused(recipe: RecipeName) -> None:
-    assert refusal(recipe).startswith(
-        f"fp8.backend is transformer_engine and fp8.recipe is {recipe}, but thunder_memsave computes delayed, "
-        "current, block with TransformerEngine: choose one of these recipes"
+def test_a_recipe_without_an_implementation_is_refused() -> None:
+    assert refusal("nvfp4").startswith(
+        "fp8.backend is transformer_engine and fp8.recipe is nvfp4, but this version does not compute nvfp4, which "
+        "needs compute capability 10.0 (Blackwell) besides, and there is the device cpu: set `fp8.recipe` to"
     )
 
 
@@ -113,6 +113,7 @@ def test_a_recipe_without_an_implementation_is_refused(recipe: RecipeName) -> No
         ("delayed", "is_fp8_available"),
         ("current", "is_fp8_available"),
         ("block", "is_fp8_block_scaling_available"),
+        ("mxfp8", "is_mxfp8_available"),
     ],
 )
 def test_a_chip_or_cuda_that_cannot_is_named_with_its_reason(
@@ -134,6 +135,11 @@ def test_a_chip_or_cuda_that_cannot_is_named_with_its_reason(
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_what_can_compute_is_not_refused_with_emulated_kernels(recipe: RecipeName) -> None:
     require("transformer_engine", recipe, CPU)
+
+
+@pytest.mark.usefixtures("transformer_engine_on_blackwell")
+def test_blackwell_computes_mxfp8_with_emulated_kernels() -> None:
+    require("transformer_engine", "mxfp8", CPU)
 
 
 @pytest.mark.skipif(not ABSENT, reason="TransformerEngine is installed")

@@ -52,6 +52,12 @@ def te_recipe(name: str, **options: Any) -> Any:
             {"fp8_format": "HYBRID"},
             {"recipe": "block", "fp8_format": "HYBRID"},
         ),
+        ("MXFP8BlockScaling", {}, {"recipe": "mxfp8"}),
+        (
+            "MXFP8BlockScaling",
+            {"fp8_format": "HYBRID"},
+            {"recipe": "mxfp8", "fp8_format": "HYBRID"},
+        ),
     ],
 )
 def test_a_recipe_is_taken_over_with_its_options(
@@ -88,6 +94,19 @@ def test_a_recipe_is_taken_over_with_its_options(
         ),
         ("Float8BlockScaling", {"use_f32_scales": True}, "use_f32_scales=True", "False"),
         ("Float8BlockScaling", {"w_block_scaling_dim": 1}, "w_block_scaling_dim=1", "2"),
+        (
+            "MXFP8BlockScaling",
+            {"enable_2d_quantization": True},
+            "enable_2d_quantization=True",
+            "False",
+        ),
+        ("MXFP8BlockScaling", {"margin": 1}, "margin=1", "0"),
+        (
+            "MXFP8BlockScaling",
+            {"backward_override": "high_precision"},
+            "backward_override='high_precision'",
+            "None",
+        ),
     ],
 )
 def test_an_option_that_is_not_computed_is_named(
@@ -101,10 +120,13 @@ def test_an_option_that_is_not_computed_is_named(
 
 
 @pytest.mark.usefixtures("transformer_engine")
-@pytest.mark.parametrize("name", ["MXFP8BlockScaling", "NVFP4BlockScaling"])
-def test_a_recipe_that_is_not_computed_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^TransformerEngine's recipe {name} is not computed"):
-        config_of(te_recipe(name))
+def test_a_recipe_that_is_not_computed_is_named() -> None:
+    message = (
+        "^TransformerEngine's recipe NVFP4BlockScaling is not computed by thunder_memsave; use .*, MXFP8BlockScaling, "
+        r"or no fp8\.$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        config_of(te_recipe("NVFP4BlockScaling"))
 
 
 def test_without_a_context_of_transformer_engine_nothing_is_refused() -> None:
@@ -120,6 +142,16 @@ def test_a_context_that_asks_for_what_is_computed_is_let_through(
     with transformer_engine.autocast(enabled=True, recipe=te_recipe("DelayedScaling")):
         refuse_contradiction(DELAYED)
     refuse_contradiction(None)
+
+
+def test_a_context_of_mxfp8_is_let_through_on_blackwell(
+    transformer_engine_on_blackwell: ModuleType,
+) -> None:
+    recipe = te_recipe("MXFP8BlockScaling")
+    with transformer_engine_on_blackwell.autocast(enabled=True, recipe=recipe):
+        refuse_contradiction(recipe_of(Fp8Config(recipe="mxfp8")))
+        with pytest.raises(ConfigError, match=r"recipe='mxfp8', but .* fp8\.recipe 'current'"):
+            refuse_contradiction(CURRENT)
 
 
 def test_a_context_around_a_model_without_fp8_is_refused(transformer_engine: ModuleType) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8.compute.backends import require
-from thunder_memsave.fp8.kernels import cublas_gemm, torch_backend
+from thunder_memsave.fp8.kernels import casting, cublas_gemm, torch_backend
 from thunder_memsave.fp8.recipe import Recipe, RecipeName, Role, recipe_of
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT, ScalingState
 from thunder_memsave.settings.problems import ConfigError
@@ -337,7 +337,7 @@ def test_no_chunk_of_a_large_tensor_changes_what_is_computed(
         *torch_backend.quantize_block(x, E4M3, height),
         *torch_backend.quantize_current(x, E4M3),
     ]
-    monkeypatch.setitem(torch_backend._CAST_ELEMENTS, "cpu", 1000)
+    monkeypatch.setitem(casting._CAST_ELEMENTS, "cpu", 1000)
     parts = [
         *torch_backend.quantize_block(x, E4M3, height),
         *torch_backend.quantize_current(x, E4M3),
@@ -454,8 +454,31 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
             (10, 0),
             "13.0",
             "nvfp4",
-            r"this version does not compute nvfp4, although there is NVIDIA B200 \(compute capability 10\.0, .*\): set "
-            r"`fp8.recipe: current`",
+            r"this version does not compute nvfp4, which needs compute capability 10\.0 \(Blackwell\) besides, and "
+            r"there is NVIDIA B200 \(compute capability 10\.0, .*\): set `fp8.recipe` to mxfp8 or current\.$",
+        ),
+        (
+            "NVIDIA H100",
+            (9, 0),
+            "13.0",
+            "nvfp4",
+            r"this version does not compute nvfp4, .* there is NVIDIA H100 .* to delayed, current or block\.$",
+        ),
+        (
+            "NVIDIA B200",
+            (10, 0),
+            "13.0",
+            "mxfp8",
+            r"TransformerEngine alone multiplies in mxfp8 on CUDA devices: `pip install 'thunder-memsave\[te\]'` and "
+            r"set `fp8\.backend: transformer_engine`, or set `fp8\.recipe: current`\.$",
+        ),
+        (
+            "RTX PRO 6000",
+            (12, 0),
+            "13.0",
+            "mxfp8",
+            r"TransformerEngine computes mxfp8 on compute capability 10\.0 and others below 12\.0, and there is RTX "
+            r"PRO 6000 \(compute capability 12\.0, with CUDA 13\.0\): set `fp8\.recipe: current`\.$",
         ),
         ("NVIDIA B200", (10, 0), "13.0", "block", r"on compute capability 9\.0 \(Hopper\)"),
     ],
@@ -484,11 +507,12 @@ def test_a_chip_that_can_is_taken(
     require("torch", recipe, CUDA)
 
 
-def test_the_cpu_computes_what_hopper_does_and_nothing_else() -> None:
-    for recipe in ("delayed", "current", "block"):
+def test_the_cpu_computes_all_recipes_but_nvfp4() -> None:
+    for recipe in ("delayed", "current", "block", "mxfp8"):
         require("torch", recipe, CPU)
-    for recipe in ("mxfp8", "nvfp4"):
-        with pytest.raises(ConfigError, match=rf"{recipe} needs .*, and there is the device cpu: "):
-            require("torch", recipe, CPU)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"does not compute nvfp4, .*, and there is the device cpu:"
+    ):
+        require("torch", "nvfp4", CPU)
     with pytest.raises(ConfigError, match="CUDA devices and on the CPU, and the model is on mps"):
         require("torch", "current", torch.device("mps"))

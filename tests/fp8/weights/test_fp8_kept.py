@@ -537,7 +537,10 @@ def test_a_model_without_frozen_linears_is_refused() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"recipe": "mxfp8"}, r"fp8\.recipe is mxfp8, but mxfp8 needs compute capability 10\.0"),
+        (
+            {"recipe": "nvfp4"},
+            r"fp8\.recipe is nvfp4, but this version does not compute nvfp4, which",
+        ),
         (
             {"backend": "transformer_engine"},
             r"^fp8\.backend is transformer_engine and fp8\.recipe is delayed, but .*; or set `fp8\.backend: torch`\.$",

@@ -10,7 +10,8 @@ from torch import nn
 from harness.fp8_linears import fp8_module, linears_of, ops
 from harness.models import llama
 from thunder_memsave import ConfigError
-from thunder_memsave.fp8.compute.linears import is_scaling_state
+from thunder_memsave.config import Fp8Config
+from thunder_memsave.fp8.compute.linears import choose_linears, is_scaling_state
 from thunder_memsave.fp8.weights.layers import choose, report
 
 
@@ -46,6 +47,20 @@ def test_each_linear_is_chosen_or_has_a_reason() -> None:
         "block.2": None,
         "lm_head": "skip_modules has 'lm_head'",
     }
+
+
+def test_mxfp8_takes_whole_blocks_of_32_alone() -> None:
+    linears = nn.ModuleDict(
+        {"a": nn.Linear(32, 48), "b": nn.Linear(48, 32), "c": nn.Linear(32, 64)}
+    )
+    found = {c.name: c.reason for c in choose_linears(linears, Fp8Config(recipe="mxfp8"))}
+    assert found == {
+        "a": "32 -> 48 features are no multiples of 32",
+        "b": "48 -> 32 features are no multiples of 32",
+        "c": None,
+    }
+    others = {c.reason for c in choose_linears(linears, Fp8Config(recipe="block"))}
+    assert others == {None}
 
 
 def test_the_report_counts_and_names() -> None:

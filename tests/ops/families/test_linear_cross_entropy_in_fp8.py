@@ -18,11 +18,13 @@ from thunder_memsave.ops.families.linear_cross_entropy_in_fp8 import (
     forward,
     fp8_tile_rows,
 )
+from thunder_memsave.ops.families.tiled_fp8_loss import Scaling
 from thunder_memsave.ops.families.tiled_loss import IGNORED, TILE_BYTES
 
-TOKENS, WIDTH, CLASSES = 300, 16, 48
+TOKENS, WIDTH, CLASSES = 300, 32, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RECIPES = ("delayed", "current", "block")
+RECIPES = ("delayed", "current", "block", "mxfp8")
+SCALINGS: dict[str, Scaling] = {"block": "block", "mxfp8": "mx"}
 PLAIN: dict[str, Any] = {}
 ALL = {"label_smoothing": 0.1, "soft_cap": 5.0, "logit_scale": 0.5}
 EVERY_OPERAND = (True, True, True)
@@ -59,22 +61,28 @@ class Case:
         transposed = self.quantized_weight[0].t().contiguous()
         scale = self.quantized_weight[1]
         self.transposed = transposed, scale.t().contiguous() if scale.ndim > 1 else scale
+        if recipe == "mxfp8":
+            self.transposed = torch_backend.quantize_mx_columns(self.weight, E4M3)
         self.scale = torch.tensor([200.0]) if recipe == "delayed" else None
         self.history = torch.zeros(2, 1) if recipe == "delayed" else None
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Pair:
+        if self.recipe == "mxfp8":
+            return torch_backend.quantize_mx(x, dtype)
         if self.recipe == "block":
             return torch_backend.quantize_block(x, dtype, 1)
         return torch_backend.quantize_current(x, dtype)
 
     def cast_weight(self) -> Pair:
+        if self.recipe == "mxfp8":
+            return torch_backend.quantize_mx(self.weight, E4M3)
         if self.recipe == "block":
             return torch_backend.quantize_block(self.weight, E4M3, 128)
         return torch_backend.quantize_current(self.weight, E4M3)
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        return E4M3 if self.recipe == "block" else E5M2
+        return E4M3 if self.recipe in SCALINGS else E5M2
 
     def cast_gradient(self, grad: Tensor) -> Pair:
         if self.scale is None:
@@ -94,14 +102,17 @@ class Case:
         (grad,) = torch.autograd.grad(loss, logits, cotangent_of(loss))
         quantized = self.cast_gradient(grad)
         of_hidden = torch_backend.gemm(*quantized, *self.transposed, None, torch.float32)
-        if self.recipe == "block":
+        if self.recipe == "mxfp8":
+            both = (grad, self.x)
+            columns = tuple(torch_backend.quantize_mx_columns(t, E4M3) for t in both)
+        elif self.recipe == "block":
             columns = (
                 self.cast_gradient(grad.t().contiguous()),
                 self.cast(self.x.t().contiguous(), E4M3),
             )
         else:
             pairs = (quantized, self.hidden)
-            columns = tuple((q.t().contiguous(), scale) for q, scale in pairs)  # type: ignore[assignment]
+            columns = tuple((q.t().contiguous(), scale) for q, scale in pairs)
         of_weight = torch_backend.gemm(*columns[0], *columns[1], None, torch.float32)
         return loss.detach(), [of_hidden, of_weight, grad.sum(0)], grad.abs().max()
 
@@ -116,10 +127,10 @@ class Case:
         of_logits = (*self.hidden, *self.quantized_weight, self.bias)
         of_loss = (self.targets, num_kept, *of, rows)
         loss = forward.run(*of_logits, *of_loss)
-        is_block = self.recipe == "block"
-        whole = self.x if is_block and wanted[1] else None
+        scaling = SCALINGS.get(self.recipe, "tensor")
+        whole = self.x if scaling != "tensor" and wanted[1] else None
         of_cast = (whole, *self.transposed, self.scale, self.history)
-        of_gradients = (is_block, self.grad_dtype, self.scale is not None, wanted)
+        of_gradients = (scaling, self.grad_dtype, self.scale is not None, wanted)
         found = backward.run(cotangent_of(loss), *of_logits, *of_cast, *of_gradients, *of_loss)
         return loss, list(found) if isinstance(found, tuple) else [found]
 
@@ -177,7 +188,9 @@ def test_only_what_is_wanted_is_computed(recipe: str, wanted: tuple[bool, ...]) 
     with AtenRecord() as record:
         (found,) = case.in_tiles(of, TOKENS, wanted=wanted)[1]
     assert torch.equal(found, every[wanted.index(True)])
-    assert record.flops == 3 * 2 * TOKENS * WIDTH * CLASSES  # the logits twice, and one gradient
+    is_padded = recipe == "mxfp8" and wanted[1]  # to whole blocks along the tokens
+    num_tokens = 2 * TOKENS + (320 if is_padded else TOKENS)  # the logits twice, and one gradient
+    assert record.flops == 2 * num_tokens * WIDTH * CLASSES
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -198,17 +211,18 @@ def test_a_token_that_is_ignored_costs_nothing(recipe: str) -> None:
 def test_an_unknown_target_is_refused_as_by_pytorch() -> None:
     case = Case("current", 0.0)
     case.targets[3] = CLASSES
-    with pytest.raises(IndexError, match="Target 48 is out of bounds: there are 48 classes"):
+    with pytest.raises(IndexError, match="Target 64 is out of bounds: there are 64 classes"):
         case.in_tiles(settings("mean", PLAIN), 50)
 
 
-@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "block", "mx"])
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
-def test_a_tile_has_a_bound_and_whole_blocks(options: dict[str, Any], *, is_block: bool) -> None:
+def test_a_tile_has_a_bound_and_whole_blocks(options: dict[str, Any], scaling: Scaling) -> None:
     of = settings("mean", options)
-    num_bytes = 4 + 4 * (of.soft_cap is not None) + 2 + 4 * is_block
+    num_bytes = 4 + 4 * (of.soft_cap is not None) + 2 + 4 * (scaling == "block")
     for num_tokens, num_classes in product((1, 100, 2048, 10**5), (10, 32_000, 128_256)):
-        rows = fp8_tile_rows(num_tokens, num_classes, of, is_block=is_block)
-        least = 128 if is_block else 1
+        rows = fp8_tile_rows(num_tokens, num_classes, of, scaling=scaling)
+        has_blocks = scaling != "tensor"
+        least = 128 if has_blocks else 1
         assert rows <= max(least, TILE_BYTES // (num_bytes * num_classes))
-        assert rows == num_tokens or not is_block or rows % 128 == 0
+        assert rows == num_tokens or not has_blocks or rows % 128 == 0
