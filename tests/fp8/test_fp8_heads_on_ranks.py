@@ -12,7 +12,7 @@ from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from thunder_memsave.frontend.rewrites import linear_losses
 from thunder_memsave.ops.families import tiled_loss
 
-ROWS, LENGTH, WIDTH, CLASSES = 2, 180, 16, 48
+ROWS, LENGTH, WIDTH, CLASSES = 2, 180, 32, 64
 TOKENS_OF_A_TILE = 130
 FORWARD, BACKWARD = "linear_cross_entropy_in_fp8", "linear_cross_entropy_in_fp8_backward"
 
@@ -63,7 +63,7 @@ def stepped(recipe: str, mode: str, *, tied: bool, in_tiles: bool) -> dict[str, 
 
 @on_fabric_rank
 def check_ranks() -> None:
-    for recipe in ("delayed", "current", "block"):
+    for recipe in ("delayed", "current", "block", "mxfp8"):
         for mode, tied in (("zero2", False), ("zero3", True)):
             ours = stepped(recipe, mode, tied=tied, in_tiles=True)
             theirs = stepped(recipe, mode, tied=tied, in_tiles=False)
