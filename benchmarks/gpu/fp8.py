@@ -18,6 +18,8 @@ from thunder_memsave.fp8.recipe import RecipeName
 
 _ROWS, _IN, _OUT = 512, 640, 384
 """Five blocks of the inputs' dim: rows of scales are padded."""
+_ODD_ROWS = 500
+"""No whole blocks of 32: zeros are added."""
 _LIMIT = 2e-2
 """Relative error of a product in bfloat16 against that of the same fp8 numbers in float64."""
 
@@ -71,6 +73,37 @@ def quantized(library: Any, x: Tensor, recipe: RecipeName, *, is_weight: bool) -
     return found  # type: ignore[no-any-return]
 
 
+def products_of_backward(target: Target, *, backend: Backend) -> str:
+    """Cast to MXFP8 by columns too, compare with the CPU's bits, and multiply in the layouts of both gradients."""
+    device = torch.device(target.device)
+    try:
+        require_backend(backend, "mxfp8", device)
+    except ConfigError as error:
+        raise NotRunError(str(error)) from error
+    torch.manual_seed(0)
+    sizes = {"value": (_ODD_ROWS, _IN), "weight": (_OUT, _IN), "gradient": (_ODD_ROWS, _OUT)}
+    library: Any = torch_backend if backend == "torch" else te_backend
+    rows, columns = {}, {}
+    for name, size in sizes.items():
+        value = torch.randn(size).bfloat16()
+        found = library.quantize_mx_both(value.to(device), torch.float8_e4m3fn)
+        expected = torch_backend.quantize_mx_both(value, torch.float8_e4m3fn)
+        _require_same_bits(f"{name} by rows", found[:2], expected[:2])
+        _require_same_bits(f"{name} by columns", found[2:], expected[2:])
+        rows[name], columns[name] = found[:2], found[2:]
+    lines = []
+    for wanted, a, b in (
+        ("input", rows["gradient"], columns["weight"]),
+        ("weight", columns["gradient"], columns["value"]),
+    ):
+        product = library.gemm(*a, *b, None, torch.bfloat16, False)
+        left, right = (torch_backend.dequantize(*each).double() for each in (a, b))
+        of_product = error_of(product, left @ right.t())
+        lines.append(f"relative error of the gradient of the {wanted} {of_product:.1e}")
+        require(of_product <= _LIMIT, f"{lines[-1]}, limit {_LIMIT}")
+    return "; ".join(["numbers and scales have the CPU's bits", *lines])
+
+
 def _require_same_bits(name: str, found: Quantized, expected: Quantized) -> None:
     numbers, scales = (t.cpu() for t in found)
     differing = int((numbers.view(torch.uint8) != expected[0].view(torch.uint8)).sum())
@@ -87,4 +120,13 @@ CHECKS = [
     )
     for backend in ("torch", "transformer_engine")
     for recipe in ("delayed", "current", "block", "mxfp8")
+]
+CHECKS += [
+    Check(
+        name=f"fp8, {backend}, mxfp8 in backward",
+        run=partial(products_of_backward, backend=backend),
+        group="fp8",
+        limit_s=90,
+    )
+    for backend in ("torch", "transformer_engine")
 ]

@@ -134,7 +134,9 @@ def test_a_plan_counts_a_byte_of_scale_for_each_32_numbers_in_mxfp8(
     plan = plan_run(config, device=DEVICES[device], num_ranks=1, has_curve=False)
     # Per layer 32x32 twice and 32x64 three times; the 16 outputs of k and v are no whole block.
     sizes = 2 * [32 * 32, 32 * 32, 32 * 64, 32 * 64, 32 * 64]
-    sizes += sizes[1:]  # by rows, and by columns but for the first q, before which nothing is trained
+    sizes += sizes[
+        1:
+    ]  # by rows, and by columns but for the first q, before which nothing is trained
     buffers = dict(describe_model(config).named_buffers())
     sizes += [n // 32 for n in sizes]
     sizes += [b.nbytes for name, b in buffers.items() if name.endswith(".inv_freq")]
