@@ -151,6 +151,26 @@ def test_gradients_and_state_are_the_same_bits_under_any_budget(case: str) -> No
     assert max(num_requantized) > 0
 
 
+def test_in_mxfp8_gradients_are_the_same_bits_where_all_is_recomputed_as_where_all_is_kept() -> (
+    None
+):
+    model = Deep()
+    inputs, found, num_again = batch(model), {}, {}
+    for policy in ("keep_all", "recompute_all"):
+        planner = MemoryPlanner(
+            MemoryConfig(policy=policy),  # type: ignore[arg-type]
+            device=device_at(torch.device("cpu")),
+            budget_bytes=None,
+        )
+        module = fp8_module(copy.deepcopy(model), recipe="mxfp8", planner=planner)
+        found[policy] = gradients(module, inputs)
+        num_again[policy] = requantized(module)
+    assert num_again["keep_all"] == 0
+    assert num_again["recompute_all"] >= 6  # each linear's input, in both directions
+    for ours, theirs in zip(found["recompute_all"], found["keep_all"], strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def smallest_budget(model: nn.Module, recipe: str, inputs: dict[str, Tensor]) -> int:
     with pytest.raises(BudgetError) as error:
         planned(model, recipe, 1)(**inputs)
