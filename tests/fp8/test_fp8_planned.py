@@ -158,7 +158,7 @@ def test_in_mxfp8_gradients_are_the_same_bits_where_all_is_recomputed_as_where_a
     inputs, found, num_again = batch(model), {}, {}
     for policy in ("keep_all", "recompute_all"):
         planner = MemoryPlanner(
-            MemoryConfig(policy=policy),  # type: ignore[arg-type]
+            MemoryConfig(policy=policy),
             device=device_at(torch.device("cpu")),
             budget_bytes=None,
         )
