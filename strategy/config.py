@@ -84,8 +84,8 @@ class CompileConfig(Section):
     or read them on shards, set `true`."""
 
     leave_out: tuple[str, ...] = ()
-    """Steps of a compilation that are not done, for an experiment: `gather_in_compute_dtype`, `tile_rows`,
-    `regather`, `schedule`, `add_gradients`, `update_in_place`. Gradients stay; memory and time do not."""
+    """Steps of a compilation that are not done, for an experiment: `gather_in_compute_dtype`, `gather_in_fp8`,
+    `tile_rows`, `regather`, `schedule`, `add_gradients`, `update_in_place`. Gradients stay; memory and time do not."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)

@@ -15,6 +15,7 @@ from thunder_memsave.compiler.offload import offload
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.overwritten import keep_overwritten
+from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.step import Pass, Step, on_joint
 
 
@@ -44,6 +45,7 @@ STEPS: tuple[Step[State], ...] = (
     _pass(
         "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype
     ),
+    _pass("gather_in_fp8", "cast weights to fp8 before they are gathered", gather_in_fp8),
     _step("tile_rows", "offer the plan wide values in tiles of tokens", joint_steps.tile),
     _step("regather", "gather weights again for each reader", joint_steps.gather_again),
     # The plan is carried out, here and by all that is `_tried`.

@@ -44,15 +44,18 @@ def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:
     chains = {
         id(bsym): chain
         for bsym in trace.bound_symbols
-        if _shrinks(bsym) and (chain := _chain(bsym, producers))
+        if _shrinks(bsym) and (chain := chain_of_gather(bsym.flat_proxy_args[0], producers))
     }
     if not chains:
         return trace
     new = from_trace(trace)
     with tracectx(new):
         for bsym in trace.bound_symbols:
-            is_first = id(bsym) in chains
-            new.bound_symbols += _cast_first(chains[id(bsym)], bsym) if is_first else [bsym]
+            if id(bsym) not in chains:
+                new.bound_symbols.append(bsym)
+                continue
+            chain = chains[id(bsym)]
+            new.bound_symbols += gathered_as(chain, chain[0].args[0], bsym.output)
     new = dce(new)
     new.set_provenance(TraceProvenance("Joint pass gather_in_compute_dtype"))
     return new
@@ -66,10 +69,14 @@ def _shrinks(bsym: BoundSymbol) -> bool:
     return isinstance(before, TensorProxy) and after.dtype.bytes < before.dtype.bytes
 
 
-def _chain(cast: BoundSymbol, producers: Mapping[str, BoundSymbol]) -> Sequence[BoundSymbol]:
-    """Return the gather, the wait and any slice of padding rows that lead to this cast; empty if it reads no gather."""
+def chain_of_gather(value: Proxy, producers: Mapping[str, BoundSymbol]) -> Sequence[BoundSymbol]:
+    """Return the gather, the wait and any slice of padding rows that make this value; empty if none do.
+
+    Args:
+        value: Of the trace.
+        producers: The symbols of the trace by the names of their results.
+    """
     chain: list[BoundSymbol] = []
-    value = cast.flat_proxy_args[0]
     while (producer := producers.get(value.name)) is not None and len(chain) < 3:
         chain.insert(0, producer)
         if is_all_gather(producer):
@@ -80,16 +87,18 @@ def _chain(cast: BoundSymbol, producers: Mapping[str, BoundSymbol]) -> Sequence[
     return ()
 
 
-def _cast_first(chain: Sequence[BoundSymbol], cast: BoundSymbol) -> Iterator[BoundSymbol]:
-    """Yield the chain in the small dtype; its last value keeps the cast's name."""
+def gathered_as(
+    chain: Sequence[BoundSymbol], shard: Proxy, result: TensorProxy
+) -> Iterator[BoundSymbol]:
+    """Yield a chain of `chain_of_gather` for another shard, with the dtype of `result`, which it makes."""
     gather, *rest = chain
-    dtype = cast.output.dtype
+    dtype = result.dtype
     swaps: dict[Any, Proxy] = {}
     for bsym in chain:
         (output,) = bsym.flat_proxy_outs
-        named = output.replace(name=f"{output.name}_{cast.output.name}", dtype=dtype)
-        swaps[variableify(output)] = cast.output if bsym is chain[-1] else named
-    shard, group, *_ = gather.args
+        named = output.replace(name=f"{output.name}_{result.name}", dtype=dtype)
+        swaps[variableify(output)] = result if bsym is chain[-1] else named
+    group = gather.args[1]
     future = swaps[variableify(gather.output)]
     yield all_gather.bind(shard, group, to_torch_dtype(dtype), output=future)
     yield from (bsym.from_bsym_swap_proxies(swaps) for bsym in rest)

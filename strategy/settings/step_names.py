@@ -19,6 +19,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "claim": "what no executor has claimed cannot run",
         "keep_overwritten": "without it, backward reads what forward has written over",
         "gather_in_compute_dtype": "",
+        "gather_in_fp8": "",
         "tile_rows": "",
         "regather": "",
         "plan": "without it, nothing keeps the step within `memory.budget`; `memory.policy` has other plans",

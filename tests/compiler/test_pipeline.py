@@ -36,6 +36,7 @@ from thunder_memsave.sharding.rows import shard_module
 NAMES = [step.name for step in STEPS]
 OPTIONAL = (
     "gather_in_compute_dtype",
+    "gather_in_fp8",
     "tile_rows",
     "regather",
     "schedule",

@@ -19,6 +19,7 @@ from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.overwritten import keep_overwritten
+from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
 from thunder_memsave.passes.step import Pass
@@ -29,6 +30,7 @@ from thunder_memsave.planner.actions import NO_ACTIONS
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.
 IDLE: tuple[Pass, ...] = (
     gather_in_compute_dtype,
+    gather_in_fp8,
     regather,
     regather_forward,
     keep_overwritten,

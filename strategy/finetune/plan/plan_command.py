@@ -29,6 +29,7 @@ from thunder_memsave.settings.problems import ConfigError
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.cheapest_change import Found
+    from thunder_memsave.finetune.plan.host_loading import HostLoading
     from thunder_memsave.finetune.plan.longest_row import LongestRow
     from thunder_memsave.finetune.plan.other_formats import Choice
     from thunder_memsave.finetune.plan.plan_run import RunPlan
@@ -122,7 +123,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     made, config = answer.made, answer.config
     if answer.longest is not None:
         print(f"{answer.longest.sentence}\n")
-    print(describe_plan(made, config, progress))
+    print(describe_plan(made, config, progress, answer.loading))
     for text in answer.more:
         print(f"\n{text}")
     if options.shows_work:
@@ -148,6 +149,8 @@ class _Answer:
     """Weights and states in other formats, if these were asked for."""
     change: Found | None
     """Of a run that does not fit: a change with which it does."""
+    loading: HostLoading | None
+    """What the host holds meanwhile; None: the device is a CPU, so the model itself."""
 
     @property
     def more(self) -> list[str]:
@@ -156,7 +159,7 @@ class _Answer:
         from thunder_memsave.finetune.plan.other_formats import formats_table
 
         table = formats_table(self.formats, budget_bytes=self.made.budget_bytes)
-        if self.made.fits:
+        if self.made.fits or self.longest is not None:
             return [table] if self.formats else []
         change = NO_CHANGE if self.change is None else self.change.sentence
         return [*([table] if self.formats else []), change]
@@ -165,7 +168,9 @@ class _Answer:
         """Return it as plain values."""
         change = None if self.change is None else self.change.change.shown
         formats = [dataclasses.asdict(each) for each in self.formats]
-        return {"change": change, "formats": formats, **_longest_json(self.longest)}
+        loading = None if self.loading is None else dataclasses.asdict(self.loading)
+        found = {"change": change, "formats": formats, "host_loading": loading}
+        return {**found, **_longest_json(self.longest)}
 
 
 def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
@@ -173,6 +178,7 @@ def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
     stage("load libraries")
     from thunder_memsave.finetune.model.build import positions_of
     from thunder_memsave.finetune.plan.cheapest_change import cheapest_change
+    from thunder_memsave.finetune.plan.host_loading import host_loading
     from thunder_memsave.finetune.plan.longest_row import longest_row, with_row
     from thunder_memsave.finetune.plan.other_formats import Known, choices
     from thunder_memsave.finetune.plan.plan_run import plan_run
@@ -200,9 +206,17 @@ def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
     made = plan(config, num_ranks) if longest is None else longest.made
     formats = choices(config, config, Known.of_plan(made)) if options.shows_formats else ()
     change = None
-    if not made.fits:
+    if not made.fits and longest is None:
         change = cheapest_change(config, made, plan, say=_say)
-    return _Answer(made=made, config=config, longest=longest, formats=formats, change=change)
+    is_on_host = options.device.name == "cpu"
+    return _Answer(
+        made=made,
+        config=config,
+        longest=longest,
+        formats=formats,
+        change=change,
+        loading=None if is_on_host else host_loading(config, num_ranks=num_ranks),
+    )
 
 
 def _write_html(path: Path, made: RunPlan, config: RunConfig) -> None:

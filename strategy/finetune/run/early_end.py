@@ -33,6 +33,7 @@ from thunder_memsave.finetune.process.stop import (
 from thunder_memsave.finetune.run.job import Job
 from thunder_memsave.finetune.run.out_of_memory import changes, what_happened, write_snapshot
 from thunder_memsave.planner.report.explain import in_units
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 
@@ -77,7 +78,10 @@ def refused_budget(error: BudgetError, fabric: Fabric, job: Job) -> BudgetError:
         budget_bytes=error.budget_bytes,
         peak_bytes=error.smallest_bytes,
     )
-    change = next(changes_that_should_fit(job.config, refused), None)
+    try:
+        change = next(changes_that_should_fit(job.config, refused), None)
+    except ConfigError:  # nothing here describes the model, whose config is on the hub
+        return error
     if change is None:
         return error
     return BudgetError(

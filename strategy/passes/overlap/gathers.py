@@ -63,6 +63,28 @@ def gathers_in_order(
         num_operations += id(bsym) in operations
 
 
+def casts_of_shards(symbols: Sequence[BoundSymbol]) -> dict[str, list[BoundSymbol]]:
+    """Return, by the names of shards that the trace makes and gathers, the symbols that make them, in order.
+
+    Others are arguments. A shard is made by casts of one (`passes/quantize_before_gather.py`).
+    """
+    producers = {
+        o.name: b for b in symbols for o in b.flat_proxy_outs if not b.sym.name.startswith("unpack")
+    }
+    casts: dict[str, list[BoundSymbol]] = {}
+    for bsym in symbols:
+        if not is_all_gather(bsym):
+            continue
+        made: list[BoundSymbol] = []
+        name = shard = bsym.args[0].name
+        while (producer := producers.get(name)) is not None:
+            made.insert(0, producer)
+            name = producer.args[0].name
+        if made:
+            casts[shard] = made
+    return casts
+
+
 def _readers(
     symbols: Sequence[BoundSymbol], operations: Mapping[int, int]
 ) -> Mapping[str, Sequence[int]]:

@@ -43,11 +43,16 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from torch import nn
 
 from thunder_memsave.ops.families.collectives import (
+    gathers,
     is_all_gather,
     is_wait,
 )
 from thunder_memsave.passes.overlap.facts import largest_reduction, operations_of
-from thunder_memsave.passes.overlap.gathers import Gathers, gathers_in_order
+from thunder_memsave.passes.overlap.gathers import (
+    Gathers,
+    casts_of_shards,
+    gathers_in_order,
+)
 from thunder_memsave.passes.overlap.reductions import Reductions
 from thunder_memsave.passes.overlap.room import BudgetLeft, Room
 from thunder_memsave.sharding.rows import whole_shape
@@ -113,14 +118,23 @@ class _Schedule:
             o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
         }
         self._operations = operations_of(symbols)
-        gathers = list(gathers_in_order(symbols, self._operations, self._left))
-        self._gathered = {g.future for g in gathers}
+        in_order = list(gathers_in_order(symbols, self._operations, self._left))
+        self._gathered = {g.future for g in in_order}
+        self._casts = casts_of_shards(symbols)
+        self._are_casts = {id(b) for casts in self._casts.values() for b in casts}
         self._reduced = futures - self._gathered
-        self._gathers = Gathers(gathers, self._left, window_bytes, bucket_bytes)
+        self._gathers = Gathers(in_order, self._left, window_bytes, bucket_bytes)
         # A gradient in flight takes twice its bytes: what is sent, and what is received.
         self._reductions = Reductions(self._left, window_bytes // 2, bucket_bytes)
 
     def reordered(self) -> Iterator[BoundSymbol]:
+        """Yield the symbols; what makes a shard that is gathered comes right before the gather."""
+        for bsym in self._ordered():
+            for shard, _ in gathers(bsym):
+                yield from self._casts.pop(shard.name, ())
+            yield bsym
+
+    def _ordered(self) -> Iterator[BoundSymbol]:
         for position, bsym in enumerate(self._symbols):
             self._left.reach(position)
             if not self._ends_reduction(bsym):  # a wait frees what was sent
@@ -138,6 +152,8 @@ class _Schedule:
         future = bsym.args[0].name if is_wait(bsym) else None
         if is_all_gather(bsym) and bsym.output.name in self._gathered:
             return  # starts when the window has room, at the latest right before its wait
+        if id(bsym) in self._are_casts:
+            return
         if future in self._gathered:
             yield from self._gathers.start_for(future)
             yield bsym

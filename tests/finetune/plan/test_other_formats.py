@@ -177,3 +177,7 @@ def test_the_error_of_a_run_names_the_change_that_should_fit(run_file: str) -> N
     assert str(found).endswith("; `thunder-memsave plan` shows it before the run.")
     assert found.smallest_bytes == 10_000_000
     assert "by estimate" not in str(told(1000))
+    job.config = with_values(
+        config, {"model.architecture": None}
+    )  # of the hub, which a plan does not ask
+    assert "by estimate" not in str(told(9_000_000))

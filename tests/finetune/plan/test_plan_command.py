@@ -36,6 +36,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"thunder_memsave.finetune.plan.plan_run.{name}", 0.01)
 
 
+@pytest.fixture(autouse=True)
+def _no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that would fit is not looked for: `test_other_formats.py` does that."""
+    monkeypatch.setattr("thunder_memsave.finetune.plan.cheapest_change._MOST_PLANS", 0)
+
+
 def planned(run_file: str, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     report = tmp_path / "plan.json"
     code = main(["plan", run_file, f"--json={report}", *options])

@@ -31,6 +31,7 @@ from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import EvalConfig, LRSchedulerConfig
 from thunder_memsave.finetune.training.loop import LoopPlan, fit
 from thunder_memsave.optim import AdamW
+from thunder_memsave.optim.by_rows import Rounding
 from thunder_memsave.optim.formats import Format
 
 NUM_STEPS, NUM_TOKENS = 20, 32
@@ -121,7 +122,7 @@ def make_optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     _, _, states = setting.optimizer.partition("_")
     if not states:
         return torch.optim.AdamW(trained, lr=0.01)
-    rounding = "stochastic" if setting.precision == "bf16" else "nearest"
+    rounding: Rounding = "stochastic" if setting.precision == "bf16" else "nearest"
     return AdamW(trained, lr=0.01, states=cast(Format, states), rounding=rounding)
 
 

@@ -1,0 +1,76 @@
+"""Predicts the bytes of weights that each process holds on the host at once while a model is loaded or initialised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thunder_memsave.distributed.process_group import size_of_shard_group
+from thunder_memsave.finetune.model.build import describe_model
+from thunder_memsave.finetune.plan.plan_run import ranks_per_node
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.planner.report.explain import in_units
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLoading:
+    """The tensor, or module, of which a process holds the most while loading."""
+
+    name: str
+    num_bytes: int
+    """Of each process: its rows as the files have them, and converted, if they are of another dtype."""
+    num_processes: int
+    """Of a node."""
+
+    @property
+    def sentence(self) -> str:
+        """What to say of it."""
+        in_all = ""
+        if self.num_processes > 1:
+            in_all = f", {in_units(self.num_bytes * self.num_processes)} for the {self.num_processes} of a node"
+        return (
+            f"on the host, loading holds at most {in_units(self.num_bytes)} of weights for each process{in_all} "
+            f"({self.name}), beside Python and its libraries"
+        )
+
+
+def host_loading(config: RunConfig, *, num_ranks: int) -> HostLoading:
+    """Predict it for devices that are no CPUs, whose weights leave the host one after the other.
+
+    Files are taken to have `model.dtype`. A rank reads its own rows of one tensor at a time (`materialize/fill.py`),
+    also of weights that are then quantised. A module without files is whole while it is initialised.
+
+    Args:
+        config: The run.
+        num_ranks: The number of all ranks.
+    """
+    model, strategy = describe_model(config), config.of_strategy
+    per_node = ranks_per_node(num_ranks)
+    num_shards = 1
+    if strategy.sharding.mode != "none":
+        num_shards = size_of_shard_group(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
+    if config.model.config is not None:
+        sizes = _of_modules(model)
+    else:
+        in_files = getattr(torch, config.model.dtype)
+        sizes = _of_tensors(model, in_files, num_shards=num_shards)
+    num_bytes, name = max(sizes, key=lambda size: size[0])
+    return HostLoading(name=name, num_bytes=num_bytes, num_processes=per_node)
+
+
+def _of_modules(model: nn.Module) -> Iterator[tuple[int, str]]:
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        yield sum(t.numel() * t.element_size() for t in own), name
+
+
+def _of_tensors(
+    model: nn.Module, in_files: torch.dtype, *, num_shards: int
+) -> Iterator[tuple[int, str]]:
+    for name, parameter in model.named_parameters():
+        length = parameter.shape[0] if parameter.dim() else 1
+        numel = -(-length // num_shards) * (parameter.numel() // max(length, 1))
+        yield numel * sum(d.itemsize for d in {in_files, parameter.dtype}), name
