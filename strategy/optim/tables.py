@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from thunder_memsave.aten.constant_tables import on_device_of
 
 _DECADES = 7
 
@@ -30,26 +31,13 @@ class Table:
     """1 / the distance to the next larger number, by code; 0 for the largest."""
 
     def on_device_of(self, like: Tensor) -> Table:
-        """Return the table on the device of `like`; it is copied there once."""
-        if like.device.type == "cpu" and not isinstance(like, FakeTensor):
-            return self
-        if isinstance(like, FakeTensor):
-            return self._moved(like.device)
-        if (id(self), like.device) not in _kept:
-            with torch.inference_mode(mode=False):
-                _kept[id(self), like.device] = self._moved(like.device)
-        return _kept[id(self), like.device]
-
-    def _moved(self, device: torch.device) -> Table:
+        """Return the table on the device of `like`."""
         return Table(
-            numbers=self.numbers.to(device),
-            bounds=self.bounds.to(device),
+            numbers=on_device_of(like, self.numbers),
+            bounds=on_device_of(like, self.bounds),
             first_code=self.first_code,
-            per_gap=self.per_gap.to(device),
+            per_gap=on_device_of(like, self.per_gap),
         )
-
-
-_kept: dict[tuple[int, torch.device], Table] = {}
 
 
 def _made(*, signed: bool) -> Table:

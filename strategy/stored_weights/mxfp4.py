@@ -21,8 +21,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from thunder_memsave.aten.constant_tables import on_device_of
 from thunder_memsave.stored_weights.format import refuse_non_finite
 
 BLOCK = 32
@@ -138,7 +138,7 @@ def _exponents(largest: Tensor) -> Tensor:
 def _packed(values: Tensor) -> Tensor:
     """Return the codes of the nearest numbers, two in each byte: uint8, `[..., 16]` of `[..., 32]`; changes it."""
     signs = torch.signbit(values).to(torch.uint8) << 3
-    found = torch.bucketize(values.abs_(), _on_device(_MIDDLES, values), out_int32=True)
+    found = torch.bucketize(values.abs_(), on_device_of(values, _MIDDLES), out_int32=True)
     codes = found.to(torch.uint8) | signs
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
@@ -149,7 +149,7 @@ def _fill(matrices: Tensor, stored: Tensor) -> None:
     A number times two and half its scale are those of bfloat16, and so is their product, where it is not infinite.
     """
     scales, codes = split(stored, matrices.shape)
-    pairs, powers = _on_device(_PAIRS, stored), _on_device(_POWERS, stored)
+    pairs, powers = on_device_of(stored, _PAIRS), on_device_of(stored, _POWERS)
     for rows, outs in _turns(matrices):
         some, of_blocks = codes[rows, outs], scales[rows, outs]
         values = pairs.index_select(0, some.flatten().to(torch.int32)).view(*of_blocks.shape, BLOCK)
@@ -183,16 +183,3 @@ def _powers() -> Tensor:
 
 # Made now: a plan may read them first, on tensors without numbers.
 _MIDDLES, _PAIRS, _POWERS = _middles(), _pairs(), _powers()
-
-_kept: dict[tuple[int, torch.device], Tensor] = {}
-
-
-def _on_device(table: Tensor, like: Tensor) -> Tensor:
-    if like.device.type == "cpu" and not isinstance(like, FakeTensor):
-        return table
-    if isinstance(like, FakeTensor):
-        return table.to(like.device)
-    if (id(table), like.device) not in _kept:
-        with torch.inference_mode(mode=False):
-            _kept[id(table), like.device] = table.to(like.device)
-    return _kept[id(table), like.device]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from thunder_memsave.aten.constant_tables import on_device_of
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -54,35 +55,22 @@ _PAIRS = _of_pairs(_NUMBERS)
 _SCALE_NUMBERS = _of_scales()
 _SCALE_CODES = _of_steps(_SCALE_NUMBERS)
 
-_kept: dict[tuple[int, torch.device], Tensor] = {}
-
 
 def numbers(like: Tensor) -> Tensor:
     """Return the 16 numbers: float32, on the device of `like`."""
-    return _on_device(_NUMBERS, like)
+    return on_device_of(like, _NUMBERS)
 
 
 def pairs(like: Tensor) -> Tensor:
     """Return the two numbers that each byte stands for: float32, shape `[256, 2]`."""
-    return _on_device(_PAIRS, like)
+    return on_device_of(like, _PAIRS)
 
 
 def scale_numbers(like: Tensor) -> Tensor:
     """Return the 256 numbers of scales, ascending: float32."""
-    return _on_device(_SCALE_NUMBERS, like)
+    return on_device_of(like, _SCALE_NUMBERS)
 
 
 def scale_codes(like: Tensor) -> Tensor:
     """Return the code of the number nearest to each step: uint8, shape `[65536]`."""
-    return _on_device(_SCALE_CODES, like)
-
-
-def _on_device(table: Tensor, like: Tensor) -> Tensor:
-    if like.device.type == "cpu" and not isinstance(like, FakeTensor):
-        return table
-    if isinstance(like, FakeTensor):
-        return table.to(like.device)
-    if (id(table), like.device) not in _kept:
-        with torch.inference_mode(mode=False):
-            _kept[id(table), like.device] = table.to(like.device)
-    return _kept[id(table), like.device]
+    return on_device_of(like, _SCALE_CODES)
