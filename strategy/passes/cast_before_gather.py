@@ -18,7 +18,7 @@ A cast is elementwise, so every value stays bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from thunder.core.dtypes import to_torch_dtype
@@ -46,18 +46,38 @@ def gather_in_compute_dtype(trace: TraceCtx) -> TraceCtx:
         for bsym in trace.bound_symbols
         if _shrinks(bsym) and (chain := chain_of_gather(bsym.flat_proxy_args[0], producers))
     }
+    return with_casts_first(trace, chains, _cast_first, name="gather_in_compute_dtype")
+
+
+def _cast_first(chain: Sequence[BoundSymbol], cast: BoundSymbol) -> Iterator[BoundSymbol]:
+    """Yield the chain in the small dtype, to which the gather itself casts the shard."""
+    return gathered_as(chain, chain[0].args[0], cast.output)
+
+
+def with_casts_first(
+    trace: TraceCtx,
+    chains: Mapping[int, Sequence[BoundSymbol]],
+    cast_first: Callable[[Sequence[BoundSymbol], BoundSymbol], Iterator[BoundSymbol]],
+    *,
+    name: str,
+) -> TraceCtx:
+    """Return the trace with other symbols in the place of casts of gathered weights; the same one if there are none.
+
+    Args:
+        trace: A joint or an inference trace.
+        chains: By the id of each cast, the chain that leads to it (`chain_of_gather`).
+        cast_first: Takes a chain and its cast, and yields what makes the cast's results.
+        name: Of the pass.
+    """
     if not chains:
         return trace
     new = from_trace(trace)
     with tracectx(new):
         for bsym in trace.bound_symbols:
-            if id(bsym) not in chains:
-                new.bound_symbols.append(bsym)
-                continue
-            chain = chains[id(bsym)]
-            new.bound_symbols += gathered_as(chain, chain[0].args[0], bsym.output)
+            chain = chains.get(id(bsym))
+            new.bound_symbols += [bsym] if chain is None else cast_first(chain, bsym)
     new = dce(new)
-    new.set_provenance(TraceProvenance("Joint pass gather_in_compute_dtype"))
+    new.set_provenance(TraceProvenance(f"Joint pass {name}"))
     return new
 
 

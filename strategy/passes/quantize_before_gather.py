@@ -27,11 +27,14 @@ from collections.abc import Iterator, Sequence
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
-from thunder.core.transform_common import dce
+from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
-from thunder_memsave.passes.cast_before_gather import chain_of_gather, gathered_as
+from thunder_memsave.passes.cast_before_gather import (
+    chain_of_gather,
+    gathered_as,
+    with_casts_first,
+)
 from thunder_memsave.passes.symbols import records_amax
 
 
@@ -52,16 +55,7 @@ def gather_in_fp8(trace: TraceCtx) -> TraceCtx:
         if records_amax(bsym) and (chain := chain_of_gather(bsym.args[0], producers))
         if all(num_reads[o.name] == 1 for each in chain for o in each.flat_proxy_outs)
     }
-    if not chains:
-        return trace
-    new = from_trace(trace)
-    with tracectx(new):
-        for bsym in trace.bound_symbols:
-            is_first = id(bsym) in chains
-            new.bound_symbols += _cast_first(chains[id(bsym)], bsym) if is_first else [bsym]
-    new = dce(new)
-    new.set_provenance(TraceProvenance("Joint pass gather_in_fp8"))
-    return new
+    return with_casts_first(trace, chains, _cast_first, name="gather_in_fp8")
 
 
 def _cast_first(chain: Sequence[BoundSymbol], cast: BoundSymbol) -> Iterator[BoundSymbol]:
