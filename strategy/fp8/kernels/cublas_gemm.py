@@ -53,9 +53,14 @@ def whole_rows(matrix: Tensor) -> Tensor:
     Returns:
         The matrix itself if its rows are a multiple of 16.
     """
-    missing = -matrix.shape[1] % _MULTIPLE
-    if not missing:
+    return with_zeros(matrix, columns=_MULTIPLE)
+
+
+def with_zeros(matrix: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
+    """Append zeros up to a multiple of `rows` and of `columns`; the matrix itself, of any dtype, if it has as many."""
+    down, across = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    if not (down or across):
         return matrix
     # `pad` does not support fp8 dtypes; zero is zero in bytes as well.
-    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing))
-    return padded.view(matrix.dtype)
+    numbers = matrix.view(torch.uint8) if matrix.element_size() == 1 else matrix
+    return torch.nn.functional.pad(numbers, (0, across, 0, down)).view(matrix.dtype)

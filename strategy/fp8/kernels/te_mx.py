@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.aten.record import once_through_memory
-from thunder_memsave.fp8.kernels.mx_blocks import MX_BLOCK, whole_blocks
+from thunder_memsave.fp8.kernels.cublas_gemm import with_zeros
+from thunder_memsave.fp8.kernels.mx_blocks import MX_BLOCK
 from thunder_memsave.fp8.kernels.te_library import loaded
 
 _TILE = (128, 4)
@@ -88,8 +89,8 @@ class _Operand:
     def of(cls, matrix: Tensor, scale_inv: Tensor) -> _Operand:
         is_by_columns = not matrix.is_contiguous() and matrix.t().is_contiguous()
         held = (matrix.t(), scale_inv.t()) if is_by_columns else (matrix.contiguous(), scale_inv)
-        tile = _TILE[::-1] if is_by_columns else _TILE
-        padded = _padded(held[1], *tile).contiguous()
+        rows, columns = _TILE[::-1] if is_by_columns else _TILE
+        padded = with_zeros(held[1], rows=rows, columns=columns).contiguous()
         return cls(matrix, scale_inv, is_by_columns, held[0].view(torch.uint8), padded)
 
     def storage(self) -> Any:
@@ -210,17 +211,4 @@ def _up_to(size: int, multiple: int) -> int:
 
 
 def _whole_rows(matrix: Tensor) -> Tensor:
-    """Append rows of zeros up to a multiple of 32; the matrix itself if there are as many."""
-    missing = whole_blocks(matrix.shape[0]) - matrix.shape[0]
-    if not missing:
-        return matrix
-    if matrix.element_size() > 1:
-        return torch.nn.functional.pad(matrix, (0, 0, 0, missing))
-    # `pad` does not support fp8 dtypes; zero is zero in bytes as well.
-    padded = torch.nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, missing))
-    return padded.view(matrix.dtype)
-
-
-def _padded(scales: Tensor, rows: int, columns: int) -> Tensor:
-    down, across = -scales.shape[0] % rows, -scales.shape[1] % columns
-    return torch.nn.functional.pad(scales, (0, across, 0, down)) if down or across else scales
+    return with_zeros(matrix, rows=MX_BLOCK)
