@@ -14,6 +14,7 @@ from thunder_memsave.finetune.plan.other_formats import (
     Choice,
     Known,
     choices,
+    held_bytes,
     with_values,
 )
 from thunder_memsave.finetune.plan.plan_run import RunPlan
@@ -112,13 +113,13 @@ def changes_that_should_fit(config: RunConfig, refused: Known) -> Iterator[Chang
 
 
 def _changes(config: RunConfig, refused: Known) -> Iterator[Change]:
+    yield from _fewer_rows(config, refused)
     before = refused.num_ranks
     sharding: dict[str, Any] = {}
     if config.strategy.sharding.mode == "none":
         sharding = {"strategy.sharding": ShardingConfig(mode="zero3")}
     of_sharded = choices(config, with_values(config, sharding), refused)
     found = choices(config, config, refused) if sharding else of_sharded
-    yield from _fewer_rows(config, refused, held_bytes=found[0].held_bytes)
     if sharding and before > 1:
         yield _change(of_sharded[0], sharding, before)
     for each in sorted(found, key=_cost):
@@ -137,9 +138,11 @@ def _divides_batch(config: RunConfig, num_ranks: int) -> bool:
     return True
 
 
-def _fewer_rows(config: RunConfig, refused: Known, *, held_bytes: int) -> Iterator[Change]:
-    constant = refused.of(*_CONSTANT) or held_bytes
+def _fewer_rows(config: RunConfig, refused: Known) -> Iterator[Change]:
     rows = refused.num_rows
+    if rows == 1:
+        return
+    constant = refused.of(*_CONSTANT) or held_bytes(config, refused)
     sizes = batch_sizes(config.train, world_size=refused.num_ranks)
     for fewer in range(rows - 1, 0, -1):
         if rows % fewer:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from thunder_memsave.distributed.process_group import size_of_shard_group
 from thunder_memsave.finetune.model.build import describe_model
-from thunder_memsave.finetune.plan.plan_run import ranks_per_node
+from thunder_memsave.finetune.plan.planned_ranks import num_shards, ranks_per_node
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.planner.report.explain import in_units
 
@@ -48,17 +47,13 @@ def host_loading(config: RunConfig, *, num_ranks: int) -> HostLoading:
         num_ranks: The number of all ranks.
     """
     model, strategy = describe_model(config), config.of_strategy
-    per_node = ranks_per_node(num_ranks)
-    num_shards = 1
-    if strategy.sharding.mode != "none":
-        num_shards = size_of_shard_group(strategy, num_ranks=num_ranks, ranks_per_node=per_node)
     if config.model.config is not None:
         sizes = _of_modules(model)
     else:
         in_files = getattr(torch, config.model.dtype)
-        sizes = _of_tensors(model, in_files, num_shards=num_shards)
+        sizes = _of_tensors(model, in_files, num_shards=num_shards(strategy, num_ranks))
     num_bytes, name = max(sizes, key=lambda size: size[0])
-    return HostLoading(name=name, num_bytes=num_bytes, num_processes=per_node)
+    return HostLoading(name=name, num_bytes=num_bytes, num_processes=ranks_per_node(num_ranks))
 
 
 def _of_modules(model: nn.Module) -> Iterator[tuple[int, str]]:

@@ -18,10 +18,10 @@ from torch import nn
 
 from thunder_memsave.aten.record import allocated_bytes
 from thunder_memsave.budget.target.device import stand_in, without_memory
-from thunder_memsave.distributed.process_group import size_of_shard_group
 from thunder_memsave.finetune.model.build import describe_model
 from thunder_memsave.finetune.plan.fp8_planned import planned_fp8
-from thunder_memsave.finetune.plan.plan_run import RunPlan, ranks_per_node
+from thunder_memsave.finetune.plan.plan_run import RunPlan
+from thunder_memsave.finetune.plan.planned_ranks import num_shards
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.optimizer import has_fewer_bits, make_optimizer
 from thunder_memsave.measure.step_memory import step_memory
@@ -150,15 +150,37 @@ def choices(config: RunConfig, other: RunConfig, known: Known) -> list[Choice]:
         other: The same, or sharded otherwise.
         known: What is known of the plan of `config`.
     """
-    state_bytes: _StateBytes = {}
-    own = _Held(config, known.device_type, state_bytes)
+    own = _Held(config, known.device_type)
+    states = _States(known.device_type)
+    before = _Bytes.of(own, states, config, known.num_ranks)
+    held: dict[str, _Held] = {}
     found = []
     for form in forms_of(other):
-        of_form = _Held(with_values(other, form.values), known.device_type, state_bytes)
+        run = with_values(other, form.values)
+        if form.weights not in held:  # forms that differ in their states alone share it
+            held[form.weights] = _Held(run, known.device_type)
+        of_form = held[form.weights]
         for times in _TIMES_AS_MANY:
+            num_ranks = known.num_ranks * times
             with suppress(ConfigError):  # groups that this number of ranks cannot be divided into
-                found.append(of_form.choice(form, known.num_ranks * times, own, known))
+                after = _Bytes.of(of_form, states, run, num_ranks)
+                found.append(
+                    Choice(
+                        form=form,
+                        num_ranks=num_ranks,
+                        weight_bytes=after.weights,
+                        optimizer_bytes=after.optimizer,
+                        peak_bytes=_peak_bytes(known, (own, before), (of_form, after)),
+                    )
+                )
     return found
+
+
+def held_bytes(config: RunConfig, known: Known) -> int:
+    """Return the bytes of weights and optimizer states of each rank of a run, as it is."""
+    held, states = _Held(config, known.device_type), _States(known.device_type)
+    found = _Bytes.of(held, states, config, known.num_ranks)
+    return found.weights + found.optimizer
 
 
 def formats_table(found: Sequence[Choice], *, budget_bytes: int | None) -> str:
@@ -180,88 +202,104 @@ def _cell(choice: Choice, budget_bytes: int | None) -> str:
     return f"{in_units(choice.held_bytes)}, {in_units(choice.peak_bytes)}{mark}"
 
 
-_StateBytes = dict[tuple[str, torch.Size, torch.dtype], int]
-"""Bytes of the states of a parameter, by the optimizer, its shape and its dtype: finding them takes milliseconds."""
-
-
 class _Held:
-    """The weights of a run in one form, and its optimizer."""
+    """The weights of a run in one form, without values."""
 
-    def __init__(self, config: RunConfig, device_type: str, state_bytes: _StateBytes) -> None:
-        self._config, self._device_type, self._known_bytes = config, device_type, state_bytes
+    def __init__(self, config: RunConfig, device_type: str) -> None:
+        self._device_type, self._strategy = device_type, config.of_strategy
         model = describe_model(config).train()
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._largest_bytes = max(p.numel() * p.element_size() for p in model.parameters())
+        self._trained = [(p.shape, p.dtype) for p in model.parameters() if p.requires_grad]
+        self.largest_bytes = max(p.numel() * p.element_size() for p in model.parameters())
         stand_in(model, None)
-        self._strategy = strategy = config.of_strategy
-        kept = frozen_in_bytes(model, strategy.frozen_weights, data_parallel=None)
+        kept = frozen_in_bytes(model, self._strategy.frozen_weights, data_parallel=None)
         if kept is not None:
             kept.stand_in()
-        planned_fp8(model, strategy)
-        self._is_dequantised = kept is not None
+        planned_fp8(model, self._strategy)
+        self.is_dequantised = kept is not None
         self._weights = [(p.shape, p.dtype) for p in model.parameters()]
 
-    def choice(self, form: Form, num_ranks: int, own: _Held, known: Known) -> Choice:
-        return Choice(
-            form=form,
-            num_ranks=num_ranks,
-            weight_bytes=self.weight_bytes(num_ranks),
-            optimizer_bytes=self.optimizer_bytes(num_ranks),
-            peak_bytes=self.peak_bytes(num_ranks, own, known),
-        )
+    def num_shards(self, num_ranks: int) -> int:
+        return num_shards(self._strategy, num_ranks)
 
-    def weight_bytes(self, num_ranks: int) -> int:
-        return sum(self._shard_bytes(*each, num_ranks) for each in self._weights)
+    def weight_bytes(self, num_shards: int) -> int:
+        return self._bytes(self._weights, num_shards)
 
-    def gradient_bytes(self, num_ranks: int) -> int:
-        return sum(self._shard_bytes(p.shape, p.dtype, num_ranks) for p in self._trained)
+    def gradient_bytes(self, num_shards: int) -> int:
+        return self._bytes(self._trained, num_shards)
 
-    def optimizer_bytes(self, num_ranks: int) -> int:
-        shapes = Counter((self._rows(p.shape, num_ranks), p.dtype) for p in self._trained)
-        return sum(count * self._state_bytes(*each) for each, count in shapes.items())
+    def trained_rows(self, num_shards: int) -> list[_Rows]:
+        """Return shapes and dtypes of a shard of each trained weight."""
+        return [(_shard_of(shape, num_shards), dtype) for shape, dtype in self._trained]
 
-    def peak_bytes(self, num_ranks: int, own: _Held, known: Known) -> int:
-        """Estimate the peak from that of a plan whose run has the form `own`."""
-        before, peak = known.num_ranks, known.peak_bytes
-        for part in (_Held.weight_bytes, _Held.optimizer_bytes):
-            peak += part(self, num_ranks) - part(own, before)
-        if own._trained:
-            of_gradients = self.gradient_bytes(num_ranks) / own.gradient_bytes(before)
-            peak += int(known.of("gradient", "accumulated") * (of_gradients - 1))
-        if gathered := known.of("gathered"):
-            peak += int(gathered * (self.weight_bytes(1) / own.weight_bytes(1) - 1))
-        elif self._shards(num_ranks) > own._shards(before):
-            peak += 2 * self._largest_bytes
-        if self._is_dequantised and not own._is_dequantised:
-            peak += self._largest_bytes
-        return peak
+    def _bytes(self, tensors: Sequence[_Rows], num_shards: int) -> int:
+        sizes = (_shard_of(shape, num_shards).numel() * dtype.itemsize for shape, dtype in tensors)
+        return sum(allocated_bytes(size, self._device_type) for size in sizes)
 
-    def _shards(self, num_ranks: int) -> int:
-        """Return the number of ranks that share the rows of a weight."""
-        if self._strategy.sharding.mode == "none":
-            return 1
-        of_node = ranks_per_node(num_ranks)
-        return size_of_shard_group(self._strategy, num_ranks=num_ranks, ranks_per_node=of_node)
 
-    def _rows(self, shape: torch.Size, num_ranks: int) -> torch.Size:
-        if not shape or not shape.numel():
-            return shape
-        return torch.Size([-(-shape[0] // self._shards(num_ranks)), *shape[1:]])
+_Rows = tuple[torch.Size, torch.dtype]
 
-    def _shard_bytes(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> int:
-        return allocated_bytes(
-            self._rows(shape, num_ranks).numel() * dtype.itemsize, self._device_type
-        )
 
-    def _state_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        key = (repr(self._config.optimizer), shape, dtype)
-        if key not in self._known_bytes:
-            parameter = nn.Parameter(without_memory(shape, dtype))
-            optimizer = make_optimizer(self._config, [parameter], device_type=self._device_type)
+def _shard_of(shape: torch.Size, num_shards: int) -> torch.Size:
+    if not shape or not shape.numel():
+        return shape
+    return torch.Size([-(-shape[0] // num_shards), *shape[1:]])
+
+
+class _States:
+    """Finds the bytes of the states of parameters, each kind once: that takes milliseconds."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._known: dict[tuple[str, _Rows], int] = {}
+
+    def num_bytes(self, config: RunConfig, trained: Sequence[_Rows]) -> int:
+        """Return the bytes of all states of these rows."""
+        return sum(n * self._of_one(config, rows) for rows, n in Counter(trained).items())
+
+    def _of_one(self, config: RunConfig, rows: _Rows) -> int:
+        key = (repr(config.optimizer), rows)
+        if key not in self._known:
+            parameter = nn.Parameter(without_memory(*rows))
+            optimizer = make_optimizer(config, [parameter], device_type=self._device_type)
             planned = "" if self._device_type == "cpu" else "cuda"
-            found = step_memory([optimizer], device_type=planned)
-            self._known_bytes[key] = found.optimizer_bytes
-        return self._known_bytes[key]
+            self._known[key] = step_memory([optimizer], device_type=planned).optimizer_bytes
+        return self._known[key]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bytes:
+    """Bytes of each rank."""
+
+    weights: int
+    optimizer: int
+    gradients: int
+    num_shards: int
+
+    @classmethod
+    def of(cls, held: _Held, states: _States, config: RunConfig, num_ranks: int) -> _Bytes:
+        shards = held.num_shards(num_ranks)
+        return cls(
+            weights=held.weight_bytes(shards),
+            optimizer=states.num_bytes(config, held.trained_rows(shards)),
+            gradients=held.gradient_bytes(shards),
+            num_shards=shards,
+        )
+
+
+def _peak_bytes(known: Known, own: tuple[_Held, _Bytes], other: tuple[_Held, _Bytes]) -> int:
+    """Estimate the peak of another form from that of the plan, whose run has the form `own`."""
+    (held, before), (other_held, after) = own, other
+    peak = known.peak_bytes + after.weights - before.weights + after.optimizer - before.optimizer
+    if before.gradients:
+        gradients = known.of("gradient", "accumulated")
+        peak += int(gradients * (after.gradients / before.gradients - 1))
+    if gathered := known.of("gathered"):
+        peak += int(gathered * (other_held.weight_bytes(1) / held.weight_bytes(1) - 1))
+    elif after.num_shards > before.num_shards:
+        peak += 2 * other_held.largest_bytes
+    if other_held.is_dequantised and not held.is_dequantised:
+        peak += other_held.largest_bytes
+    return peak
 
 
 def _weights_of(config: RunConfig) -> str:

@@ -40,6 +40,7 @@ from thunder_memsave.finetune.plan.fp8_planned import (
     planned_fp8,
     refuse_without_fp8,
 )
+from thunder_memsave.finetune.plan.planned_ranks import ranks_per_node
 from thunder_memsave.finetune.process.deterministic import deterministic_choice
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
@@ -329,11 +330,6 @@ def _ranks(strategy: StrategyConfig, num_ranks: int) -> Iterator[DataParallel | 
         return
     with fake_ranks(num_ranks):
         yield make_data_parallel(strategy, ranks_per_node=ranks_per_node(num_ranks))
-
-
-def ranks_per_node(num_ranks: int) -> int:
-    """Return how many of the ranks a plan takes to share a node."""
-    return min(num_ranks, 8)
 
 
 def _target(device: Device) -> torch.device:

@@ -153,6 +153,22 @@ def test_replicas_are_sharded_before_formats_change(run_file: str) -> None:
     assert "states" in shown[2]
 
 
+def test_groups_of_ranks_that_are_larger_than_one_have_choices_too(run_file: str) -> None:
+    config = load_run_config(run_file, ["--strategy.sharding={mode: hybrid, size: 2}"])
+    known = Known(
+        num_ranks=2,
+        num_rows=2,
+        device_type="cpu",
+        budget_bytes=None,
+        peak_bytes=10_000_000,
+        by_kind={"gathered": 1_000_000},
+    )
+    found = choices(config, config, known)
+    assert [c.num_ranks for c in found[:4]] == [2, 4, 8, 16]
+    assert len({c.weight_bytes for c in found[:4]}) == 1  # replicas of the group
+    assert found[0].peak_bytes == known.peak_bytes
+
+
 def test_more_ranks_come_last_and_divide_the_batch(run_file: str) -> None:
     changes = estimated(load_run_config(run_file, ["--train.micro_batch_size=2"]), 2, 1.1)
     more = [c.num_ranks for c in changes if c.more_ranks]
