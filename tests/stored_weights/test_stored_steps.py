@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from harness.fabric import make_fabric
 from harness.memory import measured_memory
 from harness.models import llama, token_batch
+from harness.predicted_peaks import predicted_bytes
 from thunder_memsave import ConfigError, load_on_setup
-from thunder_memsave.budget.extract import profiles
-from thunder_memsave.budget.running_program import program
-from thunder_memsave.measure.scratch import MeasuredScratch
-from thunder_memsave.planner.simulate import simulate
 from thunder_memsave.settings.frozen_format import BytesFormat, FrozenFormat
 from thunder_memsave.sharding.quantized_parameter import Fp8ParameterError
 from thunder_memsave.stored_weights.format import NonFiniteWeightError, StoredFormat
@@ -157,15 +154,6 @@ def step_of(module: Any) -> Callable[[], None]:
         module(inputs).backward()
 
     return step
-
-
-def predicted_bytes(module: Any, directory: Path) -> int:
-    """Return the peak of the traces that run, without what is there before."""
-    (compiled,) = module._forward_module.captures
-    known = profiles(scratch=MeasuredScratch(directory=directory))
-    traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
-    found = program(*traces, known=known, differentiated={0})
-    return simulate(found).peak_bytes - sum(found.storages[s].nbytes for s in found.held)
 
 
 @pytest.mark.parametrize("kept_in", FORMATS)

@@ -1,0 +1,31 @@
+"""Peaks of a step: predicted without what is there before, and measured with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.memory import measured_memory
+from harness.rank_memory import letting_go
+from thunder_memsave.budget.extract import profiles
+from thunder_memsave.budget.running_program import program
+from thunder_memsave.measure.scratch import MeasuredScratch
+from thunder_memsave.planner.simulate import simulate
+
+
+def predicted_bytes(module: Any, directory: Path) -> int:
+    """Return the peak of the traces that run, without what is there before."""
+    (compiled,) = module._forward_module.captures
+    known = profiles(scratch=MeasuredScratch(directory=directory))
+    traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
+    found = program(*traces, known=known, differentiated={0})
+    return simulate(found).peak_bytes - sum(found.storages[s].nbytes for s in found.held)
+
+
+def peak_on_a_rank(module: Any, step: Callable[[], object]) -> int:
+    """Return the peak of a step of one of several ranks, with the parameters, buffers and gradients that are there."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    held = sum(t.nbytes for t in (*module.parameters(), *module.buffers(), *gradients))
+    with letting_go():
+        return held + measured_memory(step).peak_bytes
