@@ -11,6 +11,7 @@ On CUDA the allocator counts. On the CPU nothing does, so PyTorch's profiler rec
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,19 +49,24 @@ class StepMeter(ABC):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Follow bytes; it may run several times, one after the other."""
-        self._start()
-        try:
-            yield
-        finally:
-            self._stop()
+        """Follow bytes; it may run several times, one after the other.
+
+        Python's collector does not run meanwhile: bytes of older garbage that it frees would count as room.
+        """
+        with _collector(runs=False):
+            self._start()
+            try:
+                yield
+            finally:
+                self._stop()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count what happens here, within `running`, nor what stays of it."""
         self._stop()
         try:
-            yield
+            with _collector(runs=True):
+                yield
         finally:
             self._start()
 
@@ -142,7 +148,8 @@ class CudaMeter(StepMeter):
         live, peak = self._read()
         self._peak_bytes = max(peak, self._peak_bytes)
         try:
-            yield
+            with _collector(runs=True):
+                yield
         finally:
             assert self._ignored_bytes is not None, "it runs"
             self._ignored_bytes += self._read()[0] - live
@@ -162,6 +169,22 @@ class CudaMeter(StepMeter):
     @override
     def _stop(self) -> None:
         self._peak_bytes = 0
+
+
+@contextmanager
+def _collector(*, runs: bool) -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    if runs:
+        gc.enable()
+    else:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        else:
+            gc.disable()
 
 
 def step_meter(device: torch.device) -> StepMeter:
