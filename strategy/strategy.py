@@ -44,7 +44,7 @@ from thunder_memsave.fabric.nonfinite import (
     refuse_stop_with_scaler,
 )
 from thunder_memsave.fabric.precision import fp8_of, share_found_inf, taken_over
-from thunder_memsave.fabric.refusals import refuse_unsuitable_optimizer
+from thunder_memsave.fabric.refusals import fit_optimizer
 from thunder_memsave.fabric.state_hooks import StateHooks
 from thunder_memsave.fp8.compute.steps import Fp8Steps
 from thunder_memsave.fp8.recipe import refuse_own_scales
@@ -328,7 +328,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             ConfigError: it computes with whole weights.
             ValueError: it has taken a step on the whole weights.
         """
-        refuse_unsuitable_optimizer(optimizer)
+        fit_optimizer(optimizer)
         self._optimizers.add(optimizer)
         return super().setup_optimizer(optimizer)
 

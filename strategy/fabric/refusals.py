@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from thunder_memsave.config import ConfigError
+from thunder_memsave.optim.muon import MuonByRows, update_by_rows
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 
 # Class name by defining module: a lookup in `sys.modules` imports none of them.
@@ -23,12 +24,13 @@ _WRAPPERS = (
     ("torch.distributed.fsdp", "FSDPModule", "pass the model without fully_shard"),
 )
 
-# These normalise, factor or orthogonalise whole weights, and would do so to each rank's rows.
+# These normalise, factor or orthogonalise whole weights, and would do so to each rank's rows. `torch.optim.Muon` itself
+# is served by `optim/muon.py`; classes derived from it may compute anything.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 
 
-def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
-    """Refuse a torch optimizer whose step on shards differs from its step on whole weights.
+def fit_optimizer(optimizer: Optimizer) -> None:
+    """Let Muon update sharded weights; refuse torch optimizers whose step on shards differs from that on wholes.
 
     Raises:
         ConfigError: it is one of those; the message says what to use.
@@ -37,11 +39,13 @@ def refuse_unsuitable_optimizer(optimizer: Optimizer) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if not any(is_sharded(p) for p in parameters):
         return
+    if type(optimizer) is Muon:
+        update_by_rows(optimizer)
     for name in _NOT_ELEMENTWISE:
         cls = getattr(torch.optim, name, None)
-        if cls is not None and isinstance(optimizer, cls):
+        if cls is not None and isinstance(optimizer, cls) and type(optimizer) is not MuonByRows:
             raise ConfigError(
-                f"{name} computes with whole weights, and every rank has only its rows of them; "
+                f"{type(optimizer).__name__} computes with whole weights, and every rank has only its rows of them; "
                 "use an elementwise optimizer such as AdamW or SGD, or sharding='none'."
             )
     for parameter, state in optimizer.state.items():

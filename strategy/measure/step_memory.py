@@ -19,6 +19,7 @@ from torch.utils import _foreach_utils
 
 from thunder_memsave.aten.record import AtenRecord, allocated_bytes
 from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.measure.product_scratch import product_scratch
 from thunder_memsave.planner.graph import Allocations, StepMemory
 
 Clip = Callable[[Sequence[nn.Parameter]], object]
@@ -137,6 +138,7 @@ class _Update:
         if id(parameter) not in self._parameters:
             fake = nn.Parameter(self._like(parameter), requires_grad=parameter.requires_grad)
             fake.grad = self._like(parameter) if parameter.requires_grad else None
+            vars(fake).update(vars(parameter))  # which rows of which whole it is
             self._parameters[id(parameter)] = fake
         return self._parameters[id(parameter)]
 
@@ -169,7 +171,8 @@ class _UpdateRecord(AtenRecord):
         # Such as `_foreach_add_`, and `_fused_adamw_`, which has no meta kernel.
         if func._schema.returns or not func._schema.is_mutable:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + _number_bytes(func, args))
+        inside = max(_number_bytes(func, args), product_scratch(func, args, kwargs or {}, result))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
         return result
 
 

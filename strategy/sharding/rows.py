@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
@@ -166,6 +167,18 @@ def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataP
     return whole[: unsharded_shape[0]]
 
 
+def gather_whole(rows: Tensor, p: Tensor) -> Tensor:
+    """Return the whole of rows that are shaped like those of the parameter `p`, without padding.
+
+    A collective if `p` is a shard, or stands for one in a plan; otherwise `rows` are the whole.
+    """
+    marks = vars(p)
+    if (gather := marks.get("_gather")) is None:
+        return rows
+    of_ranks: Tensor = gather(rows.contiguous().view(-1))
+    return of_ranks.view(-1, *rows.shape[1:])[: marks["unsharded_shape"][0]]
+
+
 def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
     """Fill `out` with the contiguous `shard` of all ranks, in the order of ranks."""
     if shard.dtype.itemsize == 1:
@@ -240,5 +253,8 @@ def mark(p: nn.Parameter, name: str, shape: torch.Size, data_parallel: DataParal
 
 def _gather_numbers(numbers: Tensor, data_parallel: DataParallel) -> Tensor:
     of_ranks = numbers.new_empty(data_parallel.world_size * len(numbers))
-    all_gather(of_ranks, numbers, data_parallel)
+    if not isinstance(numbers, FakeTensor):
+        all_gather(of_ranks, numbers, data_parallel)
+    elif numbers.device.type == "cpu":
+        torch.empty_like(of_ranks)  # gloo receives into a buffer of its own, which a plan counts
     return of_ranks.view(data_parallel.world_size, -1)

@@ -285,7 +285,7 @@ def check_a_model_that_one_rank_cannot_set_up(fabric: Fabric) -> None:
 
 
 def check_optimizers_that_see_only_shards_are_refused(fabric: Fabric) -> None:
-    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS):
         model = build()
         weights = [p for p in model.parameters() if p.dim() == 2]
         with pytest.raises(
