@@ -1,4 +1,7 @@
-"""Trained weights that only fp8 products read are gathered as fp8 numbers, with the bits of gathers in bfloat16."""
+"""Trained weights that only fp8 products read are gathered as fp8 numbers, with the bits of gathers in bfloat16.
+
+With the recipe `block` these come with their scales.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.predicted_peaks import peak_on_a_rank
 from thunder_memsave.ops.families.collectives import gathers
 
-NUM_RANKS, NUM_STEPS, WIDTH, WIDER = 3, 2, 32, 48
-FP8 = {"recipe": "delayed", "backend": "torch", "amax_history_len": 2}
+NUM_RANKS, NUM_STEPS, WIDTH = 3, 2, 32
+DELAYED = {"recipe": "delayed", "backend": "torch", "amax_history_len": 2}
+BLOCK = {"recipe": "block", "backend": "torch"}
+WIDER = {"delayed": 48, "block": 3 * 128}
+"""With the recipe `block`, a width at which each rank has a block of rows."""
 
 
 class Net(nn.Module):
-    """32 rows on 3 ranks are padded; the last layer's weight is read by others too."""
+    """32 rows on 3 ranks are padded, and no whole blocks; the last layer's weight is read by others too."""
 
-    def __init__(self) -> None:
+    def __init__(self, wider: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, WIDER)
-        self.down = nn.Linear(WIDER, WIDTH)
+        self.up = nn.Linear(WIDTH, wider)
+        self.down = nn.Linear(wider, WIDTH)
         self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,18 +41,20 @@ def batch(rank: int, number: int) -> Tensor:
     return torch.randn(16, WIDTH, generator=generator) * (1 + number)
 
 
-def after_steps(**settings: Any) -> tuple[list[Tensor], Any, Any]:
+def after_steps(fp8: dict[str, Any], **settings: Any) -> tuple[list[Tensor], Any, Any]:
     """Return losses, gradients, weights, scales and histories, the module, and Fabric."""
-    fabric = make_fabric(devices=NUM_RANKS, fp8=FP8, timeout="2min", **settings)
+    fabric = make_fabric(devices=NUM_RANKS, fp8=fp8, timeout="2min", **settings)
     torch.manual_seed(0)
-    model = Net()
+    model = Net(WIDER[fp8["recipe"]])
     module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     found: list[Tensor] = []
     for number in range(NUM_STEPS):
         losses = []
         for part in range(2):  # micro-batches: the history has the largest of both
             with fabric.no_backward_sync(module, enabled=part == 0):
-                loss = module(batch(fabric.global_rank, 2 * number + part))
+                x = batch(fabric.global_rank, 2 * number + part)
+                # Then the first weight is read in backward too.
+                loss = module(x.requires_grad_(fp8 is BLOCK))
                 fabric.backward(loss)
             losses.append(loss.detach())
         found += [*losses, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
@@ -82,8 +90,8 @@ def check_steps() -> None:
     for precision in ("32-true", "bf16-mixed"):
         for sharding in ("zero2", "zero3"):
             settings = {"sharding": sharding, "precision": precision}
-            expected, plain, _ = after_steps(**settings, leave_out=("gather_in_fp8",))
-            found, module, fabric = after_steps(**settings)
+            expected, plain, _ = after_steps(DELAYED, **settings, leave_out=("gather_in_fp8",))
+            found, module, fabric = after_steps(DELAYED, **settings)
             assert len(expected) == len(found)
             assert all(map(torch.equal, expected, found)), settings
             forward, backward = dtypes_of_gathers(module)
@@ -100,5 +108,32 @@ def check_steps() -> None:
                 assert torch.equal(module(batch(0, 0)), plain.eval()(batch(0, 0)))
 
 
+@on_fabric_rank
+def check_blocks() -> None:
+    for sharding in ("zero2", "zero3"):
+        settings = {"sharding": sharding, "precision": "bf16-mixed"}
+        expected, _, _ = after_steps(BLOCK, **settings, leave_out=("gather_in_fp8",))
+        found, module, _ = after_steps(BLOCK, **settings)
+        assert all(map(torch.equal, expected, found)), settings
+        forward, backward = dtypes_of_gathers(module)
+        # `down` has no whole blocks on a rank, and `shared` other readers.
+        assert sum("float8" in d for d in forward) == 1
+        symbols = module._forward_module.captures[0].forward_traces[-1].bound_symbols
+        (cast,) = (
+            b
+            for b in symbols
+            if b.sym.name == "fp8_quantize_block_torch" and b.args[0].name == "t_up_weight"
+        )
+        made = {o.name for o in cast.output}
+        of_up = {w.shape for b in symbols for s, w in gathers(b) if s.name in made}
+        assert of_up == {(384, WIDTH), (3, 1)}
+        again = [d for d in backward if "float8" in d]
+        assert len(again) == (1 if sharding == "zero3" else 0)
+
+
 def test_steps_have_the_bits_of_gathers_in_the_compute_dtype() -> None:
     run_on_fabric_ranks(check_steps, NUM_RANKS)
+
+
+def test_whole_blocks_are_gathered_with_their_scales() -> None:
+    run_on_fabric_ranks(check_blocks, NUM_RANKS)

@@ -128,10 +128,14 @@ class _Schedule:
         self._reductions = Reductions(self._left, window_bytes // 2, bucket_bytes)
 
     def reordered(self) -> Iterator[BoundSymbol]:
-        """Yield the symbols; what makes a shard that is gathered comes right before the gather."""
+        """Yield the symbols; what makes a shard that is gathered comes right before the first gather of it."""
+        made: set[int] = set()
         for bsym in self._ordered():
             for shard, _ in gathers(bsym):
-                yield from self._casts.pop(shard.name, ())
+                # A cast may make two shards: numbers and their scales.
+                casts = [b for b in self._casts.get(shard.name, ()) if id(b) not in made]
+                made.update(map(id, casts))
+                yield from casts
             yield bsym
 
     def _ordered(self) -> Iterator[BoundSymbol]:
