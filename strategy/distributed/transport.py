@@ -111,6 +111,18 @@ def start_all_reduce(
     return [(handle, v) for v in values]
 
 
+def largest_of_ranks(values: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Return the largest of all ranks' numbers for each of `values`, of one dtype and shape `[1]`: in one collective.
+
+    It may be read at once: on CUDA what reads it runs later on the same stream.
+    """
+    joined = torch.cat(list(values))
+    work = dist.all_reduce(joined, dist.ReduceOp.MAX, group, async_op=True)
+    assert work is not None
+    NoticingHandle(work, f"all-reduce of {len(joined)} largest magnitudes", group).wait()
+    return joined
+
+
 def _operation(mean: bool) -> dist.ReduceOp:
     operation: Any = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
     return cast(dist.ReduceOp, operation)

@@ -19,6 +19,7 @@ A cast is elementwise, so every value stays bit-identical.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from thunder.core.dtypes import to_torch_dtype
@@ -60,6 +61,7 @@ def with_casts_first(
     cast_first: Callable[[Sequence[BoundSymbol], BoundSymbol], Iterator[BoundSymbol]],
     *,
     name: str,
+    before_all: Sequence[BoundSymbol] = (),
 ) -> TraceCtx:
     """Return the trace with other symbols in the place of casts of gathered weights; the same one if there are none.
 
@@ -68,12 +70,15 @@ def with_casts_first(
         chains: By the id of each cast, the chain that leads to it (`chain_of_gather`).
         cast_first: Takes a chain and its cast, and yields what makes the cast's results.
         name: Of the pass.
+        before_all: Symbols that compute something from shards, before all others that compute.
     """
     if not chains:
         return trace
     new = from_trace(trace)
+    inputs = list(takewhile(lambda b: b.sym.name.startswith("unpack"), trace.bound_symbols))
     with tracectx(new):
-        for bsym in trace.bound_symbols:
+        new.bound_symbols = [*inputs, *before_all]
+        for bsym in trace.bound_symbols[len(inputs) :]:
             chain = chains.get(id(bsym))
             new.bound_symbols += [bsym] if chain is None else cast_first(chain, bsym)
     new = dce(new)

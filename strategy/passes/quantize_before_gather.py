@@ -26,26 +26,40 @@ its own:
     t3 = torch_wait_prim_impl(ft1)
     ft2 = all_gather_rows(t7, group, torch.float32)
     t4 = torch_wait_prim_impl(ft2)                  # a scale for each 128 x 128 numbers
+
+With the recipe `current` the ranks first take the largest magnitudes of all weights in one collective, since the scale
+is that of the whole weight:
+
+    t8 = fp8_weight_amax_torch(w)                   # of this rank's rows
+    t9 = all_reduce_largest([t8, ...], group)
+    ...
+    (t6, t4) = fp8_quantize_with_amax_torch(t5, t9, 0, torch.float8_e4m3fn)
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import cast as cast_to
 
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors import torchex
 
-from thunder_memsave.ops.families.collectives import all_gather
+from thunder_memsave.fp8.compute.symbols import Backend, Operators, operators
+from thunder_memsave.ops.families.collectives import all_gather, all_reduce_largest
 from thunder_memsave.passes.cast_before_gather import (
     chain_of_gather,
     gathered_as,
     with_casts_first,
 )
 from thunder_memsave.passes.symbols import records_amax
+
+_CURRENT, _BLOCK = "fp8_quantize_current_", "fp8_quantize_block_"
+"""Beginnings of the names of casts; the name of the backend follows."""
 
 
 def gather_in_fp8(trace: TraceCtx) -> TraceCtx:
@@ -65,12 +79,65 @@ def gather_in_fp8(trace: TraceCtx) -> TraceCtx:
         if (chain := _chain_before(bsym, producers))
         if all(num_reads[o.name] == 1 for each in chain for o in each.flat_proxy_outs)
     }
-    return with_casts_first(trace, chains, _cast_first, name="gather_in_fp8")
+    with tracectx(from_trace(trace)):
+        magnitudes = _Magnitudes(
+            [(chains[id(b)], b) for b in trace.bound_symbols if _is_current(b) and id(b) in chains]
+        )
+    return with_casts_first(
+        trace,
+        chains,
+        partial(_cast_first, magnitudes=magnitudes),
+        name="gather_in_fp8",
+        before_all=magnitudes.symbols,
+    )
+
+
+class _Magnitudes:
+    """The largest magnitudes of weights that are cast with a scale of their own, of all ranks' rows."""
+
+    def __init__(self, casts: Sequence[tuple[Sequence[BoundSymbol], BoundSymbol]]) -> None:
+        """Record what finds them, within a trace.
+
+        Args:
+            casts: Each with the chain that gathers its weight.
+        """
+        self.symbols: list[BoundSymbol] = []
+        """What finds the magnitudes from shards: one collective for each group of ranks."""
+        self.place_of: dict[int, tuple[TensorProxy, int]] = {}
+        """For the id of each cast, the magnitudes of its group's weights, and the index of its own."""
+        by_group = defaultdict[int, list[tuple[Sequence[BoundSymbol], BoundSymbol]]](list)
+        for chain, cast in casts:
+            by_group[id(chain[0].args[1])].append((chain, cast))
+        for of_group in by_group.values():
+            self._find(of_group)
+
+    def _find(self, casts: Sequence[tuple[Sequence[BoundSymbol], BoundSymbol]]) -> None:
+        found = [self._of_rows(chain[0].args[0], cast) for chain, cast in casts]
+        (gather, *_), first = casts[0]
+        name = f"{first.output[1].name}_of_ranks"
+        of_ranks = first.output[1].replace(name=name, shape=(len(found),))
+        self.symbols.append(all_reduce_largest.bind(found, gather.args[1], output=of_ranks))
+        self.place_of.update((id(cast), (of_ranks, i)) for i, (_, cast) in enumerate(casts))
+
+    def _of_rows(self, rows: TensorProxy, cast: BoundSymbol) -> TensorProxy:
+        """Return the largest magnitude of rows, as if they were in the dtype that is cast."""
+        scale_inv: TensorProxy = cast.output[1]
+        found = scale_inv.replace(name=f"{scale_inv.name}_amax")
+        self.symbols.append(_operators_of(cast).weight_amax.bind(rows, output=found))
+        dtype = cast.args[0].dtype
+        if rows.dtype == dtype:
+            return found
+        # A larger magnitude is never rounded to a smaller one.
+        rounded = found.replace(name=f"{found.name}_rounded", dtype=dtype)
+        again = found.replace(name=f"{found.name}_again")
+        for value, result in ((found, rounded), (rounded, again)):
+            self.symbols.append(torchex.to.bind(value, to_torch_dtype(result.dtype), output=result))
+        return again
 
 
 def _chain_before(bsym: BoundSymbol, producers: Mapping[str, BoundSymbol]) -> Sequence[BoundSymbol]:
     """Return the chain of the weight that a cast reads, if its shard can be cast instead; else nothing."""
-    if not (records_amax(bsym) or _is_by_blocks(bsym)):
+    if not (records_amax(bsym) or _is_current(bsym) or _is_by_blocks(bsym)):
         return ()
     chain = chain_of_gather(bsym.args[0], producers)
     if chain and _is_by_blocks(bsym):
@@ -86,10 +153,21 @@ def _chain_before(bsym: BoundSymbol, producers: Mapping[str, BoundSymbol]) -> Se
 
 
 def _is_by_blocks(bsym: BoundSymbol) -> bool:
-    return str(bsym.sym.name).startswith("fp8_quantize_block_")
+    return str(bsym.sym.name).startswith(_BLOCK)
 
 
-def _cast_first(chain: Sequence[BoundSymbol], cast: BoundSymbol) -> Iterator[BoundSymbol]:
+def _is_current(bsym: BoundSymbol) -> bool:
+    return str(bsym.sym.name).startswith(_CURRENT)
+
+
+def _operators_of(cast: BoundSymbol) -> Operators:
+    backend = str(cast.sym.name).removeprefix(_CURRENT)
+    return operators(cast_to(Backend, backend))
+
+
+def _cast_first(
+    chain: Sequence[BoundSymbol], cast: BoundSymbol, *, magnitudes: _Magnitudes
+) -> Iterator[BoundSymbol]:
     """Yield the casts of the shard and the chain in fp8; its last value keeps the name of the cast's."""
     numbers, scale_inv = cast.output
     rows: TensorProxy = chain[0].args[0]
@@ -100,21 +178,35 @@ def _cast_first(chain: Sequence[BoundSymbol], cast: BoundSymbol) -> Iterator[Bou
         yield torchex.to.bind(rows, to_torch_dtype(compute_dtype), output=in_compute_dtype)
         rows = in_compute_dtype
     of_rows = rows.replace(name=f"{rows.name}_{numbers.name}", dtype=numbers.dtype)
-    scales_of_rows = scale_inv
     if _is_by_blocks(cast):
-        down, across = rows.shape[0] // cast.args[2], scale_inv.shape[1]
-        name = f"{rows.name}_{scale_inv.name}"
-        scales_of_rows = scale_inv.replace(name=name, shape=(down, across))
+        yield from _by_blocks(chain, cast, rows, of_rows)
+        return
+    if _is_current(cast):
+        with_amax, arguments = _operators_of(cast).quantize_with_amax, magnitudes.place_of[id(cast)]
+        dtype = cast.args[1]
+        yield with_amax.bind(rows, *arguments, dtype, output=(of_rows, scale_inv))
+    else:
+        yield cast.from_bsym(args=(rows, *cast.args[1:]), output=(of_rows, scale_inv))
+    yield from gathered_as(chain, of_rows, numbers)
+
+
+def _by_blocks(
+    chain: Sequence[BoundSymbol], cast: BoundSymbol, rows: TensorProxy, of_rows: TensorProxy
+) -> Iterator[BoundSymbol]:
+    """Yield the cast of the shard's blocks, the gather of its numbers, and that of its scales."""
+    numbers, scale_inv = cast.output
+    scales_of_rows = scale_inv.replace(
+        name=f"{rows.name}_{scale_inv.name}",
+        shape=(rows.shape[0] // cast.args[2], scale_inv.shape[1]),
+    )
     yield cast.from_bsym(args=(rows, *cast.args[1:]), output=(of_rows, scales_of_rows))
     yield from gathered_as(chain, of_rows, numbers)
-    if _is_by_blocks(cast):
-        gather, wait = chain[:2]
-        future = gather.output.replace(
-            name=f"{gather.output.name}_{scale_inv.name}",
-            shape=scale_inv.shape,
-            dtype=scale_inv.dtype,
-        )
-        yield all_gather.bind(
-            scales_of_rows, gather.args[1], to_torch_dtype(scale_inv.dtype), output=future
-        )
-        yield wait.sym.bind(future, output=scale_inv)
+    gather, wait = chain[:2]
+    future = gather.output.replace(
+        name=f"{gather.output.name}_{scale_inv.name}",
+        shape=scale_inv.shape,
+        dtype=scale_inv.dtype,
+    )
+    dtype = to_torch_dtype(scale_inv.dtype)
+    yield all_gather.bind(scales_of_rows, gather.args[1], dtype, output=future)
+    yield wait.sym.bind(future, output=scale_inv)

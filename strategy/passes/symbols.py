@@ -38,6 +38,11 @@ def records_amax(bsym: BoundSymbol) -> bool:
     return str(bsym.sym.name).startswith("fp8_quantize_delayed_")
 
 
+def casts_with_amax(bsym: BoundSymbol) -> bool:
+    """Return whether it is a cast of a weight's rows by the amax of the whole (fp8/compute/symbols.py)."""
+    return str(bsym.sym.name).startswith("fp8_quantize_with_amax_")
+
+
 def raises_amax(bsym: BoundSymbol) -> bool:
     """Return whether its only write is a running maximum: a cast, or the gradients of a loss, which backward runs."""
     return records_amax(bsym) or bsym.sym.name == "linear_cross_entropy_in_fp8_backward"
@@ -51,7 +56,7 @@ def without_recording(bsym: BoundSymbol) -> BoundSymbol:
 def decisive_args(bsym: BoundSymbol) -> Sequence[Proxy]:
     """Return the arguments that decide the result, without the scaling state that it reads and updates."""
     args: Sequence[Proxy] = bsym.flat_proxy_args
-    return args[:1] if records_amax(bsym) else args
+    return args[:1] if records_amax(bsym) or casts_with_amax(bsym) else args
 
 
 def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:

@@ -17,8 +17,9 @@ from thunder_memsave.ops.families.collectives import gathers
 
 NUM_RANKS, NUM_STEPS, WIDTH = 3, 2, 32
 DELAYED = {"recipe": "delayed", "backend": "torch", "amax_history_len": 2}
+CURRENT = {"recipe": "current", "backend": "torch"}
 BLOCK = {"recipe": "block", "backend": "torch"}
-WIDER = {"delayed": 48, "block": 3 * 128}
+WIDER = {"delayed": 48, "current": 48, "block": 3 * 128}
 """With the recipe `block`, a width at which each rank has a block of rows."""
 
 
@@ -86,12 +87,12 @@ def check_peak(fabric: Any, module: Any) -> None:
 
 
 @on_fabric_rank
-def check_steps() -> None:
+def check_steps(fp8: dict[str, Any]) -> None:
     for precision in ("32-true", "bf16-mixed"):
         for sharding in ("zero2", "zero3"):
             settings = {"sharding": sharding, "precision": precision}
-            expected, plain, _ = after_steps(DELAYED, **settings, leave_out=("gather_in_fp8",))
-            found, module, fabric = after_steps(DELAYED, **settings)
+            expected, plain, _ = after_steps(fp8, **settings, leave_out=("gather_in_fp8",))
+            found, module, fabric = after_steps(fp8, **settings)
             assert len(expected) == len(found)
             assert all(map(torch.equal, expected, found)), settings
             forward, backward = dtypes_of_gathers(module)
@@ -131,8 +132,9 @@ def check_blocks() -> None:
         assert len(again) == (1 if sharding == "zero3" else 0)
 
 
-def test_steps_have_the_bits_of_gathers_in_the_compute_dtype() -> None:
-    run_on_fabric_ranks(check_steps, NUM_RANKS)
+@pytest.mark.parametrize("fp8", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_steps_have_the_bits_of_gathers_in_the_compute_dtype(fp8: dict[str, Any]) -> None:
+    run_on_fabric_ranks(check_steps, NUM_RANKS, fp8)
 
 
 def test_whole_blocks_are_gathered_with_their_scales() -> None:

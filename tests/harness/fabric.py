@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +21,9 @@ from harness.distributed import HANG_S, run_on_ranks
 from harness.forked_python import ForkedPython
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.distributed.process_group import destroy_groups
+
+_PORTS = (12_000, 32_000)
+"""Below those that systems give to connections: 32,768 on Linux (`ip_local_port_range`), 49,152 elsewhere."""
 
 
 def make_fabric(*, devices: int = 1, **arguments: Any) -> Fabric:
@@ -95,10 +100,16 @@ def all_gathered(fabric: Fabric, value: Tensor) -> Tensor:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port that was free a moment ago, and that the system gives to nobody who asks for any port.
+
+    A Fabric that is made anew opens a store on it again; in between another test must not get it.
+    """
+    choices = random.SystemRandom()  # not the generator that tests seed
+    while True:
+        port = choices.randrange(*_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_python(

@@ -12,7 +12,12 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.ops.added_gradients import added_names
-from thunder_memsave.ops.families.collectives import is_all_gather, is_all_reduce, is_reduce_scatter
+from thunder_memsave.ops.families.collectives import (
+    is_all_gather,
+    is_all_reduce,
+    is_all_reduce_largest,
+    is_reduce_scatter,
+)
 from thunder_memsave.ops.host_copies.symbols import has_copies
 from thunder_memsave.ops.table import places_on_host
 from thunder_memsave.passes.repeatable import roots
@@ -112,7 +117,10 @@ def numbers_of_the_host(symbols: Sequence[BoundSymbol]) -> frozenset[str]:
     return frozenset(found - others)
 
 
+_COLLECTIVES = (is_all_gather, is_reduce_scatter, is_all_reduce, is_all_reduce_largest)
+
+
 def _backends(bsym: BoundSymbol) -> Iterator[str]:
-    if is_all_gather(bsym) or is_reduce_scatter(bsym) or is_all_reduce(bsym):
+    if any(is_one(bsym) for is_one in _COLLECTIVES):
         groups = (a for a in bsym.flat_args if isinstance(a, dist.ProcessGroup))
         yield from (str(dist.get_backend(group)) for group in groups)

@@ -142,10 +142,9 @@ def _lost_rank(error: CollectiveError, fabric: Fabric, job: Job, state: Mapping[
 
 def _out_of_memory(error: BaseException, fabric: Fabric, job: Job, state: Mapping[str, Any]) -> str:
     strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
-    size = job.batch_sizes.micro_batch_size
-    found = changes(error, strategy, micro_batch_size=size)
+    found = changes(error, strategy, sizes=job.batch_sizes, train=job.config.train)
     snapshot = write_snapshot(job.directory.root, rank=fabric.global_rank)
-    advice = f"change one key: {' or '.join(found)}" if found else _less_memory(job)
+    advice = f"make one change: {' or '.join(found)}" if found else _less_memory(job)
     where = f" What was held is in {snapshot}." if snapshot else ""
     if not job.directory.has_begun():
         return f"{what_happened(error, strategy)}. Start again, and {advice}.{where}"

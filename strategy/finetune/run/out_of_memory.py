@@ -9,6 +9,8 @@ import torch
 
 from thunder_memsave.compat.foreign_messages import missing_bytes, says_out_of_memory
 from thunder_memsave.config import MemoryConfig
+from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes
+from thunder_memsave.finetune.run_file.config import TrainConfig
 from thunder_memsave.planner.report.explain import in_units
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -25,16 +27,28 @@ def what_happened(error: BaseException, strategy: ThunderMemsaveStrategy) -> str
 
 
 def changes(
-    error: BaseException, strategy: ThunderMemsaveStrategy, *, micro_batch_size: int
+    error: BaseException, strategy: ThunderMemsaveStrategy, *, sizes: BatchSizes, train: TrainConfig
 ) -> tuple[str, ...]:
-    """Return overrides that reduce memory, each enough by itself as far as is known, the fastest first."""
+    """Return overrides that reduce memory, each enough by itself as far as is known, the fastest first.
+
+    Args:
+        error: It tells how many bytes were missing.
+        strategy: With the plan, if there is one.
+        sizes: Of the run's batches.
+        train: The sizes that the run file gives.
+    """
     found = []
     smaller = _smaller_budget(error, strategy)
     if smaller is not None:
         found.append(_override(strategy, smaller))
-    if micro_batch_size > 1:
+    if sizes.micro_batch_size > 1:
         # The global batch stays, so there are more micro-batches.
-        found.append(f"--train.micro_batch_size={_largest_divisor(micro_batch_size)}")
+        fewer = _largest_divisor(sizes.micro_batch_size)
+        change = f"--train.micro_batch_size={fewer}"
+        if train.gradient_accumulation_steps is not None:
+            steps = sizes.gradient_accumulation_steps * sizes.micro_batch_size // fewer
+            change = f"{change} --train.gradient_accumulation_steps={steps}"
+        found.append(change)
     return tuple(found)
 
 

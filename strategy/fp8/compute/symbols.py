@@ -47,6 +47,9 @@ class Operators:
     quantize_mx_both: Symbol
     transpose: Symbol
     gemm: Symbol
+    weight_amax: Symbol
+    """Of rows, for `quantize_with_amax`; both take the place of `quantize_current` where ranks cast their own rows."""
+    quantize_with_amax: Symbol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +105,8 @@ def operators(backend: Backend) -> Operators:
         quantize_mx_both=operator("quantize_mx_both", _by_both),
         transpose=operator("transpose", _transposed),
         gemm=operator("gemm", _product),
+        weight_amax=operator("weight_amax", _number),
+        quantize_with_amax=operator("quantize_with_amax", _per_tensor),
     )
 
 
@@ -323,8 +328,11 @@ def _backend(name: Backend) -> ModuleType:
 
 def _per_tensor(x: TensorProxy, *arguments: Any) -> tuple[TensorProxy, TensorProxy]:
     dtype = next(a for a in arguments if isinstance(a, torch.dtype))
-    scale_inv = TensorProxy(shape=(1,), device=x.device, dtype=dtypes.float32)
-    return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), scale_inv
+    return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), _number(x)
+
+
+def _number(x: TensorProxy) -> TensorProxy:
+    return TensorProxy(shape=(1,), device=x.device, dtype=dtypes.float32)
 
 
 def _per_block(

@@ -27,7 +27,12 @@ from thunder_memsave.fp8.kernels.te_mx import (
     quantize_mx_both,
     quantize_mx_columns,
 )
-from thunder_memsave.fp8.kernels.torch_backend import amax, current_scale
+from thunder_memsave.fp8.kernels.torch_backend import (
+    amax,
+    current_scale,
+    quantize_with_amax,
+    weight_amax,
+)
 from thunder_memsave.fp8.kernels.torch_support import (
     HOPPER,
     Chip,
@@ -43,6 +48,8 @@ __all__ = [  # with the functions here, what a backend has
     "quantize_mx",
     "quantize_mx_both",
     "quantize_mx_columns",
+    "quantize_with_amax",  # PyTorch's cast has the same bits; no kernel takes a scale that is found elsewhere
+    "weight_amax",
 ]
 
 BLOCK = 128

@@ -83,6 +83,31 @@ def quantize_current(
     return cast(x, scale, dtype), scale.reciprocal()
 
 
+def weight_amax(x: Tensor) -> Tensor:
+    """Return the amax of a weight's rows, float32 `[1]`, for `quantize_with_amax`."""
+    return amax(x).reshape(1)
+
+
+def quantize_with_amax(
+    x: Tensor, amaxes: Tensor, index: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cast rows of a weight with the scale of `quantize_current` for the whole.
+
+    Args:
+        x: Any float dtype and shape.
+        amaxes: float32 `[n]`, the amax of each of several whole weights.
+        index: That of the weight.
+        dtype: The fp8 dtype.
+
+    Returns:
+        x in fp8, and the inverse scale, float32 `[1]`.
+    """
+    scale = current_scale(amaxes[index], dtype)
+    if one_launch.applies(x):
+        return one_launch.quantize_delayed(x, scale, dtype, None)
+    return cast(x, scale, dtype), scale.reciprocal()
+
+
 def current_scale(
     amax: Tensor, dtype: torch.dtype, amax_epsilon: float = 0.0, force_pow_2_scales: bool = False
 ) -> Tensor:

@@ -1,7 +1,7 @@
 """The collectives of a trace as operators, and predicates that recognise them in an executed trace.
 
-Each returns the future of its result, which Thunder's `wait` takes; reductions give the mean over the ranks. Those for
-several tensors return a future for each.
+Each but `all_reduce_largest` returns the future of its result, which Thunder's `wait` takes; reductions give the mean
+over the ranks. Those for several tensors return a future for each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thunder_memsave.distributed.transport import (
     Handle,
+    largest_of_ranks,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -71,6 +72,10 @@ def _rows(whole: TensorProxy, group: dist.ProcessGroup) -> FutureTensorProxy:
     return FutureTensorProxy(shape=shape, dtype=whole.dtype, device=whole.device)
 
 
+def _joined(values: Sequence[TensorProxy], _: dist.ProcessGroup) -> TensorProxy:
+    return TensorProxy(like=values[0], shape=(len(values),))
+
+
 def _same(values: TensorProxy, *_: object) -> FutureTensorProxy:
     return FutureTensorProxy(shape=values.shape, dtype=values.dtype, device=values.device)
 
@@ -108,6 +113,10 @@ all_reduce_bucket = _register(
 """`([values, ...], group, in_place) -> (future, ...)` of the means."""
 
 
+all_reduce_largest = _register("all_reduce_largest", meta=_joined, fn=largest_of_ranks)
+"""`([value, ...], group) -> values` of shape `[n]`, the largest over the ranks of each of shape `[1]`: no future."""
+
+
 def is_all_gather(bsym: BoundSymbol) -> bool:
     """Return whether an executed trace's symbol gathers one parameter, its first argument."""
     return bsym.sym is all_gather
@@ -121,6 +130,11 @@ def is_reduce_scatter(bsym: BoundSymbol) -> bool:
 def is_all_reduce(bsym: BoundSymbol) -> bool:
     """Return whether an executed trace's symbol starts an all-reduce of its first argument."""
     return bsym.sym is all_reduce
+
+
+def is_all_reduce_largest(bsym: BoundSymbol) -> bool:
+    """Return whether an executed trace's symbol takes the largest numbers over the ranks."""
+    return bsym.sym is all_reduce_largest
 
 
 def gathers(bsym: BoundSymbol) -> Sequence[tuple[TensorProxy, FutureTensorProxy]]:

@@ -35,7 +35,7 @@ operation up to its reader, and the oldest reduction is waited for when an opera
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from thunder.core.proxies import FutureTensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -102,6 +102,13 @@ def _whole_bytes(p: nn.Parameter) -> int:
     return whole_shape(p).numel() * p.element_size()
 
 
+def _read_by_casts(symbols: Sequence[BoundSymbol], casts: Set[int]) -> set[str]:
+    """Return the names of values that casts of shards read and that no cast, but another symbol, makes."""
+    read = {a.name for b in symbols if id(b) in casts for a in b.flat_proxy_args}
+    others = (b for b in symbols if id(b) not in casts and not b.sym.name.startswith("unpack"))
+    return read & {o.name for b in others for o in b.flat_proxy_outs}
+
+
 class _Schedule:
     """Emits the symbols in order, each after the collectives that are due before it."""
 
@@ -122,6 +129,8 @@ class _Schedule:
         self._gathered = {g.future for g in in_order}
         self._casts = casts_of_shards(symbols)
         self._are_casts = {id(b) for casts in self._casts.values() for b in casts}
+        self._awaited = _read_by_casts(symbols, self._are_casts)
+        """Values that casts of shards read and that are still to come: no gather starts early before them."""
         self._reduced = futures - self._gathered
         self._gathers = Gathers(in_order, self._left, window_bytes, bucket_bytes)
         # A gradient in flight takes twice its bytes: what is sent, and what is received.
@@ -144,6 +153,7 @@ class _Schedule:
             if not self._ends_reduction(bsym):  # a wait frees what was sent
                 yield from self._make_room()
             yield from self._place(bsym)
+            self._awaited -= {o.name for o in bsym.flat_proxy_outs}
 
     def _make_room(self) -> Iterator[BoundSymbol]:
         while self._reductions.take_too_much:
@@ -180,7 +190,7 @@ class _Schedule:
 
     def _start_early(self, bsym: BoundSymbol) -> Iterator[BoundSymbol]:
         self._gathers.reach(self._operations.get(id(bsym), 0))
-        starts = list(self._gathers.start_early())
+        starts = [] if self._awaited else list(self._gathers.start_early())
         yield from self._make_room()
         yield from starts
 

@@ -13,6 +13,8 @@ from harness.language_model import run_values, write_run_file
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.run.out_of_memory import changes, write_snapshot
+from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
+from thunder_memsave.finetune.run_file.config import TrainConfig
 from thunder_memsave.settings.schema import parse_section
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -40,16 +42,27 @@ def planned(*, peak_bytes: int, **memory: Any) -> ThunderMemsaveStrategy:
     )
 
 
+def rows(num_rows: int, *, steps: int | None = None) -> dict[str, Any]:
+    """Return the sizes of a run with so many rows at once, and so many micro-batches if its file says so."""
+    train = TrainConfig(
+        micro_batch_size=num_rows, gradient_accumulation_steps=steps, global_batch_size=144
+    )
+    return {"sizes": batch_sizes(train, world_size=1), "train": train}
+
+
 def test_the_budget_is_lowered_by_what_is_missing_or_the_micro_batch_is_divided() -> None:
     strategy = planned(budget="70GiB", peak_bytes=69 * 2**30)
-    assert changes(ERROR, strategy, micro_batch_size=4) == (
+    assert changes(ERROR, strategy, **rows(4)) == (
         f"--memory.budget={int(67.5 * 1024)}MiB",
         "--train.micro_batch_size=2",
     )
-    assert changes(ERROR, strategy, micro_batch_size=9)[1] == "--train.micro_batch_size=3"
-    assert changes(ERROR, strategy, micro_batch_size=1) == ("--memory.budget=69120MiB",)
+    assert changes(ERROR, strategy, **rows(9))[1] == "--train.micro_batch_size=3"
+    assert changes(ERROR, strategy, **rows(1)) == ("--memory.budget=69120MiB",)
+    assert changes(ERROR, strategy, **rows(9, steps=16))[1] == (
+        "--train.micro_batch_size=3 --train.gradient_accumulation_steps=48"
+    )
     without = cast(ThunderMemsaveStrategy, SimpleNamespace(plan=None))
-    assert changes(ERROR, without, micro_batch_size=1) == ()
+    assert changes(ERROR, without, **rows(1)) == ()
 
 
 def test_a_reserve_that_is_given_grows_instead_of_the_budget() -> None:
@@ -62,13 +75,13 @@ def test_a_reserve_that_is_given_grows_instead_of_the_budget() -> None:
         return found
 
     strategy = planned(peak_bytes=80 * 2**30, reserve="4GiB")
-    (change,) = changes(ERROR, strategy, micro_batch_size=1)
+    (change,) = changes(ERROR, strategy, **rows(1))
     name, _, value = change.partition("=")
     assert name == "--memory.reserve"
     # The missing bytes, and less than a MiB from rounding.
     assert 0 <= AVAILABLE - 4 * 2**30 - 3 * 2**29 - budget_bytes(reserve=value) < 2 * 2**20
     default = planned(peak_bytes=80 * 2**30)
-    (change,) = changes(ERROR, default, micro_batch_size=1)
+    (change,) = changes(ERROR, default, **rows(1))
     name, _, value = change.partition("=")
     assert name == "--memory.budget"
     assert budget_bytes(budget=value) < budget_bytes()
@@ -110,6 +123,6 @@ def test_a_run_out_of_memory_ends_with_one_message_that_says_what_to_change(
     error = capsys.readouterr().err
     (line,) = error.splitlines()
     assert line.startswith("error: at step 2, CUDA out of memory; the plan predicts a peak of ")
-    advice = line.partition("To go on, change one key: ")[2]
+    advice = line.partition("To go on, make one change: ")[2]
     assert advice.startswith("--train.micro_batch_size=1. "), "the plan needs less than is missing"
     assert line.endswith("config.yaml --train.micro_batch_size=1 --resume=auto")

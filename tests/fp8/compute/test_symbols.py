@@ -121,9 +121,13 @@ def test_no_whole_weight_is_kept_in_fp8_if_weights_are_regathered(
         module(torch.randn(8, 64, requires_grad=True))
     forward = module.captures[0].forward_traces[-1]
     whole = {(96, 64), (64, 96)}
-    # A trained weight with a scale that is known before is cast by rows of each rank, before the gather.
-    cast = {(48, 64), (32, 96)} if recipe == "delayed" and not is_frozen else whole
-    assert any(tuple(o.shape) in cast for b in ops(forward, "quantize") for o in b.flat_proxy_outs)
+    # Weights with one scale are cast by rows of each rank, before the gather; these have no whole blocks.
+    cast, other = {(48, 64), (32, 96)}, whole
+    if recipe in ("block", "mxfp8"):
+        cast, other = other, cast
+    shapes = {tuple(o.shape) for b in ops(forward, "quantize") for o in b.flat_proxy_outs}
+    assert shapes & cast == cast
+    assert not shapes & other
     kept = forward.output[1][0]
     assert not [p for p in kept if tuple(p.shape) in whole and is_fp8(p)]
 
