@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -59,6 +60,20 @@ _SET_BY_LIBRARIES = (
     "TRITON_CACHE_DIR",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # inductor, for each kernel that it loads
 )
+
+
+def pytest_collection_finish() -> None:
+    """Let Python's collector not look at what imports have made, which is most of what there is."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_looked_at_again() -> Iterator[None]:
+    """The same for what the tests of a file leave in caches."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True, kw_only=True)
