@@ -12,7 +12,7 @@ from gpu.checks import Check, NotRunError, Target, require
 from gpu.kernels import error_of
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.compute.backends import require as require_backend
-from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.compute.operators import Backend
 from thunder_memsave.fp8.kernels import te_backend, torch_backend
 from thunder_memsave.fp8.recipe import RecipeName
 

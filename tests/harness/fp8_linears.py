@@ -23,7 +23,7 @@ from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, Fp8Config
 from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, frozen_in_fp8
-from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen
+from thunder_memsave.fp8.compute.operators import Backend, quantize_frozen
 from thunder_memsave.fp8.kernels import torch_backend
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.weights.layers import choose, feature_multiple

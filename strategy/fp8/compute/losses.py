@@ -23,12 +23,8 @@ import thunder.torch as ltorch
 import torch
 from thunder.core.proxies import TensorProxy
 
-from thunder_memsave.fp8.compute.symbols import (
-    Computation,
-    LinearOperators,
-    StateProxies,
-    name_of_kernels,
-)
+from thunder_memsave.fp8.compute.operators import name_of_kernels
+from thunder_memsave.fp8.compute.symbols import Computation, LinearOperators, StateProxies
 from thunder_memsave.ops.families.linear_cross_entropy import Reduction
 from thunder_memsave.ops.families.linear_cross_entropy_in_fp8 import (
     Settings,

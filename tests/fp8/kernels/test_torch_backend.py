@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8.compute.backends import require
-from thunder_memsave.fp8.kernels import casting, cublas_gemm, torch_backend
+from thunder_memsave.fp8.kernels import casting, cublas_gemm, tiled_product, torch_backend
 from thunder_memsave.fp8.recipe import Recipe, RecipeName, Role, recipe_of
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT, ScalingState
 from thunder_memsave.settings.problems import ConfigError
@@ -353,7 +353,7 @@ def test_products_of_blocks_are_made_in_tiles(monkeypatch: pytest.MonkeyPatch) -
     whole = torch_backend.gemm(*x, *weight, given.bias, torch.float32)
     expected = torch_backend.dequantize(*x) @ torch_backend.dequantize(*weight).t() + given.bias
     assert torch.equal(whole, expected)
-    monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(tiled_product, "_CHUNK_ELEMENTS", 1000)
     parts = torch_backend.gemm(*x, *weight, given.bias, torch.float32)
     # A product of other sizes may add up in another order.
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)

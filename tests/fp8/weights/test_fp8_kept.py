@@ -23,7 +23,7 @@ from thunder_memsave import ConfigError, load_on_setup
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.checkpoints.module_state import StateMismatchError
-from thunder_memsave.fp8.compute.symbols import quantize_frozen
+from thunder_memsave.fp8.compute.operators import quantize_frozen
 from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.fp8.weights.loaded import SCALE_NAME, weight_of_scale
 from thunder_memsave.fp8.weights.rows import Rows
