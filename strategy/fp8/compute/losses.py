@@ -74,6 +74,7 @@ class LossOperators(LinearOperators):
         assert x is not None
         assert weight is not None
         super().__init__(computation, x, weight, bias, state)
+        assert self._scaling != "nvfp4", "LinearNodes.has_tiled_losses says so"
         self._wanted = settings.wanted
         self._settings = Settings(
             reduction=settings.reduction,

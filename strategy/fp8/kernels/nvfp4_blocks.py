@@ -156,7 +156,7 @@ def _block_scales(x: Tensor, encode: Tensor, block_rows: int) -> Tensor:
     """Return the scale of each row's blocks, e4m3."""
     blocks = x.abs().unflatten(0, (-1, block_rows)).unflatten(2, (-1, NVFP4_BLOCK))
     amax = blocks.amax((1, 3)).float().repeat_interleave(block_rows, dim=0)
-    scales = amax.mul_(encode * (1 / _E2M1_MAX)).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    scales: Tensor = amax.mul_(encode * (1 / _E2M1_MAX)).clamp_(-_E4M3_MAX, _E4M3_MAX)
     return scales.to(torch.float8_e4m3fn)
 
 

@@ -58,6 +58,7 @@ def te_recipe(name: str, **options: Any) -> Any:
             {"fp8_format": "HYBRID"},
             {"recipe": "mxfp8", "fp8_format": "HYBRID"},
         ),
+        ("NVFP4BlockScaling", {}, {"recipe": "nvfp4"}),
     ],
 )
 def test_a_recipe_is_taken_over_with_its_options(
@@ -107,6 +108,14 @@ def test_a_recipe_is_taken_over_with_its_options(
             "backward_override='high_precision'",
             "None",
         ),
+        ("NVFP4BlockScaling", {"disable_rht": True}, "disable_rht=True", "False"),
+        (
+            "NVFP4BlockScaling",
+            {"disable_stochastic_rounding": True},
+            "disable_stochastic_rounding=True",
+            "False",
+        ),
+        ("NVFP4BlockScaling", {"nvfp4_4over6": "all"}, "nvfp4_4over6='all'", "'none'"),
     ],
 )
 def test_an_option_that_is_not_computed_is_named(
@@ -122,11 +131,11 @@ def test_an_option_that_is_not_computed_is_named(
 @pytest.mark.usefixtures("transformer_engine")
 def test_a_recipe_that_is_not_computed_is_named() -> None:
     message = (
-        "^TransformerEngine's recipe NVFP4BlockScaling is not computed by thunder_memsave; use .*, MXFP8BlockScaling, "
-        r"or no fp8\.$"
+        "^TransformerEngine's recipe CustomRecipe is not computed by thunder_memsave; use .*, NVFP4BlockScaling, or no "
+        r"fp8\.$"
     )
     with pytest.raises(ConfigError, match=message):
-        config_of(te_recipe("NVFP4BlockScaling"))
+        config_of(te_recipe("CustomRecipe", qfactory=print))
 
 
 def test_without_a_context_of_transformer_engine_nothing_is_refused() -> None:

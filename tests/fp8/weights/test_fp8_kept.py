@@ -537,10 +537,7 @@ def test_a_model_without_frozen_linears_is_refused() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (
-            {"recipe": "nvfp4"},
-            r"fp8\.recipe is nvfp4, but this version does not compute nvfp4, which",
-        ),
+        ({"recipe": "nvfp4"}, r"fp8\.frozen_weights is 'fp8' and fp8\.recipe is 'nvfp4', whose"),
         (
             {"backend": "transformer_engine"},
             r"^fp8\.backend is transformer_engine and fp8\.recipe is delayed, but .*; or set `fp8\.backend: torch`\.$",
