@@ -106,7 +106,7 @@ def products_of_backward(target: Target, *, backend: Backend) -> str:
 
 
 def products_in_nvfp4(target: Target, *, backend: Backend) -> str:
-    """Cast to NVFP4 in both directions, compare with the CPU's bits, round by a seed, and multiply for both gradients."""
+    """Cast to NVFP4 in both directions, compare with the CPU's bits, round by a seed, and multiply in all layouts."""
     device = torch.device(target.device)
     try:
         require_backend(backend, "nvfp4", device)
