@@ -115,7 +115,9 @@ def products_in_nvfp4(target: Target, *, backend: Backend) -> str:
     torch.manual_seed(0)
     library: Any = torch_backend if backend == "torch" else te_backend
     sizes = {"value": (_ODD_ROWS, _IN), "weight": (_OUT, _IN), "gradient": (_ODD_ROWS, _OUT)}
-    rows, columns, values = {}, {}, {}
+    rows: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
+    values: dict[str, Tensor] = {}
     for name, size in sizes.items():
         value = torch.randn(size).bfloat16()
         block_rows = NVFP4_BLOCK if name == "weight" else 1

@@ -1,16 +1,11 @@
-"""Random bits of an update: the same for an element on any number of ranks, and after any resume.
-
-A hash of seed, step, weight and state gives two keys; each element hashes its row and its column with them.
-"""
+"""Stochastic rounding by random bits that are the same for an element on any number of ranks, and after any resume."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from thunder_memsave.aten.random_bits import key_of, random_bits, uniform
-
-__all__ = ["key_of", "random_bits", "rounded_to_bfloat16", "uniform"]
+from thunder_memsave.aten.random_bits import random_bits
 
 
 def rounded_to_bfloat16(values: Tensor, *, key: int, first_row: int) -> Tensor:

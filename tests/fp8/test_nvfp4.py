@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -36,7 +36,9 @@ def batch() -> Tensor:
     return torch.randn(40, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
-def gradients(module: Callable[..., Any], parameters: list[Tensor], **options: Any) -> list[Tensor]:
+def gradients(
+    module: Callable[..., Any], parameters: Sequence[Tensor], **options: Any
+) -> list[Tensor]:
     torch.manual_seed(1)
     loss = module(batch()).float().square().mean()
     return list(torch.autograd.grad(loss, parameters, **options))
@@ -111,7 +113,7 @@ def test_what_is_recomputed_has_the_bits_of_what_is_kept(
     model, found, num_again = net(), {}, {}
     for policy in ("keep_all", "recompute_all"):
         planner = MemoryPlanner(
-            MemoryConfig(policy=policy),  # type: ignore[arg-type]
+            MemoryConfig(policy=policy),
             device=device_at(torch.device("cpu")),
             budget_bytes=None,
         )
@@ -190,7 +192,7 @@ def test_weights_in_float32_are_cast_uncast_under_autocast() -> None:
 
 def test_a_frozen_weight_is_cast_once_in_both_directions() -> None:
     model = net()
-    model[0].requires_grad_(requires_grad=False)
+    next(model.children()).requires_grad_(requires_grad=False)
     compiled = fp8_module(model, recipe="nvfp4")
     x = batch().requires_grad_()
     torch.manual_seed(1)
