@@ -37,12 +37,10 @@ def quantize_nvfp4(x: Tensor, block_rows: int, seed: Tensor | None) -> Quantized
     """Cast each block with a scale of its own amax: `nvfp4_blocks.quantize_nvfp4`."""
     padded = _whole_rows(x)
     if isinstance(x, FakeTensor):
-        made = _without_data(padded, x.shape)
-    else:
-        quantizer = _quantizer(block_rows, seed, by_rows=True)
-        with _drawing_from(seed, BY_ROWS, x.device):
-            made = _of_rows(loaded().extension.quantize(padded, quantizer), x.shape)
-    return made
+        return _without_data(padded, x.shape)
+    quantizer = _quantizer(block_rows, seed, by_rows=True)
+    with _drawing_from(seed, BY_ROWS, x.device):
+        return _of_rows(loaded().extension.quantize(padded, quantizer), x.shape)
 
 
 def quantize_nvfp4_columns(x: Tensor, block_rows: int, seed: Tensor | None) -> Quantized:

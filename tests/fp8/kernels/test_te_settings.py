@@ -153,13 +153,15 @@ def test_a_context_that_asks_for_what_is_computed_is_let_through(
     refuse_contradiction(None)
 
 
-def test_a_context_of_mxfp8_is_let_through_on_blackwell(
-    transformer_engine_on_blackwell: ModuleType,
+@pytest.mark.parametrize(
+    ("name", "ours"), [("MXFP8BlockScaling", "mxfp8"), ("NVFP4BlockScaling", "nvfp4")]
+)
+def test_a_context_of_a_recipe_of_blackwell_is_let_through_there(
+    transformer_engine_on_blackwell: ModuleType, name: str, ours: Any
 ) -> None:
-    recipe = te_recipe("MXFP8BlockScaling")
-    with transformer_engine_on_blackwell.autocast(enabled=True, recipe=recipe):
-        refuse_contradiction(recipe_of(Fp8Config(recipe="mxfp8")))
-        with pytest.raises(ConfigError, match=r"recipe='mxfp8', but .* fp8\.recipe 'current'"):
+    with transformer_engine_on_blackwell.autocast(enabled=True, recipe=te_recipe(name)):
+        refuse_contradiction(recipe_of(Fp8Config(recipe=ours)))
+        with pytest.raises(ConfigError, match=rf"recipe='{ours}', but .* fp8\.recipe 'current'"):
             refuse_contradiction(CURRENT)
 
 
