@@ -387,8 +387,10 @@ def test_fp8_options_that_a_recipe_does_not_have_are_refused(
 def test_frozen_weights_in_a_recipe_of_blackwell_alone_are_refused(
     recipe: str, reason: str
 ) -> None:
-    message = rf"^fp8\.frozen_weights is 'fp8' and fp8\.recipe is '{recipe}', {reason}.*; leave "
-        r"frozen_weights out, or set the recipe to 'delayed', 'current' or 'block'\.$"
+    message = (
+        rf"^fp8\.frozen_weights is 'fp8' and fp8\.recipe is '{recipe}', {reason}.*; leave frozen_weights out, or set "
+        r"the recipe to 'delayed', 'current' or 'block'\.$"
+    )
     with pytest.raises(ConfigError, match=message) as error:
         parse_fp8({"recipe": recipe, "frozen_weights": "fp8"})
     assert error.value.key == "fp8.frozen_weights"

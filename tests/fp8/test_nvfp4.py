@@ -167,7 +167,8 @@ def test_the_loss_of_a_head_is_not_in_tiles_and_the_log_says_so(
 def test_other_dtypes_than_bfloat16_are_refused(dtype: torch.dtype) -> None:
     message = (
         "fp8.recipe is nvfp4, whose random Hadamard transform takes bfloat16 alone, and a linear layer in fp8 computes "
-        f"in {str(dtype).removeprefix('torch.')}: set `precision` to bf16-true or bf16-mixed, or `fp8.recipe` to mxfp8."
+        f"in {str(dtype).removeprefix('torch.')}: set `model.dtype` of a run file to bfloat16, or Fabric's `precision` "
+        "to bf16-true or bf16-mixed, or `fp8.recipe` to mxfp8."
     )
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         fp8_module(net().to(dtype), recipe="nvfp4")(batch().to(dtype))

@@ -263,6 +263,7 @@ def _refuse_other_dtypes(recipe: Recipe, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     raise ConfigError(
         "fp8.recipe is nvfp4, whose random Hadamard transform takes bfloat16 alone, and a linear layer in fp8 computes "
-        f"in {name}: set `precision` to bf16-true or bf16-mixed, or `fp8.recipe` to mxfp8.",
+        f"in {name}: set `model.dtype` of a run file to bfloat16, or Fabric's `precision` to bf16-true or bf16-mixed, "
+        "or `fp8.recipe` to mxfp8.",
         key="fp8.recipe",
     )
