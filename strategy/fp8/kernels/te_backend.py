@@ -19,7 +19,7 @@ from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.kernels.cublas_gemm import whole_rows
 from thunder_memsave.fp8.kernels.mx_blocks import is_mx
-from thunder_memsave.fp8.kernels.te_library import installed_version, loaded
+from thunder_memsave.fp8.kernels.te_library import MIN_VERSION, installed_version, loaded
 from thunder_memsave.fp8.kernels.te_mx import (
     mx_product,
     quantize_mx,
@@ -57,9 +57,16 @@ __all__ = [  # with the functions here, what a backend has
 BLOCK = 128
 """Side of a block, the only one that TransformerEngine supports."""
 
-_MIN_VERSION_OF_BLOCKS = Version("2.12")
-"""The first version in which tensors with scales of blocks have only one format, and those of mxfp8 and nvfp4 the
-present one."""
+_OF_ANOTHER_FORMAT = "whose tensors with scales of blocks are of another format"
+
+_MIN_VERSIONS: dict[RecipeName, tuple[Version, str]] = {
+    "block": (Version("2.12"), _OF_ANOTHER_FORMAT),
+    "mxfp8": (Version("2.12"), _OF_ANOTHER_FORMAT),
+    "nvfp4": (Version("2.17"), "which casts no weights to nvfp4 by columns alone"),
+}
+"""By recipe, the first version that has what it calls, and what those before lack. From 2.12 on, tensors with scales of
+blocks have only one format, and those of mxfp8 the present one; until 2.17, `quantize_transpose_vector_blockwise_fp4`
+made blocks of 16x16 by columns only beside those by rows."""
 
 DEVICE_TYPES = frozenset({"cuda"})
 """The devices that its kernels run on."""
@@ -184,11 +191,11 @@ def why_not(recipe: RecipeName, device: torch.device) -> str | None:
         return str(error)
     if device.type not in DEVICE_TYPES:
         return f"TransformerEngine computes on CUDA devices, and the model is on {device.type}"
-    version = installed_version()
-    if recipe in ("block", "mxfp8", "nvfp4") and version < _MIN_VERSION_OF_BLOCKS:
+    version, (least, lacking) = installed_version(), _MIN_VERSIONS.get(recipe, (MIN_VERSION, ""))
+    if version < least:
         return (
-            f"TransformerEngine {version} is installed, whose tensors with scales of blocks are of another format: "
-            f"`pip install 'transformer-engine[pytorch]>={_MIN_VERSION_OF_BLOCKS}'`, or set `fp8.recipe: current`"
+            f"TransformerEngine {version} is installed, {lacking}: `pip install "
+            f"'transformer-engine[pytorch]>={least}'`, or set `fp8.recipe: current`"
         )
     is_there, reason = getattr(library.pytorch, _SUPPORT[recipe])(return_reason=True)
     if not is_there:

@@ -80,7 +80,7 @@ def test_a_version_whose_blocks_are_of_another_format_computes_the_other_recipes
     monkeypatch.setattr(te_backend, "installed_version", lambda: Version("2.11"))
     require("transformer_engine", "delayed", CPU)
     require("transformer_engine", "current", CPU)
-    for recipe in ("block", "mxfp8", "nvfp4"):
+    for recipe in ("block", "mxfp8"):
         message = refusal(recipe)
         assert (
             "TransformerEngine 2.11 is installed, whose tensors with scales of blocks are of another for"
@@ -90,6 +90,18 @@ def test_a_version_whose_blocks_are_of_another_format_computes_the_other_recipes
             "`pip install 'transformer-engine[pytorch]>=2.12'`, or set `fp8.recipe: current`; or set `fp8.ba"
             in message
         )
+
+
+@pytest.mark.usefixtures("transformer_engine_on_blackwell")
+def test_a_version_that_casts_no_weights_to_nvfp4_by_columns_alone_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(te_backend, "installed_version", lambda: Version("2.16.1"))
+    require("transformer_engine", "mxfp8", CPU)
+    assert (
+        "TransformerEngine 2.16.1 is installed, which casts no weights to nvfp4 by columns alone: `pip install "
+        "'transformer-engine[pytorch]>=2.17'`, or set `fp8.recipe: current`; or set `fp8.backend: torch`."
+    ) in refusal("nvfp4")
 
 
 def test_on_the_cpu_it_computes_nothing() -> None:
