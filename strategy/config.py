@@ -248,11 +248,6 @@ def _refuse_unused(section: Section, name: str, where: str, reason: str) -> None
 
 # Keys of fp8 that only the recipe `delayed` uses.
 _OF_DELAYED = ("amax_history_len", "amax_compute_algo", "margin", "reduce_amax")
-# Why a recipe has no frozen weights in fp8 alone.
-_NOT_KEPT_ALONE = {
-    "mxfp8": "whose backward reads other numbers than its forward, cast from the weight itself along its other dim",
-    "nvfp4": "whose numbers are of 4 bits, two in a byte, which are not kept in the place of a weight",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,16 +302,16 @@ class Fp8Config(Section):
                     f"with fp8.recipe {self.recipe!r}, which keeps no history of magnitudes; leave it out, or set "
                     "the recipe to 'delayed'.",
                 )
-        if self.frozen_weights == "fp8" and self.recipe in _NOT_KEPT_ALONE:
+        if self.recipe in ("mxfp8", "nvfp4") and self.frozen_weights == "fp8":
             raise ConfigError(
-                f"fp8.frozen_weights is 'fp8' and fp8.recipe is {self.recipe!r}, {_NOT_KEPT_ALONE[self.recipe]}; leave "
-                "frozen_weights out, or set the recipe to 'delayed', 'current' or 'block'.",
+                f"fp8.frozen_weights is 'fp8' and fp8.recipe is {self.recipe!r}, whose backward casts the weight "
+                "itself, along its other dim; leave frozen_weights out, or set the recipe to 'delayed', 'current' "
+                "or 'block'.",
                 key="fp8.frozen_weights",
             )
         if self.recipe == "nvfp4" and self.fp8_format == "HYBRID":
             raise ConfigError(
-                "fp8.fp8_format is 'HYBRID' and fp8.recipe is 'nvfp4', whose numbers are E2M1 and whose scales are "
-                "E4M3, those of gradients too; leave fp8_format out.",
+                "fp8.fp8_format is 'HYBRID' and fp8.recipe is 'nvfp4', of which all numbers are E2M1; leave it out.",
                 key="fp8.fp8_format",
             )
 
