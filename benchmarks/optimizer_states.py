@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from thunder_memsave.optim import AdamW, noise, tables
+from thunder_memsave.aten.random_bits import key_of
+from thunder_memsave.optim import AdamW, tables
 from thunder_memsave.optim.formats import Format, Place, State, layout, read, write
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 64, 64, 32, 32
@@ -156,7 +157,7 @@ def as_ours(states: Format) -> tuple[Stored, Stored]:
                 key: torch.zeros(shape, dtype=dtype)
                 for key, (shape, dtype) in layout(state, states, x.shape).items()
             }
-            place = Place(first_row=0, key=noise.key_of(next(keys)))
+            place = Place(first_row=0, key=key_of(next(keys)))
             write(state, x.clone(), tensors, states, place)
             return read(state, tensors, states)
 

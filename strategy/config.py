@@ -261,8 +261,9 @@ class Fp8Config(Section):
     recipe: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "delayed"
     """Scaling into the range of fp8: `delayed` by each tensor's magnitudes in earlier steps,
     `current` by its own, `block` by those of each 1x128 (weights: 128x128) block of elements,
-    `mxfp8` by those of each 32 elements along the dim that a product sums over. On CUDA, `mxfp8`
-    needs a Blackwell GPU and TransformerEngine; `nvfp4` is refused in this version."""
+    `mxfp8` by those of each 32 elements along the dim that a product sums over, and `nvfp4` by those
+    of each 16 (weights: 16x16), with numbers of 4 bits, of models in bfloat16 alone. On CUDA, the last
+    two need a Blackwell GPU and TransformerEngine."""
 
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
     """`E4M3` for all tensors, or `HYBRID`: gradients are E5M2, with more range and less precision;
@@ -301,12 +302,17 @@ class Fp8Config(Section):
                     f"with fp8.recipe {self.recipe!r}, which keeps no history of magnitudes; leave it out, or set "
                     "the recipe to 'delayed'.",
                 )
-        if self.recipe == "mxfp8" and self.frozen_weights == "fp8":
+        if self.recipe in ("mxfp8", "nvfp4") and self.frozen_weights == "fp8":
             raise ConfigError(
-                "fp8.frozen_weights is 'fp8' and fp8.recipe is 'mxfp8', whose backward reads other numbers than its "
-                "forward, cast from the weight itself along its other dim; leave frozen_weights out, or set the recipe "
-                "to 'delayed', 'current' or 'block'.",
+                f"fp8.frozen_weights is 'fp8' and fp8.recipe is {self.recipe!r}, whose backward casts the weight "
+                "itself, along its other dim; leave frozen_weights out, or set the recipe to 'delayed', 'current' "
+                "or 'block'.",
                 key="fp8.frozen_weights",
+            )
+        if self.recipe == "nvfp4" and self.fp8_format == "HYBRID":
+            raise ConfigError(
+                "fp8.fp8_format is 'HYBRID' and fp8.recipe is 'nvfp4', of which all numbers are E2M1; leave it out.",
+                key="fp8.fp8_format",
             )
 
 

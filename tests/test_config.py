@@ -377,15 +377,24 @@ def test_fp8_options_that_a_recipe_does_not_have_are_refused(
     assert parse_fp8({"recipe": "delayed", **option})
 
 
-def test_frozen_weights_in_mxfp8_alone_are_refused() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_frozen_weights_in_a_recipe_of_blackwell_alone_are_refused(recipe: str) -> None:
     message = (
-        r"^fp8\.frozen_weights is 'fp8' and fp8\.recipe is 'mxfp8', whose backward reads other numbers than its "
-        r"forward, .*; leave frozen_weights out, or set the recipe to 'delayed', 'current' or 'block'\.$"
+        rf"^fp8\.frozen_weights is 'fp8' and fp8\.recipe is '{recipe}', whose backward casts the weight itself, along "
+        r"its other dim; leave frozen_weights out, or set the recipe to 'delayed', 'current' or 'block'\.$"
     )
     with pytest.raises(ConfigError, match=message) as error:
-        parse_fp8({"recipe": "mxfp8", "frozen_weights": "fp8"})
+        parse_fp8({"recipe": recipe, "frozen_weights": "fp8"})
     assert error.value.key == "fp8.frozen_weights"
     assert parse_fp8({"recipe": "block", "frozen_weights": "fp8"})
+
+
+def test_a_format_of_8_bits_in_nvfp4_is_refused() -> None:
+    message = r"^fp8\.fp8_format is 'HYBRID' and fp8\.recipe is 'nvfp4', of which all numbers are E2M1; leave it out\.$"
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_fp8({"recipe": "nvfp4", "fp8_format": "HYBRID"})
+    assert error.value.key == "fp8.fp8_format"
+    assert parse_fp8({"recipe": "nvfp4", "fp8_format": "E4M3"})
 
 
 def test_no_fp8_section_and_an_empty_one_are_not_the_same() -> None:

@@ -12,8 +12,9 @@ from gpu.checks import Check, NotRunError, Target, require
 from gpu.kernels import error_of
 from thunder_memsave.config import ConfigError
 from thunder_memsave.fp8.compute.backends import require as require_backend
-from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.compute.operators import Backend
 from thunder_memsave.fp8.kernels import te_backend, torch_backend
+from thunder_memsave.fp8.kernels.nvfp4_blocks import NVFP4_BLOCK, dequantize_nvfp4
 from thunder_memsave.fp8.recipe import RecipeName
 
 _ROWS, _IN, _OUT = 512, 640, 384
@@ -104,6 +105,57 @@ def products_of_backward(target: Target, *, backend: Backend) -> str:
     return "; ".join(["numbers and scales have the CPU's bits", *lines])
 
 
+def products_in_nvfp4(target: Target, *, backend: Backend) -> str:
+    """Cast to NVFP4 in both directions, compare with the CPU's bits, round by a seed, and multiply in all layouts."""
+    device = torch.device(target.device)
+    try:
+        require_backend(backend, "nvfp4", device)
+    except ConfigError as error:
+        raise NotRunError(str(error)) from error
+    torch.manual_seed(0)
+    library: Any = torch_backend if backend == "torch" else te_backend
+    sizes = {"value": (_ODD_ROWS, _IN), "weight": (_OUT, _IN), "gradient": (_ODD_ROWS, _OUT)}
+    rows: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
+    values: dict[str, Tensor] = {}
+    for name, size in sizes.items():
+        value = torch.randn(size).bfloat16()
+        block_rows = NVFP4_BLOCK if name == "weight" else 1
+        for kind, made in (("quantize_nvfp4", rows), ("quantize_nvfp4_columns", columns)):
+            made[name] = getattr(library, kind)(value.to(device), block_rows, None)
+            expected = getattr(torch_backend, kind)(value, block_rows, None)
+            _require_same_bits(f"{name} by {kind}", made[name][:2], expected[:2])
+            require(torch.equal(made[name][2].cpu(), expected[2]), f"amax of the {name} differs")
+        values[name] = value.to(device)
+    _require_rounding_by_a_seed(library, values["gradient"])
+    lines = []
+    for wanted, a, b in (
+        ("result", rows["value"], rows["weight"]),
+        ("gradient of the input", rows["gradient"], columns["weight"]),
+        ("gradient of the weight", columns["gradient"], columns["value"]),
+    ):
+        product = library.gemm_nvfp4(*a, *b, None, torch.bfloat16, False)
+        left, right = (dequantize_nvfp4(*each).double() for each in (a, b))
+        of_product = error_of(product, left @ right.t())
+        lines.append(f"relative error of the {wanted} {of_product:.1e}")
+        require(of_product <= _LIMIT, f"{lines[-1]}, limit {_LIMIT}")
+    return "; ".join(["numbers and scales have the CPU's bits", *lines])
+
+
+def _require_rounding_by_a_seed(library: Any, x: Tensor) -> None:
+    """Require the same numbers of a seed, others of another, and a mean of many that is the value."""
+    seeds = [torch.tensor([seed]) for seed in range(16)]
+    numbers = [library.quantize_nvfp4(x, 1, seed) for seed in (seeds[0], seeds[0], seeds[1])]
+    require(torch.equal(numbers[0][0], numbers[1][0]), "a seed gives other numbers the second time")
+    require(not torch.equal(numbers[0][0], numbers[2][0]), "two seeds give the same numbers")
+    mean = torch.zeros_like(x, dtype=torch.float64)
+    for seed in seeds:
+        mean += dequantize_nvfp4(*library.quantize_nvfp4(x, 1, seed)).double() / len(seeds)
+    nearest = dequantize_nvfp4(*library.quantize_nvfp4(x, 1, None)).double()
+    of_mean, of_nearest = error_of(mean, x.double()), error_of(nearest, x.double())
+    require(of_mean < of_nearest / 2, f"error of the mean {of_mean:.1e}, nearest {of_nearest:.1e}")
+
+
 def _require_same_bits(name: str, found: Quantized, expected: Quantized) -> None:
     numbers, scales = (t.cpu() for t in found)
     differing = int((numbers.view(torch.uint8) != expected[0].view(torch.uint8)).sum())
@@ -125,6 +177,15 @@ CHECKS += [
     Check(
         name=f"fp8, {backend}, mxfp8 in backward",
         run=partial(products_of_backward, backend=backend),
+        group="fp8",
+        limit_s=90,
+    )
+    for backend in ("torch", "transformer_engine")
+]
+CHECKS += [
+    Check(
+        name=f"fp8, {backend}, nvfp4",
+        run=partial(products_in_nvfp4, backend=backend),
         group="fp8",
         limit_s=90,
     )

@@ -20,7 +20,7 @@ from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.fabric.refusals import refuse_unsuitable
 from thunder_memsave.fp8.compute.backends import choose_backend
 from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
-from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.compute.operators import Backend
 from thunder_memsave.materialize.fill import materialize
 from thunder_memsave.measure.devices import device_at, total_bytes
 from thunder_memsave.measure.host_memory import free_host_bytes

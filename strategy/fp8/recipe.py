@@ -17,7 +17,7 @@ from thunder_memsave.config import ConfigError, Fp8Config
 RecipeName = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 Role = Literal["input", "weight", "grad"]
 Product = Literal["forward", "grad_input", "grad_weight"]
-Scaling = Literal["tensor", "block", "mx"]
+Scaling = Literal["tensor", "block", "mx", "nvfp4"]
 
 NEEDS_BLACKWELL = ("mxfp8", "nvfp4")
 """Recipes whose GEMMs are instructions of compute capability 10.0."""
@@ -30,7 +30,8 @@ class Recipe:
     name: RecipeName
     """`delayed`: a scale per tensor, from the amax of earlier steps; `current`: a scale per tensor, from its own amax;
     `block`: a power of 2 per 1x128 elements of inputs and gradients, and per 128x128 elements of weights; `mxfp8`: a
-    power of 2 per 1x32 elements of all tensors, along the dim that a product sums over."""
+    power of 2 per 1x32 elements of all tensors, along the dim that a product sums over; `nvfp4`: numbers of 4 bits
+    with an e4m3 scale per 1x16 elements along that dim, and per 16x16 of weights, beside the tensor's amax."""
 
     fp8_format: Literal["HYBRID", "E4M3"]
     """`HYBRID`: gradients are e5m2, with a larger range and one mantissa bit less; all else is e4m3."""
@@ -49,13 +50,18 @@ class Recipe:
 
     @property
     def scaling(self) -> Scaling:
-        """What has a scale of its own: a tensor, a block of 1x128 or 128x128 elements, or 32 along the summed dim."""
-        if self.name == "block":
-            return "block"
+        """What has a scale of its own: a tensor, 1x128 or 128x128 elements, or 32 or 16 along the summed dim."""
+        if self.name in ("block", "nvfp4"):
+            return self.name
         return "mx" if self.name == "mxfp8" else "tensor"
 
+    @property
+    def casts_each_direction(self) -> bool:
+        """Whether a transpose is cast from the values, along the dim that its product sums over."""
+        return self.scaling in ("mx", "nvfp4")
+
     def dtype(self, role: Role) -> torch.dtype:
-        """Return the fp8 dtype of the input, the weight or the output's gradient."""
+        """Return the fp8 dtype of the input, the weight or the output's gradient; of `nvfp4`, that of scales."""
         if self.fp8_format == "HYBRID" and role == "grad":
             return torch.float8_e5m2
         return torch.float8_e4m3fn

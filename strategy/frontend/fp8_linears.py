@@ -88,6 +88,11 @@ class LinearNodes:
             linears[name].read(part) for name, parts in self._parts.items() for part in parts
         )
 
+    @property
+    def has_tiled_losses(self) -> bool:
+        """Whether the loss of a linear can be computed in tiles of tokens."""
+        return self._linears.recipe.scaling != "nvfp4"
+
     def computes(self, node: fx.Node) -> bool:
         """Return whether the node is a linear in fp8, or the loss of one."""
         return node in self._linear_of

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from thunder_memsave.aten.random_bits import key_of
 from thunder_memsave.optim import noise
 from thunder_memsave.optim.formats import (
     FORMATS,
@@ -140,7 +141,7 @@ class ByRows(Optimizer):
         step = int(stored["step"].item())
         by_rows = {key: _with_rows(value) for key, value in stored.items() if key != "step"}
         weight, gradient = _with_rows(as_rows(p)), _with_rows(as_rows(cast(Tensor, p.grad)))
-        keys = [noise.key_of(group["seed"], step, number, i) for i in range(len(self.kept) + 1)]
+        keys = [key_of(group["seed"], step, number, i) for i in range(len(self.kept) + 1)]
         tiles = _tiles(weight.shape)
         if isinstance(weight, FakeTensor):
             # A plan, which needs no tile that is like another one of this parameter.

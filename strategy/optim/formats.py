@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from thunder_memsave.aten.random_bits import uniform
 from thunder_memsave.optim import noise, tables
 
 Format = Literal["float32", "bfloat16", "int8", "fp8"]
@@ -138,14 +139,14 @@ def _int8_codes(state: State, values: Tensor, place: Place) -> Tensor:
         return codes.sub_(table.first_code).bitwise_and_(0xFF)
     part = values.sub_(table.numbers.index_select(0, codes.view(-1)).view(values.shape))
     part.mul_(table.per_gap.index_select(0, codes.view(-1)).view(values.shape))
-    is_up = noise.uniform(values, key=place.key, first_row=place.first_row) < part
+    is_up = uniform(values, key=place.key, first_row=place.first_row) < part
     # What is above 0 stays above 0: there, the number below it is 0.
     return torch.maximum(codes.add_(is_up), (part > 0).int())
 
 
 def _one_beside(values: Tensor, place: Place) -> Tensor:
     """Round each number to one of the two of e4m3 beside it, at random, so that the mean stays."""
-    random = noise.uniform(values, key=place.key, first_row=place.first_row)
+    random = uniform(values, key=place.key, first_row=place.first_row)
     is_above_zero = values > 0
     exponents = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     step = exponents.mul_(2.0**-3).clamp_min_(_FP8_LEAST)

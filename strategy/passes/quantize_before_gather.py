@@ -49,7 +49,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors import torchex
 
-from thunder_memsave.fp8.compute.symbols import Backend, Operators, operators
+from thunder_memsave.fp8.compute.operators import Backend, Operators, operators
 from thunder_memsave.ops.families.collectives import all_gather, all_reduce_largest
 from thunder_memsave.passes.cast_before_gather import (
     chain_of_gather,

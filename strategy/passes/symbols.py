@@ -34,7 +34,7 @@ def is_cast(bsym: BoundSymbol) -> bool:
 
 
 def records_amax(bsym: BoundSymbol) -> bool:
-    """Return whether it is a cast that raises a running maximum (fp8/compute/symbols.py), and may run many times."""
+    """Return whether it is a cast that raises a running maximum (fp8/compute/operators.py), and may run many times."""
     return str(bsym.sym.name).startswith("fp8_quantize_delayed_")
 
 

@@ -19,6 +19,7 @@ TRANSFORMER_ENGINES: dict[RecipeName, str] = {
     "current": "Float8CurrentScaling",
     "block": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
 }
 
 
@@ -49,7 +50,7 @@ def test_fast_accumulation_is_where_transformer_engine_has_it(
         assert ours.use_fast_accum(product) is not parameters.use_split_accumulator
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
 def test_recipes_without_a_choice_of_it_accumulate_fast_in_forward_only(
     transformer_engine: ModuleType, name: RecipeName
 ) -> None:

@@ -23,7 +23,7 @@ from thunder_memsave.compiler.compile_call import Compiled
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, Fp8Config
 from thunder_memsave.fp8.compute.linears import Fp8Linear, Fp8Linears, frozen_in_fp8
-from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen
+from thunder_memsave.fp8.compute.operators import Backend, quantize_frozen
 from thunder_memsave.fp8.kernels import torch_backend
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.weights.layers import choose, feature_multiple
@@ -103,11 +103,11 @@ class _ComputesEverything(torch.autograd.Function):
         recipe, records = linear._recipe, torch.is_grad_enabled() or ctx is not None
         rows = x.reshape(-1, x.shape[-1])
         quantized_x = _quantize(linear, rows, "input", records=records)
-        quantized_weight = (
-            quantize_frozen("torch", recipe, weight)
-            if linear.is_frozen
-            else _quantize(linear, weight, "weight", records=records)
-        )
+        if linear.is_frozen:
+            numbers, scale_inv = quantize_frozen("torch", recipe, weight)
+            quantized_weight = numbers, scale_inv
+        else:
+            quantized_weight = _quantize(linear, weight, "weight", records=records)
         fast = recipe.use_fast_accum("forward")
         bias = None if bias is None else bias.to(x.dtype)
         product = torch_backend.gemm(*quantized_x, *quantized_weight, bias, x.dtype, fast)

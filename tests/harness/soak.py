@@ -31,7 +31,7 @@ LINES = {
     "stop": "SIGTERM 20 of 20 saved and left in time",
     "full disks": "a disk that is full at every write of a save: 0 old checkpoints lost",
     "nan": "NaN injected on one rank: 0 updates applied on any",
-    "resume": "bit-exact from every step of a 20-step run: AdamW and SGD, fp32, bf16 and fp8, dropout, "
+    "resume": "bit-exact from every step of a 20-step run: AdamW and SGD, fp32, bf16, fp8 and nvfp4, dropout, "
     "accumulation, LoRA",
     "export": "an exported adapter and a merged model give the same logits in plain transformers (fp32: 1e-6)",
     "all combinations": "what the suite covers in pairs, in every combination, and other long tests",

@@ -1,4 +1,6 @@
-"""Emulates TransformerEngine's Hopper kernels for one linear layer in float32 on any device; MXFP8: `te_mx_kernels.py`.
+"""Emulates TransformerEngine's Hopper kernels for one linear layer in float32 on any device.
+
+MXFP8 and NVFP4 are in `te_mx_kernels.py` and `te_nvfp4_kernels.py`.
 
 The arithmetic follows the sources of TransformerEngine 2.20 (`transformer_engine/common`):
 `cast/fp8/quantize_fp8.cuh`, `recipe/{delayed_scaling,current_scaling}.cu`, `recipe/recipe_common.cuh`
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness import te_mx_kernels
+from harness import te_mx_kernels, te_nvfp4_kernels
 
 BLOCK = 128
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -81,6 +83,8 @@ def quantize(
         return _quantize_blocks(x, quantizer, output)
     if name == "MXFP8Quantizer":
         return _quantize_mx(x, quantizer, output)
+    if name == "NVFP4Quantizer":
+        return _quantize_nvfp4(x, quantizer, output)
     if name == "Float8Quantizer":
         scale = quantizer.scale.detach().clone().reshape(1)
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax_of(x)))
@@ -196,20 +200,10 @@ def generic_gemm(
     assert quantizer is None, "an output in fp8 is not emulated"
     assert options.get("alpha", 1.0) == 1.0, "scaling a result is not emulated"
     assert options.get("comm_overlap") is None, "communication is not emulated"
-    left = _high_precision(B, rowwise=not transb)
-    right = _high_precision(A, rowwise=transa)
-    _refuse_fake(left)
     layout = f"{'T' if transa else 'N'}{'T' if transb else 'N'}"
-    calls.gemms.append(
-        Gemm(
-            layout=layout,
-            m=left.shape[0],
-            n=right.shape[0],
-            k=left.shape[1],
-            split_accumulator=use_split_accumulator,
-        )
-    )
-    result = left @ right.t()
+    result, k = _product(A, B, transa=transa, transb=transb)
+    m, n = result.shape
+    calls.gemms.append(Gemm(layout=layout, m=m, n=n, k=k, split_accumulator=use_split_accumulator))
     if bias is not None:
         assert not grad, "a bias gradient is not emulated"
         result = result + bias.float()
@@ -286,6 +280,19 @@ def _quantize_mx(x: Tensor, quantizer: Any, output: Any) -> Any:
     )
 
 
+def _quantize_nvfp4(x: Tensor, quantizer: Any, output: Any) -> Any:
+    parts = te_nvfp4_kernels.parts(x, quantizer)
+    if output is not None:
+        return _fill(output, {f"_{name}": value for name, value in parts.items()})
+    return _tensor_class(quantizer, "NVFP4Tensor")(
+        **parts,
+        **_shell(x, quantizer),
+        fp4_dtype=quantizer.dtype,
+        quantizer=quantizer,
+        with_gemm_swizzled_scales=False,
+    )
+
+
 def _blocks(x: Tensor, height: int, quantizer: Any) -> tuple[Tensor, Tensor]:
     """Return the bytes of `x` [m, k], and 1 / scale of its blocks in the GEMM's layout."""
     m, k = x.shape
@@ -304,6 +311,18 @@ def _blocks(x: Tensor, height: int, quantizer: Any) -> tuple[Tensor, Tensor]:
     return cast(scaled, quantizer.dtype), torch.nn.functional.pad(
         scale_inv, (0, -scale_inv.shape[1] % 4)
     ).contiguous()
+
+
+def _product(right: Any, left: Any, *, transa: bool, transb: bool) -> tuple[Tensor, int]:
+    """Return the product in float32, and the size of the dim that it sums over."""
+    if hasattr(right, "_fp4_dtype"):
+        numbers = right._rowwise_data if transa else right._columnwise_data
+        found = te_nvfp4_kernels.product(right, left, transa=transa, transb=transb)
+        return found, 2 * numbers.shape[-1]
+    a = _high_precision(left, rowwise=not transb)
+    b = _high_precision(right, rowwise=transa)
+    _refuse_fake(a)
+    return a @ b.t(), a.shape[1]
 
 
 def _high_precision(operand: Any, *, rowwise: bool) -> Tensor:

@@ -43,7 +43,7 @@ def transformer_engine(chip: Literal["Hopper", "Blackwell"] = "Hopper") -> Itera
     """Make `transformer_engine.pytorch` of the wheel importable inside the block only.
 
     The import (about two seconds) happens once per process. Counts of emulated kernels begin anew. `chip` is what it
-    finds to compute on: on Blackwell, MXFP8 alone is emulated.
+    finds to compute on: on Blackwell, MXFP8 and NVFP4 alone are emulated.
     """
     if not _modules:
         _import()
@@ -53,7 +53,9 @@ def transformer_engine(chip: Literal["Hopper", "Blackwell"] = "Hopper") -> Itera
     sys.modules.update(_modules)
     sys.path.append(str(FOLDER))  # where its version is looked up
     try:
-        yield _modules["transformer_engine.pytorch"]
+        # Its quantiser of NVFP4 asks for the device on which it makes the matrix of its transform.
+        with patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
+            yield _modules["transformer_engine.pytorch"]
     finally:
         state.FP8GlobalStateManager.reset()
         _modules.update(_take(*_OWN))
@@ -109,7 +111,7 @@ def _pretend(chip: Literal["Hopper", "Blackwell"]) -> None:
         (False, "Device compute capability 10.0 or higher required"),
     )
     quantization._MXFP8_SUPPORT = supported if is_blackwell else needs_blackwell
-    quantization._NVFP4_SUPPORT = needs_blackwell
+    quantization._NVFP4_SUPPORT = quantization._MXFP8_SUPPORT
     quantization._FP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = supported
 
 

@@ -13,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
-from thunder_memsave.fp8.compute.symbols import BLOCK
+from thunder_memsave.fp8.compute.operators import BLOCK
 from thunder_memsave.fp8.kernels.mx_blocks import MX_BLOCK
+from thunder_memsave.fp8.kernels.nvfp4_blocks import NVFP4_BLOCK
 from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.sharding.rows import fill_meta, shard_module
 from thunder_memsave.sharding.sharded_parameter import is_sharded
@@ -55,18 +56,28 @@ def stand_in_fp8(linears: Fp8Linears) -> None:
         shape = linear.linear.weight.shape
         is_copied = linear.is_frozen and not linear.is_kept_in_fp8
         if is_copied and not is_sharded(linear.linear.weight):
-            is_mx, dtype = recipe.scaling == "mx", recipe.dtype("weight")
+            is_nvfp4, transposed = recipe.scaling == "nvfp4", torch.Size(shape[::-1])
             linear.take_frozen(
-                without_memory(shape, dtype),
+                _numbers(shape, recipe),
                 _scales(shape, recipe),
-                without_memory(shape[::-1], dtype),
-                _scales(shape[::-1], recipe) if is_mx else None,
+                _numbers(transposed, recipe),
+                _scales(transposed, recipe) if recipe.casts_each_direction else None,
+                without_memory(torch.Size((1,)), torch.float32) if is_nvfp4 else None,
             )
+
+
+def _numbers(shape: torch.Size, recipe: Recipe) -> Tensor:
+    """Return the numbers of a weight."""
+    if recipe.scaling == "nvfp4":
+        return without_memory(torch.Size((shape[0], shape[1] // 2)), torch.uint8)
+    return without_memory(shape, recipe.dtype("weight"))
 
 
 def _scales(shape: torch.Size, recipe: Recipe) -> Tensor:
     """Return the inverse scales of a weight."""
     rows, columns = shape
+    if recipe.scaling == "nvfp4":
+        return without_memory(torch.Size((rows, columns // NVFP4_BLOCK)), torch.float8_e4m3fn)
     if recipe.scaling == "mx":
         return without_memory(torch.Size((rows, columns // MX_BLOCK)), torch.uint8)
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK)) if recipe.scaling == "block" else (1,)

@@ -8,7 +8,7 @@ from torch import nn
 from thunder_memsave.budget.target.device import stand_in_fp8
 from thunder_memsave.config import ConfigError, Fp8Config, StrategyConfig
 from thunder_memsave.fp8.compute.linears import Fp8Linears, choose_linears, frozen_in_fp8
-from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.compute.operators import Backend
 from thunder_memsave.fp8.kernels import te_backend
 from thunder_memsave.fp8.kernels.torch_support import ADA, Chip, dotted, why_not, why_not_on
 from thunder_memsave.fp8.recipe import RecipeName, recipe_of

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from thunder_memsave.config import ConfigError, Fp8Config
-from thunder_memsave.fp8.compute.symbols import Backend
+from thunder_memsave.fp8.compute.operators import Backend
 from thunder_memsave.fp8.kernels import te_backend, torch_support
 from thunder_memsave.fp8.recipe import RecipeName
 

@@ -7,12 +7,8 @@ import importlib
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.fp8.compute.symbols import (
-    BLOCK,
-    Computation,
-    name_of_kernels,
-    quantize_frozen,
-)
+from thunder_memsave.fp8.compute.operators import BLOCK, name_of_kernels, quantize_frozen
+from thunder_memsave.fp8.compute.symbols import Computation
 from thunder_memsave.fp8.recipe import Role
 from thunder_memsave.fp8.scaling import INPUT, WEIGHT
 

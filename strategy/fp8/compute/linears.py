@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
-from thunder_memsave.fp8.compute.symbols import Backend, quantize_frozen, transpose_frozen
+from thunder_memsave.fp8.compute.operators import Backend, quantize_frozen, transpose_frozen
 from thunder_memsave.fp8.recipe import Recipe, recipe_of
 from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
 from thunder_memsave.fp8.weights.frozen import FrozenInFp8, scale_inv_of
@@ -36,6 +36,7 @@ StatePart = Literal[
     "weight_transposed",
     "weight_scale_inv",
     "weight_transposed_scale_inv",
+    "weight_amax",
 ]
 
 
@@ -51,6 +52,8 @@ class _Frozen:
     weight_transposed: Tensor | None
     weight_transposed_scale_inv: Tensor | None
     """None: those of the weight."""
+    weight_amax: Tensor | None
+    """Of NVFP4; also the transpose's."""
     source: tuple[int, int, torch.dtype]
     """Address, version and dtype of the weight that was quantised, to notice changes."""
 
@@ -156,9 +159,11 @@ class Fp8Linear:
         # The trace gathers a sharded weight, and quantises it there.
         elif self.is_frozen and not is_sharded(self.linear.weight):
             found += ["weight", "weight_scale_inv"]
+            if self._recipe.scaling == "nvfp4":
+                found.append("weight_amax")
             if transposed:
                 found.append("weight_transposed")
-                if self._recipe.scaling == "mx":
+                if self._recipe.casts_each_direction:
                     found.append("weight_transposed_scale_inv")
         return tuple(found)
 
@@ -180,6 +185,7 @@ class Fp8Linear:
         scale_inv: Tensor,
         transposed: Tensor,
         transposed_scale_inv: Tensor | None,
+        amax: Tensor | None,
     ) -> None:
         """Set the frozen weight's fp8 numbers; for a plan, whose weight has no values to cast."""
         self._frozen = _Frozen(
@@ -187,6 +193,7 @@ class Fp8Linear:
             weight_scale_inv=scale_inv,
             weight_transposed=transposed,
             weight_transposed_scale_inv=transposed_scale_inv,
+            weight_amax=amax,
             source=_source(self.linear.weight),
         )
 
@@ -196,8 +203,11 @@ class Fp8Linear:
         # Even if the first call is an evaluation: tensors made in inference mode cannot be saved for a backward.
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._frozen is None or self._frozen.source != source:
-                quantized = quantize_frozen(self._backend, self._recipe, weight.detach())
-                self._frozen = _Frozen(*quantized, None, None, source=source)
+                numbers, scale_inv, *others = quantize_frozen(
+                    self._backend, self._recipe, weight.detach()
+                )
+                amax = next(iter(others), None)
+                self._frozen = _Frozen(numbers, scale_inv, None, None, amax, source)
             found = self._frozen
             if transposed and found.weight_transposed is None:
                 found.weight_transposed, found.weight_transposed_scale_inv = transpose_frozen(

@@ -23,12 +23,8 @@ import thunder.torch as ltorch
 import torch
 from thunder.core.proxies import TensorProxy
 
-from thunder_memsave.fp8.compute.symbols import (
-    Computation,
-    LinearOperators,
-    StateProxies,
-    name_of_kernels,
-)
+from thunder_memsave.fp8.compute.operators import name_of_kernels
+from thunder_memsave.fp8.compute.symbols import Computation, LinearOperators, StateProxies
 from thunder_memsave.ops.families.linear_cross_entropy import Reduction
 from thunder_memsave.ops.families.linear_cross_entropy_in_fp8 import (
     Settings,
@@ -78,6 +74,7 @@ class LossOperators(LinearOperators):
         assert x is not None
         assert weight is not None
         super().__init__(computation, x, weight, bias, state)
+        assert self._scaling != "nvfp4", "LinearNodes.has_tiled_losses says so"
         self._wanted = settings.wanted
         self._settings = Settings(
             reduction=settings.reduction,

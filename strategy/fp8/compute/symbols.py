@@ -1,55 +1,29 @@
-"""Thunder's operators for a linear in fp8, and their gradients.
+"""A linear in fp8, and its gradients, as operators of a trace.
 
-Each operator is one function of a backend (`torch_backend.py`, `te_backend.py`). The gradients of the input, the weight
-and the bias are separate operators, so dead-code elimination removes unused ones, and the tensors saved for them. The
-recorded amax is a running maximum, so recomputing an operator in backward changes nothing.
+The gradients of the input, the weight and the bias are separate operators, so dead-code elimination removes unused
+ones, and the tensors saved for them. The recorded amax is a running maximum, so recomputing an operator in backward
+changes nothing.
+
+Gradients in NVFP4 are rounded by random bits of a seed that forward draws: whatever is recomputed, and in a second
+backward, they are the same. Forward's product takes the seed too and does not read it, because what only backward reads
+would be drawn there.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
-from typing import Any, Literal
 
 import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
-from thunder.extend import OperatorExecutor, register_executor
-from torch import Tensor
 
-from thunder_memsave.fp8.kernels.mx_blocks import MX_BLOCK, whole_blocks
+from thunder_memsave.config import ConfigError
+from thunder_memsave.fp8.compute.operators import BLOCK, Backend, drawn_seed, operators
+from thunder_memsave.fp8.kernels.nvfp4_blocks import NVFP4_BLOCK
 from thunder_memsave.fp8.recipe import Product, Recipe, Role
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT
-
-Backend = Literal["torch", "transformer_engine"]
-
-BLOCK = 128
-"""Side of a block of weights, and length of a block of inputs and gradients, in elements."""
-
-_MODULES = {"torch": "torch_backend", "transformer_engine": "te_backend"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Operators:
-    """The operators of one backend."""
-
-    quantize_delayed: Symbol
-    quantize_current: Symbol
-    quantize_block: Symbol
-    quantize_mx: Symbol
-    quantize_mx_columns: Symbol
-    quantize_mx_both: Symbol
-    transpose: Symbol
-    gemm: Symbol
-    weight_amax: Symbol
-    """Of rows, for `quantize_with_amax`; both take the place of `quantize_current` where ranks cast their own rows."""
-    quantize_with_amax: Symbol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,73 +54,8 @@ class StateProxies:
     weight_scale_inv: TensorProxy | None = None
     weight_transposed_scale_inv: TensorProxy | None = None
     """Of a transpose that was cast by itself; None: it has the scales of the weight."""
-
-
-@cache
-def operators(backend: Backend) -> Operators:
-    """Return the operators of `backend`, which is imported when the first of them runs."""
-    executor = OperatorExecutor(f"thunder_memsave_fp8_{backend}", version="0")
-    register_executor(executor)
-
-    def operator(name: str, meta: Callable[..., Any]) -> Symbol:
-        def run(*arguments: Any) -> Any:
-            # `data` has its own version counter; else autograd would refuse the backward of an earlier micro-batch.
-            plain = [a.data if isinstance(a, Tensor) else a for a in arguments]
-            return getattr(_backend(backend), name)(*plain)
-
-        return executor.register_operator(f"fp8_{name}_{backend}", meta=meta, fn=run)
-
-    return Operators(
-        quantize_delayed=operator("quantize_delayed", _per_tensor),
-        quantize_current=operator("quantize_current", _per_tensor),
-        quantize_block=operator("quantize_block", _per_block),
-        quantize_mx=operator("quantize_mx", _by_rows),
-        quantize_mx_columns=operator("quantize_mx_columns", _by_columns),
-        quantize_mx_both=operator("quantize_mx_both", _by_both),
-        transpose=operator("transpose", _transposed),
-        gemm=operator("gemm", _product),
-        weight_amax=operator("weight_amax", _number),
-        quantize_with_amax=operator("quantize_with_amax", _per_tensor),
-    )
-
-
-def quantize_frozen(backend: Backend, recipe: Recipe, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a frozen weight by its own amax.
-
-    Apart from the margin, `delayed` arrives at the same scale after its first update.
-
-    Args:
-        backend: The backend that will compute with it.
-        recipe: The recipe to quantise for.
-        weight: Shape [out, in].
-
-    Returns:
-        The weight in fp8, and its inverse scale.
-    """
-    dtype = recipe.dtype("weight")
-    kernels = _backend(backend)
-    if recipe.scaling == "mx":
-        return kernels.quantize_mx(weight, dtype)  # type: ignore[no-any-return]
-    if recipe.scaling == "block":
-        return kernels.quantize_block(weight, dtype, BLOCK, BLOCK)  # type: ignore[no-any-return]
-    return kernels.quantize_current(weight, dtype)  # type: ignore[no-any-return]
-
-
-def transpose_frozen(
-    backend: Backend, recipe: Recipe, weight: Tensor, quantized: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return the transpose of a quantised frozen weight, and its inverse scales if it has scales of its own.
-
-    Args:
-        backend: The backend that will compute with it.
-        recipe: The recipe it was quantised for.
-        weight: Shape [out, in].
-        quantized: The weight in fp8.
-    """
-    kernels = _backend(backend)
-    if recipe.scaling == "mx":
-        return kernels.quantize_mx_columns(weight, recipe.dtype("weight"))  # type: ignore[no-any-return]
-    return kernels.transpose(quantized), None
+    weight_amax: TensorProxy | None = None
+    """Of a weight in NVFP4 and of its transpose."""
 
 
 def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
@@ -170,6 +79,8 @@ def dequantized(numbers: TensorProxy, scale_inv: TensorProxy, dtype: dtypes.dtyp
 class _Quantized:
     data: TensorProxy
     scale_inv: TensorProxy
+    amax: TensorProxy | None = None
+    """Of the tensor, in NVFP4."""
 
 
 class LinearOperators:
@@ -191,6 +102,9 @@ class LinearOperators:
             weight: Shape [out, in]; not read if `state` has it in fp8.
             bias: Shape [out].
             state: The linear's state.
+
+        Raises:
+            ConfigError: The recipe does not compute in this dtype.
         """
         self._recipe, self._records = computation.recipe, computation.records
         self._is_frozen, self._scaling = computation.is_frozen, computation.recipe.scaling
@@ -200,16 +114,18 @@ class LinearOperators:
         self._quantized: tuple[_Quantized, _Quantized] | None = None
         self._has_weight_gradient = computation.has_backward and not computation.is_frozen
         self._columns_of_x: _Quantized | None = None
+        self._has_backward = computation.has_backward
+        self._seed: TensorProxy | None = None
+        _refuse_other_dtypes(computation.recipe, self._dtype)
 
     def forward(self) -> TensorProxy:
         """Record the result: shape [..., out], in the dtype of `x`."""
+        if self._scaling == "nvfp4" and self._has_backward:
+            self._seed = drawn_seed()
         weight = self._quantized_weight()
-        if self._scaling == "mx" and self._has_weight_gradient:
-            # Also by columns: backward then needs these 8 bits of an element rather than the input.
-            made = self._operators.quantize_mx_both(
-                self._rows(self._x), self._recipe.dtype("input")
-            )
-            x, self._columns_of_x = _Quantized(*made[:2]), _Quantized(*made[2:])
+        if self._recipe.casts_each_direction and self._has_weight_gradient:
+            # Also by columns: backward then needs these 8 or 4 bits of an element rather than the input.
+            x, self._columns_of_x = self._quantized_both(self._rows(self._x))
         else:
             x = self._quantize(self._rows(self._x), "input")
         self._quantized = weight, x
@@ -237,17 +153,17 @@ class LinearOperators:
 
     def _transposed_weight(self, weight: _Quantized) -> _Quantized:
         transposed = self._state.weight_transposed
-        if self._scaling == "mx":
+        if self._recipe.casts_each_direction:
             scale_inv = self._state.weight_transposed_scale_inv
             if transposed is None or scale_inv is None:
                 return self._quantize_columns(self._weight, "weight")
-            return _Quantized(transposed, scale_inv)
+            return _Quantized(transposed, scale_inv, self._state.weight_amax)
         if transposed is None:
             transposed = self._operators.transpose(weight.data)
         return _Quantized(transposed, self._scale_of_transposed(weight.scale_inv))
 
     def _grad_weight(self, grad: TensorProxy, by_rows: _Quantized, x: _Quantized) -> TensorProxy:
-        if self._scaling == "mx":
+        if self._recipe.casts_each_direction:
             columns_of_x = self._columns_of_x or self._quantize_columns(
                 self._rows(self._x), "input"
             )
@@ -270,6 +186,10 @@ class LinearOperators:
         self, which: Product, a: _Quantized, b: _Quantized, bias: TensorProxy | None = None
     ) -> TensorProxy:
         fast = self._recipe.use_fast_accum(which)
+        if self._scaling == "nvfp4":
+            operands = (a.data, a.scale_inv, a.amax, b.data, b.scale_inv, b.amax)
+            drawn = self._seed if which == "forward" else None
+            return self._operators.gemm_nvfp4(*operands, bias, self._dtype, fast, drawn)
         return self._operators.gemm(
             a.data, a.scale_inv, b.data, b.scale_inv, bias, self._dtype, fast
         )
@@ -278,11 +198,13 @@ class LinearOperators:
         state = self._state
         if state.weight is not None:
             assert state.weight_scale_inv is not None
-            return _Quantized(state.weight, state.weight_scale_inv)
+            return _Quantized(state.weight, state.weight_scale_inv, state.weight_amax)
         return self._quantize(self._weight, "weight")
 
     def _quantize(self, value: TensorProxy, role: Role) -> _Quantized:
         operators, dtype = self._operators, self._recipe.dtype(role)
+        if self._scaling == "nvfp4":
+            return _Quantized(*operators.quantize_nvfp4(value, *self._rounding(role)))
         if self._scaling == "mx":
             return _Quantized(*operators.quantize_mx(value, dtype))
         if self._scaling == "block":
@@ -300,7 +222,24 @@ class LinearOperators:
         )
 
     def _quantize_columns(self, value: TensorProxy, role: Role) -> _Quantized:
-        return _Quantized(*self._operators.quantize_mx_columns(value, self._recipe.dtype(role)))
+        if self._scaling == "nvfp4":
+            made = self._operators.quantize_nvfp4_columns(value, *self._rounding(role))
+        else:
+            made = self._operators.quantize_mx_columns(value, self._recipe.dtype(role))
+        return _Quantized(*made)
+
+    def _quantized_both(self, value: TensorProxy) -> tuple[_Quantized, _Quantized]:
+        """Cast an input in both directions."""
+        if self._scaling == "nvfp4":
+            made = self._operators.quantize_nvfp4_both(value)
+        else:
+            made = self._operators.quantize_mx_both(value, self._recipe.dtype("input"))
+        half = len(made) // 2
+        return _Quantized(*made[:half]), _Quantized(*made[half:])
+
+    def _rounding(self, role: Role) -> tuple[int, TensorProxy | None]:
+        """Return the rows of a block in NVFP4, and the seed by which it is rounded."""
+        return NVFP4_BLOCK if role == "weight" else 1, self._seed if role == "grad" else None
 
     def _rows(self, value: TensorProxy) -> TensorProxy:
         """Reshape to a contiguous matrix of rows."""
@@ -317,63 +256,14 @@ class LinearOperators:
         return ltorch.transpose(scale_inv, 0, 1).contiguous()
 
 
-def name_of_kernels(backend: Backend) -> str:
-    """Return the name of the module with the functions of a backend."""
-    return f"thunder_memsave.fp8.kernels.{_MODULES[backend]}"
-
-
-def _backend(name: Backend) -> ModuleType:
-    return importlib.import_module(name_of_kernels(name))
-
-
-def _per_tensor(x: TensorProxy, *arguments: Any) -> tuple[TensorProxy, TensorProxy]:
-    dtype = next(a for a in arguments if isinstance(a, torch.dtype))
-    return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), _number(x)
-
-
-def _number(x: TensorProxy) -> TensorProxy:
-    return TensorProxy(shape=(1,), device=x.device, dtype=dtypes.float32)
-
-
-def _per_block(
-    x: TensorProxy, dtype: torch.dtype, block_rows: int, block_cols: int
-) -> tuple[TensorProxy, TensorProxy]:
-    blocks = (-(-x.shape[0] // block_rows), -(-x.shape[1] // block_cols))
-    scale_inv = TensorProxy(shape=blocks, device=x.device, dtype=dtypes.float32)
-    return TensorProxy(like=x, dtype=dtypes.to_dtype(dtype)), scale_inv
-
-
-def _by_rows(x: TensorProxy, dtype: torch.dtype) -> tuple[TensorProxy, TensorProxy]:
-    return _in_mx(x, x.shape, dtype)
-
-
-def _by_columns(x: TensorProxy, dtype: torch.dtype) -> tuple[TensorProxy, TensorProxy]:
-    return _in_mx(x, (x.shape[1], whole_blocks(x.shape[0])), dtype)
-
-
-def _by_both(x: TensorProxy, dtype: torch.dtype) -> tuple[TensorProxy, ...]:
-    return *_by_rows(x, dtype), *_by_columns(x, dtype)
-
-
-def _in_mx(
-    x: TensorProxy, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[TensorProxy, TensorProxy]:
-    blocks = (shape[0], shape[1] // MX_BLOCK)
-    scale_inv = TensorProxy(shape=blocks, device=x.device, dtype=dtypes.uint8)
-    return TensorProxy(like=x, shape=tuple(shape), dtype=dtypes.to_dtype(dtype)), scale_inv
-
-
-def _transposed(q: TensorProxy) -> TensorProxy:
-    return TensorProxy(like=q, shape=(q.shape[1], q.shape[0]))
-
-
-def _product(
-    a: TensorProxy,
-    a_scale_inv: TensorProxy,
-    b: TensorProxy,
-    b_scale_inv: TensorProxy,
-    bias: TensorProxy | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> TensorProxy:
-    return TensorProxy(like=a, shape=(a.shape[0], b.shape[0]), dtype=dtypes.to_dtype(out_dtype))
+def _refuse_other_dtypes(recipe: Recipe, dtype: torch.dtype) -> None:
+    """Refuse NVFP4 in other dtypes than bfloat16, as TransformerEngine's quantiser does."""
+    if recipe.scaling != "nvfp4" or dtype == torch.bfloat16:
+        return
+    name = str(dtype).removeprefix("torch.")
+    raise ConfigError(
+        "fp8.recipe is nvfp4, whose random Hadamard transform takes bfloat16 alone, and a linear layer in fp8 computes "
+        f"in {name}: set `model.dtype` of a run file to bfloat16, or Fabric's `precision` to bf16-true or bf16-mixed, "
+        "or `fp8.recipe` to mxfp8.",
+        key="fp8.recipe",
+    )

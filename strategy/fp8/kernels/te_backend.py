@@ -17,15 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.config import ConfigError
-from thunder_memsave.fp8.kernels import torch_support
 from thunder_memsave.fp8.kernels.cublas_gemm import whole_rows
 from thunder_memsave.fp8.kernels.mx_blocks import is_mx
-from thunder_memsave.fp8.kernels.te_library import installed_version, loaded
+from thunder_memsave.fp8.kernels.te_library import MIN_VERSION, installed_version, loaded
 from thunder_memsave.fp8.kernels.te_mx import (
     mx_product,
     quantize_mx,
     quantize_mx_both,
     quantize_mx_columns,
+)
+from thunder_memsave.fp8.kernels.te_nvfp4 import (
+    gemm_nvfp4,
+    quantize_nvfp4,
+    quantize_nvfp4_both,
+    quantize_nvfp4_columns,
 )
 from thunder_memsave.fp8.kernels.torch_backend import (
     amax,
@@ -45,9 +50,13 @@ from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
 __all__ = [  # with the functions here, what a backend has
     "amax",
     "current_scale",  # a tensor in parts has one scale; these two have the kernels' bits
+    "gemm_nvfp4",
     "quantize_mx",
     "quantize_mx_both",
     "quantize_mx_columns",
+    "quantize_nvfp4",
+    "quantize_nvfp4_both",
+    "quantize_nvfp4_columns",
     "quantize_with_amax",  # PyTorch's cast has the same bits; no kernel takes a scale that is found elsewhere
     "weight_amax",
 ]
@@ -55,8 +64,16 @@ __all__ = [  # with the functions here, what a backend has
 BLOCK = 128
 """Side of a block, the only one that TransformerEngine supports."""
 
-_MIN_VERSION_OF_BLOCKS = Version("2.12")
-"""The first version in which tensors with scales of blocks have only one format, and those of mxfp8 the present one."""
+_OF_ANOTHER_FORMAT = "whose tensors with scales of blocks are of another format"
+
+_MIN_VERSIONS: dict[RecipeName, tuple[Version, str]] = {
+    "block": (Version("2.12"), _OF_ANOTHER_FORMAT),
+    "mxfp8": (Version("2.12"), _OF_ANOTHER_FORMAT),
+    "nvfp4": (Version("2.17"), "which casts no weights to nvfp4 by columns alone"),
+}
+"""By recipe, the first version that has what it calls, and what those before lack. From 2.12 on, tensors with scales of
+blocks have only one format, and those of mxfp8 the present one; until 2.17, `quantize_transpose_vector_blockwise_fp4`
+made blocks of 16x16 by columns only beside those by rows."""
 
 DEVICE_TYPES = frozenset({"cuda"})
 """The devices that its kernels run on."""
@@ -181,21 +198,17 @@ def why_not(recipe: RecipeName, device: torch.device) -> str | None:
         return str(error)
     if device.type not in DEVICE_TYPES:
         return f"TransformerEngine computes on CUDA devices, and the model is on {device.type}"
-    asked = _SUPPORT.get(recipe)
-    if asked is None:
-        return torch_support.why_not(recipe, device)
-    version = installed_version()
-    if recipe in ("block", "mxfp8") and version < _MIN_VERSION_OF_BLOCKS:
+    version, (least, lacking) = installed_version(), _MIN_VERSIONS.get(recipe, (MIN_VERSION, ""))
+    if version < least:
         return (
-            f"TransformerEngine {version} is installed, whose tensors with scales of blocks are of another format: "
-            f"`pip install 'transformer-engine[pytorch]>={_MIN_VERSION_OF_BLOCKS}'`, or set `fp8.recipe: current`"
+            f"TransformerEngine {version} is installed, {lacking}: `pip install "
+            f"'transformer-engine[pytorch]>={least}'`, or set `fp8.recipe: current`"
         )
-    is_there, reason = getattr(library.pytorch, asked)(return_reason=True)
-    return (
-        None
-        if is_there
-        else f"{chip_of(device)} cannot compute it: TransformerEngine says {reason!r}"
-    )
+    is_there, reason = getattr(library.pytorch, _SUPPORT[recipe])(return_reason=True)
+    if not is_there:
+        return f"{chip_of(device)} cannot compute it: TransformerEngine says {reason!r}"
+    is_of_blackwell = device.type == "cuda" and recipe in NEEDS_BLACKWELL
+    return why_not_on_blackwell(chip_of(device), recipe) if is_of_blackwell else None
 
 
 def why_not_on(chip: Chip | None, recipe: RecipeName) -> str | None:
@@ -217,6 +230,7 @@ _SUPPORT: dict[RecipeName, str] = {
     "current": "is_fp8_available",
     "block": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
 }
 
 

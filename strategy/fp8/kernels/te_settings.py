@@ -28,6 +28,16 @@ _RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "MXFP8BlockScaling": ("mxfp8", {"margin": 0, "enable_2d_quantization": False}),
+    "NVFP4BlockScaling": (
+        "nvfp4",
+        {
+            "disable_rht": False,
+            "disable_stochastic_rounding": False,
+            "disable_2d_quantization": False,
+            "row_scaled_activation": False,
+            "nvfp4_4over6": "none",
+        },
+    ),
 }
 _OF_ALL: Mapping[str, Any] = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
 _TAKEN = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")

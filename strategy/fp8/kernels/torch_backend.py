@@ -10,14 +10,14 @@ where it can; otherwise a cast runs in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.fp8.kernels import one_launch
-from thunder_memsave.fp8.kernels.casting import cached, chunks, magnitudes, saturated
+from thunder_memsave.fp8.kernels.casting import cached, magnitudes, saturated
 from thunder_memsave.fp8.kernels.cublas_gemm import cuda_gemm
 from thunder_memsave.fp8.kernels.mx_blocks import (
     dequantize_mx,
@@ -26,15 +26,26 @@ from thunder_memsave.fp8.kernels.mx_blocks import (
     quantize_mx_both,
     quantize_mx_columns,
 )
+from thunder_memsave.fp8.kernels.nvfp4_blocks import (
+    gemm_nvfp4,
+    quantize_nvfp4,
+    quantize_nvfp4_both,
+    quantize_nvfp4_columns,
+)
+from thunder_memsave.fp8.kernels.tiled_product import product_in_tiles
 
-# With the functions here, what a backend has.
-__all__ = ["quantize_mx", "quantize_mx_both", "quantize_mx_columns"]
+__all__ = [  # with the functions here, what a backend has
+    "gemm_nvfp4",
+    "quantize_mx",
+    "quantize_mx_both",
+    "quantize_mx_columns",
+    "quantize_nvfp4",
+    "quantize_nvfp4_both",
+    "quantize_nvfp4_columns",
+]
 
 BLOCK = 128
 """Side of a block, the only one that GEMMs on Hopper support."""
-
-_CHUNK_ELEMENTS = 2**24
-"""Number of elements of an operand that are in float32 at a time: 64 MiB, whatever its size."""
 
 
 def quantize_delayed(
@@ -344,25 +355,10 @@ def _dequantized_gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply in float32, with only a few chunks dequantised at a time."""
-
-    def tile(a_rows: slice, b_rows: slice) -> Tensor:
-        left = _dequantized_rows(a, a_scale_inv, a_rows)
-        found = left @ _dequantized_rows(b, b_scale_inv, b_rows).t()
-        return found if bias is None else found.add_(bias[b_rows])
-
-    tiles = [(a_rows, b_rows) for b_rows in _row_parts(b) for a_rows in _row_parts(a)]
-    if len(tiles) == 1:  # avoids a copy of a float32 result
-        return tile(*tiles[0]).to(out_dtype)
-    product = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
-    for rows in tiles:
-        product[rows] = tile(*rows)
-    return product
-
-
-def _row_parts(matrix: Tensor) -> Iterator[slice]:
-    for first, rows in chunks(matrix.shape[0], matrix.shape[1], _CHUNK_ELEMENTS, BLOCK):
-        yield slice(first, first + rows)
+    """Multiply in float32."""
+    left = partial(_dequantized_rows, a, a_scale_inv)
+    right = partial(_dequantized_rows, b, b_scale_inv)
+    return product_in_tiles(left, right, (a.shape[0], b.shape[0], a.shape[1]), bias, out_dtype)
 
 
 def _dequantized_rows(q: Tensor, scale_inv: Tensor, rows: slice) -> Tensor:

@@ -16,6 +16,10 @@ _AFTER_MX = (12, 0)
 """The first compute capability after those on which TransformerEngine computes mxfp8: `_compute_mxfp8_support` in
 transformer_engine/pytorch/quantization.py."""
 
+_AFTER_NVFP4 = (11, 0)
+"""The first compute capability after those that have instructions for stochastic rounding to 4 bits:
+`ARCH_HAS_STOCHASTIC_ROUNDING` in transformer_engine/common/util/ptx.cuh."""
+
 _CUDA_OF_BLOCKS = "12.9"
 """The first CUDA version whose cuBLAS supports scales of blocks."""
 
@@ -48,8 +52,6 @@ def why_not(recipe: RecipeName, device: torch.device) -> str | None:
     """Return why PyTorch's kernels cannot compute `recipe` on `device`, and what to do; None: they can."""
     if device.type == "cuda":
         return why_not_on(chip_of(device), recipe)
-    if recipe == "nvfp4":
-        return _not_computed(f"the device {device.type}", "delayed, current or block")
     if device.type == "cpu":
         return None
     return f"it computes on CUDA devices and on the CPU, and the model is on {device.type}: leave out `fp8`"
@@ -78,15 +80,13 @@ def why_not_on(chip: Chip, recipe: RecipeName) -> str | None:
 
 def why_not_on_blackwell(chip: Chip, recipe: RecipeName) -> str | None:
     """Return why TransformerEngine does not compute one of the recipes of Blackwell on a chip; None: it does."""
-    is_blackwell = chip.capability >= _BLACKWELL
-    if recipe == "nvfp4":
-        instead = "mxfp8 or current" if is_blackwell else "delayed, current or block"
-        return _not_computed(str(chip), instead)
-    if not is_blackwell:
+    if chip.capability < _BLACKWELL:
         return (
             f"{recipe} needs compute capability {dotted(_BLACKWELL)} (Blackwell), and there is {chip}: set "
             "`fp8.recipe` to delayed, current or block"
         )
+    if recipe == "nvfp4":
+        return _why_not_rounded(chip)
     if chip.capability >= _AFTER_MX:
         return (
             f"TransformerEngine computes mxfp8 on compute capability {dotted(_BLACKWELL)} and others below "
@@ -100,8 +100,11 @@ def dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _not_computed(there: str, instead: str) -> str:
+def _why_not_rounded(chip: Chip) -> str | None:
+    """Return why gradients cannot be rounded stochastically to 4 bits on Blackwell or a later chip."""
+    if chip.capability < _AFTER_NVFP4:
+        return None
     return (
-        "this version does not compute nvfp4, which needs compute capability "
-        f"{dotted(_BLACKWELL)} (Blackwell) besides, and there is {there}: set `fp8.recipe` to {instead}"
+        "nvfp4 needs the instructions of compute capability 10.x (Blackwell) that round stochastically, and there is "
+        f"{chip}: set `fp8.recipe: current`"
     )

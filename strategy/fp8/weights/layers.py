@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from thunder_memsave.fp8.recipe import RecipeName
+from thunder_memsave.fp8.recipe import NEEDS_BLACKWELL, RecipeName
 from thunder_memsave.settings.problems import ConfigError, suggestion
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 
@@ -17,9 +17,10 @@ FEATURE_MULTIPLE = 16
 """Required divisor of a linear's in and out features: fp8 kernels read 16 bytes at a time (cuBLASLt, and
 TransformerEngine's `assert_dim_for_fp8_exec`). It holds on the CPU too, so that plans and runs agree across devices."""
 
-_MULTIPLE_OF_MXFP8 = 32
-"""The same for the recipe `mxfp8`: its blocks, along either dim of a weight, which TransformerEngine does not cut
-(`MXFP8Quantizer::create_tensor` in transformer_engine/pytorch/csrc/quantizer.cpp)."""
+_MULTIPLE_ON_BLACKWELL = 32
+"""The same for the recipes `mxfp8` and `nvfp4`: a block of `mxfp8`, which TransformerEngine does not cut
+(`MXFP8Quantizer::create_tensor` in transformer_engine/pytorch/csrc/quantizer.cpp), along either dim of a weight; and 16
+bytes of `nvfp4` (`qgemm` in transformer_engine/pytorch/custom_recipes/reference_nvfp4.py)."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT_SKIPPED = "lm_head"
@@ -38,7 +39,7 @@ class Choice:
 
 def feature_multiple(recipe: RecipeName) -> int:
     """Return the required divisor of in and out features of linears in fp8."""
-    return _MULTIPLE_OF_MXFP8 if recipe == "mxfp8" else FEATURE_MULTIPLE
+    return _MULTIPLE_ON_BLACKWELL if recipe in NEEDS_BLACKWELL else FEATURE_MULTIPLE
 
 
 def choose(

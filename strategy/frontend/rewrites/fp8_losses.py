@@ -29,6 +29,10 @@ _log = logging.getLogger(__name__)
 class LayersInFp8(Protocol):
     """The linear layers of a graph that compute in fp8."""
 
+    @property
+    def has_tiled_losses(self) -> bool:
+        """Whether the loss of one of them can be computed in tiles of tokens."""
+
     def computes(self, node: fx.Node) -> bool:
         """Return whether the node is one of them."""
 
@@ -39,14 +43,20 @@ class LayersInFp8(Protocol):
         """Let `loss`, a call of `linear_cross_entropy`, compute in place of the layer too."""
 
 
-def say_that_it_stays(linear: fx.Node) -> None:
-    """Log that a linear with LoRA, of which one part or the other computes in fp8, keeps its logits."""
+def say_that_it_stays(linear: fx.Node, *, has_adapter: bool) -> None:
+    """Log that a linear that computes in fp8 keeps its logits.
+
+    Args:
+        linear: It, or the part of a linear with LoRA that does.
+        has_adapter: Whether it is such a part; otherwise its recipe is `nvfp4`, in which gradients of logits have one
+            amax, before and after their transform.
+    """
     name = module_name(linear.meta.get("nn_module_stack"))
     _log.warning(
-        "The loss of %r is not computed in tiles of tokens, because that linear layer computes in fp8 and is a part "
-        "of a head with LoRA: its logits, %s, exist whole, and so do their gradients. Add %r to fp8.skip_modules to "
-        "have the loss in tiles.",
+        "The loss of %r is not computed in tiles of tokens, because that linear layer computes in %s: its logits, %s, "
+        "exist whole, and so do their gradients. Add %r to fp8.skip_modules to have the loss in tiles.",
         name,
+        "fp8 and is a part of a head with LoRA" if has_adapter else "nvfp4",
         " x ".join(f"{size:,}" for size in shape_of(linear)),
         name,
     )

@@ -121,8 +121,9 @@ def join_linear_losses(
         if is_late and (returns or logits.adapter is not None or not may_be_late(logits.linear)):
             continue
         in_fp8 = None if fp8 is None else next(filter(fp8.computes, logits.linears), None)
-        if in_fp8 is not None and logits.adapter is not None:
-            say_that_it_stays(in_fp8)
+        has_adapter = logits.adapter is not None
+        if fp8 is not None and in_fp8 and (has_adapter or not fp8.has_tiled_losses):
+            say_that_it_stays(in_fp8, has_adapter=has_adapter)
             continue
         if logits.returned is not None:
             in_fp8_too = None if fp8 is None or in_fp8 is None else fp8.late(in_fp8)

@@ -143,6 +143,23 @@ def test_a_plan_for_blackwell_counts_a_byte_of_scale_for_each_32_numbers_in_mxfp
     assert found == sum(-(-size // 512) * 512 for size in sizes)
 
 
+def test_a_plan_for_blackwell_counts_half_a_byte_for_each_number_in_nvfp4(
+    config_of: Read,
+) -> None:
+    fp8 = "fp8={recipe: nvfp4, skip_modules: [lm_head, lora_A, lora_B]}"
+    config = config_of(fp8, "model.dtype=bfloat16")
+    plan = plan_run(config, device=DEVICES["b200"], num_ranks=1, has_curve=False)
+    # Per layer 32x32 twice and 32x64 three times; the 16 outputs of k and v are no multiple of 32.
+    sizes = 2 * [32 * 32, 32 * 32, 32 * 64, 32 * 64, 32 * 64]
+    both = sizes + sizes[1:]  # by columns but for the first q, before which nothing is trained
+    buffers = dict(describe_model(config).named_buffers())
+    # Numbers, scales in a byte, and one amax for both directions.
+    bytes_of = [n // 2 for n in both] + [n // 16 for n in both] + [4] * len(sizes)
+    bytes_of += [b.nbytes for name, b in buffers.items() if name.endswith(".inv_freq")]
+    found = plan.call.profile.peak_bytes_by_kind["buffer"]
+    assert found == sum(-(-size // 512) * 512 for size in bytes_of)
+
+
 def test_a_plan_counts_frozen_weights_that_are_kept_in_fp8_alone_once(config_of: Read) -> None:
     found = {}
     for kept in ("compute", "fp8"):
@@ -216,8 +233,14 @@ TE = "transformer_engine"
         ),
         ("torch", "mxfp8", "b200", "TransformerEngine alone multiplies in mxfp8 on CUDA devices: "),
         (TE, "mxfp8", "h200", r"mxfp8 needs compute capability 10\.0 \(Blackwell\), and there is"),
-        ("auto", "nvfp4", "cpu", "this version does not compute nvfp4, .* and there is the device"),
-        (TE, "nvfp4", "b200", r"does not compute nvfp4, .* set `fp8\.recipe` to mxfp8 or current"),
+        (
+            "auto",
+            "nvfp4",
+            "h100",
+            r"nvfp4 needs compute capability 10\.0 \(Blackwell\), and there ",
+        ),
+        ("torch", "nvfp4", "b200", "TransformerEngine alone multiplies in nvfp4 on CUDA devices: "),
+        (TE, "nvfp4", "h200", r"nvfp4 needs compute capability 10\.0 \(Blackwell\), and there is"),
         (
             TE,
             "block",
@@ -245,10 +268,11 @@ def test_a_plan_with_a_backend_that_the_device_does_not_have_is_refused() -> Non
     assert caught.value.key == "fp8.backend"
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("backend", ["auto", "transformer_engine"])
-def test_a_plan_for_blackwell_is_made_in_mxfp8(backend: Any) -> None:
-    refuse_without_fp8(Fp8Config(backend=backend, recipe="mxfp8"), DEVICES["b200"])
-    refuse_without_fp8(Fp8Config(recipe="mxfp8"), DEVICES["cpu"])
+def test_a_plan_for_blackwell_is_made_in_mxfp8_and_nvfp4(backend: Any, recipe: Any) -> None:
+    refuse_without_fp8(Fp8Config(backend=backend, recipe=recipe), DEVICES["b200"])
+    refuse_without_fp8(Fp8Config(recipe=recipe), DEVICES["cpu"])
 
 
 @pytest.mark.parametrize("backend", ["auto", "transformer_engine"])

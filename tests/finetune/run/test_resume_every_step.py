@@ -37,12 +37,16 @@ from thunder_memsave.optim.formats import Format
 NUM_STEPS, NUM_TOKENS = 20, 32
 Optimizer = Literal["AdamW", "SGD", "AdamW_bfloat16", "AdamW_int8", "AdamW_fp8"]
 """The class, and the format of states in fewer bits."""
-Precision = Literal["fp32", "bf16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp8", "nvfp4"]
 Trained = Literal["full", "LoRA"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 TRAINED: tuple[Trained, ...] = get_args(Trained)
-FP8 = {"backend": "torch", "recipe": "delayed", "amax_history_len": 4}
+FP8: dict[Precision, dict[str, Any]] = {
+    "fp8": {"backend": "torch", "recipe": "delayed", "amax_history_len": 4},
+    "nvfp4": {"backend": "torch", "recipe": "nvfp4"},
+}
+IN_BFLOAT16 = ("bf16", "nvfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class Setting:
 SHORT = (
     Setting(optimizer="AdamW", precision="fp8", trained="LoRA"),
     Setting(optimizer="SGD", precision="bf16", trained="full"),
+    Setting(optimizer="SGD", precision="nvfp4", trained="full"),
     Setting(optimizer="AdamW_int8", precision="bf16", trained="full"),
 )
 ALL = [
@@ -112,7 +117,7 @@ def make_model(setting: Setting) -> nn.Module:
         model.requires_grad_(False)
         adapter = LoraConfig(r=16, target_modules=["up", "down"], lora_dropout=0.1)
         model = inject_adapter_in_model(adapter, model)
-    return model.to(torch.bfloat16) if setting.precision == "bf16" else model
+    return model.to(torch.bfloat16) if setting.precision in IN_BFLOAT16 else model
 
 
 def make_optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
@@ -122,7 +127,7 @@ def make_optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     _, _, states = setting.optimizer.partition("_")
     if not states:
         return torch.optim.AdamW(trained, lr=0.01)
-    rounding: Rounding = "stochastic" if setting.precision == "bf16" else "nearest"
+    rounding: Rounding = "stochastic" if setting.precision in IN_BFLOAT16 else "nearest"
     return AdamW(trained, lr=0.01, states=cast(Format, states), rounding=rounding)
 
 
@@ -136,7 +141,7 @@ def make_rows() -> Rows:
 def check_steps(setting: Setting, root: Path, steps: Iterable[int], num_ranks: int = 1) -> None:
     """A step from each checkpoint gives the next one, so all steps from it give the last."""
     driver = Driver()
-    strategy = ThunderMemsaveStrategy(fp8=FP8 if setting.precision == "fp8" else None)
+    strategy = ThunderMemsaveStrategy(fp8=FP8.get(setting.precision))
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=num_ranks, callbacks=[driver])
     fabric.launch()
     model = make_model(setting)

@@ -10,7 +10,7 @@ import torch
 from thunder.core import dtypes
 from torch import nn
 
-from harness.fp8_linears import fp8_module, is_fp8, linears_of, ops
+from harness.fp8_linears import fp8_module, linears_of, ops
 from harness.traces import fake_ranks
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.fp8.kernels import torch_backend
@@ -106,7 +106,7 @@ def test_what_records_amax_may_run_again() -> None:
     assert not any(id(b) in reasons for kind in ("quantize", "gemm") for b in ops(trace, kind))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 def test_no_whole_weight_is_kept_in_fp8_if_weights_are_regathered(
     recipe: str, is_frozen: bool
@@ -114,22 +114,25 @@ def test_no_whole_weight_is_kept_in_fp8_if_weights_are_regathered(
     layers = [nn.Linear(64, 96, bias=False), nn.Tanh(), nn.Linear(96, 64, bias=False)]
     model = nn.Sequential(*layers)
     model[2].requires_grad_(not is_frozen)
+    dtype = torch.bfloat16 if recipe == "nvfp4" else torch.float32
+    model.to(dtype)
     with fake_ranks(2) as data_parallel:
         shard_module(model, data_parallel)
         plain = fp8_module(model, recipe=recipe)
         module = CompiledModule(model, data_parallel=data_parallel, fp8=linears_of(plain))
-        module(torch.randn(8, 64, requires_grad=True))
+        module(torch.randn(8, 64, dtype=dtype, requires_grad=True))
     forward = module.captures[0].forward_traces[-1]
-    whole = {(96, 64), (64, 96)}
+    whole = {(96, 64), (64, 96)} if recipe != "nvfp4" else {(96, 32), (64, 48)}  # two in a byte
     # Weights with one scale are cast by rows of each rank, before the gather; these have no whole blocks.
     cast, other = {(48, 64), (32, 96)}, whole
-    if recipe in ("block", "mxfp8"):
+    if recipe in ("block", "mxfp8", "nvfp4"):
         cast, other = other, cast
     shapes = {tuple(o.shape) for b in ops(forward, "quantize") for o in b.flat_proxy_outs}
     assert shapes & cast == cast
     assert not shapes & other
     kept = forward.output[1][0]
-    assert not [p for p in kept if tuple(p.shape) in whole and is_fp8(p)]
+    in_bytes = [p for p in kept if dtype_of(p).itemsize == 1]
+    assert not [p for p in in_bytes if tuple(p.shape) in whole]
 
 
 def test_without_fp8_a_trace_has_none_of_it() -> None:

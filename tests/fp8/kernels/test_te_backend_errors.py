@@ -92,19 +92,23 @@ def test_a_version_whose_blocks_are_of_another_format_computes_the_other_recipes
         )
 
 
+@pytest.mark.usefixtures("transformer_engine_on_blackwell")
+def test_a_version_that_casts_no_weights_to_nvfp4_by_columns_alone_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(te_backend, "installed_version", lambda: Version("2.16.1"))
+    require("transformer_engine", "mxfp8", CPU)
+    assert (
+        "TransformerEngine 2.16.1 is installed, which casts no weights to nvfp4 by columns alone: `pip install "
+        "'transformer-engine[pytorch]>=2.17'`, or set `fp8.recipe: current`; or set `fp8.backend: torch`."
+    ) in refusal("nvfp4")
+
+
 def test_on_the_cpu_it_computes_nothing() -> None:
     with te_on_cpu.transformer_engine():
         message = refusal()
     te_library.loaded.cache_clear()
     assert "TransformerEngine computes on CUDA devices, and the model is on cpu; or set" in message
-
-
-@pytest.mark.usefixtures("transformer_engine")
-def test_a_recipe_without_an_implementation_is_refused() -> None:
-    assert refusal("nvfp4").startswith(
-        "fp8.backend is transformer_engine and fp8.recipe is nvfp4, but this version does not compute nvfp4, which "
-        "needs compute capability 10.0 (Blackwell) besides, and there is the device cpu: set `fp8.recipe` to"
-    )
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,7 @@ def test_a_recipe_without_an_implementation_is_refused() -> None:
         ("current", "is_fp8_available"),
         ("block", "is_fp8_block_scaling_available"),
         ("mxfp8", "is_mxfp8_available"),
+        ("nvfp4", "is_nvfp4_available"),
     ],
 )
 def test_a_chip_or_cuda_that_cannot_is_named_with_its_reason(
@@ -138,8 +143,22 @@ def test_what_can_compute_is_not_refused_with_emulated_kernels(recipe: RecipeNam
 
 
 @pytest.mark.usefixtures("transformer_engine_on_blackwell")
-def test_blackwell_computes_mxfp8_with_emulated_kernels() -> None:
+def test_blackwell_computes_mxfp8_and_nvfp4_with_emulated_kernels() -> None:
     require("transformer_engine", "mxfp8", CPU)
+    require("transformer_engine", "nvfp4", CPU)
+
+
+@pytest.mark.usefixtures("transformer_engine_on_blackwell")
+def test_a_chip_on_which_it_rounds_by_no_instruction_is_refused_with_emulated_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX PRO 6000")
+    reason = te_backend.why_not("nvfp4", torch.device("cuda"))
+    assert reason is not None
+    assert reason.startswith("nvfp4 needs the instructions of compute capability 10.x (Blackwell)")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 3))
+    assert te_backend.why_not("nvfp4", torch.device("cuda")) is None
 
 
 @pytest.mark.skipif(not ABSENT, reason="TransformerEngine is installed")

@@ -58,6 +58,7 @@ def te_recipe(name: str, **options: Any) -> Any:
             {"fp8_format": "HYBRID"},
             {"recipe": "mxfp8", "fp8_format": "HYBRID"},
         ),
+        ("NVFP4BlockScaling", {}, {"recipe": "nvfp4"}),
     ],
 )
 def test_a_recipe_is_taken_over_with_its_options(
@@ -107,6 +108,14 @@ def test_a_recipe_is_taken_over_with_its_options(
             "backward_override='high_precision'",
             "None",
         ),
+        ("NVFP4BlockScaling", {"disable_rht": True}, "disable_rht=True", "False"),
+        (
+            "NVFP4BlockScaling",
+            {"disable_stochastic_rounding": True},
+            "disable_stochastic_rounding=True",
+            "False",
+        ),
+        ("NVFP4BlockScaling", {"nvfp4_4over6": "all"}, "nvfp4_4over6='all'", "'none'"),
     ],
 )
 def test_an_option_that_is_not_computed_is_named(
@@ -122,11 +131,11 @@ def test_an_option_that_is_not_computed_is_named(
 @pytest.mark.usefixtures("transformer_engine")
 def test_a_recipe_that_is_not_computed_is_named() -> None:
     message = (
-        "^TransformerEngine's recipe NVFP4BlockScaling is not computed by thunder_memsave; use .*, MXFP8BlockScaling, "
-        r"or no fp8\.$"
+        "^TransformerEngine's recipe CustomRecipe is not computed by thunder_memsave; use .*, NVFP4BlockScaling, or no "
+        r"fp8\.$"
     )
     with pytest.raises(ConfigError, match=message):
-        config_of(te_recipe("NVFP4BlockScaling"))
+        config_of(te_recipe("CustomRecipe", qfactory=print))
 
 
 def test_without_a_context_of_transformer_engine_nothing_is_refused() -> None:
@@ -144,13 +153,15 @@ def test_a_context_that_asks_for_what_is_computed_is_let_through(
     refuse_contradiction(None)
 
 
-def test_a_context_of_mxfp8_is_let_through_on_blackwell(
-    transformer_engine_on_blackwell: ModuleType,
+@pytest.mark.parametrize(
+    ("name", "ours"), [("MXFP8BlockScaling", "mxfp8"), ("NVFP4BlockScaling", "nvfp4")]
+)
+def test_a_context_of_a_recipe_of_blackwell_is_let_through_there(
+    transformer_engine_on_blackwell: ModuleType, name: str, ours: Any
 ) -> None:
-    recipe = te_recipe("MXFP8BlockScaling")
-    with transformer_engine_on_blackwell.autocast(enabled=True, recipe=recipe):
-        refuse_contradiction(recipe_of(Fp8Config(recipe="mxfp8")))
-        with pytest.raises(ConfigError, match=r"recipe='mxfp8', but .* fp8\.recipe 'current'"):
+    with transformer_engine_on_blackwell.autocast(enabled=True, recipe=te_recipe(name)):
+        refuse_contradiction(recipe_of(Fp8Config(recipe=ours)))
+        with pytest.raises(ConfigError, match=rf"recipe='{ours}', but .* fp8\.recipe 'current'"):
             refuse_contradiction(CURRENT)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thunder_memsave.config import Fp8Config
 from thunder_memsave.fp8.compute.backends import require
-from thunder_memsave.fp8.kernels import casting, cublas_gemm, torch_backend
+from thunder_memsave.fp8.kernels import casting, cublas_gemm, tiled_product, torch_backend
 from thunder_memsave.fp8.recipe import Recipe, RecipeName, Role, recipe_of
 from thunder_memsave.fp8.scaling import GRAD, INPUT, WEIGHT, ScalingState
 from thunder_memsave.settings.problems import ConfigError
@@ -353,7 +353,7 @@ def test_products_of_blocks_are_made_in_tiles(monkeypatch: pytest.MonkeyPatch) -
     whole = torch_backend.gemm(*x, *weight, given.bias, torch.float32)
     expected = torch_backend.dequantize(*x) @ torch_backend.dequantize(*weight).t() + given.bias
     assert torch.equal(whole, expected)
-    monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(tiled_product, "_CHUNK_ELEMENTS", 1000)
     parts = torch_backend.gemm(*x, *weight, given.bias, torch.float32)
     # A product of other sizes may add up in another order.
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
@@ -454,15 +454,16 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
             (10, 0),
             "13.0",
             "nvfp4",
-            r"this version does not compute nvfp4, which needs compute capability 10\.0 \(Blackwell\) besides, and "
-            r"there is NVIDIA B200 \(compute capability 10\.0, .*\): set `fp8.recipe` to mxfp8 or current\.$",
+            r"TransformerEngine alone multiplies in nvfp4 on CUDA devices: `pip install 'thunder-memsave\[te\]'` and "
+            r"set `fp8\.backend: transformer_engine`, or set `fp8\.recipe: current`\.$",
         ),
         (
             "NVIDIA H100",
             (9, 0),
             "13.0",
             "nvfp4",
-            r"this version does not compute nvfp4, .* there is NVIDIA H100 .* to delayed, current or block\.$",
+            r"nvfp4 needs compute capability 10\.0 \(Blackwell\), and there is NVIDIA H100 \(compute capability 9\.0, "
+            r"with CUDA 13\.0\): set `fp8.recipe` to delayed, current or block\.$",
         ),
         (
             "NVIDIA B200",
@@ -479,6 +480,14 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
             "mxfp8",
             r"TransformerEngine computes mxfp8 on compute capability 10\.0 and others below 12\.0, and there is RTX "
             r"PRO 6000 \(compute capability 12\.0, with CUDA 13\.0\): set `fp8\.recipe: current`\.$",
+        ),
+        (
+            "RTX PRO 6000",
+            (12, 0),
+            "13.0",
+            "nvfp4",
+            r"nvfp4 needs the instructions of compute capability 10\.x \(Blackwell\) that round stochastically, and "
+            r"there is RTX PRO 6000 \(compute capability 12\.0, with CUDA 13\.0\): set `fp8\.recipe: current`\.$",
         ),
         ("NVIDIA B200", (10, 0), "13.0", "block", r"on compute capability 9\.0 \(Hopper\)"),
     ],
@@ -507,12 +516,8 @@ def test_a_chip_that_can_is_taken(
     require("torch", recipe, CUDA)
 
 
-def test_the_cpu_computes_all_recipes_but_nvfp4() -> None:
-    for recipe in ("delayed", "current", "block", "mxfp8"):
+def test_the_cpu_computes_all_recipes() -> None:
+    for recipe in get_args(RecipeName):
         require("torch", recipe, CPU)
-    with pytest.raises(
-        ConfigError, match=r"does not compute nvfp4, .*, and there is the device cpu:"
-    ):
-        require("torch", "nvfp4", CPU)
     with pytest.raises(ConfigError, match="CUDA devices and on the CPU, and the model is on mps"):
         require("torch", "current", torch.device("mps"))

@@ -23,7 +23,7 @@ from thunder_memsave import ConfigError, load_on_setup
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.checkpoints.module_state import StateMismatchError
-from thunder_memsave.fp8.compute.symbols import quantize_frozen
+from thunder_memsave.fp8.compute.operators import quantize_frozen
 from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.fp8.weights.loaded import SCALE_NAME, weight_of_scale
 from thunder_memsave.fp8.weights.rows import Rows
@@ -537,10 +537,7 @@ def test_a_model_without_frozen_linears_is_refused() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (
-            {"recipe": "nvfp4"},
-            r"fp8\.recipe is nvfp4, but this version does not compute nvfp4, which",
-        ),
+        ({"recipe": "nvfp4"}, r"fp8\.frozen_weights is 'fp8' and fp8\.recipe is 'nvfp4', whose"),
         (
             {"backend": "transformer_engine"},
             r"^fp8\.backend is transformer_engine and fp8\.recipe is delayed, but .*; or set `fp8\.backend: torch`\.$",

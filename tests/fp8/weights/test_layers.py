@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -49,11 +51,12 @@ def test_each_linear_is_chosen_or_has_a_reason() -> None:
     }
 
 
-def test_mxfp8_takes_whole_blocks_of_32_alone() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_recipes_of_blackwell_take_multiples_of_32_alone(recipe: Any) -> None:
     linears = nn.ModuleDict(
         {"a": nn.Linear(32, 48), "b": nn.Linear(48, 32), "c": nn.Linear(32, 64)}
     )
-    found = {c.name: c.reason for c in choose_linears(linears, Fp8Config(recipe="mxfp8"))}
+    found = {c.name: c.reason for c in choose_linears(linears, Fp8Config(recipe=recipe))}
     assert found == {
         "a": "32 -> 48 features are no multiples of 32",
         "b": "48 -> 32 features are no multiples of 32",
