@@ -10,21 +10,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _disable_current_modes
 
+from thunder_memsave.aten.record import storage_id
 from thunder_memsave.measure.disk_table import DiskTable
-from thunder_memsave.measure.layouts import on_planned_device
+from thunder_memsave.measure.layouts import Value, layout_of, on_planned_device
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.run_alone import device_type_of, environment, ready_to_run
 from thunder_memsave.ops.table import scratch_bytes
 
 _log = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_WITH_SCRATCH = (torch.bfloat16, torch.float16)
 
 
 def bounded_scratch(operation: Operation, found: OpProfile, *, device_type: str = "") -> int:
@@ -76,6 +83,38 @@ class MeasuredScratch:
 def measured_scratch() -> MeasuredScratch:
     """Return the one table of scratch for all models of this process."""
     return MeasuredScratch()
+
+
+def product_scratch(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object
+) -> int:
+    """Return the bytes at the peak of an ATen operator beyond its result: 0 unless it is a product on the CPU.
+
+    Products of bfloat16 and float16 are computed there by kernels that copy their operands.
+
+    Args:
+        func: The operator.
+        args: Its arguments; tensors may be without data.
+        kwargs: Those that are named.
+        result: What it gave for them.
+    """
+    if func not in _PRODUCTS or not isinstance(result, Tensor):
+        return 0
+    if result.device.type != "cpu" or result.dtype not in _WITH_SCRATCH:
+        return 0
+    numbers: dict[int, int] = {}
+    values = [Value(layout_of(t), numbers.setdefault(storage_id(t), len(numbers))) for t in args]
+    nbytes = result.untyped_storage().nbytes()
+    found = OpProfile(
+        results=(Value(layout_of(result), len(numbers)),),
+        num_argument_storages=len(numbers),
+        made_bytes=(nbytes,),
+        peak_bytes=nbytes,
+        key=f"{func}{values}{dict(kwargs)}",
+    )
+    operation = Operation(partial(func, **kwargs), values, can_run_alone=True)
+    with _disable_current_modes():
+        return max(measured_scratch()(operation, found), 0)
 
 
 def _chosen_kernels() -> str:

@@ -19,7 +19,7 @@ from torch.utils import _foreach_utils
 
 from thunder_memsave.aten.record import AtenRecord, allocated_bytes
 from thunder_memsave.errors import ThunderMemsaveError
-from thunder_memsave.measure.product_scratch import product_scratch
+from thunder_memsave.measure.scratch import product_scratch
 from thunder_memsave.planner.graph import Allocations, StepMemory
 
 Clip = Callable[[Sequence[nn.Parameter]], object]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from thunder_memsave.distributed import transport
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.distributed.lost_ranks import collective
+from thunder_memsave.distributed.lost_ranks import NoticingHandle
 from thunder_memsave.sharding.sharded_parameter import (
     ShardedParameter,
     as_rows,
@@ -184,10 +184,8 @@ def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:
     if shard.dtype.itemsize == 1:
         # gloo knows no float8, but moving bytes does not need to.
         out, shard = out.view(torch.uint8), shard.view(torch.uint8)
-    # torch 2.13 renamed it and warns about the old name, the only one that 2.11 has.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with collective(f"all-gather of {list(out.shape)}", data_parallel.group):
-        gather(out, shard, group=data_parallel.group)
+    work = transport.all_gather_single(out, shard, data_parallel.group, True)
+    NoticingHandle(work, f"all-gather of {list(out.shape)}", data_parallel.group).wait()
 
 
 def _refuse_unshardable(named: dict[str, nn.Parameter]) -> None:
