@@ -10,6 +10,7 @@
 #   make architecture-steps  time their steps beside eager's (an hour)
 #   make plain-modules  train small modules such as users write beside eager, and write the table (half an hour)
 #   make against-bitsandbytes  compare weights in NF4, files and an exported adapter with bitsandbytes itself
+#   make peers      time and memory of a training step through Trainer, TRL, Fabric and ours (three hours)
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.15.0' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
 #   make lock       write constraints.txt from what is installed
@@ -36,10 +37,10 @@ BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share i
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures architecture-steps plain-modules against-bitsandbytes versions check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures architecture-steps plain-modules against-bitsandbytes peers versions check lint imports typing types wheel lock clean FORCE
 
 help:
-	@sed -n '3,21s/^# *//p' Makefile
+	@sed -n '3,22s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -93,6 +94,14 @@ against-bitsandbytes: $(STAMP) $(VENV)/bitsandbytes  # 125 MB, which tests know 
 
 $(VENV)/bitsandbytes: $(STAMP)
 	@$(BIN)/pip install --quiet --no-deps --target $@ bitsandbytes==0.50.2
+	@touch $@
+
+peers: $(STAMP) typing $(VENV)/trl
+	PYTHONPATH=.typing:$(VENV)/trl $(BIN)/python -W ignore benchmarks/peers.py \
+	  --save benchmarks/results/peers_$$(date +%F)_cpu $(PEERS_ARGS)
+
+$(VENV)/trl: $(STAMP)
+	@$(BIN)/pip install --quiet --no-deps --target $@ trl==1.16.0
 	@touch $@
 
 versions:
