@@ -30,8 +30,9 @@ def main() -> None:
     settings: dict[str, Any] = json.loads(path.read_text())
     num_columns = min(COLUMNS, len(settings))
     num_rows = -(-len(settings) // num_columns)
+    height = 2.9 * num_rows + 1.0  # inches
     figure, axes = plt.subplots(
-        num_rows, num_columns, figsize=(3.6 * num_columns, 3.4 * num_rows), squeeze=False
+        num_rows, num_columns, figsize=(3.6 * num_columns, height), squeeze=False
     )
     for axis, (name, tools) in zip(axes.flat, settings.items(), strict=False):
         _draw(axis, tools)
@@ -40,9 +41,9 @@ def main() -> None:
         axis.set_visible(False)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=4, fontsize=9)
-    figure.supxlabel("MiB of tensors at the peak of a step", y=0.13, fontsize=10)
+    figure.supxlabel("MiB of tensors at the peak of a step", y=0.65 / height, fontsize=10)
     figure.supylabel("CPU seconds of a step", fontsize=10)
-    figure.tight_layout(rect=(0.01, 0.15, 1, 1))
+    figure.tight_layout(rect=(0.01, 0.8 / height, 1, 1))
     figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
@@ -63,8 +64,8 @@ def _draw(axis: Any, tools: Mapping[str, Any]) -> None:
             if is_budget
             else tool,
         )
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
+    axis.set_xlim(0, 1.05 * axis.get_xlim()[1])
+    axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axis.grid(alpha=0.3)
 
 
