@@ -11,7 +11,6 @@ On CUDA the allocator counts. On the CPU nothing does, so PyTorch's profiler rec
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from torch.profiler import profile, record_function
 from typing_extensions import override
 
+from thunder_memsave.collector import collector
 from thunder_memsave.measure.scratch import memory_events, memory_profile, quiet_profiler
 
 _MARK = "thunder_memsave.mark"
@@ -53,7 +53,7 @@ class StepMeter(ABC):
 
         Python's collector does not run meanwhile: bytes of older garbage that it frees would count as room.
         """
-        with _collector(runs=False):
+        with collector(runs=False):
             self._start()
             try:
                 yield
@@ -65,7 +65,7 @@ class StepMeter(ABC):
         """Do not count what happens here, within `running`, nor what stays of it."""
         self._stop()
         try:
-            with _collector(runs=True):
+            with collector(runs=True):
                 yield
         finally:
             self._start()
@@ -148,7 +148,7 @@ class CudaMeter(StepMeter):
         live, peak = self._read()
         self._peak_bytes = max(peak, self._peak_bytes)
         try:
-            with _collector(runs=True):
+            with collector(runs=True):
                 yield
         finally:
             assert self._ignored_bytes is not None, "it runs"
@@ -169,22 +169,6 @@ class CudaMeter(StepMeter):
     @override
     def _stop(self) -> None:
         self._peak_bytes = 0
-
-
-@contextmanager
-def _collector(*, runs: bool) -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    if runs:
-        gc.enable()
-    else:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-        else:
-            gc.disable()
 
 
 def step_meter(device: torch.device) -> StepMeter:

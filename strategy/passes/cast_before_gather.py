@@ -113,17 +113,17 @@ def chain_of_gather(value: Proxy, producers: Mapping[str, BoundSymbol]) -> Seque
 
 
 def gathered_as(
-    chain: Sequence[BoundSymbol], shard: Proxy, result: TensorProxy
+    chain: Sequence[BoundSymbol], shard: TensorProxy, result: TensorProxy
 ) -> Iterator[BoundSymbol]:
     """Yield a chain of `chain_of_gather` for another shard, with the dtype of `result`, which it makes."""
     gather, *rest = chain
-    dtype = result.dtype
+    group, dtype = gather.args[1], result.dtype
+    shape = (shard.shape[0] * group.size(), *shard.shape[1:])
     swaps: dict[Any, Proxy] = {}
     for bsym in chain:
         (output,) = bsym.flat_proxy_outs
-        named = output.replace(name=f"{output.name}_{result.name}", dtype=dtype)
+        named = output.replace(name=f"{output.name}_{result.name}", dtype=dtype, shape=shape)
         swaps[variableify(output)] = result if bsym is chain[-1] else named
-    group = gather.args[1]
     future = swaps[variableify(gather.output)]
     yield all_gather.bind(shard, group, to_torch_dtype(dtype), output=future)
     yield from (bsym.from_bsym_swap_proxies(swaps) for bsym in rest)

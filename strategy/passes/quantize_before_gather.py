@@ -50,7 +50,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors import torchex
 
 from thunder_memsave.fp8.compute.operators import Backend, Operators, operators
-from thunder_memsave.ops.families.collectives import all_gather, all_reduce_largest
+from thunder_memsave.ops.families.collectives import all_reduce_largest
 from thunder_memsave.passes.cast_before_gather import (
     chain_of_gather,
     gathered_as,
@@ -201,12 +201,4 @@ def _by_blocks(
     )
     yield cast.from_bsym(args=(rows, *cast.args[1:]), output=(of_rows, scales_of_rows))
     yield from gathered_as(chain, of_rows, numbers)
-    gather, wait = chain[:2]
-    future = gather.output.replace(
-        name=f"{gather.output.name}_{scale_inv.name}",
-        shape=scale_inv.shape,
-        dtype=scale_inv.dtype,
-    )
-    dtype = to_torch_dtype(scale_inv.dtype)
-    yield all_gather.bind(scales_of_rows, gather.args[1], dtype, output=future)
-    yield wait.sym.bind(future, output=scale_inv)
+    yield from gathered_as(chain[:2], scales_of_rows, scale_inv)  # which have no padding

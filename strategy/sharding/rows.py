@@ -16,6 +16,7 @@ from thunder_memsave.distributed.lost_ranks import NoticingHandle
 from thunder_memsave.sharding.sharded_parameter import (
     ShardedParameter,
     as_rows,
+    gathered,
     is_sharded,
     mark_sharded,
 )
@@ -173,10 +174,8 @@ def gather_whole(rows: Tensor, p: Tensor) -> Tensor:
     A collective if `p` is a shard, or stands for one in a plan; otherwise `rows` are the whole.
     """
     marks = vars(p)
-    if (gather := marks.get("_gather")) is None:
-        return rows
-    of_ranks: Tensor = gather(rows.contiguous().view(-1))
-    return of_ranks.view(-1, *rows.shape[1:])[: marks["unsharded_shape"][0]]
+    gather = marks.get("_gather")
+    return rows if gather is None else gathered(rows, gather, marks["unsharded_shape"])
 
 
 def all_gather(out: Tensor, shard: Tensor, data_parallel: DataParallel) -> None:

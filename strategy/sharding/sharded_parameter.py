@@ -120,9 +120,9 @@ class StateRows(ShardedRows):
             rows = as_rows(self)
             padded = rows.new_zeros((self._padded_rows, *rows.shape[1:]))
             padded[: len(rows)] = rows
-            of_ranks: Tensor = self._gather(padded.flatten())
-            whole: Tensor = of_ranks.view(-1, *rows.shape[1:])[: self.unsharded_shape[0]]
-            return whole.clone()  # a file would get the padding too
+            return gathered(
+                padded, self._gather, self.unsharded_shape
+            ).clone()  # a file would get the padding too
 
     @property
     def _local_tensor(self) -> Tensor:
@@ -269,6 +269,12 @@ def unquantized_dtype(p: Tensor) -> torch.dtype | None:
     """Return the dtype of the weight that is stored in `p`; None: `p` holds the weight itself."""
     stored = stored_weight(p)
     return None if stored is None else stored.dtype
+
+
+def gathered(rows: Tensor, gather: Gather, unsharded_shape: torch.Size) -> Tensor:
+    """Gather the whole of rows with padding; without it. A collective."""
+    of_ranks = gather(rows.contiguous().view(-1))
+    return of_ranks.view(-1, *rows.shape[1:])[: unsharded_shape[0]]
 
 
 def is_sharded(p: Tensor) -> bool:

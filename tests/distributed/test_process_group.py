@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness.distributed import run_on_ranks
+from harness.fabric import free_port
 from thunder_memsave.config import ConfigError, StrategyConfig
 from thunder_memsave.distributed.process_group import (
     destroy_groups,
@@ -24,13 +24,6 @@ from thunder_memsave.settings.schema import parse_section
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind((LOOPBACK, 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def config(**settings: Any) -> StrategyConfig:
