@@ -96,13 +96,9 @@ $(VENV)/bitsandbytes: $(STAMP)
 	@$(BIN)/pip install --quiet --no-deps --target $@ bitsandbytes==0.50.2
 	@touch $@
 
-peers: $(STAMP) typing $(VENV)/trl
-	PYTHONPATH=.typing:$(VENV)/trl $(BIN)/python -W ignore benchmarks/peers.py \
+peers: $(STAMP) typing
+	PYTHONPATH=.typing $(BIN)/python -W ignore benchmarks/peers.py \
 	  --save benchmarks/results/peers_$$(date +%F)_cpu $(PEERS_ARGS)
-
-$(VENV)/trl: $(STAMP)
-	@$(BIN)/pip install --quiet --no-deps --target $@ trl==1.16.0
-	@touch $@
 
 versions:
 	@PYTHON='$(PYTHON)' bash .ci/versions '$(CONSTRAINTS)' '$(VERSIONS)' -n $(WORKERS) $(PYTEST_ARGS)

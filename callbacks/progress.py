@@ -15,6 +15,13 @@ from torch import Tensor
 _BAR_SHARE = 8  # the bar takes 1/8 of the terminal's width
 
 
+_OF_EVALUATIONS: Mapping[str, Callable[[float], str]] = {
+    "val_perplexity": lambda value: f"perplexity {value:,.2f}",
+    "val_reward_accuracy": lambda value: f"accuracy {value:.1%}",
+    "val_reward_margin": lambda value: f"margin {value:.3f}",
+}
+
+
 class ProgressBar:
     """Prints losses, learning rate, speed, memory and time left, on rank 0.
 
@@ -123,8 +130,11 @@ class ProgressBar:
         if not fabric.is_global_zero:
             return
         loss = self._losses[step] = metrics["val_loss"]
-        perplexity = metrics.get("val_perplexity")
-        more = "" if perplexity is None else f" | perplexity {perplexity:,.2f}"
+        more = "".join(
+            f" | {write(metrics[name])}"
+            for name, write in _OF_EVALUATIONS.items()
+            if name in metrics
+        )
         best = " | best so far" if len(self._losses) > 1 and loss == self._best()[1] else ""
         self._print(f"step {step}/{self._num_steps} | val_loss {loss:.4f}{more}{best}")
         self._announce("")
@@ -223,6 +233,8 @@ def _fields(metrics: Mapping[str, Any]) -> dict[str, str]:
         metrics["tokens_per_s"] = metrics["input_tokens_per_s"]
     formats: dict[str, Callable[[float], str]] = {
         "loss": lambda value: f"loss {value:.4f}",
+        "reward_accuracy": lambda value: f"accuracy {value:.1%}",
+        "reward_margin": lambda value: f"margin {value:.3f}",
         "tokens_per_s": lambda value: f"{_short(value)} tok/s",
         "lr": lambda value: f"lr {value:.1e}",
         "mfu": lambda value: f"MFU {value:.1%}",

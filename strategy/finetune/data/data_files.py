@@ -65,7 +65,8 @@ class DataFiles:
 
     A row is a chat (`messages`, with `tools` if it has any), ShareGPT (`conversations`), Alpaca (`instruction`,
     `input`, `output`), `prompt` and `completion`, `text`, or tokens (`input_ids`, with `labels` of -100 where nothing
-    is trained on). `thunder-memsave validate` says which.
+    is trained on). `thunder-memsave validate` says which. For preference tuning a row is a pair, `chosen` and
+    `rejected`, with `prompt` if they do not begin with it; or one of the others with `label`: true or false.
 
     Args:
         path: A file, a directory of them, `{hub: owner/name}` with `subset`, `split` and `revision` where it needs
@@ -83,7 +84,7 @@ class DataFiles:
         *,
         path: str | dict[str, Any] | list[str | dict[str, Any]],
         format: Literal[
-            "auto", "messages", "sharegpt", "alpaca", "prompt", "text", "tokens"
+            "auto", "messages", "sharegpt", "alpaca", "prompt", "pair", "text", "tokens"
         ] = "auto",
         columns: dict[str, str] | None = None,
         val_path: str | dict[str, Any] | None = None,

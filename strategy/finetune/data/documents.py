@@ -33,6 +33,12 @@ class Document:
     trained: tuple[bool, ...] = ()
     """Whether each of `tokens` is trained on."""
 
+    rejected: Document | None = None
+    """Of a pair of preferences: the text that this one is preferred to."""
+
+    label: bool | None = None
+    """Whether the text is desirable, if its row says so by `label`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSplit:

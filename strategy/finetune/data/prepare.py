@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from thunder_memsave.finetune.data.batches import Order
 from thunder_memsave.finetune.data.data_files import DataFiles
-from thunder_memsave.finetune.data.documents import Dataset, Document
+from thunder_memsave.finetune.data.documents import Dataset, DataSplit, Document
 from thunder_memsave.finetune.data.packing import Rows, pack, pad
+from thunder_memsave.finetune.data.preferences.prepare import (
+    check_preferences,
+    preference_rows,
+    refuse_pairs,
+)
+from thunder_memsave.finetune.data.preferences.rows import PreferenceRows
 from thunder_memsave.finetune.data.stored.stored_data import stored_data
 from thunder_memsave.finetune.data.tokenize import Sample, tokenize
 from thunder_memsave.finetune.run_file.classes.class_spec import build
@@ -19,23 +25,29 @@ from thunder_memsave.settings.problems import ConfigError
 DATA_MODULE = "thunder_memsave.finetune.data"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedData:
+RowsT = TypeVar("RowsT", Rows, PreferenceRows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData(Generic[RowsT]):
     """The rows of a run."""
 
-    train: Rows
-    validation: Rows | None
+    train: RowsT
+    validation: RowsT | None
     summary: str
     """One line per set for the user: documents, rows, and what was cut."""
 
     example: Sample
     """The first training sample, for `describe_sample`."""
 
+    rejected: Sample | None = None
+    """The one that it is preferred to, in a pair."""
+
     order: Order = "listed"
     """How an epoch's order of the training rows is made."""
 
 
-def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
+def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData[Any]:
     """Load, tokenize and pack both sets.
 
     Raises:
@@ -44,9 +56,13 @@ def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
     where = "data.dataset"
     dataset: Dataset = build(config.data.dataset, where=where, default_module=DATA_MODULE)
     _check_train_on(dataset, config)
+    check_preferences(dataset, config)
     if isinstance(dataset, DataFiles) and dataset.streaming:
         return _streamed(dataset, config, tokenizer)
     split = dataset.load(tokenizer)
+    if config.preference is not None:
+        return _preferences(split, config, tokenizer)
+    refuse_pairs(split.train)
     train, summary = _rows(split.train, dataset, config, tokenizer, name="train")
     validation = None
     if split.validation:
@@ -63,7 +79,21 @@ def prepare_data(config: RunConfig, tokenizer: Any) -> PreparedData:
     )
 
 
-def _streamed(dataset: DataFiles, config: RunConfig, tokenizer: Any) -> PreparedData:
+def _preferences(
+    split: DataSplit, config: RunConfig, tokenizer: Any
+) -> PreparedData[PreferenceRows]:
+    train, validation, summary = preference_rows(split, config, tokenizer)
+    first, *others = train.examples[0].samples
+    return PreparedData(
+        train=train,
+        validation=validation,
+        summary=f"{split.described}\n{summary}" if split.described else summary,
+        example=first,
+        rejected=others[0] if others else None,
+    )
+
+
+def _streamed(dataset: DataFiles, config: RunConfig, tokenizer: Any) -> PreparedData[Rows]:
     data = stored_data(dataset, config.data, tokenizer)
     return PreparedData(
         train=data.train,

@@ -15,9 +15,11 @@ from thunder_memsave.finetune.data.files.row_formats import (
     alpaca_prompt,
     as_messages,
 )
+from thunder_memsave.finetune.data.pair_documents import pair_of
 from thunder_memsave.settings.problems import ConfigError
 
 _IGNORED = -100
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def document_of(
@@ -37,6 +39,8 @@ def document_of(
     """
     if of.name == "tokens":
         return _of_tokens(row, tokenizer, origin=origin)
+    if of.name == "pair":
+        return pair_of(row, tokenizer, variables=variables, origin=origin)
     chat = _chat(row, of, tokenizer)
     if chat is not None:
         is_checked_only = tokenizer is None
@@ -48,7 +52,7 @@ def document_of(
         prompt, completion = string_of(asked, "prompt"), string_of(asked, "completion")
         parts = (Part(text=prompt), Part(text=completion, assistant=True))
     check_encodable(parts)
-    return Document(parts=parts, origin=origin, rendered=chat is not None)
+    return Document(parts=parts, origin=origin, rendered=chat is not None, label=_label_of(row))
 
 
 def shown_as(of: RowFormat, tokenizer: Any) -> str:
@@ -57,6 +61,11 @@ def shown_as(of: RowFormat, tokenizer: Any) -> str:
         return of.shown
     is_chat = _has_template(tokenizer)
     return f"{of.shown}, {'as chats' if is_chat else 'in the words of Stanford Alpaca'}"
+
+
+def _label_of(row: Row) -> bool | None:
+    """Return whether a row is labelled as desirable; None: it has no such label."""
+    return _LABELS.get(str(row.get("label")).lower())
 
 
 def _chat(row: Row, of: RowFormat, tokenizer: Any) -> Row | None:

@@ -73,20 +73,24 @@ class Counts:
         """
         text = (
             f"{name}: {self.num_documents} documents, {self.num_targets:,} target tokens "
-            f"in {num_rows} rows of {length}"
+            f"in {num_rows} rows of {length}{self.cut_off(name, f'data.max_seq_length ({length})')}"
         )
-        if self.num_truncated:
-            text += (
-                f"\n{name}: {self.num_truncated} documents ({100 * self.num_truncated / self.num_documents:.3g} %) are "
-                f"longer than data.max_seq_length ({length}): {self.num_cut_tokens:,} tokens at their ends are left "
-                f"out; the longest has {self.longest:,}"
-            )
         if self.num_without_targets:
             text += (
                 f"\n{name}: {self.num_without_targets} documents are left out, for nothing that is trained on is "
                 f"within their first {length} tokens"
             )
         return text
+
+    def cut_off(self, name: str, limit: str) -> str:
+        """Describe in a further line what was cut off beyond a limit; empty if nothing was."""
+        if not self.num_truncated:
+            return ""
+        percent = 100 * self.num_truncated / self.num_documents
+        return (
+            f"\n{name}: {self.num_truncated} documents ({percent:.3g} %) are longer than {limit}: "
+            f"{self.num_cut_tokens:,} tokens at their ends are left out; the longest has {self.longest:,}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

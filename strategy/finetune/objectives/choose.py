@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from thunder_memsave.finetune.data.preferences.prepare import samples_per_example
 from thunder_memsave.finetune.model.documents_apart import mask_kind
 from thunder_memsave.finetune.objectives.objective import Objective
+from thunder_memsave.finetune.objectives.preference import PREFERENCES
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning
 from thunder_memsave.finetune.run_file.config import RunConfig
 
@@ -20,8 +22,15 @@ def objective_of(config: RunConfig, *, num_documents: int | None = None) -> Obje
         config: The run.
         num_documents: Documents for which each row of the data has room; None if the data is not known.
     """
-    length = config.data.max_seq_length
-    expected = config.data.max_documents_per_row or max(1, length // _TOKENS)
-    return SupervisedFineTuning(
-        mask=mask_kind(config), length=length, num_documents=num_documents or expected
+    length, most = config.data.max_seq_length, config.data.max_documents_per_row
+    mask, section = mask_kind(config), config.preference
+    if section is None:
+        expected = most or max(1, length // _TOKENS)
+        return SupervisedFineTuning(
+            mask=mask, length=length, num_documents=num_documents or expected
+        )
+    num_samples = samples_per_example(section)
+    expected = max(num_samples, (most or length // _TOKENS) // num_samples * num_samples)
+    return PREFERENCES[section.loss](
+        settings=section, mask=mask, length=length, num_documents=num_documents or expected
     )

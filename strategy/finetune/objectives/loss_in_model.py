@@ -13,28 +13,36 @@ from torch import Tensor, nn
 
 from thunder_memsave.finetune.objectives.objective import BatchT, Objective
 
-TRAINING, EVALUATION = "training_step", "validation_step"
+TRAINING, EVALUATION, PREDICTION = "training_step", "validation_step", "predict_step"
 """Names of the methods: Fabric sends calls of steps that are named so through the compiled module."""
 
 
 def put_loss_in(model: nn.Module, objective: Objective[Any]) -> None:
-    """Give a model, not its Fabric wrapper, the two methods; they take `call_inputs`.
+    """Give a model, not its Fabric wrapper, the three methods; they take `call_inputs`.
 
-    `training_step` returns the loss of a batch, `validation_step` what an evaluation sums of it.
+    `training_step` returns the loss of a batch, with sums for metrics if the objective has any, `validation_step` what
+    an evaluation sums of it, and `predict_step` what `Objective.predicted` does.
     """
 
-    def loss(model: nn.Module, inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> Tensor:
-        return objective.loss(model(**inputs), **loss_inputs)
+    def loss(
+        model: nn.Module, inputs: dict[str, Any], loss_inputs: dict[str, Any]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        total, sums = objective.summed(model(**inputs), **loss_inputs)
+        return total if sums is None else (total, sums)
 
     def evaluated(model: nn.Module, inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> Tensor:
         return objective.evaluated(model(**inputs), **loss_inputs)
 
+    def predicted(model: nn.Module, inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> Tensor:
+        return objective.predicted(model(**inputs), **loss_inputs)
+
     setattr(model, TRAINING, MethodType(loss, model))
     setattr(model, EVALUATION, MethodType(evaluated, model))
+    setattr(model, PREDICTION, MethodType(predicted, model))
 
 
 def call_inputs(objective: Objective[BatchT], batch: BatchT) -> dict[str, Any]:
-    """Return the keyword arguments of the two methods for a batch."""
+    """Return the keyword arguments of the first two methods for a batch."""
     return {
         "inputs": objective.model_inputs(batch),
         "loss_inputs": objective.loss_inputs(batch),

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 BatchT = TypeVar("BatchT")
+
+
+class Predictions(Protocol):
+    """What an objective may ask for before a step."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a step follows, not an evaluation."""
+
+    def predict(self, inputs: dict[str, Any], loss_inputs: dict[str, Any]) -> Tensor:
+        """Call the model without a gradient, and return what `Objective.predicted` makes of its output."""
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, on every rank. A collective."""
 
 
 class Objective(ABC, Generic[BatchT]):
@@ -27,6 +41,12 @@ class Objective(ABC, Generic[BatchT]):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("val_loss",)
     """Names of the metrics that `evaluation` returns; `val_loss` is one of them."""
 
+    train_metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics that `measured` returns."""
+
+    needs_reference: ClassVar[bool] = False
+    """Whether rows need what `predicted` returns of the model at the start of the run, by `with_reference`."""
+
     @abstractmethod
     def model_inputs(self, batch: BatchT) -> dict[str, Any]:
         """Make the keyword arguments of the model, on the batch's device."""
@@ -43,6 +63,37 @@ class Objective(ABC, Generic[BatchT]):
             output: The model's output.
             **inputs: The `loss_inputs` of the batch that the model was called with.
         """
+
+    def summed(self, output: Any, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the loss, and float32 sums of (n,), without a gradient, of which `measured` makes metrics, if any.
+
+        Arguments are those of `loss`.
+        """
+        return self.loss(output, **inputs), None
+
+    def measured(self, sums: Sequence[float], weight: float) -> dict[str, float]:
+        """Turn these sums over all micro-batches and ranks of a step, and that of the weights, into metrics."""
+        return {}
+
+    def predicted(self, output: Any, **inputs: Any) -> Tensor:
+        """Return what the objective asks of the model without a gradient, for `before_step`, or for references.
+
+        Args:
+            output: The model's output.
+            **inputs: What the objective gave with the model's inputs.
+        """
+        raise NotImplementedError
+
+    def before_step(self, batches: Sequence[BatchT], model: Predictions) -> Sequence[BatchT]:
+        """Return the micro-batches of a step, or of one pass of an evaluation, with what depends on all of them.
+
+        It is called on all ranks together, each of which has as many batches.
+
+        Args:
+            batches: This rank's, on the device.
+            model: Asks the model, and the other ranks.
+        """
+        return batches
 
     @abstractmethod
     def weight(self, batch: BatchT) -> Tensor:

@@ -64,23 +64,7 @@ class SupervisedFineTuning(Objective[Batch]):
 
     @override
     def flops_per_token(self, model: Any) -> float | None:
-        # With an explicit mask and positions: to make them, models read values of tensors.
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        with torch.device("meta"):
-            ids = torch.zeros(1, self.length, dtype=torch.long)
-            mask = torch.zeros(1, 1, self.length, self.length, dtype=dtype)
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
-        try:
-            flops = training_flops(model, lambda: cast(Tensor, model(**inputs).logits))
-        # The last two are raised by models that do not take such a mask, or positions.
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            warnings.warn(
-                f"there is no MFU, because the FLOPs of a {type(model).__name__} cannot be counted "
-                f"({error}); give ThroughputMonitor its flops_per_token under 'callbacks'.",
-                stacklevel=2,
-            )
-            return None
-        return flops / self.length
+        return flops_of_tokens(model, length=self.length)
 
     @override
     def evaluation(self, sums: Tensor, weight: Tensor) -> dict[str, float]:
@@ -94,3 +78,29 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def flops_of_tokens(model: Any, *, length: int) -> float | None:
+    """Return the FLOPs of training a causal language model per token of a row; None, with a warning, if unknown.
+
+    Args:
+        model: The model, on the meta device.
+        length: Tokens per row.
+    """
+    # With an explicit mask and positions: to make them, models read values of tensors.
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    with torch.device("meta"):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        mask = torch.zeros(1, 1, length, length, dtype=dtype)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": ids, "use_cache": False}
+    try:
+        flops = training_flops(model, lambda: cast(Tensor, model(**inputs).logits))
+    # The last two are raised by models that do not take such a mask, or positions.
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        warnings.warn(
+            f"there is no MFU, because the FLOPs of a {type(model).__name__} cannot be counted "
+            f"({error}); give ThroughputMonitor its flops_per_token under 'callbacks'.",
+            stacklevel=2,
+        )
+        return None
+    return flops / length

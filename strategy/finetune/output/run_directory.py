@@ -51,6 +51,11 @@ class RunDirectory:
         return self.root / "plan.txt"
 
     @property
+    def reference(self) -> Path:
+        """Log-probabilities of the reference model, for losses of preferences."""
+        return self.root / "reference.safetensors"
+
+    @property
     def loss_curve(self) -> Path:
         """Plot of losses and learning rate."""
         return self.root / "loss.png"
@@ -90,7 +95,8 @@ class RunDirectory:
         if run_file_before is not None:
             write_text(self.config, run_file_before)
             return
-        for path in (self.config, self.metrics, self.environment, self.plan, self.loss_curve):
+        written = (self.config, self.metrics, self.environment, self.plan, self.loss_curve)
+        for path in (*written, self.reference):
             path.unlink(missing_ok=True)
         for directory in (self.checkpoints, self.root):
             with contextlib.suppress(OSError):  # it has other contents

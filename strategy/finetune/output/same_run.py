@@ -102,6 +102,7 @@ def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer.states": _states(config),
         "lora": _with_defaults(config.get("lora")),
         "adapter": config.get("adapter"),
+        "preference": config.get("preference"),
         "fp8": None if fp8 is None else parse_section(Fp8Config, fp8, where="fp8"),
     }
     plain = json.loads(json.dumps(sections, default=_plain))

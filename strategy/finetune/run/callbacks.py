@@ -58,6 +58,7 @@ def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
         _callback(spec, directory, where=f"callbacks[{index}]")
         for index, spec in enumerate(config.callbacks)
     ]
+    objective = objective_of(config)
     monitors = _replaced([ThroughputMonitor(), LearningRateMonitor(), MemoryMonitor()], own)
     writers = _replaced(_writers(config, directory), own)
     checkpoint = _replaced([_checkpoint(config, directory)], own)
@@ -66,6 +67,8 @@ def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
     for writer in writers:
         if isinstance(writer, MetricsCSV):
             writer.monitors = (*monitors, *added)
+            own_metrics = (*objective.train_metrics, *objective.evaluation_metrics)
+            writer.columns = tuple(dict.fromkeys((*writer.columns, *own_metrics)))
     return [*monitors, *added, *writers, *checkpoint]
 
 

@@ -102,4 +102,8 @@ def _count(number: int, noun: str) -> str:
 def _sample(job: Job) -> list[str]:
     text = describe_sample(job.data.example, job.tokenizer, max_tokens=_NUM_TOKENS_SHOWN)
     heading = f"one sample; what stands in {TRAINED_FROM} {TRAINED_TO} is trained on:"
-    return [heading, textwrap.indent(text, "    ", lambda line: True)]
+    lines = [heading, textwrap.indent(text, "    ", lambda line: True)]
+    if job.data.rejected is not None:
+        text = describe_sample(job.data.rejected, job.tokenizer, max_tokens=_NUM_TOKENS_SHOWN)
+        lines += ["it is preferred to:", textwrap.indent(text, "    ", lambda line: True)]
+    return lines

@@ -53,7 +53,7 @@ class Job:
     directory: RunDirectory
     batch_sizes: BatchSizes
     tokenizer: Any
-    data: PreparedData
+    data: PreparedData[Any]
     model: nn.Module
     resume_from: CheckpointInfo | None
     identity: dict[str, int | str]
@@ -177,7 +177,9 @@ def _check_resumed(
     )
 
 
-def _identity(config: RunConfig, sizes: BatchSizes, data: PreparedData) -> dict[str, int | str]:
+def _identity(
+    config: RunConfig, sizes: BatchSizes, data: PreparedData[Any]
+) -> dict[str, int | str]:
     return {
         "optimizer_class": config.optimizer["class_path"].rpartition(".")[2],
         "seed": config.train.seed,
@@ -187,7 +189,7 @@ def _identity(config: RunConfig, sizes: BatchSizes, data: PreparedData) -> dict[
     }
 
 
-def _check_callbacks(config: RunConfig, data: PreparedData | None, problems: Problems) -> None:
+def _check_callbacks(config: RunConfig, data: PreparedData[Any] | None, problems: Problems) -> None:
     """Check early stopping, loggers and the like without creating objects that write."""
     for index, spec in enumerate(config.loggers):
         where = f"loggers[{index}]"
@@ -221,7 +223,7 @@ def _tokenizer(config: RunConfig, problems: Problems) -> Any:
     )
 
 
-def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData | None:
+def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData[Any] | None:
     data, spec = None, config.data.dataset
     if tokenizer is not None:
         data = problems.check(

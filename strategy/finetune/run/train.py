@@ -39,6 +39,7 @@ from thunder_memsave.finetune.run.early_end import (
 from thunder_memsave.finetune.run.fabric import build_fabric
 from thunder_memsave.finetune.run.job import Job, prepare
 from thunder_memsave.finetune.run.plan_shown import PlanShown
+from thunder_memsave.finetune.run.reference import reference_key, reference_of, with_reference
 from thunder_memsave.finetune.run.resume import (
     BaseFiles,
     base_files,
@@ -134,7 +135,13 @@ def _begin(
         _say(fabric, f"fp8: {job.fp8}")
     if job.in_bytes is not None:
         _say(fabric, job.in_bytes)
+    key = reference_key(job)
     module, optimizer = _set_up(fabric, job)
+    reference = None
+    if key is not None:
+        _say(fabric, "comparing with the model as it is now: its log-probabilities of the data")
+        reference = reference_of(fabric, module, job, key=key, path=job.directory.reference)
+        job = with_reference(job, reference)
     loop_state = LoopState()
     state.update(
         model=trained_part(job.model, in_files=base.names),
@@ -148,6 +155,8 @@ def _begin(
         load(fabric, job.resume_from, job.config, state, is_verified=is_verified)
     # After the checkpoint was loaded: one that does not fit this run file must not replace its own.
     before = _create_directory(fabric, job, step=state["step"])
+    if reference is not None and fabric.is_global_zero:
+        reference.keep(job.directory.reference)
     return _Begun(
         job=job,
         module=module,

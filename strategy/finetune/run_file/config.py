@@ -97,6 +97,25 @@ class DataConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(Section):
+    """Preference tuning, in place of learning to write all of what the data has."""
+
+    loss: Literal["dpo", "orpo", "kto"] = "dpo"
+    """`dpo` and `orpo` take pairs of a chosen and a rejected text, `kto` texts with a `label` (or pairs, each of which
+    is two of them). `dpo` and `kto` compare with the model as it is at the start of the run."""
+
+    beta: Annotated[float, Must("be above 0", lambda value: value > 0)] = 0.1
+    """Of `dpo` and `kto`: how far the model is held near the reference; of `orpo`: weight of the odds ratio."""
+
+    desirable_weight: Annotated[float, Must("be above 0", lambda value: value > 0)] = 1.0
+    """Weight of desirable texts in `kto`; with it, the number of desirable texts times their weight should be about
+    that of the others."""
+
+    undesirable_weight: Annotated[float, Must("be above 0", lambda value: value > 0)] = 1.0
+    """Weight of the other texts in `kto`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """Batch sizes, length and seed of the run."""
 
@@ -243,6 +262,7 @@ class RunConfig(Section):
     """Another adapter of peft: its config class, such as `IA3Config`, and the class's fields."""
 
     data: DataConfig = field(default_factory=DataConfig)
+    preference: PreferenceConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerSpec = field(
         default_factory=lambda: OptimizerSpec(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import cast
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
 from thunder_memsave.finetune.data.batches import Sharding, make_batch, ordered_rows
 from thunder_memsave.finetune.data.row_set import RowSet
 from thunder_memsave.finetune.objectives.loss_in_model import EVALUATION, call_inputs
 from thunder_memsave.finetune.objectives.objective import BatchT, Objective
 from thunder_memsave.finetune.training.ahead import to_device
+from thunder_memsave.finetune.training.ask_model import AskedModel, sum_over_ranks
 
 _BATCHES_BETWEEN = 4
 """Forward passes between two checks whether to go on; each check is a collective."""
@@ -45,20 +45,17 @@ def evaluate(
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
+    asked = AskedModel(fabric=fabric, model=model, is_training=False)
     passes = islice(ordered_rows(len(rows), sharding), max_batches)
     for number, chosen in enumerate(passes):
         if number and number % _BATCHES_BETWEEN == 0 and is_cut_short():
             model.train(was_training)
             return None
         batch = to_device(fabric, make_batch(rows, chosen))
+        (batch,) = objective.before_step([batch], asked)
         # Of shape (n + 1,): the weight, and what the objective sums.
         sums = getattr(model, EVALUATION)(**call_inputs(objective, batch))
         total = total + torch.cat([objective.weight(batch).double()[None], sums])
     total = sum_over_ranks(fabric, total)
     model.train(was_training)
     return objective.evaluation(total[1:], total[0])
-
-
-def sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
-    """Return the sum of the ranks' tensors, on every rank. A collective."""
-    return cast(Tensor, fabric.all_reduce(tensor, reduce_op="sum"))

@@ -22,8 +22,8 @@ def accumulate(
     objective: Objective[Any],
     *,
     weight: Tensor,
-) -> Tensor:
-    """Accumulate the gradients of the global batch's mean loss, and return this rank's summed loss.
+) -> tuple[Tensor, Tensor | None]:
+    """Accumulate the gradients of the global batch's mean loss; return this rank's summed loss, and further sums.
 
     Args:
         fabric: Its ranks share the global batch.
@@ -34,14 +34,17 @@ def accumulate(
     """
     # The strategy averages gradients over the ranks, but a mean over all rows needs their sum.
     scale = fabric.world_size / weight
-    total = torch.zeros((), device=fabric.device)
+    total, sums = torch.zeros((), device=fabric.device), None
     for number, batch in enumerate(batches, start=1):
         is_last = number == len(batches)
         with fabric.no_backward_sync(model, enabled=not is_last):  # type: ignore[arg-type]
-            loss = getattr(model, TRAINING)(**call_inputs(objective, batch))
+            made = getattr(model, TRAINING)(**call_inputs(objective, batch))
+            loss, more = made if isinstance(made, tuple) else (made, None)
             fabric.backward(loss * scale)
         total += loss.detach()
-    return total
+        if more is not None:
+            sums = more if sums is None else sums + more
+    return total, sums
 
 
 def clip(

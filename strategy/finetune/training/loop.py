@@ -24,6 +24,7 @@ import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -45,6 +46,7 @@ from thunder_memsave.finetune.run_file.config import (
     LRSchedulerConfig,
 )
 from thunder_memsave.finetune.training.ahead import DataAhead, Work, to_device
+from thunder_memsave.finetune.training.ask_model import AskedModel
 from thunder_memsave.finetune.training.evaluate import evaluate
 from thunder_memsave.finetune.training.gradients import accumulate, clip
 from thunder_memsave.finetune.training.guards import BadStep, count_rollbacks
@@ -267,12 +269,15 @@ class _Loop:
         """Compute the gradients of a step, and what is known of it, without waiting for the device."""
         fabric, plan = self.fabric, self.plan
         weight = to_device(fabric, work.weight)
-        total = accumulate(fabric, self.model, work.batches, plan.objective, weight=weight)
+        asked = AskedModel(fabric=fabric, model=self.model, is_training=True)
+        batches = plan.objective.before_step(work.batches, asked)
+        total, sums = accumulate(fabric, self.model, batches, plan.objective, weight=weight)
         self._call("on_before_optimizer_step", model=self.model, optimizer=self.optimizer)
         norm = clip(fabric, self.model, self.optimizer, max_norm=plan.max_grad_norm)
         measured = plan.objective.step_metrics(
             work.batches, weight=float(work.weight), num_ranks=fabric.world_size
         )
+        del batches
         work.batches.clear()  # for those of the next step
         return Unread.of(
             fabric,
@@ -282,6 +287,8 @@ class _Loop:
             step=self.step,
             lr=self.optimizer.param_groups[0]["lr"],
             metrics=measured,
+            sums=sums,
+            measured=partial(plan.objective.measured, weight=float(work.weight)),
         )
 
     def _reads_after(self, step: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from thunder_memsave.fabric.nonfinite import has_scaler
 from thunder_memsave.finetune.process.stop import BadStepError
 from thunder_memsave.finetune.run_file.config import GuardsConfig
-from thunder_memsave.finetune.training.evaluate import sum_over_ranks
+from thunder_memsave.finetune.training.ask_model import sum_over_ranks
 from thunder_memsave.finetune.training.guards import BadStep, decides_later, judge
 from thunder_memsave.finetune.training.loop_state import LoopState
 from thunder_memsave.finetune.training.optimizer import can_skip_on_device, skipped_if
@@ -35,6 +35,12 @@ class Unread:
     num_not_finite: Tensor
     """Ranks whose gradients are not finite."""
 
+    sums: Tensor
+    """What the objective measures, summed over the ranks; may be empty."""
+
+    measured: Callable[[Sequence[float]], Mapping[str, float]]
+    """Makes metrics of these sums."""
+
     metrics: dict[str, Any]
     """The metrics that the step's callbacks get: loss and norm are these tensors until they are read, then numbers."""
 
@@ -49,6 +55,8 @@ class Unread:
         step: int,
         lr: float,
         metrics: Mapping[str, float],
+        sums: Tensor | None = None,
+        measured: Callable[[Sequence[float]], Mapping[str, float]] = lambda sums: {},
     ) -> Unread:
         """Combine what the ranks know of a step. A collective.
 
@@ -60,10 +68,14 @@ class Unread:
             step: Finished steps before it.
             lr: Its learning rate.
             metrics: The step's other metrics.
+            sums: What this rank's batches sum up to beside the loss.
+            measured: Makes metrics of the ranks' sums.
         """
         # In one collective: non-finite gradients may be on one rank only.
         marked = torch.stack([total, (~torch.isfinite(norm)).to(total)])
-        total, num_not_finite = sum_over_ranks(fabric, marked)
+        if sums is not None:
+            marked = torch.cat([marked, sums.to(total)])
+        total, num_not_finite, *others = sum_over_ranks(fabric, marked)
         loss = total / weight
         return cls(
             step=step,
@@ -71,6 +83,8 @@ class Unread:
             loss=loss,
             norm=norm,
             num_not_finite=num_not_finite,
+            sums=torch.stack(others) if others else total.new_zeros(0),
+            measured=measured,
             metrics={"grad_norm": norm, "loss": loss, **metrics},
         )
 
@@ -126,7 +140,8 @@ class UnreadSteps:
         """
         steps, self._steps, self._is_bad, bad = self._steps, [], None, None
         for number, (step, numbers) in enumerate(zip(steps, _read(steps), strict=True)):
-            step.metrics.update(grad_norm=numbers.norm, loss=numbers.loss)
+            measured = step.measured(numbers.sums)
+            step.metrics.update(grad_norm=numbers.norm, loss=numbers.loss, **measured)
             try:
                 bad = self._judged(step, numbers)
             except BadStepError:
@@ -161,6 +176,9 @@ class _Numbers:
     is_finite: bool
     """Whether they are on all ranks, and all gradients."""
 
+    sums: Sequence[float]
+    """What the objective measures."""
+
 
 def _read(steps: Sequence[Unread]) -> Iterator[_Numbers]:
     """Yield the numbers of steps, read in one transfer: the host waits for the device, once."""
@@ -168,11 +186,12 @@ def _read(steps: Sequence[Unread]) -> Iterator[_Numbers]:
         return
     # float64: it holds each of them exactly, and a norm may have more bits than a loss.
     of_steps = [
-        torch.stack([t.double() for t in (s.loss, s.norm, s.num_not_finite)]) for s in steps
+        torch.stack([t.double() for t in (s.loss, s.norm, s.num_not_finite, *s.sums)])
+        for s in steps
     ]
-    for loss, norm, num_not_finite in torch.stack(of_steps).tolist():
+    for loss, norm, num_not_finite, *sums in torch.stack(of_steps).tolist():
         is_finite = math.isfinite(loss) and not num_not_finite
-        yield _Numbers(loss=loss, norm=norm, is_finite=is_finite)
+        yield _Numbers(loss=loss, norm=norm, is_finite=is_finite, sums=sums)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

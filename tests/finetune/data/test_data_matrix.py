@@ -62,11 +62,13 @@ def write_rows(directory: Path, data_format: str) -> Path:
     return write_jsonl(directory / f"{data_format}.jsonl", rows)
 
 
-def prepared(model_directory: Path, directory: Path, data_format: str, layout: str) -> PreparedData:
+def prepared(
+    model_directory: Path, directory: Path, data_format: str, layout: str
+) -> PreparedData[Rows]:
     return read(model_directory, write_rows(directory, data_format), layout)
 
 
-def read(model_directory: Path, path: Path, layout: str) -> PreparedData:
+def read(model_directory: Path, path: Path, layout: str) -> PreparedData[Rows]:
     """Read rows that may have been written before, by another process; the file's name tells the format."""
     data = LAYOUTS[layout]
     config = RunConfig(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from thunder_memsave.settings.problems import ConfigError
 
 Row: TypeAlias = Mapping[str, Any]
-FormatName = Literal["messages", "sharegpt", "alpaca", "prompt", "text", "tokens"]
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt", "pair", "text", "tokens"]
 
 _ROLES = {
     "human": "user",
@@ -76,6 +76,13 @@ FORMATS: Mapping[FormatName, RowFormat] = MappingProxyType(
     {
         each.name: each
         for each in (
+            RowFormat(
+                name="pair",
+                shown="pairs of preferences ('chosen' and 'rejected')",
+                keys=("chosen", "rejected"),
+                is_one=_has("chosen", "rejected"),
+                reader="DataFiles",
+            ),
             RowFormat(
                 name="messages",
                 shown="chats ('messages' with 'role' and 'content')",

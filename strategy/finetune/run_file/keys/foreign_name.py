@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune", "TRL", "unsloth"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignName:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from thunder_memsave.finetune.run_file.keys.foreign_name import ForeignName
-
-AXOLOTL, LITGPT, TORCHTUNE, TRAINER, UNSLOTH = "axolotl", "litgpt", "torchtune", "TRL", "unsloth"
+from thunder_memsave.finetune.run_file.keys.foreign_name import (
+    AXOLOTL,
+    LITGPT,
+    TORCHTUNE,
+    TRAINER,
+    UNSLOTH,
+    ForeignName,
+)
+from thunder_memsave.finetune.run_file.keys.preference_names import PREFERENCE_NAMES
 
 _PLANNING = "what does not fit is recomputed; with policy recompute_all, everything"
 _OFFLOAD = "activations; the plan of memory.budget chooses which"
@@ -27,11 +33,11 @@ _KERNELS = "the step runs PyTorch's own kernels; leave it out"
 _LOSS = "the loss is in tiles of tokens without it; leave it out"
 _FSDP = "FULL_SHARD is zero3, SHARD_GRAD_OP zero2, HYBRID_SHARD hybrid, NO_SHARD none"
 _ONE_AXIS = "this version shards over data-parallel ranks only"
-_NO_PREFERENCES = "this command trains on texts, prompts and chats, not on preferences or rewards"
 _SAME_LOSS = "the loss is the cross-entropy of the target tokens; leave it out"
 _NOT_IN_SECTION = "such as {r: 16, lora_alpha: 32, target_modules: all-linear}"
 
 FOREIGN_NAMES: dict[str, ForeignName] = {
+    **PREFERENCE_NAMES,
     # the model
     "base_model": _(AXOLOTL, here="model.name_or_path"),
     "model_name_or_path": _(TRAINER, here="model.name_or_path"),
@@ -208,8 +214,6 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     # loss
     "neftune_noise_alpha": _(AXOLOTL, TRAINER, note=_SAME_LOSS),
     "label_smoothing_factor": _(TRAINER, note=_SAME_LOSS),
-    "loss_type": _(TRAINER, note=_SAME_LOSS),
-    "rl": _(AXOLOTL, note=_NO_PREFERENCES),
     "loss_watchdog_patience": _(
         AXOLOTL, note="a loss that is not finite ends the run; leave it out"
     ),

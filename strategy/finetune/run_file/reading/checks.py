@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thunder_memsave.finetune.run_file.config import CheckpointConfig, GuardsConfig, RunConfig
+from thunder_memsave.finetune.run_file.config import (
+    CheckpointConfig,
+    GuardsConfig,
+    PreferenceConfig,
+    RunConfig,
+)
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, num_local_processes
 from thunder_memsave.finetune.run_file.reading.problems import Problems
 from thunder_memsave.settings.problems import ConfigError, MissingKeyError
@@ -63,6 +68,30 @@ def _packing(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"data.max_documents_per_row is {config.data.max_documents_per_row}, but without data.packing each row "
             "has one document; set data.packing: true, or leave data.max_documents_per_row out.",
+            key="data.max_documents_per_row",
+        )
+
+
+def _preference(config: RunConfig) -> Iterator[ConfigError]:
+    section = config.preference
+    if section is None:
+        return
+    for name in ("desirable_weight", "undesirable_weight"):
+        value = getattr(section, name)
+        if value != getattr(PreferenceConfig(), name) and section.loss != "kto":
+            yield ConfigError(
+                f"preference.{name} is {value:g}, which only preference.loss: kto has; leave it out.",
+                key=f"preference.{name}",
+            )
+    if config.data.train_on == "all":
+        yield ConfigError(
+            "data.train_on is 'all', but preferences are about what an assistant wrote; leave it out.",
+            key="data.train_on",
+        )
+    if section.loss != "kto" and config.data.max_documents_per_row == 1:
+        yield ConfigError(
+            f"data.max_documents_per_row is 1, but both texts of a pair for preference.loss: {section.loss} share a "
+            "row; write 2 or more, or data.packing: false.",
             key="data.max_documents_per_row",
         )
 
@@ -211,6 +240,7 @@ _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("strategy", "guards.nonfinite", "guards.max_skips"): _guards,
     ("guards.loss_spike", "guards.spike_window", "guards.spike_threshold"): _spikes,
     ("guards.nonfinite", "guards.loss_spike", "checkpoint.every_n_steps"): _rollback,
+    ("preference", "data.train_on", "data.max_documents_per_row"): _preference,
     ("lora", "adapter"): _lora_and_adapter,
     ("data.packing", "data.max_documents_per_row"): _packing,
     ("model.name_or_path", "model.revision"): _revision,

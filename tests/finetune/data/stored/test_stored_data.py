@@ -52,7 +52,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def prepared(path: Any, tokenizer: Any, *, length: int = 32, **arguments: Any) -> PreparedData:
+def prepared(
+    path: Any, tokenizer: Any, *, length: int = 32, **arguments: Any
+) -> PreparedData[Rows]:
     data = {key: arguments.pop(key) for key in ("packing", "train_on") if key in arguments}
     arguments = {"path": path, "streaming": True, **arguments}
     spec: ClassSpec = {"class_path": "DataFiles", "init_args": arguments}
