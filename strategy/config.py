@@ -122,13 +122,24 @@ class MemoryConfig(Section):
     recompute: tuple[str, ...] = ()
     """Names of modules, or patterns, as for `keep`: their activations are recomputed in backward."""
 
-    offload: Literal["none", "activations"] = "none"
+    offload: Literal["none", "activations", "optimizer", "all"] = "none"
     """`activations` lets the plan copy activations to the host in forward, and back in backward, where
-    that takes less time than recomputing them, or nothing else fits. Copies run beside what computes.
-    Not yet run on a GPU, and therefore off."""
+    that takes less time than recomputing them, or nothing else fits. `optimizer` keeps the states of optimizers
+    on the host; `optimizer.step()` copies them in and out piece by piece. `all` is both. Copies run beside what
+    computes. Not yet run on a GPU, and therefore off."""
 
     host_budget: Literal["auto"] | Bytes = "auto"
     """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether plans may copy activations to the host."""
+        return self.offload in ("activations", "all")
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the states of optimizers stay on the host."""
+        return self.offload in ("optimizer", "all")
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -227,7 +238,7 @@ def _refuse_without_effect(memory: MemoryConfig) -> None:
         "limits": not is_planned,
         "keep": memory.policy == "keep_all",
         "recompute": memory.policy == "recompute_all",
-        "offload": not is_planned,
+        "offload": not is_planned and memory.offloads_activations,
     }
     if memory.offload == "none":
         _refuse_unused(memory, "host_budget", "memory", "where memory.offload is 'none'; set both.")

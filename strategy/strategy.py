@@ -328,7 +328,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             ConfigError: it computes with whole weights.
             ValueError: it has taken a step on the whole weights.
         """
-        fit_optimizer(optimizer)
+        fit_optimizer(optimizer, self.config.memory)
         self._optimizers.add(optimizer)
         return super().setup_optimizer(optimizer)
 

@@ -14,6 +14,7 @@ import torch
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.limits import Limit
+from thunder_memsave.budget.offload.terms import beside_states
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question, refuse_budget
@@ -372,7 +373,7 @@ class MemoryPlanner:
             generator_state_bytes=generator_state_bytes(self.device),
             costs=f"rates of {self.device.name}",
             reuses_runs=not self._limit.is_reserved,
-            offload=self._offload,
+            offload=beside_states(self._offload, attempt.memory.host_bytes),
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)

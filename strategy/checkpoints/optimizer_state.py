@@ -16,6 +16,7 @@ from thunder_memsave.checkpoints.sources import TensorSpec
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.optim.by_rows import ByRows
 from thunder_memsave.optim.loading import StateError, other_states
+from thunder_memsave.optim.on_host import settle, state_device
 from thunder_memsave.sharding.rows import (
     gather_rows,
     is_state_of_rows,
@@ -66,6 +67,7 @@ def named_state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Na
     Raises:
         ValueError: the state of a sharded parameter is neither shaped like the shard nor a single number.
     """
+    settle(optimizer)
     name_of = {id(p): name for name, p in parameters.items()}
     groups = [
         {
@@ -149,7 +151,8 @@ def local_part(
     """Return this rank's padded part of a state tensor of `p`, on the device of the moments."""
     if is_sharded(p) and is_state_of_rows(optimizer, key, whole.shape, whole_shape(p)):
         assert data_parallel is not None
-        return take_rows(whole, own_rows(whole.shape, data_parallel)).to(p.device)
+        rows = take_rows(whole, own_rows(whole.shape, data_parallel))
+        return rows.to(state_device(optimizer, p))
     return whole.clone()
 
 
@@ -262,7 +265,7 @@ def _unexpected(
 
 def _gather(value: Tensor, p: Tensor, data_parallel: DataParallel | None) -> Tensor:
     if data_parallel is not None:
-        return gather_rows(as_rows(value), whole_shape(p), data_parallel)
+        return gather_rows(as_rows(value).to(p.device), whole_shape(p), data_parallel)
     return local_rows(value, value)
 
 

@@ -54,6 +54,7 @@ from thunder_memsave.distributed.agreement import (
     together,
 )
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.optim.on_host import state_device
 from thunder_memsave.sharding.rows import is_state_of_rows, local_rows, whole_shape
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 
@@ -290,7 +291,8 @@ class _StoredOptimizer:
             return None
         spec, p = self.stored.spec(flat), self.parameters[name]
         if is_sharded(p) and is_state_of_rows(self.optimizer, key, spec.shape, whole_shape(p)):
-            zeros = torch.zeros((len(p), *spec.shape[1:]), dtype=spec.dtype, device=p.device)
+            device = state_device(self.optimizer, p)
+            zeros = torch.zeros((len(p), *spec.shape[1:]), dtype=spec.dtype, device=device)
             return _rows_for_dcp(zeros, p, data_parallel)
         return torch.zeros(spec.shape, dtype=spec.dtype)
 

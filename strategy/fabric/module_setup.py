@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.offload.terms import offload_terms
+from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.config import Fp8Config, StrategyConfig
 from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
@@ -146,7 +146,7 @@ class ModuleSetup:
             device=device_at(self.device),
             budget_bytes=self.budget_bytes,
             data_parallel=self.data_parallel,
-            step_memory=self.step_memory,
+            step_memory=self._step_memory(),
             times=MeasuredTimes(),
             by_transformer_engine=backend == "transformer_engine",
             offload=self._offload(),
@@ -154,15 +154,29 @@ class ModuleSetup:
 
     def _offload(self) -> OffloadTerms | None:
         """Return the terms of offload, and hold this rank's buffers to them."""
-        free_bytes = free_host_bytes()
         terms = offload_terms(
-            self.config.memory,
-            device_at(self.device),
-            free_bytes=None if free_bytes is None else free_bytes // self.ranks_per_node,
+            self.config.memory, device_at(self.device), free_bytes=self._free_host_bytes
         )
         if terms is not None:
             host_of(self.device).buffers.limit_bytes = terms.host_bytes
         return terms
+
+    def _step_memory(self) -> Callable[[], StepMemory]:
+        """Return what finds the bytes that a step holds besides, and refuses states that do not fit the host."""
+        free_bytes = self._free_host_bytes  # as it is now: later the states take some of it
+
+        def found() -> StepMemory:
+            memory = self.step_memory()
+            check_states_fit(self.config.memory, memory.host_bytes, free_bytes=free_bytes)
+            return memory
+
+        return found
+
+    @property
+    def _free_host_bytes(self) -> int | None:
+        """Free memory of the host for each of its ranks; None: not known."""
+        free_bytes = free_host_bytes()
+        return None if free_bytes is None else free_bytes // self.ranks_per_node
 
     def _accumulating(self, module: nn.Module) -> DataParallel | None:
         """Resolve `accumulate: auto`: keep whole gradients if they are a small part of the budget."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
-from thunder_memsave.config import ConfigError
+from thunder_memsave.config import ConfigError, MemoryConfig
 from thunder_memsave.optim.muon import MuonByRows, update_by_rows
+from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 
 # Class name by defining module: a lookup in `sys.modules` imports none of them.
@@ -29,16 +30,24 @@ _WRAPPERS = (
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 
 
-def fit_optimizer(optimizer: Optimizer) -> None:
-    """Let Muon update sharded weights; refuse torch optimizers whose step on shards differs from that on wholes.
+def fit_optimizer(optimizer: Optimizer, memory: MemoryConfig) -> None:
+    """Fit an optimizer to sharded weights, and to settings that keep its states on the host.
+
+    Muon is made to update sharded weights. PyTorch's optimizers whose step on shards differs from that on wholes are
+    refused.
 
     Raises:
         ConfigError: it is one of those; the message says what to use.
         ValueError: it has taken a step on the whole weights.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if not any(is_sharded(p) for p in parameters):
-        return
+    if any(is_sharded(p) for p in parameters):
+        _fit_to_shards(optimizer)
+    if memory.offloads_optimizer:
+        states_on_host(optimizer)
+
+
+def _fit_to_shards(optimizer: Optimizer) -> None:
     if type(optimizer) is Muon:
         update_by_rows(optimizer)
     for name in _NOT_ELEMENTWISE:

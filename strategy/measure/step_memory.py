@@ -64,6 +64,7 @@ def step_memory(
     return StepMemory(
         gradient_bytes=update.gradient_bytes if accumulates else 0,
         optimizer_bytes=state_bytes,
+        host_bytes=update.host_bytes,
         other_bytes=other_bytes,
         between_bytes=between_bytes,
         update_peak_bytes=max(first_peak_bytes, update.record.peak_bytes) - state_bytes,
@@ -98,6 +99,11 @@ class _Update:
                 self._clip([p for p in self._parameters.values() if p.grad is not None])
             for optimizer in self._optimizers:
                 self._step(optimizer)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of states that stay on the host."""
+        return sum(getattr(each, "host_bytes", 0) for each in self._optimizers)
 
     def _step(self, optimizer: Optimizer) -> None:
         try:

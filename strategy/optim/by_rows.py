@@ -54,6 +54,9 @@ class ByRows(Optimizer):
     kept: ClassVar[tuple[State, ...]]
     """The states of each parameter."""
 
+    numbers: dict[int, int] | None = None
+    """What `numbered` returns of all parameters, while groups have only some of them."""
+
     def __init__(
         self,
         params: Any,
@@ -98,13 +101,21 @@ class ByRows(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        number = 0
+        numbers = self.numbers or self.numbered()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.numel():
-                    self._update_parameter(p, group, number)
-                number += 1
+                    self._update_parameter(p, group, numbers[id(p)])
         return loss
+
+    def loads_to(self, p: Tensor) -> torch.device:
+        """Return the device of what is loaded as the states of a parameter."""
+        return p.device
+
+    def numbered(self) -> dict[int, int]:
+        """Return the number of each parameter, which seeds what is drawn for it, by its `id`."""
+        parameters = (p for group in self.param_groups for p in group["params"])
+        return {id(p): number for number, p in enumerate(parameters)}
 
     @abstractmethod
     def update(
@@ -274,7 +285,8 @@ def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _released(optimizer: Optimizer) -> None:
+    assert isinstance(optimizer, ByRows)
     for p, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, Held):
-                values[key] = value.value.to(p.device)
+                values[key] = value.value.to(optimizer.loads_to(p))

@@ -153,7 +153,9 @@ class StepMemory:
     gradient_bytes: int = 0
     """Bytes of gradients that exist before backward: 0, or those of all parameters under gradient accumulation."""
     optimizer_bytes: int = 0
-    """Bytes of optimizer state."""
+    """Bytes of optimizer state on the device."""
+    host_bytes: int = 0
+    """Bytes of optimizer state on the host."""
     other_bytes: int = 0
     """Bytes of everything else that stays: parameters and buffers that this call does not read, other models."""
     between_bytes: int = 0

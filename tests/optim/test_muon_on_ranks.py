@@ -17,7 +17,7 @@ from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
 from harness.rank_memory import letting_go
 from thunder_memsave.checkpoints import load_checkpoint, save_checkpoint
-from thunder_memsave.config import ConfigError
+from thunder_memsave.config import ConfigError, MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fabric.refusals import fit_optimizer
 from thunder_memsave.measure.step_memory import step_memory
@@ -52,7 +52,7 @@ def trained(
     shapes = {name: net.get_parameter(name).shape for name in names}
     shard_module(net, dp)
     optimizer = Muon([net.get_parameter(name) for name in names], **settings)
-    fit_optimizer(optimizer)
+    fit_optimizer(optimizer, MemoryConfig())
     assert type(optimizer) is (MuonByRows if dp else Muon)
     if load is not None:
         load_checkpoint(load, {"model": net, "optimizer": optimizer}, data_parallel=dp)
@@ -142,7 +142,7 @@ def check_refusal(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=120))
     shard_module(net, DataParallel(mode="zero3", group=group))
     with pytest.raises(ConfigError, match=r"Derived computes with whole weights"):
-        fit_optimizer(Derived(net.parameters()))
+        fit_optimizer(Derived(net.parameters()), MemoryConfig())
 
 
 def test_a_class_that_is_derived_from_it_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from thunder_memsave.config import ShardingConfig
-from thunder_memsave.errors import BudgetError
+from thunder_memsave.errors import BudgetError, HostMemoryError, PlanError
 from thunder_memsave.finetune.plan.other_formats import (
     Choice,
     Known,
@@ -89,7 +89,8 @@ def cheapest_change(
         gc.collect()
         try:
             made = plan(with_values(config, change.values), change.num_ranks)
-        except (BudgetError, ConfigError):  # such as a batch that other ranks do not divide
+        # Such as a batch that other ranks do not divide, or states that the host has no room for.
+        except (BudgetError, ConfigError, HostMemoryError, PlanError):
             continue
         if made.fits:
             return Found(change=change, made=made)
@@ -99,8 +100,9 @@ def cheapest_change(
 def changes_that_should_fit(config: RunConfig, refused: Known) -> Iterator[Change]:
     """Yield changes of a run that are estimated to fit its budget, the cheapest first.
 
-    Cheaper is what changes no number: fewer rows at once, then shards where there were replicas. Then come formats,
-    few of them before many, and of these those that store the most bytes. More ranks come last.
+    Cheaper is what changes no number: fewer rows at once, shards where there were replicas, then an optimizer's states
+    on the host. Then come formats, few of them before many, and of these those that store the most bytes. More ranks
+    come last.
 
     Args:
         config: The run.
@@ -122,12 +124,25 @@ def _changes(config: RunConfig, refused: Known) -> Iterator[Change]:
     found = choices(config, config, refused) if sharding else of_sharded
     if sharding and before > 1:
         yield _change(of_sharded[0], sharding, before)
+    yield from _states_on_host(config, refused)
     for each in sorted(found, key=_cost):
         if each.num_ranks == before and each.form.values:
             yield _change(each, {}, before)
     for each in sorted(of_sharded, key=lambda c: (c.num_ranks, _cost(c))):
         if each.num_ranks > before and _divides_batch(config, each.num_ranks):
             yield _change(each, sharding, before)
+
+
+def _states_on_host(config: RunConfig, refused: Known) -> Iterator[Change]:
+    """Yield the change that keeps the optimizer's states on the host of a GPU; it costs time for copies."""
+    memory = config.memory
+    if refused.device_type != "cuda" or memory.offloads_optimizer or not refused.of("optimizer"):
+        return
+    yield Change(
+        num_ranks=refused.num_ranks,
+        values={"memory.offload": "all" if memory.offloads_activations else "optimizer"},
+        estimated_bytes=refused.peak_bytes - refused.of("optimizer"),
+    )
 
 
 def _divides_batch(config: RunConfig, num_ranks: int) -> bool:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.limits import limits_reserved
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.offload.terms import offload_terms
+from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
@@ -50,6 +50,7 @@ from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
@@ -378,9 +379,11 @@ def _step_memory(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device_type = _target(device).type
     optimizer = make_optimizer(config, trained, device_type=device_type)
+    if config.memory.offloads_optimizer:
+        states_on_host(optimizer)
     max_norm = config.train.max_grad_norm
     own = caller_memory(objective, sizes, device_type=device_type)
-    return step_memory(
+    memory = step_memory(
         [optimizer],
         clip=None if max_norm is None else partial(_clip, max_norm=max_norm),
         accumulates=sizes.gradient_accumulation_steps > 1,
@@ -389,6 +392,8 @@ def _step_memory(
         loss_allocations=own.loss_allocations,
         device_type="" if device.name == "cpu" else "cuda",
     )
+    check_states_fit(config.memory, memory.host_bytes, free_bytes=device.host_memory_bytes)
+    return memory
 
 
 def _clip(parameters: list[nn.Parameter], *, max_norm: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from thunder_memsave.finetune.plan.plan_progress import Progress
 from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
-from thunder_memsave.planner.report.offload_shown import offload_json
+from thunder_memsave.planner.report.offload_shown import offload_json, states_shown
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.reserved import ReservedMemory
 
@@ -31,6 +31,7 @@ def describe_plan(
             "on each rank, when it holds the most:",
             kinds_table(made.call.profile),
             *_reserved(made),
+            *states_shown(made.call.memory, made.device),
             "",
             explain(plan, num_rows=12),
             "",
@@ -132,6 +133,7 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "cpu_seconds": dict(progress.cpu_seconds),
         "smallest_budget_bytes": made.smallest_bytes,
         "doubled_batch_bytes": made.doubled_bytes,
+        "optimizer_bytes_on_host": made.call.memory.host_bytes,
         "offload": None if made.call.time is None else offload_json(made.call.time),
         "curve": [list(point) for point in made.curve],
         "decisions": [dataclasses.asdict(each) for each in plan.decisions],

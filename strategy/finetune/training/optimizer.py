@@ -12,6 +12,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from thunder_memsave.finetune.run_file.classes.class_spec import build, import_class
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
+from thunder_memsave.optim.on_host import class_of
 from thunder_memsave.settings.problems import ConfigError
 
 IMPLEMENTATION = ("foreach", "fused", "differentiable", "capturable")
@@ -111,7 +112,7 @@ def _has_kernel(spec: ClassSpec, trained: list[Tensor], *, device_type: str) -> 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
     """Tell whether a flag on the device can make the optimizer leave a step out, as gradient scalers do."""
-    return type(optimizer) in _WITH_FUSED_KERNELS and all(
+    return class_of(optimizer) in _WITH_FUSED_KERNELS and all(
         group.get("fused") for group in optimizer.param_groups
     )
 

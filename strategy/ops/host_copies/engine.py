@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor, device
@@ -41,6 +41,9 @@ class Host:
 
     engine: CopyEngine
     buffers: HostBuffers
+    """Of values that a forward leaves for its backward."""
+    states: HostBuffers = field(default_factory=HostBuffers)
+    """Of optimizers' states."""
 
 
 _hosts: dict[str, Host] = {}
@@ -53,7 +56,7 @@ def host_of(place: device) -> Host:
         if place.type == "cpu":
             found = Host(CpuEngine(), HostBuffers())
         else:
-            found = Host(CudaEngine(place), HostBuffers(lock_pages))
+            found = Host(CudaEngine(place), HostBuffers(lock_pages), HostBuffers(lock_pages))
         found = _hosts.setdefault(key, found)
     return found
 

@@ -62,6 +62,22 @@ def test_a_run_resumed_from_a_step_has_the_bits_of_one_that_went_through(
     assert dtypes == {torch.uint8, torch.float32, torch.bfloat16}
 
 
+def test_a_run_goes_on_with_states_on_the_host(finished: Path, tmp_path: Path) -> None:
+    """The checkpoint is of states on the device, and so is the one that it is compared with."""
+    resumed = [
+        f"--resume={finished / 'run' / 'checkpoints' / 'step-00000001'}",
+        f"--output_dir={tmp_path / 'run'}",
+        "--memory.offload=optimizer",
+        "--memory.host_budget=64MiB",
+    ]
+    assert main(["train", str(finished / "run.yaml"), *resumed]) == 0
+    went_through, went_on = tensors(finished / "run", tmp_path), tensors(tmp_path / "run", tmp_path)
+    for name, values in went_through.items():
+        for key, value in values.items():
+            assert torch.equal(value, went_on[name][key]), (name, key)
+    assert "of optimizer states" in (tmp_path / "run" / "plan.txt").read_text()
+
+
 def test_a_run_with_other_states_cannot_resume_from_there(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -289,7 +289,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
         AXOLOTL,
         TRAINER,
         here="strategy.sharding",
-        note="stage 2 is zero2, stage 3 zero3; nothing is offloaded",
+        note="stage 2 is zero2, stage 3 zero3; offload_optimizer is memory.offload: optimizer",
     ),
     "gpus": _("Lightning", here="devices", note="a number, or auto for all"),
     "ngpus": _(here="devices", note="a number, or auto for all"),

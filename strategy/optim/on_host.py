@@ -1,0 +1,368 @@
+"""Lets an optimizer's states stay on the host: each step copies them in, updates, and copies them out, piece by piece.
+
+In: an optimizer of PyTorch, or of ours, whose update of a parameter reads nothing of the others. Out: the same updates,
+with the same bits. A piece is some parameters whose states take about `PIECE_BYTES` on the device, or one that takes
+more. While a piece is updated, the states of the next one are copied in, and those of the one before are copied out: so
+the device holds the states of at most three pieces, for the time of the update. Between steps it holds numbers alone,
+such as the count of steps, and states of less than `LEAST_BYTES`.
+
+Rajbhandari et al. 2021, ZeRO-Infinity (arXiv 2104.07857), keeps states there and updates them on the CPU, which this
+does not: the kernels are the device's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thunder_memsave.ops.host_copies.engine import Host, host_of
+from thunder_memsave.optim.by_rows import ByRows
+from thunder_memsave.optim.loading import Held
+from thunder_memsave.optim.muon import MuonByRows
+from thunder_memsave.settings.problems import ConfigError
+
+PIECE_BYTES = 128 * 2**20
+"""Bytes of states that are on the device at once, in each of three pieces, unless a single parameter has more."""
+
+LEAST_BYTES = 4 * 2**10
+"""States of fewer bytes stay on the device: a copy takes longer to begin than to make."""
+
+_NOT_ALONE = (LBFGS, SparseAdam)
+"""Optimizers of PyTorch that compute with all parameters at once, or whose gradients have no rows to copy."""
+
+
+class StatesOnHost(Optimizer):
+    """The part of an optimizer's class that copies its states; `states_on_host` makes such a class of another one."""
+
+    _updates: Callable[[Optimizer], Any]
+    """The step of the other class, without its hooks."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of states on the host, also of an optimizer without data."""
+        values = (value for state in self.state.values() for value in state.values())
+        return sum(v.nbytes for v in values if isinstance(v, _Absent) or _lease_of(v) is not None)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states onto the host; otherwise as the other class does."""
+        hooks = [self.register_load_state_dict_post_hook(_moved_out)]
+        if not isinstance(self, ByRows):  # which keeps what it loads from being moved by itself
+            hooks.append(self.register_load_state_dict_pre_hook(_held))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def loads_to(self, p: Tensor) -> torch.device:
+        """Return the device of what an optimizer of ours loads as the states of a parameter."""
+        return torch.device("cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict when all copies to the host have ended."""
+        settle(self)
+        return super().state_dict()
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with _numbers_kept(self):
+            self._update_pieces(_pieces(self))
+        return loss
+
+    def _update_pieces(self, pieces: Sequence[Sequence[Tensor]]) -> None:
+        coming: list[_Copy] = []
+        ahead: list[_Copy] = []
+        leaving: list[_Copy] = []
+        try:
+            _begin_in(self, pieces[0] if pieces else (), ahead)
+            for piece, following in zip(pieces, (*pieces[1:], ()), strict=True):
+                coming, ahead = ahead, coming
+                _begin_in(self, following, ahead)
+                _end(coming)
+                with _only(self, piece):
+                    type(self)._updates(self)
+                _end(leaving)
+                _begin_out(self, piece, leaving)
+        finally:  # also of a step that failed: memory is not to be freed while something copies
+            for begun in (coming, ahead, leaving):
+                _end(begun)
+
+
+def states_on_host(optimizer: Optimizer) -> None:
+    """Let an optimizer's states stay on the host from now on; it is changed in place, and states that it has move.
+
+    Raises:
+        ConfigError: it is not known that it updates each parameter by itself.
+    """
+    if isinstance(optimizer, StatesOnHost):
+        return
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith("torch.optim") or issubclass(kind, ByRows | MuonByRows)
+    if not is_known or isinstance(optimizer, _NOT_ALONE):
+        raise ConfigError(
+            f"memory.offload keeps an optimizer's states on the host, which is known to change no number for those of "
+            f"torch.optim but LBFGS and SparseAdam, and for those of thunder_memsave.optim; {kind.__name__} may "
+            "compute with all parameters at once: use one of these, or set memory.offload to 'none' or 'activations'.",
+            key="memory.offload",
+        )
+    counts_calls = "step" in vars(
+        optimizer
+    )  # a schedule of PyTorch does, by a step of the class before
+    vars(optimizer).pop("step", None)
+    optimizer.__class__ = _class_on_host(kind)
+    if counts_calls:
+        vars(optimizer)["step"] = _counting(optimizer)
+    leaving: list[_Copy] = []
+    _begin_out(optimizer, [p for p in optimizer.state if isinstance(p, Tensor)], leaving)
+    _end(leaving)
+
+
+def class_of(optimizer: Optimizer) -> type[Optimizer]:
+    """Return an optimizer's class, as it is without states on the host."""
+    kind = type(optimizer)
+    return kind.__mro__[2] if issubclass(kind, StatesOnHost) else kind
+
+
+def state_device(optimizer: Optimizer, p: Tensor) -> torch.device:
+    """Return the device on which the states of a parameter are between steps."""
+    return torch.device("cpu") if isinstance(optimizer, StatesOnHost) else p.device
+
+
+def settle(optimizer: Optimizer) -> None:
+    """Wait until the host has what the last step copied to it."""
+    if isinstance(optimizer, StatesOnHost):
+        for place in {p.device for p in optimizer.state if isinstance(p, Tensor)}:
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+
+
+_leases = WeakTensorKeyDictionary()
+"""The bytes of the buffers that tensors are in; an attribute of theirs would be written to files, and copied."""
+
+_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _class_on_host(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class whose states are on the host, made once."""
+    if kind not in _classes:
+        _classes[kind] = _made_on_host(kind)
+    return _classes[kind]
+
+
+def _made_on_host(kind: type[Optimizer]) -> type[Optimizer]:
+    # The class hooks its step when the first optimizer is made of it; hooks are for whole steps.
+    updates = getattr(kind.step, "__wrapped__", kind.step)
+    step = Optimizer.profile_hook_step(StatesOnHost._step)
+    step.hooked = True  # type: ignore[attr-defined]
+    body = {"step": step, "_updates": staticmethod(updates), "__module__": kind.__module__}
+    return type(kind.__name__, (StatesOnHost, kind), body)
+
+
+def _counting(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return a step for schedules, which look at `_opt_called`."""
+    of = weakref.ref(optimizer)
+
+    @wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        known = cast(Any, of())
+        known._opt_called = True
+        return type(known).step(known, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """Stands for a state on the host where tensors have no data."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy that has begun."""
+
+    wait: Callable[[], None]
+    state: dict[str, Any]
+    key: str
+    result: Any
+
+    def end(self) -> None:
+        """Wait for it, and put its result into the optimizer's state."""
+        self.wait()
+        self.state[self.key] = self.result
+
+
+def _pieces(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Cut the parameters with gradients into pieces, in the optimizer's order."""
+    pieces: list[list[Tensor]] = []
+    room = 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            size = _state_bytes(optimizer, p)
+            if size > room or not pieces:
+                pieces.append([])
+                room = PIECE_BYTES
+            pieces[-1].append(p)
+            room -= size
+    return pieces
+
+
+def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
+    """Return the bytes of a parameter's states; before the first step, of two in its dtype."""
+    state = optimizer.state.get(p)
+    if not state:
+        return 2 * p.numel() * p.element_size()
+    return sum(v.nbytes for v in state.values() if isinstance(v, Tensor | _Absent))
+
+
+def _end(copies: list[_Copy]) -> None:
+    """Wait for copies, and forget them."""
+    while copies:
+        copies.pop().end()
+
+
+def _begin_in(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[_Copy]) -> None:
+    """Begin to copy the states of parameters to their device."""
+    for p in piece:
+        state = optimizer.state.get(p, {})
+        for key, value in state.items():
+            lease = _lease_of(value)
+            if lease is None and not isinstance(value, _Absent):
+                continue
+            stride = value.stride if isinstance(value, _Absent) else value.stride()
+            made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=p.device)
+            wait = _at_once
+            if lease is not None:
+                wait = host_of(p.device).engine.begin(lease, _bytes_of(made), "in")
+            begun.append(_Copy(wait, state, key, made))
+
+
+def _begin_out(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[_Copy]) -> None:
+    """Begin to copy the states of parameters to the host."""
+    for p in piece:
+        state = optimizer.state.get(p, {})
+        for key, value in state.items():
+            if not _goes_out(value):
+                continue
+            if isinstance(value, FakeTensor):
+                absent = _Absent(value.shape, value.stride(), value.dtype)
+                begun.append(_Copy(_at_once, state, key, absent))
+                continue
+            host = host_of(p.device)
+            kept = _in_buffer(value, host)
+            wait = host.engine.begin(_bytes_of(value), _leases[kept], "out")
+            begun.append(_Copy(wait, state, key, kept))
+
+
+def _goes_out(value: Any) -> bool:
+    """Tell whether a value of a state is one that stays on the host, and is not there yet."""
+    if not isinstance(value, Tensor) or _lease_of(value) is not None:
+        return False
+    return value.nbytes >= LEAST_BYTES and _is_dense(value)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Tell whether a tensor's elements lie one after the other, in any order of its dims, with nothing between."""
+    if value.layout != torch.strided:
+        return False
+    strides = value.stride()
+    outermost_first = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    return value.permute(outermost_first).is_contiguous()
+
+
+def _in_buffer(value: Tensor, host: Host) -> Tensor:
+    """Return a tensor like another one, in a buffer of the host."""
+    lease = host.states.take(value.nbytes)
+    made = lease.view(value.dtype).as_strided(value.shape, value.stride())
+    _leases[made] = lease
+    return made
+
+
+def _lease_of(value: Any) -> Tensor | None:
+    """Return the buffer's bytes of a state on the host; None: it is not there, or a copy of it."""
+    return _leases.get(value) if isinstance(value, Tensor) else None
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    """Return a dense tensor's bytes, in the order of its memory."""
+    return value.detach().as_strided((value.numel(),), (1,)).view(torch.uint8)
+
+
+def _at_once() -> None:
+    """Wait for nothing."""
+
+
+@contextmanager
+def _numbers_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer of ours know the number of each parameter while it sees only some of them."""
+    if not isinstance(optimizer, ByRows):
+        yield
+        return
+    optimizer.numbers = optimizer.numbered()
+    try:
+        yield
+    finally:
+        optimizer.numbers = None
+
+
+@contextmanager
+def _only(optimizer: Optimizer, piece: Sequence[Tensor]) -> Iterator[None]:
+    """Let an optimizer know no other parameters."""
+    chosen = {id(p) for p in piece}
+    whole = [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        group["params"] = [p for p in parameters if id(p) in chosen]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def _held(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Keep PyTorch from moving states to the device of their parameter."""
+    state = {
+        number: {k: Held(v) if k != "step" and _goes_out(v) else v for k, v in values.items()}
+        if isinstance(values, Mapping)
+        else values
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _moved_out(optimizer: Optimizer) -> None:
+    """Put what was loaded into buffers of the host."""
+    for p, state in optimizer.state.items():
+        if not isinstance(p, Tensor):
+            continue
+        for key, value in state.items():
+            value = value.value if isinstance(value, Held) else value
+            if key != "step" and _goes_out(value):
+                kept = _in_buffer(value, host_of(p.device))
+                kept.copy_(value)
+                value = kept
+            state[key] = value
