@@ -20,6 +20,8 @@ from thunder_memsave.settings.value_kinds import Must, Positive, Whole, at_least
 _AT_MOST = Must(f"be at most {2**31 - 1}", lambda value: value < 2**31)
 _Count = Annotated[Positive, _AT_MOST]
 
+_ABOVE_0 = Must("be above 0 and finite", lambda value: 0 < value < float("inf"))
+
 _NO_LIMIT = "; leave it out, or write null, for no limit"
 
 
@@ -104,14 +106,14 @@ class PreferenceConfig(Section):
     """`dpo` and `orpo` take pairs of a chosen and a rejected text, `kto` texts with a `label` (or pairs, each of which
     is two of them). `dpo` and `kto` compare with the model as it is at the start of the run."""
 
-    beta: Annotated[float, Must("be above 0", lambda value: value > 0)] = 0.1
+    beta: Annotated[float, _ABOVE_0] = 0.1
     """Of `dpo` and `kto`: how far the model is held near the reference; of `orpo`: weight of the odds ratio."""
 
-    desirable_weight: Annotated[float, Must("be above 0", lambda value: value > 0)] = 1.0
+    desirable_weight: Annotated[float, _ABOVE_0] = 1.0
     """Weight of desirable texts in `kto`; with it, the number of desirable texts times their weight should be about
     that of the others."""
 
-    undesirable_weight: Annotated[float, Must("be above 0", lambda value: value > 0)] = 1.0
+    undesirable_weight: Annotated[float, _ABOVE_0] = 1.0
     """Weight of the other texts in `kto`."""
 
 

@@ -46,8 +46,9 @@ def keys(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, hint in get_type_hints(cls).items():
         yield (*above, name), hint
-        if dataclasses.is_dataclass(hint):
-            yield from keys(hint, above=(*above, name))
+        for section in (hint, *get_args(hint)):  # one that may be null is one of several
+            if dataclasses.is_dataclass(section):
+                yield from keys(section, above=(*above, name))
 
 
 def changed(values: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -95,6 +96,11 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "strategy.prefetches": (1,),
     "fp8.recipe": ("immediate", 8),
     "fp8.backend": ("cuda",),
+    "memory.offload": ("everything", 3, True),
+    "memory.host_budget": ("64", "64 gigabytes", -1, 0.5, []),
+    "preference": ({}, {"loss": "ppo"}, {"losses": "dpo"}, {"loss": "kto", "margin": 1}),
+    "preference.beta": (0, -0.1, float("nan"), float("inf")),
+    "preference.desirable_weight": (0, -1, float("nan")),
     "optimizer.class_path": (
         "torch.optim.Adamw",
         "torch.nn.Linear",
@@ -239,6 +245,6 @@ def test_none_of_hundreds_of_bad_configs_is_accepted_or_ends_in_a_traceback(
     record_property: Callable[[str, object], None],
 ) -> None:
     configs = list(bad_configs(run_values(tmp_path, model_directory)))
-    assert len(configs) >= 200
+    assert len(configs) >= 650
     check_all_are_refused(configs, tmp_path / "run.yaml")
     record_property("measured", f"{len(configs)} refused")

@@ -1,0 +1,149 @@
+"""Copies to the host and back: bandwidth, activations under a budget, and optimizer states: bits, peak and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.checks import Check, Measured, Target, WrongError, require
+from gpu.models import GIB, Ours, free, llama, llama_8b, ours, synchronized_s, token_ids
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.ops.host_copies.engine import host_of
+from thunder_memsave.planner.devices import DEVICES
+
+LAYERS = 4
+LENGTH = 4096
+STEPS = 5
+LIMIT = 0.02
+"""Of the predicted peak, by which the allocated bytes may differ from it."""
+
+
+def bandwidth(target: Target) -> Measured:
+    """Copy a large buffer out, back, and both ways at once, with the engine of plans."""
+    nbytes = 2**30 if target.is_cuda else 2**20
+    place = torch.device(target.device, 0) if target.is_cuda else torch.device("cpu")
+    host = host_of(place)
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=place)
+    other = torch.empty_like(source)
+    first, second = host.buffers.take(nbytes), host.buffers.take(nbytes)
+
+    def gb_per_s(*copies: tuple[Tensor, Tensor, Any]) -> float:
+        found = []
+        for _ in range(STEPS):
+            start = synchronized_s(target)
+            waits = [host.engine.begin(a, b, direction) for a, b, direction in copies]
+            for wait in waits:
+                wait()
+            found.append(nbytes / (synchronized_s(target) - start) / 1e9)
+        return median(found)
+
+    out = gb_per_s((source, first, "out"))
+    back = gb_per_s((first, other, "in"))
+    require(torch.equal(source, other), "what came back is not what went out")
+    both = gb_per_s((source, second, "out"), (first, other, "in"))
+    table = DEVICES["h100"].host_bytes_per_s / 1e9
+    return Measured(
+        line=f"out {out:.1f}, back {back:.1f}, both at once {both:.1f} GB/s each way; plans assume {table:.0f}",
+        numbers={"out_gb_per_s": out, "in_gb_per_s": back, "both_gb_per_s": both},
+    )
+
+
+def optimizer_states(target: Target) -> Measured:
+    """Take the same steps with states on the device and on the host."""
+    device = _run(target, {"policy": "keep_all"})
+    host = _run(target, {"policy": "keep_all", "offload": "optimizer", **_host(target)})
+    _require_same_bits(device, host)
+    line = f"device {_shown(device)}; host {_shown(host)}"
+    _require_predicted(target, host, line)
+    return Measured(line=line, numbers={"device": device.numbers, "host": host.numbers})
+
+
+def activations(target: Target) -> Measured:
+    """Take the same steps with everything kept, and half way between that and the smallest budget, with offload."""
+    kept = _run(target, {"policy": "keep_all"})
+    budget = (kept.predicted_bytes + _smallest_bytes(target)) // 2
+    alone = _run(target, {"budget": budget})
+    mixed = _run(target, {"budget": budget, "offload": "activations", **_host(target)})
+    for each in (alone, mixed):
+        _require_same_bits(kept, each)
+    line = f"all kept {_shown(kept)}; half way {_shown(alone)}; with offload {_shown(mixed)}"
+    _require_predicted(target, mixed, line)
+    numbers = {"kept": kept.numbers, "recompute": alone.numbers, "offload": mixed.numbers}
+    return Measured(line=line, numbers=numbers)
+
+
+class _Run:
+    """Some steps of one setting: weights after them, peak and time."""
+
+    def __init__(self, made: Ours, target: Target) -> None:
+        made.step()  # compiles, and makes the optimizer's state
+        made.step()
+        free(target)
+        seconds = []
+        for _ in range(STEPS):
+            start = synchronized_s(target)
+            made.step()
+            seconds.append(synchronized_s(target) - start)
+        self.predicted_bytes = made.predicted_bytes
+        self.seconds = median(seconds)
+        self.allocated_bytes = torch.cuda.max_memory_allocated() if target.is_cuda else None
+        self.weights = [p.detach().cpu() for p in made.module.parameters()]
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "predicted_bytes": self.predicted_bytes,
+            "allocated_bytes": self.allocated_bytes,
+        }
+
+
+def _run(target: Target, memory: Mapping[str, Any]) -> _Run:
+    free(target)
+    torch.manual_seed(0)
+    length = LENGTH if target.is_cuda else 64
+    model: Any = llama(llama_8b(LAYERS), target, length=length)
+    ids = token_ids(model, target, rows=1, length=length)
+    return _Run(ours(model, ids, target, memory=memory), target)
+
+
+def _smallest_bytes(target: Target) -> int:
+    """Return the smallest budget that has a plan without offload, by asking for one byte."""
+    try:
+        _run(target, {"budget": 1})
+    except BudgetError as error:
+        smallest = error.smallest_bytes
+    else:
+        raise WrongError("a budget of one byte was not refused")
+    assert smallest is not None
+    return smallest
+
+
+def _host(target: Target) -> dict[str, Any]:
+    return {"host_budget": 64 * 2**30 if target.is_cuda else 2**30}
+
+
+def _shown(run: _Run) -> str:
+    return f"{run.seconds * 1e3:.0f} ms at {run.predicted_bytes / GIB:.2f} GiB"
+
+
+def _require_same_bits(one: _Run, other: _Run) -> None:
+    for number, (a, b) in enumerate(zip(one.weights, other.weights, strict=True)):
+        require(torch.equal(a, b), f"weight {number} differs after {STEPS + 2} steps")
+
+
+def _require_predicted(target: Target, run: _Run, line: str) -> None:
+    if run.allocated_bytes is not None:
+        error = run.allocated_bytes / run.predicted_bytes - 1
+        require(abs(error) <= LIMIT, f"the peak is {error:+.1%} from the prediction: {line}")
+
+
+CHECKS = [
+    Check(name="offload, bandwidth", run=bandwidth, group="copies"),
+    Check(name="offload, optimizer states", run=optimizer_states, limit_s=180),
+    Check(name="offload, activations", run=activations, limit_s=240),
+]
