@@ -17,6 +17,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import _to_scalar
 from typing_extensions import override
 
+from thunder_memsave.optim.changed_class import change_class
 from thunder_memsave.sharding.rows import gather_whole
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
@@ -70,4 +71,4 @@ def _orthogonalized(update: Tensor, p: Tensor, group: Mapping[str, Any]) -> Tens
 def update_by_rows(optimizer: Muon) -> None:
     """Let an optimizer of exactly this class, which has taken no step, update sharded weights, in place."""
     assert type(optimizer) is Muon
-    optimizer.__class__ = MuonByRows
+    change_class(optimizer, MuonByRows)

@@ -12,12 +12,10 @@ does not: the kernels are the device's own.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_memsave.ops.host_copies.engine import Host, host_of
 from thunder_memsave.optim.by_rows import ByRows
+from thunder_memsave.optim.changed_class import change_class
 from thunder_memsave.optim.loading import Held
 from thunder_memsave.optim.muon import MuonByRows
 from thunder_memsave.settings.problems import ConfigError
@@ -119,13 +118,7 @@ def states_on_host(optimizer: Optimizer) -> None:
             "compute with all parameters at once: use one of these, or set memory.offload to 'none' or 'activations'.",
             key="memory.offload",
         )
-    counts_calls = "step" in vars(
-        optimizer
-    )  # a schedule of PyTorch does, by a step of the class before
-    vars(optimizer).pop("step", None)
-    optimizer.__class__ = _class_on_host(kind)
-    if counts_calls:
-        vars(optimizer)["step"] = _counting(optimizer)
+    change_class(optimizer, _class_on_host(kind))
     leaving: list[_Copy] = []
     _begin_out(optimizer, [p for p in optimizer.state if isinstance(p, Tensor)], leaving)
     _end(leaving)
@@ -170,20 +163,6 @@ def _made_on_host(kind: type[Optimizer]) -> type[Optimizer]:
     step.hooked = True  # type: ignore[attr-defined]
     body = {"step": step, "_updates": staticmethod(updates), "__module__": kind.__module__}
     return type(kind.__name__, (StatesOnHost, kind), body)
-
-
-def _counting(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return a step for schedules, which look at `_opt_called`."""
-    of = weakref.ref(optimizer)
-
-    @wraps(type(optimizer).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        known = cast(Any, of())
-        known._opt_called = True
-        return type(known).step(known, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
 
 
 @dataclass(frozen=True, slots=True)

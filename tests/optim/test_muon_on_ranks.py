@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
 
 from harness.distributed import run_on_ranks
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
@@ -52,6 +53,9 @@ def trained(
     shapes = {name: net.get_parameter(name).shape for name in names}
     shard_module(net, dp)
     optimizer = Muon([net.get_parameter(name) for name in names], **settings)
+    schedule = LambdaLR(
+        optimizer, lambda step: 1.0
+    )  # puts a step of the class before into the object
     fit_optimizer(optimizer, MemoryConfig())
     assert type(optimizer) is (MuonByRows if dp else Muon)
     if load is not None:
@@ -63,6 +67,7 @@ def trained(
             grad = torch.randn(shape, generator=generator).to(p.dtype)
             p.grad = grad if dp is None else take_rows(grad, own_rows(shape, dp))
         optimizer.step()
+        schedule.step()
     return net, optimizer
 
 
