@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten.autocast import cached_casts, no_autocast
+from thunder_memsave.aten.equal_layers import EqualLayers
 from thunder_memsave.aten.origin import BackwardKeepsPlace, KeepsOrigin, differentiable_nodes
+from thunder_memsave.aten.placed_layers import NotEqualError, place_layers
 from thunder_memsave.aten.record import draws
 from thunder_memsave.aten.repeated_copies import skip_repeated_copies
 from thunder_memsave.aten.round_trips import skip_round_trips
@@ -126,29 +128,30 @@ class JointGraph:
         yield from (n for n in self.graph.nodes if n in needed)
 
 
-def joint_graph(function: Callable[..., Any], operands: Sequence[Operand]) -> JointGraph:
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A function that has fewer layers than another: of a row of equal ones, those at its ends."""
+
+    function: Callable[..., Any]
+    layers: EqualLayers
+
+
+def joint_graph(
+    function: Callable[..., Any], operands: Sequence[Operand], short: Shortened | None = None
+) -> JointGraph:
     """Trace `function(*tensors)`.
 
     Args:
         function: Returns a tree of tensors and other values.
         operands: The tensors that it reads; it may change those that require no gradient.
+        short: What may be traced in its place, and completed to the same graph; None: nothing.
 
     Raises:
         UntraceableError: its operators, or the shapes of its results, depend on numbers; it has no derivative; or it
             changes an operand that requires a gradient.
     """
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with fakes, torch.enable_grad(), no_saved_tensors_hooks(), whole_calls() as rules:
-        tensors = [_fake(o) for o in operands]
-        try:
-            given = _as_leaves(tensors, operands)
-            with cached_casts():
-                leaves = tree_leaves(function(*given))
-            wanted = [i for i, o in enumerate(leaves) if _needs_grad(o)]
-            cotangents = [torch.empty_like(leaves[i]) for i in wanted]
-            module = _traced(_Joint(function, operands, wanted), [*tensors, *cotangents])
-        except Exception as error:  # torch raises many types for what fake tensors cannot do
-            raise UntraceableError(_first_line(error)) from error
+    traced = (short and _completed(short, operands)) or _traced(function, operands)
+    module, rules, leaves = traced.module, traced.rules, traced.leaves
     writes = _taken_writes(module.graph, operands)
     _refuse_writes(module.graph)
     _read_no_statistics(module.graph)
@@ -163,9 +166,9 @@ def joint_graph(function: Callable[..., Any], operands: Sequence[Operand]) -> Jo
         operands=tuple(placeholders[: len(operands)]),
         cotangents=tuple(placeholders[len(operands) :]),
         outputs=tuple(r if isinstance(leaf, Tensor) else leaf for leaf, r in pairs),
-        differentiable=tuple(wanted),
+        differentiable=tuple(traced.wanted),
         gradients=tuple(results[len(leaves) :]),
-        reached=tuple(_reached(leaf, given) for leaf in leaves),
+        reached=traced.reached,
         writes=writes,
         reads_memory=any(map(_may_depend_on_strides, module.graph.nodes)),
         rules=rules,
@@ -174,7 +177,51 @@ def joint_graph(function: Callable[..., Any], operands: Sequence[Operand]) -> Jo
     return found
 
 
-def _traced(joint: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    module: fx.GraphModule
+    rules: list[Rule]
+    leaves: Sequence[Any]
+    """Of what the function returns, with their autograd graph."""
+    wanted: Sequence[int]
+    """Indices of the leaves that need a gradient."""
+    reached: tuple[frozenset[int], ...]
+    """As of a `JointGraph`."""
+
+
+def _traced(function: Callable[..., Any], operands: Sequence[Operand]) -> _Traced:
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes, torch.enable_grad(), no_saved_tensors_hooks(), whole_calls() as rules:
+        tensors = [_fake(o) for o in operands]
+        try:
+            given = _as_leaves(tensors, operands)
+            with cached_casts():
+                leaves = tree_leaves(function(*given))
+            wanted = [i for i, o in enumerate(leaves) if _needs_grad(o)]
+            cotangents = [torch.empty_like(leaves[i]) for i in wanted]
+            module = _functional(_Joint(function, operands, wanted), [*tensors, *cotangents])
+        except Exception as error:  # torch raises many types for what fake tensors cannot do
+            raise UntraceableError(_first_line(error)) from error
+    reached = tuple(_reached(leaf, given) for leaf in leaves)
+    return _Traced(module, rules, leaves, wanted, reached)
+
+
+def _completed(short: Shortened, operands: Sequence[Operand]) -> _Traced | None:
+    """Trace the shorter function, and add its missing layers; None: only the whole function gives the whole graph."""
+    layers = short.layers
+    try:
+        traced = _traced(short.function, operands)
+        if any(map(_writes, traced.module.graph.nodes)):
+            return None
+        place_layers(traced.module.graph, layers, num_operands=len(operands), rules=traced.rules)
+    except (UntraceableError, NotEqualError):  # the whole function says what cannot be traced
+        return None
+    same = [dict(zip(layers.operands[1], layers.operands[i], strict=True)) for i in layers.cut]
+    reached = (r.union(of[i] for of in same for i in r if i in of) for r in traced.reached)
+    return replace(traced, reached=tuple(reached))
+
+
+def _functional(joint: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
     """Return a graph of operators, functional where they were in place."""
     module = make_fx(joint)(*tensors)
     if any(map(_writes, module.graph.nodes)):

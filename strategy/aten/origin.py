@@ -19,8 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 REGION = "checkpoint_region"
 """Key in a node's meta of the number of its outermost checkpointed region."""
-_PLACE = ("stack_trace", "nn_module_stack")
-ORIGIN = (*_PLACE, REGION)
+LAYER = "equal_layer"
+"""Key of the index of its layer in a row of equal ones, and of its place in that; None: it is in no layer."""
+IS_BACKWARD = "is_backward"
+"""Key that nodes of backward have."""
+_PLACE = ("stack_trace", "nn_module_stack", LAYER)
+ORIGIN = (*_PLACE, REGION, IS_BACKWARD)
 """Keys in a node's meta that say where it is from."""
 
 
@@ -98,7 +102,7 @@ class BackwardKeepsPlace(TorchDispatchMode):
         index = -1
         if current is not None:
             index = bisect_right(self._numbers, current._sequence_nr()) - 1
-        return self._places[index] if index >= 0 else {}
+        return {IS_BACKWARD: True, **(self._places[index] if index >= 0 else {})}
 
 
 @contextmanager

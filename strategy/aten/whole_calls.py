@@ -34,6 +34,9 @@ class Rule(Protocol):
     def record_backward(self, grad: Any, saved: Any) -> Sequence[Any]:
         """Record the gradients of the operands, in their order; None: it has none."""
 
+    def is_as(self, other: Any) -> bool:
+        """Return whether another rule does the same with tensors that are alike."""
+
 
 _open: list[list[Rule]] = []
 

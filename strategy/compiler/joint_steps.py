@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from thunder.core.prims import PrimIDs
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import dce
-from thunder.executors.passes import (
-    _transform_for_operator_executor_execution,
-)
-from thunder.extend import (
-    Executor,
-)
 from thunder.transforms.autodiff import (
     grad_transform_on_trace,
 )
 
+from thunder_memsave.compiler.claim import claimed
 from thunder_memsave.compiler.state import State
+from thunder_memsave.frontend.recorded_joint import taken_apart
+from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
@@ -33,7 +25,7 @@ def differentiate(state: State) -> State:
     if not state.facts.lowered.training:
         return state
     stage("differentiate")
-    return replace(state, joint=grad_transform_on_trace(state.joint))
+    return replace(state, joint=drop_unread(taken_apart(grad_transform_on_trace(state.joint))))
 
 
 def claim(state: State) -> State:
@@ -42,28 +34,10 @@ def claim(state: State) -> State:
     This is Thunder's `transform_for_execution`, without what that does for Thunder's own data parallelism.
     """
     stage("claim operations")
-    joint = dce(_claimed(dce(state.joint), state.facts.executors))
+    joint = drop_unread(claimed(drop_unread(state.joint), state.facts.executors))
     # Nothing after this asks what an operation was made of.
     joint.bound_symbols = [b.from_bsym(subsymbols=()) for b in joint.bound_symbols]
     return replace(state, joint=reduce_early(joint))
-
-
-def _claimed(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
-    """Let executors claim operations, and then those of which their own rules are made.
-
-    Thunder offers to no executor what a rule for execution records in place of an operation: a cast before a kernel, or
-    the operators of the whole graph. Rules for gradients have run before, so their parts are claimed.
-    """
-    trace = _transform_for_operator_executor_execution(trace, executors)
-    while any(map(_is_unclaimed, trace.bound_symbols)):
-        trace = _transform_for_operator_executor_execution(trace, executors)
-    return trace
-
-
-def _is_unclaimed(bsym: BoundSymbol) -> bool:
-    """Whether nothing can run it yet."""
-    symbol = bsym.sym
-    return not (symbol.executor or symbol.python_impl or symbol.id is PrimIDs.GET_GRAD)
 
 
 def tile(state: State) -> State:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from thunder.core.transform_common import (
-    dce,
-    wrap_return_value_together_with_arguments,
-)
+from thunder.core.transform_common import wrap_return_value_together_with_arguments
 
 from thunder_memsave.compiler import joint_steps, run, split
 from thunder_memsave.compiler.fuse import fuse
 from thunder_memsave.compiler.offload import offload
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
+from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.step import Pass, Step, on_joint
@@ -37,7 +35,7 @@ STEPS: tuple[Step[State], ...] = (
         "return the results together with the arguments",
         wrap_return_value_together_with_arguments,
     ),
-    _pass("drop_unread", "drop what nothing reads", dce),
+    _pass("drop_unread", "drop what nothing reads", drop_unread),
     _step("differentiate", "add the backward", joint_steps.differentiate),
     _step("claim", "let executors claim operations", joint_steps.claim),
     # Passes over the joint trace: operations are claimed.

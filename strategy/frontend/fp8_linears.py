@@ -232,6 +232,9 @@ class _InFp8:
     ) -> Sequence[TensorProxy | None]:
         return saved.gradients(grad)
 
+    def is_as(self, other: Any) -> bool:
+        return self is other
+
 
 @dataclass(frozen=True, slots=True)
 class _LossInFp8:
@@ -266,6 +269,9 @@ class _LossInFp8:
     ) -> Sequence[TensorProxy | None]:
         gradients = (*saved.gradients(grad), None, None)
         return [g for g, is_there in zip(gradients, self.are_there, strict=True) if is_there]
+
+    def is_as(self, other: Any) -> bool:
+        return self is other
 
     def _all(self, given: Sequence[Any]) -> list[Any]:
         """Return what is given, with None for what is not there."""

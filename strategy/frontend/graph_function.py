@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
-from thunder_memsave.aten.origin import KeepsOrigin
+from thunder_memsave.aten.equal_layers import EqualLayers
+from thunder_memsave.aten.origin import LAYER, KeepsOrigin
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.unseen_calls import UnseenCalls
 from thunder_memsave.ops.table import operation_of
@@ -33,13 +35,22 @@ class GraphFunction:
         """The node at which a run ended in an error."""
         self._computed = computed
         self._unseen = unseen
+        self._instead_of: Mapping[fx.Node, fx.Node] = {}
+
+    def with_layers(self, layers: EqualLayers) -> GraphFunction:
+        """Return the function with the values of one layer in place of those of the layers that are cut."""
+        found = copy.copy(self)
+        found._instead_of = layers.instead_of
+        for node in self.graph.graph.nodes:
+            node.meta[LAYER] = layers.place_of.get(node)
+        return found
 
     def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
         """Run the graph."""
         num_inputs = len(self.read)
         inputs = dict(zip(self.read, tensors[:num_inputs], strict=True))
         constants = zip(map(id, self.constants), tensors[num_inputs:], strict=True)
-        run = _Run(self.graph, dict(constants), self.fp8, self._unseen)
+        run = _Run(self.graph, dict(constants), self.fp8, self._unseen, self._instead_of)
         try:
             run.run(*(inputs.get(i) for i in range(len(self.placeholders))))
         finally:
@@ -56,9 +67,16 @@ class _Run(KeepsOrigin):
         instead: dict[int, Tensor],
         fp8: LinearNodes | None,
         unseen: UnseenCalls,
+        instead_of: Mapping[fx.Node, fx.Node],
     ) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self._instead, self._fp8, self._unseen = instead, fp8, unseen
+        self._instead_of = instead_of
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, or return the value of another that is as its."""
+        other = self._instead_of.get(n)
+        return super().run_node(n) if other is None else self.env[other]
 
     def compute(self, n: fx.Node) -> Any:
         """Compute a node's value."""

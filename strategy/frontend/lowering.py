@@ -18,7 +18,14 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor, fx
 
-from thunder_memsave.aten.joint_graph import JointGraph, Operand, UntraceableError, joint_graph
+from thunder_memsave.aten.equal_layers import equal_layers
+from thunder_memsave.aten.joint_graph import (
+    JointGraph,
+    Operand,
+    Shortened,
+    UntraceableError,
+    joint_graph,
+)
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CompileError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
@@ -226,10 +233,18 @@ class _Lowering:
         examples = [function.placeholders[i].meta["example_value"] for i in function.read]
         operands = [_operand(t, grad_enabled) for t in (*examples, *function.constants)]
         try:
-            return joint_graph(function, operands)
+            return joint_graph(function, operands, self._shortened(function, operands))
         except UntraceableError as error:
             message = refusal(function.graph, function.failed, error)
             raise CompileError(message) from error
+
+    def _shortened(self, function: GraphFunction, operands: Sequence[Operand]) -> Shortened | None:
+        """Return the function without the inner ones of many equal layers; in fp8 each has scales of its own."""
+        if self.fp8 is not None:
+            return None
+        index_of = {function.placeholders[i]: at for at, i in enumerate(function.read)}
+        layers = equal_layers(function.graph.graph, index_of, operands.__getitem__)
+        return None if layers is None else Shortened(function.with_layers(layers), layers)
 
     def _record(
         self,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from thunder.core import dtypes, prims
-from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
-from thunder.core.trace import get_tracectx
+from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, get_tracectx
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
@@ -48,14 +49,28 @@ class RecordedJoint:
         return self._outputs(self._run_forward(tensors), tensors)
 
     def forward_and_backward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
-        """Record the gradients of the operands too, as a rule of Thunder for derivatives does."""
-        values = self._run_forward(tensors)
-        outputs = self._outputs(values, tensors)
+        """Record the gradients of the operands too, as a rule of Thunder for derivatives does.
+
+        Forward is one operation and backward another, which `taken_apart` takes apart: Thunder's transform of a trace
+        makes anew, more than once, every operation that it sees.
+        """
+        trace = get_tracectx()
+        with _recording() as forward:
+            values = self._run_forward(tensors)
+            outputs = self._outputs(values, tensors)
+        trace.peek_scope().append(_whole("joint_forward", forward, reads=tensors))
         tensors_only = [i for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)]
         of_leaf = dict(zip(tensors_only, outputs, strict=False))  # writes follow
+        cotangents, backward = [], list[BoundSymbol]()
         for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
-            values[node] = self._laid_out(node, prims.get_grad(of_leaf[index]))
-        self._run(self.joint.gradients, values)
+            cotangents.append(prims.get_grad(of_leaf[index]))
+            with _recording() as laid_out:
+                values[node] = self._laid_out(node, cotangents[-1])
+            backward += laid_out
+        with _recording() as recorded:
+            self._run(self.joint.gradients, values)
+        backward += recorded
+        trace.peek_scope().append(_whole("joint_backward", backward, reads=(*tensors, *cotangents)))
         for tensor, gradient in zip(tensors, self.joint.gradients, strict=False):
             if gradient is not None:
                 prims.put_grad(tensor, values[gradient])
@@ -144,6 +159,60 @@ class RecordedJoint:
             outputs.append(prims.shallow_copy(value) if value.name in seen else value)
             seen.add(value.name)
         return tuple(outputs)
+
+
+@contextmanager
+def _recording() -> Iterator[list[BoundSymbol]]:
+    """Yield the list in which the operations that are recorded inside are, and not in the trace."""
+    symbols: list[BoundSymbol] = []
+    trace = get_tracectx()
+    trace.push_scope(symbols)
+    try:
+        yield symbols
+    finally:
+        trace.pop_scope()
+
+
+_PARTS = "parts"
+"""Key of the operations that a whole one stands for."""
+
+
+def _whole(name: str, parts: Sequence[BoundSymbol], *, reads: Sequence[TensorProxy]) -> BoundSymbol:
+    """Return an operation that stands for others, and makes all that they make."""
+    made = {o.name: o for part in parts for o in part.flat_proxy_outs}
+    symbol = Symbol(name=name, meta=None, id=f"thunder_memsave.{name}", is_prim=True)
+    read = [tensor for tensor in reads if tensor.name not in made]
+    whole = symbol.bind(*read, output=tuple(made.values()))
+    whole._call_ctx = {_PARTS: (whole, parts)}
+    return whole
+
+
+def taken_apart(trace: TraceCtx) -> TraceCtx:
+    """Return a trace with the operations that whole ones of `RecordedJoint` stand for."""
+    new = from_trace(trace)
+    new.bound_symbols = [part for bsym in trace.bound_symbols for part in _parts(bsym)]
+    new.set_provenance(TraceProvenance("Differentiate"))
+    return new
+
+
+def _parts(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    """Yield the operations of a whole one, on the values that it reads and makes now."""
+    if _PARTS not in (bsym._call_ctx or {}):
+        yield bsym
+        return
+    before, parts = bsym._call_ctx[_PARTS]
+    values = zip(
+        (*before.flat_proxy_args, *before.flat_proxy_outs),
+        (*bsym.flat_proxy_args, *bsym.flat_proxy_outs),
+        strict=True,
+    )
+    swaps = {variableify(old): new for old, new in values if old.name != new.name}
+    names = {variable.proxy.name for variable in swaps}
+    for part in parts:
+        part.tags |= bsym.tags
+        touched = (*part.flat_proxy_args, *part.flat_proxy_outs)
+        is_touched = any(p.name in names for p in touched)
+        yield part.from_bsym_swap_proxies(swaps) if is_touched else part
 
 
 def joint_symbol(recorded: RecordedJoint, function: Callable[..., Any]) -> Symbol:

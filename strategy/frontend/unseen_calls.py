@@ -86,3 +86,6 @@ class _Unseen:
 
     def record_backward(self, grad: Any, saved: None) -> Sequence[Any]:
         raise AssertionError("it has no derivative")
+
+    def is_as(self, other: Any) -> bool:
+        return self is other

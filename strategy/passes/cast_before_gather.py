@@ -26,9 +26,9 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
-from thunder.core.transform_common import dce
 
 from thunder_memsave.ops.families.collectives import all_gather, is_all_gather, is_wait
+from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.symbols import is_cast
 
 
@@ -81,7 +81,7 @@ def with_casts_first(
         for bsym in trace.bound_symbols[len(inputs) :]:
             chain = chains.get(id(bsym))
             new.bound_symbols += [bsym] if chain is None else cast_first(chain, bsym)
-    new = dce(new)
+    new = drop_unread(new)
     new.set_provenance(TraceProvenance(f"Joint pass {name}"))
     return new
 

@@ -6,15 +6,21 @@ So a search can take storages out of a plan without asking which new reads of su
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.choices import Needs
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.order import order, producers
 from thunder_memsave.planner.simulate import simulate
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,46 +70,55 @@ class FastSimulation:
         self._offloaded = offloaded
         self._graph, self._needs = graph, needs
         self._state_bytes = generator_state_bytes
-        self._nbytes = [s.nbytes for s in graph.storages]
+        self._nbytes = np.array([s.nbytes for s in graph.storages], dtype=np.int64)
         stay = graph.inputs | graph.outputs | graph.cotangents
-        self._stay = stay
-        self._reads = [tuple(s for s in op.reads if s not in stay) for op in graph.ops]
-        self._makes = [tuple(s for s in op.makes if s not in stay) for op in graph.ops]
+        self._reads = _Lists([[s for s in op.reads if s not in stay] for op in graph.ops])
+        self._makes = _Lists([[s for s in op.makes if s not in stay] for op in graph.ops])
+        self._peaks = np.array([op.peak_bytes for op in graph.ops], dtype=np.int64)
+        self._replays = np.array([op.repeat == "replay" for op in graph.ops])
+        self._is_gradient = _mask(graph.gradients, len(graph.storages))
         self._sources = _sources(graph, stay)
+        backward = range(graph.num_forward, len(graph.ops))
+        self._reading = [number for number in backward if self._sources[number]]
+        """Operations of backward that read what forward makes."""
         self._start(memory)
 
     def __call__(self, keep: Set[int]) -> SimulatedPlan:
         """Simulate the plan that keeps these storages."""
-        keep = keep | self._needs.must_keep
-        steps, again = self._steps(keep)
-        last, read = self._last_reads(steps)
-        kept = [s for s in self._needs.storages if s in keep and s in read]
-        replayed = [o for o in again if self._graph.ops[o].repeat == "replay"]
-        peak = self._backward_peak(steps, last, keep, kept, len(replayed))
-        peak = max(*self._forward_during(kept, replayed), peak, self._update_bytes)
-        return SimulatedPlan(peak_bytes=peak, again=tuple(again), read=read, kept=frozenset(kept))
+        plan = self._run(keep)
+        peak = max(int(plan.during.max(initial=0)), int(self._forward_during(plan).max()))
+        return SimulatedPlan(
+            peak_bytes=max(peak, self._update_bytes),
+            again=tuple(plan.again),
+            read=frozenset(np.flatnonzero(plan.last >= 0).tolist()),
+            kept=frozenset(plan.kept),
+        )
 
     def excess_bytes(self, keep: Set[int], *, over_bytes: float) -> float:
         """Return the bytes above `over_bytes`, summed over all moments: the sum falls before the peak itself does."""
-        keep = keep | self._needs.must_keep
-        steps, again = self._steps(keep)
-        last, read = self._last_reads(steps)
-        kept = [s for s in self._needs.storages if s in keep and s in read]
-        replayed = [o for o in again if self._graph.ops[o].repeat == "replay"]
-        during = self._forward_during(kept, replayed)
-        self._backward_peak(steps, last, keep, kept, len(replayed), during)
-        return sum(n - over_bytes for n in (*during, self._update_bytes) if n > over_bytes)
+        plan = self._run(keep)
+        moments = (self._forward_during(plan), plan.during)
+        over: list[int] = [n for each in moments for n in each[each > over_bytes].tolist()]
+        over += [self._update_bytes] if self._update_bytes > over_bytes else []
+        return sum(n - over_bytes for n in over)
 
     def backward(self, keep: Set[int]) -> SimulatedBackward:
         """Simulate the backward of a plan, step by step."""
+        plan = self._run(keep)
+        read = np.flatnonzero(plan.last >= 0).tolist()
+        return SimulatedBackward(
+            steps=[(op, op < self._graph.num_forward) for op in plan.steps.tolist()],
+            during=plan.during.tolist(),
+            last=dict(zip(read, plan.last[read].tolist(), strict=True)),
+        )
+
+    def _run(self, keep: Set[int]) -> _Run:
         keep = keep | self._needs.must_keep
         steps, again = self._steps(keep)
-        last, read = self._last_reads(steps)
-        kept = [s for s in self._needs.storages if s in keep and s in read]
-        num_states = sum(self._graph.ops[o].repeat == "replay" for o in again)
-        during: list[int] = []
-        self._backward_peak(steps, last, keep, kept, num_states, during)
-        return SimulatedBackward(steps=steps, during=during, last=last)
+        last = self._last_reads(steps)
+        kept = [s for s in self._needs.storages if s in keep and last[s] >= 0]
+        during = self._backward_during(steps, last, _mask(keep, len(self._nbytes)), kept)
+        return _Run(steps, again, last, kept, during)
 
     def _start(self, memory: StepMemory) -> None:
         """Find the live bytes of forward and at the start of backward if nothing is kept."""
@@ -112,27 +127,29 @@ class FastSimulation:
         profile = simulate(order(graph, actions), memory)
         waiting = [0] * (graph.num_forward + 1)
         for storage in needs.first:
-            waiting[needs.last_in_forward[storage] + 1] += self._nbytes[storage]
-        self._during, total = [], 0
-        for number in range(graph.num_forward):
-            total += waiting[number]
-            self._during.append(profile.step_peak_bytes[number] - total)
-        self._during.append(profile.between_peak_bytes - total - waiting[graph.num_forward])
-        kept = sum(self._nbytes[s] for s in needs.first)
+            waiting[needs.last_in_forward[storage] + 1] += graph.storages[storage].nbytes
+        forward = [*profile.step_peak_bytes[: graph.num_forward], profile.between_peak_bytes]
+        self._during = np.array(forward, dtype=np.int64) - np.cumsum(waiting, dtype=np.int64)
+        kept = sum(graph.storages[s].nbytes for s in needs.first)
         self._before_backward = profile.live_bytes[graph.num_forward] - kept
         self._update_bytes = max(profile.update_peak_bytes, profile.live_bytes[-1])
 
-    def _steps(self, keep: Set[int]) -> tuple[list[tuple[int, bool]], list[int]]:
+    def _steps(self, keep: Set[int]) -> tuple[Numbers, list[int]]:
         """Return the operations of backward, each after those that it needs recomputed, and all recomputed ones."""
-        graph, done = self._graph, set[int]()
-        steps: list[tuple[int, bool]] = []
+        graph, sources, done = self._graph, self._sources, set[int]()
+        steps: list[int] = []
         again: list[int] = []
-        for number in range(graph.num_forward, len(graph.ops)):
-            missing = self._missing(number, keep, done)
-            steps += [(op, True) for op in missing]
-            again += missing
-            steps.append((number, False))
-        return steps, again
+        begin = graph.num_forward
+        for number in self._reading:
+            for producer, storage in sources[number]:
+                if storage not in keep and producer not in done:
+                    missing = self._missing(number, keep, done)
+                    steps += [*range(begin, number), *missing]
+                    again += missing
+                    begin = number
+                    break
+        steps += range(begin, len(graph.ops))
+        return np.array(steps, dtype=np.int64), again
 
     def _missing(self, number: int, keep: Set[int], done: set[int]) -> list[int]:
         found: list[int] = []
@@ -146,73 +163,102 @@ class FastSimulation:
         found.sort()
         return found
 
-    def _last_reads(
-        self, steps: Sequence[tuple[int, bool]]
-    ) -> tuple[dict[int, int], frozenset[int]]:
-        last: dict[int, int] = {}
-        for index, (op, _) in enumerate(steps):
-            for storage in self._reads[op]:
-                last[storage] = index
-        return last, frozenset(last)
+    def _last_reads(self, steps: Numbers) -> Numbers:
+        """Return the step that reads each storage last; -1: none does."""
+        last = np.full(len(self._nbytes), -1, dtype=np.int64)
+        storages, at = self._reads.of(steps)
+        np.maximum.at(last, storages, at)
+        return last
 
-    def _forward_during(self, kept: Sequence[int], replayed: Sequence[int]) -> list[int]:
-        waiting = [0] * (self._graph.num_forward + 1)
-        for storage in kept:
+    def _forward_during(self, plan: _Run) -> Numbers:
+        """Return the peak bytes by operation of forward, and between forward and backward."""
+        waiting = np.zeros(self._graph.num_forward + 1, dtype=np.int64)
+        for storage in plan.kept:
             if storage not in self._offloaded:
                 waiting[self._needs.last_in_forward[storage] + 1] += self._nbytes[storage]
-        for op in replayed:
-            waiting[op + 1] += self._state_bytes
-        return [d + total for d, total in zip(self._during, accumulate(waiting), strict=True)]
+        replayed = np.array(plan.again, dtype=np.int64)
+        waiting[replayed[self._replays[replayed]] + 1] += self._state_bytes
+        return self._during + np.cumsum(waiting)
 
-    def _backward_peak(
-        self,
-        steps: Sequence[tuple[int, bool]],
-        last: dict[int, int],
-        keep: Set[int],
-        kept: Sequence[int],
-        num_states: int,
-        during: list[int] | None = None,
-    ) -> int:
-        graph, nbytes, gradients = self._graph, self._nbytes, self._graph.gradients
-        change = [0] * (len(steps) + 1)
-        for storage in kept:
-            if storage not in gradients:
-                change[last[storage]] -= nbytes[storage]
-        here = sum(nbytes[s] for s in kept if s not in self._offloaded)
-        live = self._before_backward + here + num_states * self._state_bytes
-        arriving = self._arriving(steps, kept)
-        peak = 0
-        for index, (op, is_again) in enumerate(steps):
-            live += arriving.get(index, 0)
-            now = live + graph.ops[op].peak_bytes
-            peak = max(peak, now)
-            if during is not None:
-                during.append(now)
-            for storage in self._makes[op]:
-                if storage in gradients and not is_again:
-                    live += nbytes[storage]
-                elif not (is_again and storage in keep):
-                    read = last.get(storage, -1)
-                    if read > index:
-                        live += nbytes[storage]
-                        change[read] -= nbytes[storage]
-            if is_again and graph.ops[op].repeat == "replay":
-                live -= self._state_bytes
-            live += change[index]
-        return peak
+    def _backward_during(
+        self, steps: Numbers, last: Numbers, keep: Flags, kept: Sequence[int]
+    ) -> Numbers:
+        """Return the peak bytes by step of backward."""
+        is_again = steps < self._graph.num_forward
+        frees_state = is_again & self._replays[steps]
+        change = np.where(frees_state, -self._state_bytes, 0).astype(np.int64)
+        self._add_made(change, steps, last, keep, is_again)
+        dying = np.array(kept, dtype=np.int64)
+        dying = dying[~self._is_gradient[dying]]
+        np.subtract.at(change, last[dying], self._nbytes[dying])
+        here = sum(int(self._nbytes[s]) for s in kept if s not in self._offloaded)
+        live = self._before_backward + here + int(frees_state.sum()) * self._state_bytes
+        before = live + np.cumsum(change) - change
+        for step, nbytes in self._arriving(steps, kept).items():
+            before[step:] += nbytes
+        found: Numbers = before + self._peaks[steps]
+        return found
 
-    def _arriving(self, steps: Sequence[tuple[int, bool]], kept: Sequence[int]) -> dict[int, int]:
+    def _add_made(
+        self, change: Numbers, steps: Numbers, last: Numbers, keep: Flags, is_again: Flags
+    ) -> None:
+        """Add what each step makes, and take it away after its last reader; gradients stay."""
+        made, at = self._makes.of(steps)
+        stays = self._is_gradient[made] & ~is_again[at]
+        is_read = ~stays & ~(is_again[at] & keep[made]) & (last[made] > at)
+        nbytes = self._nbytes[made]
+        lives = stays | is_read
+        np.add.at(change, at[lives], nbytes[lives])
+        np.subtract.at(change, last[made[is_read]], nbytes[is_read])
+
+    def _arriving(self, steps: Numbers, kept: Sequence[int]) -> dict[int, int]:
         """Return the bytes that are copied back before each step, by its index."""
         waiting = {s for s in kept if s in self._offloaded}
         found: dict[int, int] = {}
-        for index, (op, _) in enumerate(steps):
-            if not waiting:
-                break
-            for storage in self._reads[op]:
-                if storage in waiting:
-                    waiting.discard(storage)
-                    found[index] = found.get(index, 0) + self._nbytes[storage]
+        if not waiting:
+            return found
+        for storage, index in zip(*(each.tolist() for each in self._reads.of(steps)), strict=True):
+            if storage in waiting:
+                waiting.discard(storage)
+                found[index] = found.get(index, 0) + int(self._nbytes[storage])
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """What a plan does in backward."""
+
+    steps: Numbers
+    """Operations in order; those of forward are recomputed."""
+    again: list[int]
+    last: Numbers
+    """The step that reads each storage last; -1: none does."""
+    kept: list[int]
+    """Storages that are kept and read."""
+    during: Numbers
+    """Peak bytes by step."""
+
+
+class _Lists:
+    """Lists of numbers, one for each operation, one after the other in an array."""
+
+    def __init__(self, lists: Sequence[Sequence[int]]) -> None:
+        self._lengths = np.array([len(each) for each in lists], dtype=np.int64)
+        self._begins = np.cumsum(self._lengths) - self._lengths
+        self._all = np.array([n for each in lists for n in each], dtype=np.int64)
+
+    def of(self, operations: Numbers) -> tuple[Numbers, Numbers]:
+        """Return what is in the lists of operations, and the place of each one's operation among these."""
+        lengths = self._lengths[operations]
+        at = np.repeat(np.arange(len(operations)), lengths)
+        skipped = self._begins[operations] - (np.cumsum(lengths) - lengths)
+        return self._all[np.arange(len(at)) + skipped[at]], at
+
+
+def _mask(numbers: Iterable[int], length: int) -> Flags:
+    found = np.zeros(length, dtype=bool)
+    found[list(numbers)] = True
+    return found
 
 
 def _sources(graph: TrainingGraph, stay: frozenset[int]) -> list[tuple[tuple[int, int], ...]]:

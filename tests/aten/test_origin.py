@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.aten.origin import (
+    IS_BACKWARD,
     REGION,
     BackwardKeepsPlace,
     KeepsOrigin,
@@ -49,8 +50,8 @@ def test_operators_of_backward_have_the_place_of_what_they_differentiate() -> No
     traced = make_fx(joint)(x_of())
     found = {str(n.target): origin(n) for n in traced.graph.nodes if "backward" in str(n.target)}
     assert found == {
-        "aten._softmax_backward_data.default": {"stack_trace": "line 2"},
-        "aten.silu_backward.default": {"stack_trace": "line 1"},
+        "aten._softmax_backward_data.default": {"stack_trace": "line 2", IS_BACKWARD: True},
+        "aten.silu_backward.default": {"stack_trace": "line 1", IS_BACKWARD: True},
     }
 
 

@@ -296,10 +296,10 @@ class _Planner(MemoryPlanner):
             assert self.refusal.smallest_bytes is not None
             return self.refusal.smallest_bytes
         asked, first = [self._last], self._attempt
-        tiled = None if first is None else first.in_way(Way(is_tiled=True))
-        if counts_tiles and not self.call.is_tiled and tiled is not None:
-            other = self._question(tiled, None)
-            asked.append(other.narrowed or other)
+        if counts_tiles and first is not None and not self.call.is_tiled:
+            tiled = first.in_way(Way(is_tiled=True))
+            other = None if tiled is None else self._question(tiled, None)
+            asked += [] if other is None else [other.narrowed or other]
         found = [each.smallest_bytes(time_limit_s=_SMALLEST_S) for each in asked]
         return min(self.call.profile.peak_bytes, *found)
 

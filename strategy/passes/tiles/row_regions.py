@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from thunder.core.proxies import TensorProxy
@@ -32,31 +32,47 @@ def row_regions(symbols: Sequence[BoundSymbol], rows: RowKinds) -> list[RowRegio
         symbols: Of a joint trace.
         rows: What is known of it.
     """
-    widths = {rows.width(o) for b in symbols for o in _tensors(b.flat_proxy_outs)} - {0}
     forward = forward_symbols(symbols)
-    found = [list(_wider_than(w, symbols, rows, forward)) for w in sorted(widths)]
+    touched = [each for b in symbols if (each := _Touched.of(b, rows)).widest]
+    widths = {w for each in touched for w in each.made.values()} - {0}
+    found = [list(_wider_than(w, touched, rows, forward)) for w in sorted(widths)]
     return max(found, key=lambda regions: sum(r.nbytes for r in regions), default=[])
 
 
+@dataclass(frozen=True, slots=True)
+class _Touched:
+    """A symbol with the widths of the values that it reads and makes, by their names."""
+
+    bsym: BoundSymbol
+    read: Mapping[str, int]
+    made: Mapping[str, int]
+    widest: int
+
+    @classmethod
+    def of(cls, bsym: BoundSymbol, rows: RowKinds) -> _Touched:
+        proxies = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
+        read, made = ({p.name: rows.width(p) for p in each} for each in proxies)
+        return cls(bsym, read, made, max((*read.values(), *made.values()), default=0))
+
+
 def _wider_than(
-    width: int, symbols: Sequence[BoundSymbol], rows: RowKinds, forward: set[int]
+    width: int, touched: Sequence[_Touched], rows: RowKinds, forward: set[int]
 ) -> Iterator[RowRegion]:
     parts = _Parts()
     refused: set[str] = set()
-    touching: dict[int, str] = {}
-    for bsym in symbols:
-        read, made = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
-        wide = [p.name for p in (*read, *made) if rows.width(p) > width]
-        if not wide:
+    touching: list[tuple[BoundSymbol, str]] = []
+    for each in touched:
+        if each.widest <= width:
             continue
+        wide = [n for widths in (each.read, each.made) for n, w in widths.items() if w > width]
         parts.join(wide)
-        touching[id(bsym)] = wide[0]
-        if id(bsym) not in rows.row_wise:
+        touching.append((each.bsym, wide[0]))
+        if id(each.bsym) not in rows.row_wise:
             refused.add(wide[0])
     roots = {parts.root(name) for name in refused}
     members: dict[str, list[BoundSymbol]] = defaultdict(list)
-    for bsym in symbols:
-        if id(bsym) in touching and (root := parts.root(touching[id(bsym)])) not in roots:
+    for bsym, name in touching:
+        if (root := parts.root(name)) not in roots:
             members[root].append(bsym)
     for found in members.values():
         region = _region(found, width, rows, forward)
