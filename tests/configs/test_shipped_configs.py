@@ -190,7 +190,7 @@ def test_a_header_says_what_the_file_does_and_how_to_launch_it(path: Path) -> No
 def test_the_architecture_has_as_many_weights_as_the_published_model(path: Path) -> None:
     config = dataclasses.replace(run_file(path), lora=None)
     num = sum(p.numel() for p in describe_model(config).parameters())
-    assert num == PUBLISHED_SIZES[re.sub(r"_(full|q?lora)(_fp8|_\d+k)?$", "", path.stem)]
+    assert num == PUBLISHED_SIZES[re.sub(r"_(full|dpo|q?lora)(_fp8|_\d+k)?$", "", path.stem)]
 
 
 @pytest.mark.parametrize("path", LARGE, ids=by_name)
