@@ -183,6 +183,30 @@ def held_bytes(config: RunConfig, known: Known) -> int:
     return found.weights + found.optimizer
 
 
+class HeldBytes:
+    """Finds bytes of weights and optimizer states of one run in several forms, whose model is described once each."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._held: dict[str, _Held] = {}
+        self._states = _States(device_type)
+
+    def of(self, config: RunConfig, weights: str, *, num_ranks: int) -> int:
+        """Return the bytes of each rank.
+
+        Args:
+            config: The run in a form.
+            weights: The form's name of the format of weights.
+            num_ranks: Number of ranks.
+        """
+        if weights not in self._held:
+            self._held[weights] = _Held(config, self._device_type)
+        held = self._held[weights]
+        shards = num_shards(config.of_strategy, num_ranks)
+        states = self._states.num_bytes(config, held.trained_rows(shards))
+        return held.weight_bytes(shards) + states
+
+
 def formats_table(found: Sequence[Choice], *, budget_bytes: int | None) -> str:
     """Show a row for each form and a column for each number of ranks: bytes held, and about the peak."""
     ranks = sorted({c.num_ranks for c in found})

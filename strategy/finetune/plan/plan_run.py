@@ -134,7 +134,7 @@ def plan_run(
     """
     strategy = _strategy(config, device, num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
-    budget_bytes = _budget_bytes(strategy, device)
+    budget_bytes = budget_of(strategy, device)
     objective = objective_of(config)
     model = _described(config, strategy)
     put_loss_in(model, objective)
@@ -163,7 +163,8 @@ def plan_run(
     )
 
 
-def _budget_bytes(strategy: StrategyConfig, device: Device) -> int | None:
+def budget_of(strategy: StrategyConfig, device: Device) -> int | None:
+    """Return the bytes that a step may take; None: there is no limit."""
     available_bytes = _available_bytes(device)
     return strategy.memory.budget_bytes(device.memory_bytes, available_bytes=available_bytes)
 
