@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from passes.contract import Probe
+from passes.test_drop_unread import Attention, described
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.executors import passes
 from torch import Tensor, nn
 
-from passes.contract import Probe
-from passes.test_drop_unread import Attention, described
 from thunder_memsave.compiler import claim, joint_steps
 from thunder_memsave.compiler.compiled_module import CompiledModule
 
