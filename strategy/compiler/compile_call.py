@@ -31,6 +31,7 @@ from thunder_memsave.errors import CaptureError
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.capture import Capture, capture
+from thunder_memsave.frontend.few_layers.capture import capture_few_layers
 from thunder_memsave.frontend.fx_nodes import GraphCode, graph_code
 from thunder_memsave.frontend.lowering import Lowered, lower
 from thunder_memsave.frontend.opaque import OpaqueExecutor
@@ -148,13 +149,7 @@ class CallCompiler:
 
     def _traced(self, module: nn.Module, call: Call, reason: str) -> _Traced:
         stage("capture")
-        captured = capture(
-            module,
-            call,
-            reason=reason,
-            is_guarded=self.target is None,
-            is_of_mode=self.fp8 is not None,
-        )
+        captured = self._captured(module, call, reason)
         code = graph_code(captured.graph)  # lowering rewrites it
         stage("lower")
         opaque = OpaqueExecutor()
@@ -176,6 +171,17 @@ class CallCompiler:
                 return_logits=self.config.return_logits,
             )
         return _Traced(captured, lowered, compile_data, code)
+
+    def _captured(self, module: nn.Module, call: Call, reason: str) -> Capture:
+        """Capture the call; for a plan, with few of many equal layers, which are all that it needs to see."""
+        is_of_mode = self.fp8 is not None
+        if self.target is not None:
+            found = capture_few_layers(module, call, reason=reason, is_of_mode=is_of_mode)
+            if found is not None:
+                return found
+        return capture(
+            module, call, reason=reason, is_guarded=self.target is None, is_of_mode=is_of_mode
+        )
 
     @property
     def _capability(self) -> tuple[int, int] | None:

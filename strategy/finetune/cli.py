@@ -14,7 +14,7 @@ from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.finetune.chat.chat_command import run_chat
 from thunder_memsave.finetune.chat.options import parse_chat_options
 from thunder_memsave.finetune.export.export_command import parse_export_options, run_export
-from thunder_memsave.finetune.plan.plan_command import parse_options, run_plan
+from thunder_memsave.finetune.plan.plan_command import parse_options, run_plan, run_search
 from thunder_memsave.finetune.process.signals import (
     end_as,
     received,
@@ -47,6 +47,7 @@ usage: thunder-memsave train CONFIG [--verbose] [--key=value ...]
        thunder-memsave validate CONFIG [--key=value ...]
        thunder-memsave plan CONFIG [--world-size N] [--device h200] [--budget 60GiB]
                             [--json FILE] [--html FILE] [--work] [--longest] [--key=value ...]
+       thunder-memsave plan CONFIG --search [AXES] [--price 2.5] [--write best.yaml] [--key=value ...]
        thunder-memsave chat RUN [--prompt TEXT] [--temperature 0.7] [--plain]
        thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16]
        thunder-memsave configs list
@@ -110,6 +111,10 @@ _WHAT = {
         "  --work            FLOPs, bytes moved and time by kind of operation, recomputation included\n"
         "  --formats         weights and optimizer states in other formats, on up to 8 times the ranks\n"
         "  --longest         search for the longest row that fits, from data.max_seq_length on: minutes\n"
+        "  --search [AXES]   what to run: a table of changes that fit, the fastest first; AXES are some of\n"
+        "                    micro_batch_size,sharding,frozen_weights,states,offload. With it --world-size 1,8 and\n"
+        "                    --device h100,h200 try each, --price 2.5 (of a device for an hour) adds costs, and\n"
+        "                    --write FILE writes the first of the table as a run file\n"
     ),
 }
 
@@ -236,7 +241,8 @@ def _plan(arguments: list[str]) -> int:
     def action(run_file: RunFile) -> int:
         if run_file.problems:
             raise ConfigErrors(run_file.problems)
-        return run_plan(run_file.config, options)
+        searches = options.search is not None
+        return run_search(run_file, options) if searches else run_plan(run_file.config, options)
 
     return _with_run_file("plan", rest, action)
 

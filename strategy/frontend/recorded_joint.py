@@ -58,7 +58,7 @@ class RecordedJoint:
         with _recording() as forward:
             values = self._run_forward(tensors)
             outputs = self._outputs(values, tensors)
-        trace.peek_scope().append(_whole("joint_forward", forward, reads=tensors))
+        trace.peek_scope().append(_whole("joint_forward", forward, reads=tensors, gives=outputs))
         tensors_only = [i for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)]
         of_leaf = dict(zip(tensors_only, outputs, strict=False))  # writes follow
         cotangents, backward = [], list[BoundSymbol]()
@@ -70,7 +70,9 @@ class RecordedJoint:
         with _recording() as recorded:
             self._run(self.joint.gradients, values)
         backward += recorded
-        trace.peek_scope().append(_whole("joint_backward", backward, reads=(*tensors, *cotangents)))
+        read = (*tensors, *cotangents)
+        gradients = [values[g] for g in self.joint.gradients if g is not None]
+        trace.peek_scope().append(_whole("joint_backward", backward, reads=read, gives=gradients))
         for tensor, gradient in zip(tensors, self.joint.gradients, strict=False):
             if gradient is not None:
                 prims.put_grad(tensor, values[gradient])
@@ -177,12 +179,18 @@ _PARTS = "parts"
 """Key of the operations that a whole one stands for."""
 
 
-def _whole(name: str, parts: Sequence[BoundSymbol], *, reads: Sequence[TensorProxy]) -> BoundSymbol:
-    """Return an operation that stands for others, and makes all that they make."""
-    made = {o.name: o for part in parts for o in part.flat_proxy_outs}
+def _whole(
+    name: str,
+    parts: Sequence[BoundSymbol],
+    *,
+    reads: Sequence[TensorProxy],
+    gives: Sequence[TensorProxy],
+) -> BoundSymbol:
+    """Return an operation that stands for others, of which the rest of the trace sees these values alone."""
+    made = {o.name for part in parts for o in part.flat_proxy_outs}
     symbol = Symbol(name=name, meta=None, id=f"thunder_memsave.{name}", is_prim=True)
-    read = [tensor for tensor in reads if tensor.name not in made]
-    whole = symbol.bind(*read, output=tuple(made.values()))
+    given = {g.name: g for g in gives if g.name in made}
+    whole = symbol.bind(*(r for r in reads if r.name not in made), output=tuple(given.values()))
     whole._call_ctx = {_PARTS: (whole, parts)}
     return whole
 

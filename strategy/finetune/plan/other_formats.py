@@ -25,6 +25,7 @@ from thunder_memsave.finetune.plan.planned_ranks import num_shards
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.optimizer import has_fewer_bits, make_optimizer
 from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.planner.report.explain import in_units, table
 from thunder_memsave.planner.reserved import ReservedMemory
 from thunder_memsave.settings.problems import ConfigError
@@ -183,6 +184,30 @@ def held_bytes(config: RunConfig, known: Known) -> int:
     return found.weights + found.optimizer
 
 
+class HeldBytes:
+    """Finds bytes of weights and optimizer states of one run in several forms, whose model is described once each."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._held: dict[str, _Held] = {}
+        self._states = _States(device_type)
+
+    def of(self, config: RunConfig, weights: str, *, num_ranks: int) -> int:
+        """Return the bytes of each rank.
+
+        Args:
+            config: The run in a form.
+            weights: The form's name of the format of weights.
+            num_ranks: Number of ranks.
+        """
+        if weights not in self._held:
+            self._held[weights] = _Held(config, self._device_type)
+        held = self._held[weights]
+        shards = num_shards(config.of_strategy, num_ranks)
+        states = self._states.num_bytes(config, held.trained_rows(shards))
+        return held.weight_bytes(shards) + states
+
+
 def formats_table(found: Sequence[Choice], *, budget_bytes: int | None) -> str:
     """Show a row for each form and a column for each number of ranks: bytes held, and about the peak."""
     ranks = sorted({c.num_ranks for c in found})
@@ -257,10 +282,12 @@ class _States:
         return sum(n * self._of_one(config, rows) for rows, n in Counter(trained).items())
 
     def _of_one(self, config: RunConfig, rows: _Rows) -> int:
-        key = (repr(config.optimizer), rows)
+        key = (f"{config.optimizer!r} {config.memory.offloads_optimizer}", rows)
         if key not in self._known:
             parameter = nn.Parameter(without_memory(*rows))
             optimizer = make_optimizer(config, [parameter], device_type=self._device_type)
+            if config.memory.offloads_optimizer:
+                states_on_host(optimizer)
             planned = "" if self._device_type == "cpu" else "cuda"
             self._known[key] = step_memory([optimizer], device_type=planned).optimizer_bytes
         return self._known[key]

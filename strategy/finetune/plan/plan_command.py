@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from thunder_memsave.errors import DOES_NOT_FIT, BudgetError
 from thunder_memsave.finetune.plan import device_options
 from thunder_memsave.finetune.plan.plan_progress import Progress
 from thunder_memsave.finetune.plan.plan_text import as_json, describe_plan, plan_of, title
+from thunder_memsave.finetune.plan.search import options as search_options
+from thunder_memsave.finetune.plan.search.options import SearchOptions
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.graph import Device
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.other_formats import Choice
     from thunder_memsave.finetune.plan.plan_run import RunPlan
     from thunder_memsave.finetune.run_file.config import RunConfig
+    from thunder_memsave.finetune.run_file.reading.parse import RunFile
 
 _OPTIONS = {
     "--world-size": "64",
     **device_options.EXAMPLES,
+    **search_options.EXAMPLES,
     "--budget": "60GiB",
     "--json": "plan.json",
     "--html": "plan.html",
@@ -62,6 +66,8 @@ class PlanOptions:
     """Whether to show what weights and optimizer states would take in other formats."""
     finds_longest: bool = False
     """Whether to search for the longest row that fits; `data.max_seq_length` is where the search begins."""
+    search: SearchOptions | None = None
+    """What to search, if the question is what to run."""
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
@@ -70,7 +76,8 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     Raises:
         ConfigError: an option has no value, or an invalid one.
     """
-    given, others = take_options(arguments, _OPTIONS, flags={_WORK, _LONGEST, _FORMATS})
+    words = search_options.with_value(arguments)
+    given, others = take_options(words, _OPTIONS, flags={_WORK, _LONGEST, _FORMATS})
     rest = [word for each in others for word in each.typed]
     if "--budget" in given:
         rest.append(f"--memory.budget={given['--budget']}")
@@ -78,12 +85,16 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
 
 
 def _options(given: dict[str, str]) -> PlanOptions:
-    ranks = given.get("--world-size")
-    if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
-        raise ConfigError(f"--world-size is {ranks!r}, but must be a whole number of at least 1.")
     for name in ("--json", "--html"):
         if name in given:
             _refuse_unwritable(name, Path(given[name]))
+    if (search := search_options.search_options(given)) is not None:
+        _refuse_beside_search(given)
+        json = Path(given["--json"]) if "--json" in given else None
+        return PlanOptions(json=json, search=search)
+    ranks = given.get("--world-size")
+    if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
+        raise ConfigError(f"--world-size is {ranks!r}, but must be a whole number of at least 1.")
     return PlanOptions(
         num_ranks=None if ranks is None else int(ranks),
         device=device_options.chosen_device(given),
@@ -93,6 +104,15 @@ def _options(given: dict[str, str]) -> PlanOptions:
         shows_formats=_FORMATS in given,
         finds_longest=_LONGEST in given,
     )
+
+
+def _refuse_beside_search(given: dict[str, str]) -> None:
+    """Refuse options that say more of one plan: a search makes many."""
+    for name in ("--html", _WORK, _LONGEST, _FORMATS):
+        if name in given:
+            raise ConfigError(
+                f"{name} is of one plan, and --search makes many; leave one of the two out."
+            )
 
 
 def _refuse_unwritable(name: str, path: Path) -> None:
@@ -135,6 +155,22 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     if options.html is not None:
         _write_html(options.html, made, config)
     return 0 if made.fits else DOES_NOT_FIT
+
+
+def run_search(run_file: RunFile, options: PlanOptions) -> int:
+    """Search what to run, print the table, write the requested files, and return the exit code.
+
+    Returns:
+        0 if something fits, 3 if nothing does.
+    """
+    assert options.search is not None
+    _say("load libraries")
+    from thunder_memsave.finetune.plan.search.search_command import SearchRun
+
+    run = SearchRun.of(run_file, options.search)
+    with _ends_at_ctrl_c(run.shown), collector(runs=False):
+        run.run()
+    return run.report(options.json)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,14 +297,20 @@ def _longest_json(longest: LongestRow | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _ends_at_ctrl_c() -> Iterator[None]:
-    """Exit at once on Ctrl-C: tracing code might catch an exception, and cleaning up millions of objects takes long."""
+def _ends_at_ctrl_c(so_far: Callable[[], str] | None = None) -> Iterator[None]:
+    """Exit at once on Ctrl-C: tracing code might catch an exception, and cleaning up millions of objects takes long.
+
+    Args:
+        so_far: Returns what is printed before, if anything.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
         return
 
     def end(signum: int, frame: object) -> None:
         print("\ninterrupted.", file=sys.stderr, flush=True)
+        if so_far is not None:
+            print(so_far(), flush=True)
         os._exit(128 + signum)
 
     previous = signal.signal(signal.SIGINT, end)

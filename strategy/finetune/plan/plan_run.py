@@ -74,6 +74,8 @@ class RunPlan:
     num_rows: int
     """Rows per micro-batch, each of `num_tokens`."""
     num_tokens: int
+    num_micro_batches: int
+    """Micro-batches per optimizer step on each rank."""
     budget_bytes: int | None
     call: PlannedCall
     """The planned call; with the smallest plan that was found if the budget is too small (`refusal`)."""
@@ -135,7 +137,7 @@ def plan_run(
     """
     strategy = _strategy(config, device, num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
-    budget_bytes = _budget_bytes(strategy, device)
+    budget_bytes = budget_of(strategy, device)
     objective = objective_of(config)
     model = _described(config, strategy)
     put_loss_in(model, objective)
@@ -153,6 +155,7 @@ def plan_run(
         num_ranks=num_ranks,
         num_rows=sizes.micro_batch_size,
         num_tokens=config.data.max_seq_length,
+        num_micro_batches=sizes.gradient_accumulation_steps,
         budget_bytes=budget_bytes,
         call=planner.call,
         refusal=planner.refusal,
@@ -164,7 +167,8 @@ def plan_run(
     )
 
 
-def _budget_bytes(strategy: StrategyConfig, device: Device) -> int | None:
+def budget_of(strategy: StrategyConfig, device: Device) -> int | None:
+    """Return the bytes that a step may take; None: there is no limit."""
     available_bytes = _available_bytes(device)
     return strategy.memory.budget_bytes(device.memory_bytes, available_bytes=available_bytes)
 

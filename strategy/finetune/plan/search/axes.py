@@ -1,0 +1,178 @@
+"""Lists the settings of a run that a search tries, those that keep its numbers first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from thunder_memsave.config import ShardingConfig
+from thunder_memsave.finetune.plan.other_formats import Form, forms_of
+from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
+from thunder_memsave.finetune.run_file.config import RunConfig, TrainConfig
+from thunder_memsave.planner.graph import Device
+
+_SHARDINGS = ("none", "zero2", "zero3")
+"""From the least communication to the most."""
+_OFFLOADS: Mapping[str, frozenset[str]] = {
+    "none": frozenset(),
+    "activations": frozenset({"activations"}),
+    "optimizer": frozenset({"optimizer"}),
+    "all": frozenset({"activations", "optimizer"}),
+}
+"""What each value of memory.offload copies."""
+_LARGEST_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A run but for the rows of its micro-batch."""
+
+    device: Device
+    num_ranks: int
+    sharding: str
+    offload: str
+    form: Form
+    number_of_form: int
+    """In the order of `forms_of`: of its formats of weights, then of states, those with more bits come first."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the run file with their new values."""
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether it computes the numbers of the run as it is."""
+        return not self.form.values
+
+    def costs_no_less(self, other: Setting) -> bool:
+        """Return whether this one does all that another does on as many equal devices, or more.
+
+        It does with fewer bits, which are turned into more before they are used; with shards, which are gathered; and
+        with copies to the host.
+        """
+        if (self.device.name, self.num_ranks) != (other.device.name, other.num_ranks):
+            return False
+        shardings = [_place(_SHARDINGS, each.sharding) for each in (self, other)]
+        if None in shardings and self.sharding != other.sharding:
+            return False
+        has_no_more_bits = self.number_of_form >= other.number_of_form
+        is_sharded_more = None in shardings or shardings[0] >= shardings[1]  # type: ignore[operator]  # of both
+        copies_more = _OFFLOADS[self.offload] >= _OFFLOADS[other.offload]
+        return has_no_more_bits and is_sharded_more and copies_more
+
+
+def settings_of(
+    config: RunConfig,
+    *,
+    axes: Collection[str],
+    num_ranks: Sequence[int],
+    devices: Sequence[Device],
+) -> list[Setting]:
+    """Return the settings: formats as they are first, and of each the least communication first.
+
+    Args:
+        config: The run.
+        axes: What may change.
+        num_ranks: Numbers of ranks.
+        devices: Devices.
+    """
+    forms = list(enumerate(_forms(config, axes)))
+    return [
+        Setting(
+            device=device,
+            num_ranks=ranks,
+            sharding=sharding,
+            offload=offload,
+            form=form,
+            number_of_form=number,
+            values=_values(config, sharding, offload, form),
+        )
+        for number, form in forms
+        for device in devices
+        for ranks in num_ranks
+        for sharding in _shardings(config, axes, ranks)
+        for offload in _offloads(config, axes, device)
+    ]
+
+
+def micro_batch_sizes(
+    config: RunConfig, *, axes: Collection[str], num_ranks: int, in_all: int
+) -> list[int]:
+    """Return the rows per micro-batch that divide the global batch, rising; with the axis fixed, the run's own.
+
+    Args:
+        config: The run.
+        axes: What may change.
+        num_ranks: Number of ranks.
+        in_all: Rows of an optimizer step.
+
+    Raises:
+        ConfigError: the global batch cannot be divided evenly over the ranks.
+    """
+    own = config.train.micro_batch_size or 1
+    if "micro_batch_size" not in axes or in_all % num_ranks:
+        sizes = batch_sizes(_train(config, own, in_all), world_size=num_ranks)
+        return [sizes.micro_batch_size]
+    powers = (1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length()))
+    return sorted({n for n in (*powers, own) if in_all // num_ranks % n == 0})
+
+
+def values_with_rows(
+    config: RunConfig, setting: Setting, *, num_rows: int, in_all: int
+) -> dict[str, Any]:
+    """Return the keys that a setting changes, with those for a micro-batch of so many rows."""
+    train, values = config.train, dict(setting.values)
+    if num_rows != (train.micro_batch_size or 1):
+        values["train.micro_batch_size"] = num_rows
+    steps = in_all // (num_rows * setting.num_ranks)
+    if train.gradient_accumulation_steps not in (None, steps):
+        values["train.gradient_accumulation_steps"] = steps
+    return values
+
+
+def _train(config: RunConfig, num_rows: int, in_all: int) -> TrainConfig:
+    return replace(
+        config.train,
+        global_batch_size=in_all,
+        micro_batch_size=num_rows,
+        gradient_accumulation_steps=None,
+    )
+
+
+def _forms(config: RunConfig, axes: Collection[str]) -> Iterator[Form]:
+    own, *others = forms_of(config)
+    yield own
+    for form in others:
+        changes = {
+            "frozen_weights": form.weights != own.weights,
+            "states": "optimizer.states" in form.values,
+        }
+        if all(axis in axes for axis, is_changed in changes.items() if is_changed):
+            yield form
+
+
+def _shardings(config: RunConfig, axes: Collection[str], num_ranks: int) -> list[str]:
+    own = config.strategy.sharding.mode
+    if num_ranks == 1 or "sharding" not in axes:
+        return [own]
+    return list(dict.fromkeys((*_SHARDINGS, own)))
+
+
+def _offloads(config: RunConfig, axes: Collection[str], device: Device) -> list[str]:
+    """Copies need a host whose memory is known."""
+    own = config.memory.offload
+    if "offload" not in axes or device.host_memory_bytes is None or config.memory.policy != "plan":
+        return [own]
+    return list(dict.fromkeys(("none", own, *_OFFLOADS)))
+
+
+def _values(config: RunConfig, sharding: str, offload: str, form: Form) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if sharding != config.strategy.sharding.mode:
+        values["strategy.sharding"] = ShardingConfig(mode=sharding)  # type: ignore[arg-type]  # one of its names
+    if offload != config.memory.offload:
+        values["memory.offload"] = offload
+    return {**values, **form.values}
+
+
+def _place(names: Sequence[str], name: str) -> int | None:
+    return names.index(name) if name in names else None

@@ -1,0 +1,87 @@
+"""Says of a plan what a search compares: bytes, the share of recomputation, and a forecast of its tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_memsave.finetune.plan.other_formats import Known
+from thunder_memsave.finetune.plan.plan_run import RunPlan
+from thunder_memsave.planner.offload.engines import CopyRates
+from thunder_memsave.planner.report.step_work import sustained_us
+
+_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """What a plan says of a run. Times are forecasts: no device has confirmed them."""
+
+    fits: bool
+    peak_bytes: int
+    """What it needs of the budget."""
+    budget_bytes: int | None
+    next_bytes: int
+    """Estimated least bytes with twice the rows."""
+    recompute_share: float
+    """Part of the micro-batch's time that recomputes, the free wins included."""
+    recomputes_for_budget: bool
+    """Whether the budget makes it recompute, or wait for copies, or compute in tiles."""
+    tokens_per_s: float
+    """Of all ranks, without the optimizer's update, but with copies of states that are on the host."""
+
+    @classmethod
+    def of_plan(cls, made: RunPlan) -> Forecast:
+        """Return what there is to say of a plan."""
+        known, call = Known.of_plan(made), made.call
+        steps = [step for step in call.program.steps if step.op.repeat != "free"]
+        times_us = [sustained_us(step.op, made.device) for step in steps]
+        again_us = sum(us for us, step in zip(times_us, steps, strict=True) if step.is_repeated)
+        waits_us = 0.0 if call.time is None else call.time.exposed_us
+        copies_us = _us_of_states(made)
+        total_us = sum(times_us) + waits_us + copies_us
+        added_us = 0.0 if call.plan is None else call.plan.added_us
+        tokens = made.num_rows * made.num_tokens * made.num_ranks
+        return cls(
+            fits=made.fits,
+            peak_bytes=known.peak_bytes,
+            budget_bytes=made.budget_bytes,
+            next_bytes=_with_twice_the_rows(made, known),
+            recompute_share=again_us / total_us,
+            recomputes_for_budget=added_us + copies_us > 0 or call.is_tiled or call.empties_cache,
+            tokens_per_s=tokens / total_us * 1e6,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A run of the table."""
+
+    change: str
+    """As one types it; empty: the run as it is."""
+    values: Mapping[str, Any]
+    """Keys of the run file with their new values."""
+    device: str
+    num_ranks: int
+    keeps_numbers: bool
+    """Whether it computes the numbers of the run as it is."""
+    forecast: Forecast
+
+    def hours(self, num_tokens: int | None) -> float:
+        """Return the hours for so many tokens; None: for a million."""
+        return (num_tokens or _TOKENS) / self.forecast.tokens_per_s / 3600
+
+
+def _us_of_states(made: RunPlan) -> float:
+    """Return the microseconds per micro-batch of copying an optimizer's states in and out once per step."""
+    if not made.call.memory.host_bytes:
+        return 0.0
+    return CopyRates.of(made.device).us(made.call.memory.host_bytes) / made.num_micro_batches
+
+
+def _with_twice_the_rows(made: RunPlan, known: Known) -> int:
+    """Estimate the least bytes with twice the rows from the smallest plan: weights and what belongs to them stay."""
+    kinds = ("parameter", "buffer", "gathered", "gradient", "accumulated", "optimizer", "other")
+    constant = min(known.of(*kinds), made.smallest_bytes)
+    return 2 * made.smallest_bytes - constant

@@ -1,0 +1,188 @@
+"""Decides which runs are planned: bounds leave out what cannot fit, and what another plan shows to be no faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thunder_memsave.config import ShardingConfig
+from thunder_memsave.errors import BudgetError, ThunderMemsaveError
+from thunder_memsave.finetune.plan.search.axes import (
+    Setting,
+    micro_batch_sizes,
+    values_with_rows,
+)
+from thunder_memsave.finetune.plan.search.forecast import Forecast, Row
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.planner.report.explain import in_units
+from thunder_memsave.settings.problems import ConfigError
+
+MOST_ROWS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """A run without a plan, and why."""
+
+    change: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judges:
+    """What a search asks of runs."""
+
+    plan: Callable[[Mapping[str, Any], Setting], Forecast]
+    """Plans the run with other values of keys, in a setting."""
+    held_bytes: Callable[[Setting], int]
+    """Bytes of weights and optimizer states of each rank: no plan needs less."""
+    budget_bytes: Callable[[Setting], int | None]
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Plans runs one by one, and remembers them."""
+
+    config: RunConfig
+    axes: Collection[str]
+    in_all: int
+    """Rows of an optimizer step, which stay."""
+    judges: Judges
+    say: Callable[[str], None]
+    shows_devices: bool = False
+    """Whether there are several, so that each run names its own."""
+    shows_ranks: bool = False
+    found: list[Row] = field(default_factory=list)
+    """Runs that fit, in the order in which they were planned."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    num_plans: int = 0
+    _planned: list[tuple[Setting, int, Forecast]] = field(default_factory=list)
+
+    def run(self, settings: Iterable[Setting]) -> None:
+        """Try all settings, each with the micro-batches that may be faster."""
+        for setting in settings:
+            try:
+                rows = self._rows(setting)
+            except ConfigError as error:  # a batch that the ranks do not divide
+                self._leave_out(setting, None, str(error))
+                continue
+            try:
+                self._try(setting, rows)
+            except ConfigError as error:
+                if not setting.values:  # the run itself
+                    raise
+                self._leave_out(setting, None, str(error))
+
+    @property
+    def ranked(self) -> list[Row]:
+        """The best runs: those that keep the run's numbers first, and of these the fastest."""
+        ranked = sorted(self.found, key=lambda r: (not r.keeps_numbers, -r.forecast.tokens_per_s))
+        return ranked[:MOST_ROWS]
+
+    def _rows(self, setting: Setting) -> list[int]:
+        return micro_batch_sizes(
+            self.config, axes=self.axes, num_ranks=setting.num_ranks, in_all=self.in_all
+        )
+
+    def _try(self, setting: Setting, rows: Sequence[int]) -> None:
+        held, budget = self.judges.held_bytes(setting), self.judges.budget_bytes(setting)
+        if budget is not None and held > budget:
+            held_of = f"weights and optimizer states take {in_units(held)} of {in_units(budget)}"
+            self._leave_out(setting, None, held_of)
+            return
+        own = self.config.train.micro_batch_size or 1
+        begin = max((i for i, n in enumerate(rows) if n <= own), default=0)
+        first = self._forecast(setting, rows[begin])
+        if first is None or first.fits:
+            self._more_rows(setting, rows[begin + 1 :], first)
+        else:
+            self._fewer_rows(setting, rows[:begin])
+
+    def _more_rows(self, setting: Setting, rows: Sequence[int], before: Forecast | None) -> None:
+        """Plan more rows at once as long as they fit and are faster."""
+        budget = self.judges.budget_bytes(setting)
+        for num_rows in rows:
+            if before is not None and budget is not None and before.next_bytes > budget:
+                about = f"it is estimated to need {in_units(before.next_bytes)} at least"
+                self._leave_out(setting, num_rows, about)
+                return
+            after = self._forecast(setting, num_rows)
+            if after is not None and not after.fits:
+                return
+            if (
+                after is not None
+                and before is not None
+                and after.tokens_per_s < before.tokens_per_s
+            ):
+                return
+            before = after or before
+
+    def _fewer_rows(self, setting: Setting, rows: Sequence[int]) -> None:
+        """Plan fewer rows at once until they fit."""
+        for num_rows in reversed(rows):
+            found = self._forecast(setting, num_rows)
+            if found is None or found.fits:
+                return
+
+    def _forecast(self, setting: Setting, num_rows: int) -> Forecast | None:
+        """Plan a run, unless one that is no slower is planned; None: it was not, or cannot be."""
+        better = self._no_slower(setting, num_rows)
+        if better is not None:
+            self._leave_out(
+                setting, num_rows, f"it cannot be faster than {better or 'the run as it is'}"
+            )
+            return None
+        values = self._values(setting, num_rows)
+        change = self._change(setting, values)
+        self.num_plans += 1
+        self.say(f"plan {self.num_plans}: {change or 'the run as it is'}")
+        try:
+            made = self.judges.plan(values, setting)
+        except ThunderMemsaveError as error:
+            if not values and not isinstance(error, BudgetError):
+                raise
+            self._leave_out(setting, num_rows, str(error))
+            return None
+        self._planned.append((setting, num_rows, made))
+        if not made.fits:
+            least = f"it needs {in_units(made.peak_bytes)} at least"
+            self._leave_out(setting, num_rows, least)
+            return made
+        self.found.append(
+            Row(
+                change=change,
+                values=values,
+                device=setting.device.name,
+                num_ranks=setting.num_ranks,
+                keeps_numbers=setting.keeps_numbers,
+                forecast=made,
+            )
+        )
+        return made
+
+    def _no_slower(self, setting: Setting, num_rows: int) -> str | None:
+        """Return a planned run that does no more than this one would, with as many rows, and recomputes nothing."""
+        for other, rows, made in self._planned:
+            is_free = made.fits and not made.recomputes_for_budget
+            if is_free and rows == num_rows and setting.costs_no_less(other):
+                return self._change(other, self._values(other, rows))
+        return None
+
+    def _leave_out(self, setting: Setting, num_rows: int | None, reason: str) -> None:
+        values = setting.values if num_rows is None else self._values(setting, num_rows)
+        self.left_out.append(LeftOut(change=self._change(setting, values), reason=reason))
+
+    def _values(self, setting: Setting, num_rows: int) -> dict[str, Any]:
+        return values_with_rows(self.config, setting, num_rows=num_rows, in_all=self.in_all)
+
+    def _change(self, setting: Setting, values: Mapping[str, Any]) -> str:
+        """Return a change as one types it."""
+        words = [f"--device={setting.device.name}"] if self.shows_devices else []
+        words += [f"--world-size={setting.num_ranks}"] if self.shows_ranks else []
+        return " ".join([*words, *(f"--{key}={shown(value)}" for key, value in values.items())])
+
+
+def shown(value: object) -> str:
+    """Return a value as one types it."""
+    return value.mode if isinstance(value, ShardingConfig) else str(value)

@@ -1,0 +1,117 @@
+"""Runs `plan --search`: plans what may be worth running, and shows and writes what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from thunder_memsave.errors import DOES_NOT_FIT
+from thunder_memsave.finetune.plan.other_formats import HeldBytes, with_values
+from thunder_memsave.finetune.plan.plan_run import budget_of, plan_run
+from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
+from thunder_memsave.finetune.plan.search.best_file import write_best
+from thunder_memsave.finetune.plan.search.forecast import Forecast
+from thunder_memsave.finetune.plan.search.options import SearchOptions
+from thunder_memsave.finetune.plan.search.search import Judges, Search
+from thunder_memsave.finetune.plan.search.table import search_json, search_table
+from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.launch import world_size
+from thunder_memsave.finetune.run_file.reading.parse import RunFile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchRun:
+    """A search of one run file."""
+
+    run_file: RunFile
+    options: SearchOptions
+    search: Search
+    num_ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run_file: RunFile, options: SearchOptions) -> SearchRun:
+        """Prepare a search."""
+        config = run_file.config
+        num_ranks = options.num_ranks or (world_size(config),)
+        search = Search(
+            config=config,
+            axes=options.axes,
+            in_all=batch_sizes(config.train, world_size=num_ranks[0]).global_batch_size,
+            judges=_judges(config),
+            say=_say,
+            shows_devices=len(options.devices) > 1,
+            shows_ranks=len(num_ranks) > 1,
+        )
+        return cls(run_file, options, search, num_ranks)
+
+    def run(self) -> None:
+        """Plan; minutes for each plan of a large model."""
+        options = self.options
+        self.search.run(
+            settings_of(
+                self.run_file.config,
+                axes=options.axes,
+                num_ranks=self.num_ranks,
+                devices=options.devices,
+            )
+        )
+
+    def shown(self) -> str:
+        """Return the table of what was found so far."""
+        return search_table(self.search, num_tokens=self._num_tokens, price=self.options.price)
+
+    def report(self, json_path: Path | None) -> int:
+        """Print the table, write what was asked for, and return the exit code: 3 if nothing fits."""
+        print(self.shown())
+        if json_path is not None:
+            found = search_json(self.search, num_tokens=self._num_tokens, price=self.options.price)
+            json_path.write_text(f"{json.dumps(found, indent=2)}\n", encoding="utf-8")
+        ranked, path = self.search.ranked, self.options.write
+        if not ranked:
+            return DOES_NOT_FIT
+        if path is not None:
+            write_best(path, ranked[0], self.run_file, sets_ranks=self.search.shows_ranks)
+            print(f"the first is in {path}.")
+        return 0
+
+    @property
+    def _num_tokens(self) -> int | None:
+        """Tokens of the whole run; None: how many rows its data has is not known here."""
+        config = self.run_file.config
+        if config.train.max_steps is None:
+            return None
+        return config.train.max_steps * self.search.in_all * config.data.max_seq_length
+
+
+def _judges(config: RunConfig) -> Judges:
+    held = {"cpu": HeldBytes("cpu"), "cuda": HeldBytes("cuda")}
+
+    def plan(values: Mapping[str, Any], setting: Setting) -> Forecast:
+        gc.collect()  # the traces of the plan before: Python's collector is off
+        made = plan_run(
+            with_values(config, values),
+            device=setting.device,
+            num_ranks=setting.num_ranks,
+            has_curve=False,
+        )
+        return Forecast.of_plan(made)
+
+    def held_bytes(setting: Setting) -> int:
+        of_type = held["cpu" if setting.device.name == "cpu" else "cuda"]
+        run = with_values(config, setting.values)
+        return of_type.of(run, setting.form.weights, num_ranks=setting.num_ranks)
+
+    def budget_bytes(setting: Setting) -> int | None:
+        return budget_of(with_values(config, setting.values).of_strategy, setting.device)
+
+    return Judges(plan=plan, held_bytes=held_bytes, budget_bytes=budget_bytes)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

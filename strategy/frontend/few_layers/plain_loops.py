@@ -1,0 +1,123 @@
+"""Finds lists of layers of a module that its code calls one after the other, each alike."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """A list of layers, and the module whose `forward` calls them."""
+
+    owner: nn.Module
+    name: str
+    """Of the list in its owner."""
+    path: str
+    """Dotted name of the list in the whole module."""
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The list."""
+        found = self.owner._modules[self.name]
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+
+def longest_list(module: nn.Module) -> LayerList | None:
+    """Return the longest list that a plain loop calls; None: there is none."""
+    return max(_lists(module), key=lambda found: len(found.layers), default=None)
+
+
+def _lists(module: nn.Module) -> Iterator[LayerList]:
+    for path, owner in module.named_modules():
+        for name, child in owner.named_children():
+            if isinstance(child, nn.ModuleList) and is_called_alike(owner, name):
+                yield LayerList(owner, name, f"{path}.{name}" if path else name)
+
+
+def is_called_alike(owner: nn.Module, name: str) -> bool:
+    """Return whether `owner.forward` reads the list in one loop alone, which does the same with each layer.
+
+    Such a loop has no condition, and its counter, if it has one, reads nothing but the type of the layer, which is the
+    same for all: `self.config.layer_types[i]`.
+    """
+    tree = _forward_of(owner)
+    if tree is None:
+        return False
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and _reads(n.iter, name)]
+    num_reads = sum(_is_self(node, name) for node in ast.walk(tree))
+    if len(loops) != 1 or num_reads != 1 or loops[0].orelse:
+        return False
+    (loop,) = loops
+    layer, counter = _targets(loop, name)
+    return layer is not None and _does_the_same(loop.body, layer, counter, owner)
+
+
+def _forward_of(owner: nn.Module) -> ast.AST | None:
+    try:
+        source = inspect.getsource(inspect.unwrap(type(owner).forward))
+        return ast.parse(textwrap.dedent(source))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def _is_self(node: ast.AST, name: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    return any(_is_self(each, name) for each in ast.walk(node))
+
+
+def _targets(loop: ast.For, name: str) -> tuple[str | None, str | None]:
+    """Return the names of a loop's layer and counter; None where it is of another form, or has no counter."""
+    target, read = loop.target, loop.iter
+    counter = None
+    if isinstance(read, ast.Call) and isinstance(read.func, ast.Name):
+        is_counted = read.func.id == "enumerate" and len(read.args) == 1 and not read.keywords
+        if not (is_counted and isinstance(target, ast.Tuple) and len(target.elts) == 2):
+            return None, None
+        (first, target), read = target.elts, read.args[0]
+        counter = first.id if isinstance(first, ast.Name) else None
+    if isinstance(read, ast.Subscript):
+        bounds = read.slice
+        is_all = isinstance(bounds, ast.Slice) and bounds.lower is None and bounds.step is None
+        read = read.value if is_all and isinstance(bounds, ast.Slice) else read
+    is_list = _is_self(read, name) and isinstance(target, ast.Name)
+    return (target.id if is_list and isinstance(target, ast.Name) else None), counter
+
+
+_DECIDES = (ast.If, ast.IfExp, ast.BoolOp, ast.Compare, ast.Break, ast.Continue, ast.While)
+_ELSE = (ast.For, ast.Try, ast.With, ast.AugAssign, ast.Lambda, ast.comprehension, ast.Return)
+
+
+def _does_the_same(body: list[ast.stmt], layer: str, counter: str | None, owner: nn.Module) -> bool:
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    if any(isinstance(node, (*_DECIDES, *_ELSE)) for node in nodes):
+        return False
+    called = [n for n in nodes if isinstance(n, ast.Call) and _is_name(n.func, layer)]
+    if len(called) != 1 or sum(_is_name(node, layer) for node in nodes) != 1:
+        return False
+    if counter is None:
+        return True
+    of_type = [n for n in nodes if ast.unparse(n) == f"self.config.layer_types[{counter}]"]
+    types: Any = getattr(getattr(owner, "config", None), "layer_types", None)
+    is_one_type = bool(types) and len(set(types)) == 1
+    num_counters = sum(_is_name(node, counter) for node in nodes)
+    return num_counters == len(of_type) and (not of_type or is_one_type)
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -1,0 +1,281 @@
+"""A search plans what may be faster and may fit, and nothing else; its table ranks what keeps the numbers first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.plan import plan_command
+from thunder_memsave.finetune.plan.plan_run import plan_run
+from thunder_memsave.finetune.plan.search import search_command
+from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
+from thunder_memsave.finetune.plan.search.forecast import Forecast
+from thunder_memsave.finetune.plan.search.options import AXES
+from thunder_memsave.finetune.plan.search.search import Judges, Search, shown
+from thunder_memsave.finetune.plan.search.table import search_json, search_table
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.reading.parse import load_run_config
+from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.settings.problems import ConfigError
+
+GIB = 2**30
+_BITS = {"bfloat16": 16, "int8": 8, "mxfp4": 4, "nf4": 4}
+
+
+@dataclass
+class Machine:
+    """Runs whose bytes and times are sums of simple terms."""
+
+    config: RunConfig
+    budget_bytes: int = 80 * GIB
+    weights_bytes: int = 16 * GIB
+    bytes_per_row: int = 10 * GIB
+    planned: list[dict[str, Any]] = field(default_factory=list)
+    refused: frozenset[str] = frozenset()
+
+    def held_bytes(self, setting: Setting) -> int:
+        shards = 1 if setting.sharding == "none" else setting.num_ranks
+        return self.weights_bytes * _BITS.get(setting.form.weights, 16) // 16 // shards
+
+    def plan(self, values: Mapping[str, Any], setting: Setting) -> Forecast:
+        self.planned.append({k: shown(v) for k, v in values.items()} | {"": setting.num_ranks})
+        if setting.sharding in self.refused:
+            raise BudgetError("no plan")
+        rows = int(values.get("train.micro_batch_size", self.config.train.micro_batch_size or 1))
+        held = self.held_bytes(setting)
+        wanted, least = (
+            held + rows * per_row for per_row in (self.bytes_per_row, self.bytes_per_row // 4)
+        )
+        fits = least <= self.budget_bytes
+        recomputes = wanted > self.budget_bytes
+        us_per_row = (1.3 if recomputes else 1.0) + 0.5 / rows
+        return Forecast(
+            fits=fits,
+            peak_bytes=min(wanted, self.budget_bytes) if fits else least,
+            budget_bytes=self.budget_bytes,
+            next_bytes=held + 2 * (least - held),
+            recompute_share=0.2 if recomputes else 0.0,
+            recomputes_for_budget=recomputes,
+            tokens_per_s=1e6 * setting.num_ranks / us_per_row,
+        )
+
+    def search(self, *axes: str, num_ranks: tuple[int, ...] = (1,), **more: Any) -> Search:
+        said: list[str] = []
+        judges = Judges(
+            plan=self.plan,
+            held_bytes=self.held_bytes,
+            budget_bytes=lambda setting: self.budget_bytes,
+        )
+        chosen = axes or tuple(AXES)
+        found = Search(
+            config=self.config, axes=chosen, in_all=32, judges=judges, say=said.append, **more
+        )
+        devices = [DEVICES["h100"]]
+        found.run(settings_of(self.config, axes=chosen, num_ranks=num_ranks, devices=devices))
+        assert len(said) == found.num_plans == len(self.planned)
+        return found
+
+
+@pytest.fixture
+def config(run_file: str) -> RunConfig:
+    return load_run_config(run_file, ["--train.global_batch_size=32", "--train.micro_batch_size=1"])
+
+
+def test_rows_rise_while_they_fit_and_are_faster(config: RunConfig) -> None:
+    machine = Machine(config)
+    found = machine.search("micro_batch_size")
+    tried = [each.get("train.micro_batch_size", "1") for each in machine.planned]
+    assert tried == ["1", "2", "4", "8"]  # 8 recompute, and are slower: 16 are not tried
+    best = found.ranked[0]
+    assert best.change == "--train.micro_batch_size=4"
+    assert best.forecast.recompute_share == 0.0
+
+
+def test_rows_that_cannot_fit_are_not_planned(config: RunConfig) -> None:
+    machine = Machine(config, bytes_per_row=160 * GIB)
+    found = machine.search("micro_batch_size")
+    assert [each.get("train.micro_batch_size", "1") for each in machine.planned] == ["1"]
+    assert "estimated to need 96.00 GiB at least" in found.left_out[-1].reason
+
+
+def test_a_run_that_does_not_fit_is_tried_with_fewer_rows(run_file: str) -> None:
+    config = load_run_config(
+        run_file, ["--train.global_batch_size=32", "--train.micro_batch_size=8"]
+    )
+    machine = Machine(config, bytes_per_row=60 * GIB)
+    found = machine.search("micro_batch_size")
+    assert [each.get("train.micro_batch_size", "8") for each in machine.planned] == ["8", "4"]
+    assert [row.change for row in found.ranked] == ["--train.micro_batch_size=4"]
+
+
+def test_weights_that_do_not_fit_alone_are_not_planned(config: RunConfig) -> None:
+    machine = Machine(config, weights_bytes=100 * GIB)
+    found = machine.search("frozen_weights")
+    assert all("model.frozen_weights" in each for each in machine.planned)
+    assert found.left_out[0].reason == ("weights and optimizer states take 100.00 GiB of 80.00 GiB")
+    assert not any(row.keeps_numbers for row in found.ranked)
+    table = search_table(found, num_tokens=None, price=None)
+    assert "1*" in table
+    assert "which changes the numbers" in table
+
+
+def test_fewer_bits_and_more_shards_are_not_planned_where_nothing_is_recomputed(
+    config: RunConfig,
+) -> None:
+    machine = Machine(config, bytes_per_row=GIB)
+    found = machine.search("sharding", "frozen_weights", "states", num_ranks=(2,))
+    assert len(machine.planned) == 1
+    assert machine.planned[0]["strategy.sharding"] == "none"
+    assert all("it cannot be faster than" in each.reason for each in found.left_out)
+
+
+def test_what_keeps_the_numbers_is_ranked_first(config: RunConfig) -> None:
+    machine = Machine(config, bytes_per_row=70 * GIB)  # nf4 leaves room for all, bfloat16 does not
+    ranked = machine.search("frozen_weights").ranked
+    assert [row.keeps_numbers for row in ranked] == sorted(
+        (row.keeps_numbers for row in ranked), reverse=True
+    )
+    assert ranked[0].forecast.tokens_per_s < ranked[-1].forecast.tokens_per_s
+
+
+def test_a_batch_that_ranks_do_not_divide_is_left_out_with_the_reason(config: RunConfig) -> None:
+    found = Machine(config).search("sharding", num_ranks=(3, 4), shows_ranks=True)
+    assert "which is not a multiple of 3" in found.left_out[0].reason
+    assert {row.num_ranks for row in found.ranked} == {4}
+    assert all("--world-size=4" in row.change for row in found.ranked)
+
+
+def test_a_change_that_is_refused_does_not_end_the_search(config: RunConfig) -> None:
+    machine = Machine(config, bytes_per_row=200 * GIB, refused=frozenset({"none"}))
+    found = machine.search("sharding", num_ranks=(2,))
+    assert any(each.reason == "no plan" for each in found.left_out)
+    assert found.ranked
+
+
+def test_accumulation_keeps_the_global_batch(run_file: str) -> None:
+    words = ["--train.global_batch_size=32", "--train.gradient_accumulation_steps=32"]
+    machine = Machine(load_run_config(run_file, [*words, "--train.micro_batch_size=1"]))
+    machine.search("micro_batch_size")
+    for each in machine.planned[1:]:
+        rows, steps = (
+            int(each[f"train.{name}"])
+            for name in ("micro_batch_size", "gradient_accumulation_steps")
+        )
+        assert rows * steps == 32
+
+
+def test_hours_and_costs_are_of_all_ranks(config: RunConfig) -> None:
+    found = Machine(config, bytes_per_row=GIB).search("offload", num_ranks=(4,))
+    (row,) = search_json(found, num_tokens=3_600_000_000, price=2.0)["rows"][:1]
+    hours = 1e6 / row["forecast_tokens_per_s"]
+    assert row["forecast_hours"] == pytest.approx(hours)
+    assert row["forecast_cost"] == pytest.approx(hours * 4 * 2.0)
+
+
+def test_the_table_has_ten_rows_at_most_and_says_that_times_are_a_forecast(
+    config: RunConfig,
+) -> None:
+    found = Machine(config, bytes_per_row=GIB).search(num_ranks=(1, 2, 4, 8), shows_ranks=True)
+    assert len(found.found) > 10
+    table = search_table(found, num_tokens=None, price=1.0)
+    assert len([line for line in table.splitlines() if line[:1].isdigit()]) == 10
+    assert "hours for 1M tokens" in table
+    assert "cost of 1M tokens" in table
+    assert "a forecast from rates that kernels sustain" in table
+
+
+def test_nothing_may_fit(config: RunConfig) -> None:
+    found = Machine(config, weights_bytes=900 * GIB).search("micro_batch_size")
+    table = search_table(found, num_tokens=None, price=None)
+    assert table.startswith("no run was found that fits, in 0 plans. The last that was tried:")
+
+
+COMMAND = ["--search=micro_batch_size,sharding", "--device=cpu", "--world-size=2"]
+
+
+def test_the_command_writes_a_run_file_that_is_read_back(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, found = tmp_path / "best.yaml", tmp_path / "found.json"
+    words = [*COMMAND, f"--write={best}", f"--json={found}", "--train.epochs=2"]
+    assert main(["plan", run_file, *words]) == 0
+    out, err = capsys.readouterr()
+    assert "what to run, the fastest first" in out
+    assert f"the first is in {best}." in out
+    assert "plan 1: " in err
+    rows = json.loads(found.read_text())["rows"]
+    before, after = (yaml.safe_load(Path(p).read_text()) for p in (run_file, best))
+    assert after["lora"] == before["lora"]
+    assert after["train"]["epochs"] == 2
+    changed = load_run_config(best)
+    assert f"--train.micro_batch_size={changed.train.micro_batch_size}" in rows[0]["change"]
+    assert changed.train.global_batch_size == 8
+    assert main(["plan", str(best), "--device=cpu", "--world-size=2"]) == 0
+
+
+def test_ctrl_c_prints_the_table_so_far(
+    run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_first = iter([True, False])
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        if not next(is_first):
+            signal.raise_signal(signal.SIGINT)
+        return plan_run(*args, **kwargs)
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(search_command, "plan_run", plan)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", run_file, *COMMAND])
+    assert ended.value.code == 130
+    assert "what to run, the fastest first, of 2 plans" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--search=shardin"],
+            "--search has 'shardin', which is no axis; did you mean 'sharding'?",
+        ),
+        (["--search=sharding,"], "in which a name is empty"),
+        (["--price=2"], "--price is of a search, and has no effect without --search"),
+        (["--search", "--price=free"], "--price is 'free'; write what one device costs"),
+        (["--search", "--world-size=1,x"], "must be whole numbers of at least 1, such as 1,8"),
+        (["--search", "--device=h100,h20"], "--device is 'h20', which is not known"),
+        (["--search", "--longest"], "--longest is of one plan, and --search makes many"),
+        (["--search", "--write=best.txt"], "a run file is YAML; name it best.yaml"),
+        (["--search", "--write=no/where.yaml"], "there is no directory no; make it"),
+    ],
+)
+def test_options_that_cannot_be_read_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        plan_command.parse_options(["run.yaml", *words])
+
+
+def test_a_file_is_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    path.write_text("a: 1\n")
+    with pytest.raises(ConfigError, match="which exists and stays as it is; name a new file"):
+        plan_command.parse_options(["run.yaml", "--search", f"--write={path}"])
+    assert path.read_text() == "a: 1\n"
+
+
+def test_the_next_word_is_an_override_and_no_axis() -> None:
+    options, rest = plan_command.parse_options(["run.yaml", "--search", "train.epochs=2"])
+    assert options.search is not None
+    assert options.search.axes == tuple(AXES)
+    assert rest == ["run.yaml", "train.epochs=2"]
