@@ -11,8 +11,17 @@ from typing import Any
 import torch
 
 from gpu.checks import Check, Measured, NotRunError, Target, WrongError
-from gpu.models import GIB, Ours, free, llama, llama_8b, ours, token_ids, with_lora
-from thunder_memsave.errors import BudgetError
+from gpu.models import (
+    GIB,
+    Ours,
+    free,
+    llama,
+    llama_8b,
+    ours,
+    smallest_bytes,
+    token_ids,
+    with_lora,
+)
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.reserved import reserved_or_reason
 
@@ -74,21 +83,9 @@ def points(target: Target, *, trained: str, expandable: bool) -> Iterator[Point]
     """Yield the three points: everything kept, the smallest plan, and half way between."""
     kept = _point(target, "all kept", None, trained=trained, expandable=expandable)
     yield kept
-    smallest = _smallest_bytes(target, trained=trained)
+    smallest = smallest_bytes(lambda n: _set_up(target, n, trained=trained).step())
     for name, nbytes in (("half way", (kept.predicted + smallest) // 2), ("smallest", smallest)):
         yield _point(target, name, nbytes, trained=trained, expandable=expandable)
-
-
-def _smallest_bytes(target: Target, *, trained: str) -> int:
-    """Return the smallest budget that has a plan, by asking for one byte."""
-    try:
-        _set_up(target, 1, trained=trained).step()
-    except BudgetError as error:
-        smallest = error.smallest_bytes
-    else:
-        raise WrongError("a budget of one byte was not refused")
-    assert smallest is not None
-    return smallest
 
 
 def _set_up(target: Target, budget_bytes: int | None, *, trained: str) -> Ours:

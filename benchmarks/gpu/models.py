@@ -13,8 +13,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from gpu.checks import Target
+from gpu.checks import Target, WrongError
 from thunder_memsave.config import Fp8Config, MemoryConfig
+from thunder_memsave.errors import BudgetError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 GIB = 2**30
@@ -196,3 +197,19 @@ def free(target: Target) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def smallest_bytes(step_within: Callable[[int], object]) -> int:
+    """Return the smallest budget that has a plan, by asking for one byte.
+
+    Args:
+        step_within: Sets a model up with a budget of so many bytes, and takes a step.
+    """
+    try:
+        step_within(1)
+    except BudgetError as error:
+        smallest = error.smallest_bytes
+    else:
+        raise WrongError("a budget of one byte was not refused")
+    assert smallest is not None
+    return smallest

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu.checks import Check, Measured, Target, WrongError, require
-from gpu.models import GIB, Ours, free, llama, llama_8b, ours, synchronized_s, token_ids
-from thunder_memsave.errors import BudgetError
+from gpu.checks import Check, Measured, Target, require
+from gpu.models import (
+    GIB,
+    Ours,
+    free,
+    llama,
+    llama_8b,
+    ours,
+    smallest_bytes,
+    synchronized_s,
+    token_ids,
+)
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.devices import DEVICES
 
@@ -65,7 +74,7 @@ def optimizer_states(target: Target) -> Measured:
 def activations(target: Target) -> Measured:
     """Take the same steps with everything kept, and half way between that and the smallest budget, with offload."""
     kept = _run(target, {"policy": "keep_all"})
-    budget = (kept.predicted_bytes + _smallest_bytes(target)) // 2
+    budget = (kept.predicted_bytes + smallest_bytes(lambda n: _run(target, {"budget": n}))) // 2
     alone = _run(target, {"budget": budget})
     mixed = _run(target, {"budget": budget, "offload": "activations", **_host(target)})
     for each in (alone, mixed):
@@ -109,18 +118,6 @@ def _run(target: Target, memory: Mapping[str, Any]) -> _Run:
     model: Any = llama(llama_8b(LAYERS), target, length=length)
     ids = token_ids(model, target, rows=1, length=length)
     return _Run(ours(model, ids, target, memory=memory), target)
-
-
-def _smallest_bytes(target: Target) -> int:
-    """Return the smallest budget that has a plan without offload, by asking for one byte."""
-    try:
-        _run(target, {"budget": 1})
-    except BudgetError as error:
-        smallest = error.smallest_bytes
-    else:
-        raise WrongError("a budget of one byte was not refused")
-    assert smallest is not None
-    return smallest
 
 
 def _host(target: Target) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from thunder_memsave.checkpoints.module_state import Problem
 from thunder_memsave.checkpoints.sources import TensorSpec
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.optim.by_rows import ByRows
-from thunder_memsave.optim.loading import StateError, other_states
-from thunder_memsave.optim.on_host import settle, state_device
+from thunder_memsave.optim.loading import StateError, other_states, state_device
+from thunder_memsave.optim.on_host import settle
 from thunder_memsave.sharding.rows import (
     gather_rows,
     is_state_of_rows,

@@ -54,7 +54,7 @@ from thunder_memsave.distributed.agreement import (
     together,
 )
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.optim.on_host import state_device
+from thunder_memsave.optim.loading import state_device
 from thunder_memsave.sharding.rows import is_state_of_rows, local_rows, whole_shape
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
 

@@ -30,6 +30,7 @@ from thunder_memsave.optim.loading import (
     StateError,
     layout_problem,
     refuse_other_states,
+    state_device,
     value_problem,
 )
 from thunder_memsave.settings.problems import ConfigError
@@ -107,10 +108,6 @@ class ByRows(Optimizer):
                 if p.grad is not None and p.numel():
                     self._update_parameter(p, group, numbers[id(p)])
         return loss
-
-    def loads_to(self, p: Tensor) -> torch.device:
-        """Return the device of what is loaded as the states of a parameter."""
-        return p.device
 
     def numbered(self) -> dict[int, int]:
         """Return the number of each parameter, which seeds what is drawn for it, by its `id`."""
@@ -285,8 +282,7 @@ def _own_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _released(optimizer: Optimizer) -> None:
-    assert isinstance(optimizer, ByRows)
     for p, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, Held):
-                values[key] = value.value.to(optimizer.loads_to(p))
+                values[key] = value.value.to(state_device(optimizer, p))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.optim.formats import FP8_MAX, Format, State, format_of
@@ -42,6 +43,12 @@ class Held:
     """Keeps a tensor from being converted."""
 
     value: Tensor
+
+
+def state_device(optimizer: Optimizer, p: Tensor) -> torch.device:
+    """Return the device on which an optimizer keeps the states of a parameter between steps."""
+    kept_on: torch.device = getattr(optimizer, "states_device", p.device)
+    return kept_on
 
 
 def refuse_other_states(

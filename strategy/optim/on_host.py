@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ _NOT_ALONE = (LBFGS, SparseAdam)
 class StatesOnHost(Optimizer):
     """The part of an optimizer's class that copies its states; `states_on_host` makes such a class of another one."""
 
+    states_device: ClassVar = torch.device("cpu")
+
     _updates: Callable[[Optimizer], Any]
     """The step of the other class, without its hooks."""
 
@@ -62,10 +64,6 @@ class StatesOnHost(Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def loads_to(self, p: Tensor) -> torch.device:
-        """Return the device of what an optimizer of ours loads as the states of a parameter."""
-        return torch.device("cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict when all copies to the host have ended."""
@@ -128,11 +126,6 @@ def class_of(optimizer: Optimizer) -> type[Optimizer]:
     """Return an optimizer's class, as it is without states on the host."""
     kind = type(optimizer)
     return kind.__mro__[2] if issubclass(kind, StatesOnHost) else kind
-
-
-def state_device(optimizer: Optimizer, p: Tensor) -> torch.device:
-    """Return the device on which the states of a parameter are between steps."""
-    return torch.device("cpu") if isinstance(optimizer, StatesOnHost) else p.device
 
 
 def settle(optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ from thunder_memsave.finetune.data.preferences.prepare import (
 )
 from thunder_memsave.finetune.data.preferences.rows import PreferenceRows
 from thunder_memsave.finetune.data.stored.stored_data import stored_data
-from thunder_memsave.finetune.data.tokenize import Sample, tokenize
+from thunder_memsave.finetune.data.tokenize import Sample, pad_id_of, tokenize
 from thunder_memsave.finetune.run_file.classes.class_spec import build
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.settings.problems import ConfigError
@@ -125,8 +125,7 @@ def _rows(
         continue_long=dataset.continues_in_next_row,
         name=name,
     )
-    pad_id = tokenizer.pad_token_id
-    pad_id = 0 if pad_id is None else pad_id
+    pad_id = pad_id_of(tokenizer)
     if config.data.packing:
         # Runs that differ only in their seed are compared on the same validation rows, even if their number is limited.
         seed = config.train.seed if name == "train" else 0

@@ -188,6 +188,11 @@ def refuse_nothing_to_train(counts: Counts, name: str, max_seq_length: int) -> N
         )
 
 
+def pad_id_of(tokenizer: Any) -> int:
+    """Return the token of padding positions, which nothing attends to: 0 where the tokenizer has none."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+
 def check_is_fast(tokenizer: Any) -> None:
     """Refuse a tokenizer that does not tell where in the text its tokens are."""
     if not getattr(tokenizer, "is_fast", False):

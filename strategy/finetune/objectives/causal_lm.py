@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,19 +15,28 @@ from thunder_memsave.ops.families.counted_targets import counted_targets
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
 
-def loss_of_logits(logits: Tensor, targets: Tensor, num_targets: Tensor) -> Tensor:
+def loss_of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    num_targets: Tensor,
+    *,
+    reduction: Literal["sum", "none"] = "sum",
+) -> Tensor:
     """Sum the cross-entropy of all target tokens, in float32.
+
+    A linear layer that makes the logits and this are compiled as one operation, which never holds them whole.
 
     Args:
         logits: (rows, length, classes).
         targets: (rows, length); `IGNORED` has no loss.
         num_targets: int64 scalar on the CPU: how many have one.
+        reduction: `none` returns the loss of each token, (rows * length,).
     """
     return cross_entropy(
         logits.float().flatten(0, 1),
         counted_targets(targets, num_targets).flatten(),
         ignore_index=IGNORED,
-        reduction="sum",
+        reduction=reduction,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder_memsave.finetune.data.preferences.prepare import samples_per_example
+from thunder_memsave.finetune.data.preferences.examples import KINDS
 from thunder_memsave.finetune.model.documents_apart import mask_kind
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.objectives.preference import PREFERENCES
@@ -29,7 +29,7 @@ def objective_of(config: RunConfig, *, num_documents: int | None = None) -> Obje
         return SupervisedFineTuning(
             mask=mask, length=length, num_documents=num_documents or expected
         )
-    num_samples = samples_per_example(section)
+    num_samples = KINDS[section.loss].num_samples
     expected = max(num_samples, (most or length // _TOKENS) // num_samples * num_samples)
     return PREFERENCES[section.loss](
         settings=section, mask=mask, length=length, num_documents=num_documents or expected

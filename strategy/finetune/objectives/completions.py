@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from thunder_memsave.finetune.data.tokenize import IGNORED
-from thunder_memsave.ops.families.counted_targets import counted_targets
+from thunder_memsave.finetune.objectives.causal_lm import loss_of_logits
 
 
 def log_probabilities(logits: Tensor, targets: Tensor, num_targets: Tensor) -> Tensor:
-    """Return the log-probability of each target, in float32; 0 where it is `IGNORED`.
+    """Return the log-probability of each target, (rows, length); 0 where it is `IGNORED`.
 
-    A linear layer that makes the logits and this are compiled as one operation, which never holds them whole.
-
-    Args:
-        logits: (rows, length, classes).
-        targets: (rows, length).
-        num_targets: int64 scalar on the CPU: how many are not `IGNORED`.
+    Arguments are those of `loss_of_logits`.
     """
-    losses = cross_entropy(
-        logits.float().flatten(0, 1),
-        counted_targets(targets, num_targets).flatten(),
-        ignore_index=IGNORED,
-        reduction="none",
-    )
-    return -losses.view(targets.shape)
+    return -loss_of_logits(logits, targets, num_targets, reduction="none").view(targets.shape)
 
 
 def summed_by_document(values: Tensor, document_ends: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from thunder_memsave.finetune.data.packing import Batch
+from thunder_memsave.finetune.data.preferences.examples import KINDS
 from thunder_memsave.finetune.data.preferences.rows import PreferenceBatch, PreferenceRows
 from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.model.documents_apart import MaskKind
@@ -30,11 +31,6 @@ from thunder_memsave.finetune.run_file.config import PreferenceConfig
 @dataclass(frozen=True, kw_only=True)
 class PreferenceTuning(Objective[PreferenceBatch]):
     """What all losses of preferences share."""
-
-    num_samples: ClassVar[int]
-    """Texts of an example."""
-    trains_prompts: ClassVar[bool] = False
-    has_mismatched: ClassVar[bool] = False
 
     settings: PreferenceConfig
     mask: MaskKind
@@ -97,16 +93,14 @@ class PreferenceTuning(Objective[PreferenceBatch]):
 
     @override
     def blank(self, num_rows: int) -> PreferenceBatch:
-        is_packed = self.mask != "none"
+        is_packed, kind = self.mask != "none", KINDS[self.settings.loss]
         rows = PreferenceRows(
             examples=(),
             places=(),
             length=self.length,
-            num_samples=self.num_samples,
-            examples_per_row=self.num_documents // self.num_samples if is_packed else 1,
+            kind=kind,
+            examples_per_row=self.num_documents // kind.num_samples if is_packed else 1,
             is_packed=is_packed,
-            trains_prompts=self.trains_prompts,
-            has_mismatched=self.has_mismatched,
             pad_id=0,
         )
         return rows.lay_out([None] * num_rows)
@@ -126,7 +120,6 @@ class PreferenceTuning(Objective[PreferenceBatch]):
 class DirectPreferenceOptimization(PreferenceTuning):
     """DPO (arXiv 2305.18290): a pair's margin over the reference, by a logistic loss."""
 
-    num_samples = 2
     needs_reference = True
     train_metrics = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
     evaluation_metrics = ("val_loss", *(f"val_{name}" for name in train_metrics))
@@ -151,8 +144,6 @@ class OddsRatioOptimization(PreferenceTuning):
     The cross-entropy is the mean over tokens of all chosen texts of a step, the other term the mean over its pairs.
     """
 
-    num_samples = 2
-    trains_prompts = True
     train_metrics = (
         *("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
         *("log_odds_ratio", "nll_loss"),
@@ -217,8 +208,6 @@ class KahnemanTverskyOptimization(PreferenceTuning):
     makes a prompt's mismatched completion than the reference does; it is at least 0 and has no gradient.
     """
 
-    num_samples = 1
-    has_mismatched = True
     needs_reference = True
     train_metrics = ("chosen_reward", "rejected_reward", "reward_margin", "kl")
     evaluation_metrics = ("val_loss", *(f"val_{name}" for name in train_metrics))

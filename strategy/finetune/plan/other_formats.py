@@ -179,9 +179,8 @@ def choices(config: RunConfig, other: RunConfig, known: Known) -> list[Choice]:
 
 def held_bytes(config: RunConfig, known: Known) -> int:
     """Return the bytes of weights and optimizer states of each rank of a run, as it is."""
-    held, states = _Held(config, known.device_type), _States(known.device_type)
-    found = _Bytes.of(held, states, config, known.num_ranks)
-    return found.weights + found.optimizer
+    held = HeldBytes(known.device_type)
+    return held.of(config, _weights_of(config), num_ranks=known.num_ranks)
 
 
 class HeldBytes:
@@ -202,10 +201,8 @@ class HeldBytes:
         """
         if weights not in self._held:
             self._held[weights] = _Held(config, self._device_type)
-        held = self._held[weights]
-        shards = num_shards(config.of_strategy, num_ranks)
-        states = self._states.num_bytes(config, held.trained_rows(shards))
-        return held.weight_bytes(shards) + states
+        found = _Bytes.of(self._held[weights], self._states, config, num_ranks)
+        return found.weights + found.optimizer
 
 
 def formats_table(found: Sequence[Choice], *, budget_bytes: int | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,28 @@ from thunder_memsave.finetune.data.counting import Counting
 from thunder_memsave.finetune.data.documents import Document
 from thunder_memsave.finetune.data.tokenize import IGNORED, Counts, Sample, Tokens, tokenized
 from thunder_memsave.settings.problems import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExampleKind:
+    """What the examples of a loss consist of."""
+
+    num_samples: int
+    """Samples of each example: 2 of a pair, else 1."""
+
+    trains_prompts: bool = False
+    """Whether the prompts of chosen samples are targets too."""
+
+    has_mismatched: bool = False
+    """Whether each example has a mismatched sample."""
+
+
+KINDS: Mapping[str, ExampleKind] = {
+    "dpo": ExampleKind(num_samples=2),
+    "orpo": ExampleKind(num_samples=2, trains_prompts=True),
+    "kto": ExampleKind(num_samples=1, has_mismatched=True),
+}
+"""The kinds by `preference.loss`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 from thunder_memsave.finetune.data.data_files import DataFiles
 from thunder_memsave.finetune.data.documents import Dataset, DataSplit, Document
-from thunder_memsave.finetune.data.preferences.examples import Examples, labelled, pairs
+from thunder_memsave.finetune.data.preferences.examples import KINDS, Examples, labelled, pairs
 from thunder_memsave.finetune.data.preferences.rows import PreferenceRows, laid_into_rows
+from thunder_memsave.finetune.data.tokenize import pad_id_of
 from thunder_memsave.finetune.run_file.config import PreferenceConfig, RunConfig
 from thunder_memsave.settings.problems import ConfigError
 
@@ -83,9 +84,9 @@ def _rows(
 ) -> tuple[PreferenceRows, str]:
     section, data = config.preference, config.data
     assert section is not None
-    num_samples = samples_per_example(section)
+    kind = KINDS[section.loss]
     # Both texts of a pair share a packed row.
-    longest = data.max_seq_length // num_samples if data.packing else data.max_seq_length
+    longest = data.max_seq_length // kind.num_samples if data.packing else data.max_seq_length
     make = labelled if section.loss == "kto" else pairs
     found = make(documents, tokenizer, longest=longest, name=name)
     if not found.examples:
@@ -98,21 +99,14 @@ def _rows(
     rows = laid_into_rows(
         found.examples,
         length=data.max_seq_length,
-        num_samples=num_samples,
-        pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        trains_prompts=section.loss == "orpo",
-        has_mismatched=section.loss == "kto",
+        kind=kind,
+        pad_id=pad_id_of(tokenizer),
         packing=data.packing,
-        max_examples=None if most is None else most // num_samples,
+        max_examples=None if most is None else most // kind.num_samples,
         # Runs that differ only in their seed are compared on the same validation rows.
         seed=config.train.seed if name == "train" else 0,
     )
     return rows, _summary(found, rows, section, name=name, longest=longest)
-
-
-def samples_per_example(section: PreferenceConfig) -> int:
-    """Return the texts of which a loss compares as one example."""
-    return 1 if section.loss == "kto" else 2
 
 
 def _summary(

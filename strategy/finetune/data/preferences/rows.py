@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_memsave.finetune.data.packing import Batch, Rows, best_fits
-from thunder_memsave.finetune.data.preferences.examples import Example
+from thunder_memsave.finetune.data.preferences.examples import Example, ExampleKind
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
 
 
@@ -77,20 +77,13 @@ class PreferenceRows:
     length: int
     """Tokens per row."""
 
-    num_samples: int
-    """Samples of each example: 2 of a pair, else 1."""
+    kind: ExampleKind
 
     examples_per_row: int
     """Examples for which each row has room."""
 
     is_packed: bool
     """Whether a row's samples share one row of tokens; else each has a row of tokens of its own."""
-
-    trains_prompts: bool = False
-    """Whether the prompts of chosen samples are targets too."""
-
-    has_mismatched: bool = False
-    """Whether each example has a mismatched sample."""
 
     pad_id: int
     """Token of padding positions."""
@@ -104,7 +97,7 @@ class PreferenceRows:
     @property
     def num_documents(self) -> int:
         """Samples for which each row of tokens has room."""
-        return self.examples_per_row * self.num_samples if self.is_packed else 1
+        return self.examples_per_row * self.kind.num_samples if self.is_packed else 1
 
     @property
     def samples(self) -> list[Sample]:
@@ -114,13 +107,13 @@ class PreferenceRows:
     @property
     def num_scores(self) -> int:
         """Log-probabilities that the reference model gives each example."""
-        return self.num_samples + self.has_mismatched
+        return self.kind.num_samples + self.kind.has_mismatched
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of every token, target, label and place: equal for equal training data."""
         content = hashlib.sha256(
-            f"{self.length} {self.is_packed} {self.trains_prompts} {self.places}".encode()
+            f"{self.length} {self.is_packed} {self.kind.trains_prompts} {self.places}".encode()
         )
         for example in self.examples:
             content.update(b"1" if example.is_desirable else b"0")
@@ -153,13 +146,13 @@ class PreferenceRows:
             reference=self._reference_of(numbers),
             shared=torch.zeros(()),
         )
-        if self.trains_prompts:
+        if self.kind.trains_prompts:
             batch = replace(
                 batch,
                 is_completion=texts.targets != IGNORED,
                 texts=self._texts([_with_prompt(self._samples_of(e)) for e in examples]),
             )
-        if self.has_mismatched:
+        if self.kind.has_mismatched:
             others = [[] if e is None or e.mismatched is None else [e.mismatched] for e in examples]
             batch = replace(batch, mismatched=self._texts(others))
         return batch
@@ -174,7 +167,7 @@ class PreferenceRows:
             per_row = [of_examples[i : i + size] for i in range(0, len(of_examples), size)]
             rows = [[sample for samples in row for sample in samples] for row in per_row]
         else:
-            rows = [each[i : i + 1] for each in of_examples for i in range(self.num_samples)]
+            rows = [each[i : i + 1] for each in of_examples for i in range(self.kind.num_samples)]
         samples = [sample for row in rows for sample in row]
         numbers = iter(range(len(samples)))
         laid_out = Rows(
@@ -199,10 +192,8 @@ def laid_into_rows(
     examples: Sequence[Example],
     *,
     length: int,
-    num_samples: int,
+    kind: ExampleKind,
     pad_id: int,
-    trains_prompts: bool,
-    has_mismatched: bool,
     packing: bool,
     max_examples: int | None,
     seed: int,
@@ -212,10 +203,8 @@ def laid_into_rows(
     Args:
         examples: The examples.
         length: Tokens of each row of tokens.
-        num_samples: Samples of each example.
+        kind: What each example consists of.
         pad_id: Token of padding positions.
-        trains_prompts: Whether the prompts of chosen samples are targets too.
-        has_mismatched: Whether each example has a mismatched sample.
         packing: Whether to pack.
         max_examples: Examples per packed row; None: as many as there is room for.
         seed: Of the order of packed rows.
@@ -228,11 +217,9 @@ def laid_into_rows(
         examples=examples,
         places=places,
         length=length,
-        num_samples=num_samples,
+        kind=kind,
         examples_per_row=max_examples or max(map(len, places), default=1),
         is_packed=packing,
-        trains_prompts=trains_prompts,
-        has_mismatched=has_mismatched,
         pad_id=pad_id,
     )
 

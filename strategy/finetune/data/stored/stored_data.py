@@ -25,6 +25,7 @@ from thunder_memsave.finetune.data.tokenize import (
     Counts,
     TokenizedDocument,
     check_is_fast,
+    pad_id_of,
     refuse_nothing_to_train,
     tokenized,
 )
@@ -62,7 +63,7 @@ def stored_data(dataset: DataFiles, config: DataConfig, tokenizer: Any) -> Store
 
     entry = cached(key_of(identity), make, is_whole=_is_whole)
     contents = json.loads((entry / _CONTENTS).read_text(encoding="utf-8"))
-    pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad_id = pad_id_of(tokenizer)
     # One shape of batch for both.
     num_documents = max(each["num_documents"] for each in contents["sets"].values())
     rows = {
