@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from thunder_memsave.aten.equal_layers import EqualLayers, are_values_alike, same_setting
 from thunder_memsave.aten.origin import IS_BACKWARD, LAYER, ORIGIN, origin
 from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD, Rule
+from thunder_memsave.errors import ThunderMemsaveError
 
 _Phase = Literal["forward", "backward"]
 _Where = tuple[_Phase, int]
@@ -29,7 +30,7 @@ _Where = tuple[_Phase, int]
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class NotEqualError(Exception):
+class NotEqualError(ThunderMemsaveError, ValueError):
     """Layers that looked equal are traced differently, or something else reads what only the next layer may."""
 
 

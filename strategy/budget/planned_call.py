@@ -292,9 +292,9 @@ def adding(memory: StepMemory, arguments: Arguments) -> frozenset[str]:
     """Return the names of the parameters whose gradients a backward of this step can add to earlier ones."""
     if not memory.gradient_bytes or arguments.leaves_sums:
         return frozenset()
-    tensors = arguments.tensors
-    parameters = (name for name, kind in arguments.kinds.items() if kind == "parameter")
-    return frozenset(n for n in parameters if n in tensors and not is_watched(tensors[n]))
+    parameters = {name for name, kind in arguments.kinds.items() if kind == "parameter"}
+    watched = {name for name, tensor in arguments.tensors.items() if is_watched(tensor)}
+    return frozenset(parameters - watched)
 
 
 def flat_outputs(trace: TraceCtx) -> Sequence[Any]:

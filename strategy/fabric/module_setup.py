@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from thunder_memsave.materialize.fill import materialize
 from thunder_memsave.measure.devices import device_at, total_bytes
 from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.op_times import MeasuredTimes
-from thunder_memsave.ops.accumulation import whole_gradient_bytes
+from thunder_memsave.ops.accumulation import automatically_accumulating
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.planner.search.mixes import OffloadTerms
@@ -38,10 +38,6 @@ from thunder_memsave.stored_weights.in_bytes import FrozenInBytes
 from thunder_memsave.stored_weights.walk import FrozenWeights
 
 T = TypeVar("T")
-
-_SMALL_PART = 0.1
-"""Largest share of the memory budget for whole gradients under `accumulate: auto`: a large model's adapters need
-less, full training more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,15 +175,14 @@ class ModuleSetup:
         return None if free_bytes is None else free_bytes // self.ranks_per_node
 
     def _accumulating(self, module: nn.Module) -> DataParallel | None:
-        """Resolve `accumulate: auto`: keep whole gradients if they are a small part of the budget."""
+        """Resolve `accumulate: auto`. A collective."""
         data_parallel = self.data_parallel
         if data_parallel is None or self.config.accumulate != "auto":
             return data_parallel
         budget_bytes = broadcast(self.budget_bytes, data_parallel)
-        if budget_bytes is None:
-            return data_parallel
-        keeps = whole_gradient_bytes(module.parameters()) <= _SMALL_PART * budget_bytes
-        return replace(data_parallel, accumulate="accumulate_unsharded") if keeps else data_parallel
+        return automatically_accumulating(
+            data_parallel, module.parameters(), budget_bytes=budget_bytes
+        )
 
     def _on_all_ranks(self, act: Callable[[], T]) -> T:
         return together(act, self.data_parallel, error_elsewhere=OtherRankError)

@@ -143,7 +143,7 @@ def _cpu_peak_bytes(run: Callable[[], None]) -> int:
     with quiet_profiler(), memory_profile() as seen:
         run()
     live = peak = 0
-    for event in memory_events(seen):
+    for event in _memory_events(seen):
         live += event.nbytes()
         peak = max(peak, live)
     return int(peak)
@@ -154,13 +154,12 @@ def memory_profile() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
 
-def memory_events(seen: profile, *, mark: str | None = None) -> list[Any]:
-    """Return the allocations and frees that an ended profile saw, in order, and the events that are named `mark`."""
+def _memory_events(seen: profile) -> list[Any]:
+    """Return the allocations and frees that an ended profile saw, in order."""
     assert seen.profiler is not None
     assert seen.profiler.kineto_results is not None
     found: list[Any] = seen.profiler.kineto_results.events()
-    events = [e for e in found if e.name() in ("[memory]", mark)]
-    return sorted(events, key=lambda e: e.start_ns())
+    return sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns())
 
 
 @contextlib.contextmanager

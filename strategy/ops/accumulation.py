@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ from thunder_memsave.ops.running_backward import running_backward
 from thunder_memsave.sharding.mean_gradient import mean_dtype, mean_over_ranks
 from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.sharding.sharded_parameter import as_rows
+
+_SMALL_PART = 0.1
+"""Largest share of the memory budget for whole gradients under `accumulate: auto`: a large model's adapters need
+less, full training more."""
 
 _executor = OperatorExecutor("thunder_memsave_accumulation", version="0")
 register_executor(_executor)
@@ -159,6 +163,23 @@ class UnreducedGradients:
     def _forget(self, kept: _Kept) -> None:
         kept.unfollow()
         del self._kept[id(kept.parameter)]
+
+
+def automatically_accumulating(
+    data_parallel: DataParallel | None, parameters: Iterable[Tensor], *, budget_bytes: int | None
+) -> DataParallel | None:
+    """Keep whole gradients between micro-batches if they are a small part of the budget: `accumulate: auto`.
+
+    Args:
+        data_parallel: The ranks.
+        parameters: Those of the model.
+        budget_bytes: The memory budget, the same on all ranks; None: every gradient is reduced.
+    """
+    if data_parallel is None or budget_bytes is None:
+        return data_parallel
+    if whole_gradient_bytes(parameters) > _SMALL_PART * budget_bytes:
+        return data_parallel
+    return replace(data_parallel, accumulate="accumulate_unsharded")
 
 
 def whole_gradient_bytes(parameters: Iterable[Tensor]) -> int:

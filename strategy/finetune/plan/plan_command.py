@@ -21,11 +21,12 @@ from thunder_memsave.finetune.plan.plan_progress import Progress
 from thunder_memsave.finetune.plan.plan_text import as_json, describe_plan, plan_of, title
 from thunder_memsave.finetune.plan.search import options as search_options
 from thunder_memsave.finetune.plan.search.options import SearchOptions
+from thunder_memsave.finetune.plan.speed import micro_batch_us
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
 from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.planner.report.explain import in_units
-from thunder_memsave.planner.report.step_work import sustained_us, work_table
+from thunder_memsave.planner.report.step_work import work_table
 from thunder_memsave.progress import stage
 from thunder_memsave.settings.problems import ConfigError
 
@@ -260,7 +261,6 @@ def _write_html(path: Path, made: RunPlan, config: RunConfig) -> None:
     from thunder_memsave.planner.report.html import Speed, write_report
 
     call = made.call
-    ops = [step.op for step in call.program.steps if step.op.repeat != "free"]
     write_report(
         path,
         plan=plan_of(made),
@@ -270,7 +270,7 @@ def _write_html(path: Path, made: RunPlan, config: RunConfig) -> None:
         curve=made.curve,
         title=title(made, config),
         speed=Speed(
-            micro_batch_ms=sum(sustained_us(op, made.device) for op in ops) / 1e3,
+            micro_batch_ms=micro_batch_us(made) / 1e3,
             tokens=made.num_rows * made.num_tokens * made.num_ranks,
             num_devices=made.num_ranks,
             device=made.device.name,

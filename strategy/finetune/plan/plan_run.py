@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -50,6 +49,11 @@ from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.ops.accumulation import (
+    UnreducedGradients,
+    automatically_accumulating,
+    whole_gradient_bytes,
+)
 from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
@@ -145,7 +149,14 @@ def plan_run(
         stand_in(model, data_parallel)
         if kept := frozen_in_bytes(model, strategy.frozen_weights, data_parallel=data_parallel):
             kept.stand_in()
+        if strategy.accumulate == "auto":
+            data_parallel = automatically_accumulating(
+                data_parallel, model.parameters(), budget_bytes=budget_bytes
+            )
         memory = _step_memory(config, objective, model, device, sizes)
+        if sizes.gradient_accumulation_steps > 1 and UnreducedGradients(data_parallel).may_keep:
+            kept_bytes = whole_gradient_bytes(model.parameters())
+            memory = replace(memory, gradient_bytes=memory.gradient_bytes + kept_bytes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
         outside = _outside_bytes(device, num_ranks, data_parallel)
         inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
@@ -385,11 +396,10 @@ def _step_memory(
     optimizer = make_optimizer(config, trained, device_type=device_type)
     if config.memory.offloads_optimizer:
         states_on_host(optimizer)
-    max_norm = config.train.max_grad_norm
     own = caller_memory(objective, sizes, device_type=device_type)
     memory = step_memory(
         [optimizer],
-        clip=None if max_norm is None else partial(_clip, max_norm=max_norm),
+        clip=_clip,
         accumulates=sizes.gradient_accumulation_steps > 1,
         other_bytes=own.other_bytes,
         between_bytes=own.between_bytes,
@@ -400,5 +410,6 @@ def _step_memory(
     return memory
 
 
-def _clip(parameters: list[nn.Parameter], *, max_norm: float) -> Tensor:
-    return clip_norm(parameters, max_norm=max_norm, error_if_nonfinite=False, data_parallel=None)
+def _clip(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Clip as a run does, which needs the norm without `max_grad_norm` too."""
+    return clip_norm(parameters, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from thunder_memsave.finetune.plan.plan_progress import Progress
+from thunder_memsave.finetune.plan.speed import tokens_per_s
 from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
 from thunder_memsave.planner.report.offload_shown import offload_json, states_shown
@@ -38,6 +39,7 @@ def describe_plan(
             f"smallest budget with a plan: about {in_units(made.smallest_bytes)}{_of_tensors(made)}",
             f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
             *([] if loading is None else [loading.sentence]),
+            _speed(made),
             _made_in(plan, progress),
             "",
             _verdict(made, config),
@@ -83,6 +85,15 @@ def _made_in(plan: Any, progress: Progress) -> str:
     if plan.gap == 0.0:
         return f"{took}: no plan recomputes less"
     return f"{took}: it recomputes {plan.gap:.1%} more than any plan must"
+
+
+def _speed(made: RunPlan) -> str:
+    devices = f"{made.num_ranks} device{'s' if made.num_ranks > 1 else ''}"
+    copies = " but with the copies of its states" if made.call.memory.host_bytes else ""
+    return (
+        f"speed, a forecast that no device has confirmed: {tokens_per_s(made):,.0f} tokens/s on {devices}, without the "
+        f"optimizer's update{copies}"
+    )
 
 
 def _of_tensors(made: RunPlan) -> str:
@@ -131,6 +142,7 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "lower_bound_us": plan.lower_bound_us,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "cpu_seconds": dict(progress.cpu_seconds),
+        "tokens_per_s": tokens_per_s(made),
         "smallest_budget_bytes": made.smallest_bytes,
         "doubled_batch_bytes": made.doubled_bytes,
         "optimizer_bytes_on_host": made.call.memory.host_bytes,

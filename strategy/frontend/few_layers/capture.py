@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from thunder_memsave.aten.equal_layers import equal_layers
-from thunder_memsave.errors import CaptureError
+from thunder_memsave.errors import CaptureError, ThunderMemsaveError
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.capture import Capture, GraphInput, capture
 from thunder_memsave.frontend.few_layers.equal_modules import differences
@@ -25,7 +25,7 @@ _FEWEST = 12
 """Fewest layers for which it pays."""
 
 
-class _NotAlikeError(Exception):
+class _NotAlikeError(ThunderMemsaveError, ValueError):
     """The graph of few layers does not tell what that of all is."""
 
 

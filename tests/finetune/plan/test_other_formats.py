@@ -112,7 +112,7 @@ def test_a_run_that_does_not_fit_is_told_the_change_with_which_it_does(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     smallest = planned(load_run_config(run_file, FULL[:2]), 1, "cpu").smallest_bytes
-    budget = f"--budget={smallest - 4096}"
+    budget = f"--budget={int(0.9 * smallest)}"
     change = refused(run_file, tmp_path, "--world-size=1", *FULL, budget)["change"]
     assert change == "--optimizer.states=bfloat16"
     assert f"with which it fits: {change}; planned so, it needs" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 
 from thunder_memsave.finetune.plan.other_formats import Known
 from thunder_memsave.finetune.plan.plan_run import RunPlan
-from thunder_memsave.planner.offload.engines import CopyRates
+from thunder_memsave.finetune.plan.speed import micro_batch_us, states_us, tokens_per_s
 from thunder_memsave.planner.report.step_work import sustained_us
 
 _TOKENS = 1_000_000
@@ -36,21 +36,16 @@ class Forecast:
         """Return what there is to say of a plan."""
         known, call = Known.of_plan(made), made.call
         steps = [step for step in call.program.steps if step.op.repeat != "free"]
-        times_us = [sustained_us(step.op, made.device) for step in steps]
-        again_us = sum(us for us, step in zip(times_us, steps, strict=True) if step.is_repeated)
-        waits_us = 0.0 if call.time is None else call.time.exposed_us
-        copies_us = _us_of_states(made)
-        total_us = sum(times_us) + waits_us + copies_us
-        added_us = 0.0 if call.plan is None else call.plan.added_us
-        tokens = made.num_rows * made.num_tokens * made.num_ranks
+        again_us = sum(sustained_us(step.op, made.device) for step in steps if step.is_repeated)
+        added_us = states_us(made) + (0.0 if call.plan is None else call.plan.added_us)
         return cls(
             fits=made.fits,
             peak_bytes=known.peak_bytes,
             budget_bytes=made.budget_bytes,
             next_bytes=_with_twice_the_rows(made, known),
-            recompute_share=again_us / total_us,
-            recomputes_for_budget=added_us + copies_us > 0 or call.is_tiled or call.empties_cache,
-            tokens_per_s=tokens / total_us * 1e6,
+            recompute_share=again_us / micro_batch_us(made),
+            recomputes_for_budget=added_us > 0 or call.is_tiled or call.empties_cache,
+            tokens_per_s=tokens_per_s(made),
         )
 
 
@@ -71,13 +66,6 @@ class Row:
     def hours(self, num_tokens: int | None) -> float:
         """Return the hours for so many tokens; None: for a million."""
         return (num_tokens or _TOKENS) / self.forecast.tokens_per_s / 3600
-
-
-def _us_of_states(made: RunPlan) -> float:
-    """Return the microseconds per micro-batch of copying an optimizer's states in and out once per step."""
-    if not made.call.memory.host_bytes:
-        return 0.0
-    return CopyRates.of(made.device).us(made.call.memory.host_bytes) / made.num_micro_batches
 
 
 def _with_twice_the_rows(made: RunPlan, known: Known) -> int:

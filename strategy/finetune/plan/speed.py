@@ -1,0 +1,36 @@
+"""Forecasts how fast a planned run would be, before a device has confirmed it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thunder_memsave.planner.offload.engines import CopyRates
+from thunder_memsave.planner.report.step_work import sustained_us
+
+if TYPE_CHECKING:
+    from thunder_memsave.finetune.plan.plan_run import RunPlan
+
+
+def micro_batch_us(made: RunPlan) -> float:
+    """Return the microseconds of forward and backward, without the optimizer's update.
+
+    Kernels run at the rates that they usually sustain, one after the other. What waits for copies of activations
+    counts, and so does the part of one micro-batch in the copies of an optimizer's states that are on the host.
+    """
+    steps = (step for step in made.call.program.steps if step.op.repeat != "free")
+    computing_us = sum(sustained_us(step.op, made.device) for step in steps)
+    waits_us = 0.0 if made.call.time is None else made.call.time.exposed_us
+    return computing_us + waits_us + states_us(made)
+
+
+def states_us(made: RunPlan) -> float:
+    """Return the microseconds per micro-batch of copying an optimizer's states in and out once per step."""
+    if not made.call.memory.host_bytes:
+        return 0.0
+    return CopyRates.of(made.device).us(made.call.memory.host_bytes) / made.num_micro_batches
+
+
+def tokens_per_s(made: RunPlan) -> float:
+    """Return the tokens of all ranks per second, padding included."""
+    tokens = made.num_rows * made.num_tokens * made.num_ranks
+    return tokens / micro_batch_us(made) * 1e6

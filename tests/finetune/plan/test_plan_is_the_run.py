@@ -1,0 +1,74 @@
+"""What `plan` says before a run is what `train` plans, but for the number of documents in its rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.forked_python import ForkedPython
+from harness.language_model import run_values, write_run_file
+from thunder_memsave.finetune.cli import main
+
+TWICE = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 1}
+"""Two micro-batches accumulate."""
+ONCE = {**TWICE, "global_batch_size": 2}
+BUDGET = "--memory.budget=64MiB"
+ON_HOST = {"offload": "optimizer", "host_budget": "1GiB"}
+ENDS = 256
+"""Most bytes of the ends of documents, of which packed rows may have more than a plan counts, which sees no data."""
+
+
+def written(directory: Path, model: Path, **sections: Any) -> str:
+    data = {"max_seq_length": 32, "packing": True}
+    values = run_values(directory, model, **{"data": data, **sections})
+    return str(write_run_file(directory, values))
+
+
+def planned_bytes(file: str, directory: Path, *options: str) -> int:
+    report = directory / "plan.json"
+    assert main(["plan", file, "--device=cpu", f"--json={report}", BUDGET, *options]) == 0
+    return int(json.loads(report.read_text())["predicted_peak_bytes"])
+
+
+def trained_bytes(directory: Path) -> int:
+    with (directory / "run" / "metrics.csv").open(encoding="utf-8") as rows:
+        (found,) = {row["predicted_peak_bytes"] for row in csv.DictReader(rows)} - {""}
+    return int(float(found))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": ONCE, "lora": None},
+        {"train": TWICE, "lora": None},
+        {"train": TWICE},
+        {"train": {**TWICE, "max_grad_norm": 1.0}, "lora": None, "memory": ON_HOST},
+    ],
+    ids=["full", "full, accumulated", "lora, accumulated", "states on the host"],
+)
+def test_on_one_rank(sections: dict[str, Any], one_layer: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, one_layer, **sections)
+    found = planned_bytes(file, tmp_path, "--world-size=1")
+    assert main(["train", file, BUDGET]) == 0
+    assert 0 <= trained_bytes(tmp_path) - found <= ENDS
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_on_two_ranks(sharding: str, one_layer: Path, tmp_path: Path) -> None:
+    train = {**TWICE, "micro_batch_size": 1}
+    file = written(tmp_path, one_layer, train=train, lora=None, strategy={"sharding": sharding})
+    found = planned_bytes(file, tmp_path, "--world-size=2")
+    process = ForkedPython(
+        ["-m", "thunder_memsave", "train", file, BUDGET, "--devices=2"],
+        num_children=1,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    error = process.communicate()[1]
+    assert process.returncode == 0, error
+    assert 0 <= trained_bytes(tmp_path) - found <= ENDS
