@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -125,13 +126,22 @@ class BudgetError(ThunderMemsaveError, ValueError):
         """Make the error for a search that has ended without a plan for `budget_bytes`."""
         return cls(
             f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget "
-            f"for which one was found is {smallest_bytes:,} bytes, and below {bound_bytes:,} there is none. Raise the "
-            "budget to that, lower the micro-batch size or the sequence length, or shard over more ranks.",
+            f"for which one was found is {smallest_bytes:,} bytes ({_rounded_up(smallest_bytes)}), and below "
+            f"{bound_bytes:,} there is none. Raise the budget to that, lower the micro-batch size or the sequence "
+            "length, or shard over more ranks.",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest_bytes,
             bound_bytes=bound_bytes,
             smallest_plan=smallest_plan,
         )
+
+
+def _rounded_up(nbytes: int) -> str:
+    """Return a number of bytes as one types it, and not less, such as `4.58MiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{math.ceil(100 * nbytes / size) / 100:.2f}{unit}"
+    return f"{nbytes}B"
 
 
 def user_frame(stack: Iterable[traceback.FrameSummary] | None) -> str:

@@ -125,6 +125,8 @@ def test_a_shipped_configuration_is_shown_and_copied_but_never_over_another_file
         assert main(["configs", "copy", "tiny_lora", *destination]) == 0
     assert capsys.readouterr().out.split() == ["tiny_lora.yaml", "mine.yaml", "into/tiny_lora.yaml"]
     assert (tmp_path / "into" / "tiny_lora.yaml").read_text() == text
+    copied = (tmp_path / "mine.yaml").read_text()
+    assert copied == text.replace("output_dir: runs/tiny_lora", "output_dir: runs/mine") != text
     (tmp_path / "mine.yaml").write_text("mine")
     assert main(["configs", "copy", "tiny_lora", "mine.yaml"]) == 2
     assert "mine.yaml exists; name another file, or remove it." in capsys.readouterr().err
@@ -143,6 +145,17 @@ def test_a_shipped_configuration_runs_by_its_name_unless_a_file_has_it(
     (tmp_path / "tiny_lora").write_text("- 1")
     assert main(["validate", "tiny_lora"]) == 2
     assert "error: tiny_lora cannot be used" in capsys.readouterr().err
+
+
+def test_validate_says_that_few_steps_may_teach_nothing(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "may be too few to learn from; a smaller train.global_batch_size or more train.epochs"
+    assert main(["validate", str(run_file), "--train.max_steps=null", "--train.epochs=1"]) == 0
+    assert note in capsys.readouterr().out
+    for enough in ("--train.epochs=100", "--train.max_steps=1"):
+        assert main(["validate", str(run_file), "--train.max_steps=null", enough]) == 0
+        assert note not in capsys.readouterr().out
 
 
 def test_validate_says_what_would_run_and_writes_nothing(

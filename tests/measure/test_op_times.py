@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -176,7 +177,7 @@ def plan_of(memory: dict[str, Any]) -> Plan:
     strategy = fabric.strategy
     assert isinstance(strategy, ThunderMemsaveStrategy)
     assert strategy.plan is not None
-    assert f"times from                   {strategy.plan.costs}\n" in strategy.explain()
+    assert re.search(rf"(?m)^times from +{strategy.plan.costs}$", strategy.explain())
     return strategy.plan
 
 

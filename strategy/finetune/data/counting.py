@@ -29,5 +29,6 @@ class Counting:
             self._next_report = now + _THEN_EVERY_S
             rate = self._done / (now - self._start)
             of = "" if self._total is None else f" of {self._total:,}"
-            line = f"{self._what}: {self._done:,}{of} ({rate:,.0f}/s)"
+            speed = f"{rate:,.0f}/s" if rate >= 1 else f"{1 / rate:,.1f} s each"
+            line = f"{self._what}: {self._done:,}{of} ({speed})"
             print(line, file=sys.stderr, flush=True)

@@ -189,7 +189,8 @@ class DataFiles:
         known = "; ".join(each.shown for each in FORMATS.values())
         raise ConfigError(
             f"the rows of {path} have the keys {keys}, which is no format that is known: {known}. Say which keys stand "
-            f"for those by {_ARGUMENTS}.columns, such as {{prompt: question, completion: answer}}.",
+            f"for those by {_ARGUMENTS}.columns: {{instruction: question, output: answer}} becomes a chat where the "
+            "tokenizer has a chat template; {prompt: question, completion: answer} is taken as it is, without one.",
             key=f"{_ARGUMENTS}.columns",
         )
 

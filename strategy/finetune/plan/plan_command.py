@@ -155,6 +155,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
         options.json.write_text(f"{text}\n", encoding="utf-8")
     if options.html is not None:
         _write_html(options.html, made, config)
+        print(f"\nthe same as a page: {options.html}")
     return 0 if made.fits else DOES_NOT_FIT
 
 

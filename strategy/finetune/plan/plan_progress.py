@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import get_args
@@ -20,6 +21,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._cpu_s: dict[Stage, float] = {}
+        self._num_begun: Counter[Stage] = Counter()
         self._running: Stage | None = None
         self._since = self._cpu_since = 0.0
 
@@ -40,8 +42,10 @@ class Progress:
     def _begin(self, stage: Stage) -> None:
         self._end()
         self._running = stage
-        number = STAGES.index(stage) + 1
-        print(f"[{number:>2}/{len(STAGES)}] {stage} ... ", end="", file=sys.stderr, flush=True)
+        self._num_begun[stage] += 1
+        number, again = STAGES.index(stage) + 1, self._num_begun[stage]
+        shown = f"[{number:>2}/{len(STAGES)}] {stage}" + (f", try {again}" if again > 1 else "")
+        print(f"{shown} ... ", end="", file=sys.stderr, flush=True)
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def _end(self) -> None:

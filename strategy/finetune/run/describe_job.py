@@ -14,6 +14,7 @@ from thunder_memsave.finetune.training.optimizer import states_of
 
 _WIDTH = 100
 _NUM_TOKENS_SHOWN = 256
+_FEW_STEPS = 30
 
 
 def describe_job(job: Job) -> str:
@@ -29,7 +30,7 @@ def describe_job(job: Job) -> str:
         "writes to": f"{job.directory.root}/",
     }
     lines = [_fact(name, text) for name, text in facts.items()]
-    return "\n".join([*lines, "", *_sample(job)])
+    return "\n".join([*lines, "", *_sample(job), *_advice(job)])
 
 
 def card_facts(job: Job) -> dict[str, str]:
@@ -85,6 +86,17 @@ def _batch(job: Job) -> str:
         f"{_count(num_processes, 'process')}; "
         f"{sizes.global_batch_size * job.config.data.max_seq_length:,} tokens with padding"
     )
+
+
+def _advice(job: Job) -> list[str]:
+    """Say that a run trains hardly at all, if it takes few steps because its batches are large for its data."""
+    if job.num_steps >= _FEW_STEPS or job.config.train.max_steps is not None:
+        return []
+    return [
+        "",
+        f"note: {_count(job.num_steps, 'step')} may be too few to learn from; a smaller train.global_batch_size "
+        "or more train.epochs gives more.",
+    ]
 
 
 def _steps(job: Job) -> str:

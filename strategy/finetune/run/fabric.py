@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from typing_extensions import override
 
 from thunder_memsave.finetune.model.build import precision_of
 from thunder_memsave.finetune.run_file.config import RunConfig
@@ -25,8 +27,10 @@ def build_fabric(
 ) -> Fabric:
     """Make Fabric with our strategy, on the number of processes from torchrun or `devices`."""
     num_local = num_local_processes(config)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    environment = TorchElasticEnvironment() if is_under_torchrun() else LightningEnvironment()
     return Fabric(
-        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        accelerator=device_type,
         devices=num_local,
         num_nodes=world_size(config) // num_local,
         strategy=ThunderMemsaveStrategy(
@@ -35,9 +39,25 @@ def build_fabric(
             fp8=config.fp8,
             frozen_weights=config.model.frozen_weights,
         ),
-        precision=precision_of(config),  # type: ignore[arg-type]
         callbacks=list(callbacks),
         loggers=list(loggers),
-        # Given explicitly, because Fabric would take the tasks of a SLURM job for the processes of the run.
-        plugins=[TorchElasticEnvironment() if is_under_torchrun() else LightningEnvironment()],
+        # The first given explicitly, because Fabric would take the tasks of a SLURM job for the processes of the run.
+        plugins=[environment, _precision(config, device_type)],
     )
+
+
+class _Autocast(MixedPrecision):
+    """`bf16-mixed` that leaves the inputs of calls as they are.
+
+    Fabric's own casts all floating-point inputs to bfloat16, the sums of log-probabilities that a loss compares with
+    too. A language model's own inputs are whole numbers.
+    """
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+def _precision(config: RunConfig, device_type: str) -> Precision:
+    name = precision_of(config)
+    return _Autocast("bf16-mixed", device_type) if name == "bf16-mixed" else Precision()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def find_shipped(name: str) -> Path:
 def copy_shipped(name: str, destination: str = ".") -> Path:
     """Copy a shipped run file to a path or into a directory, and return where it is.
 
+    A copy of another name writes to a directory of that name, so that `runs/mine` is the run of `mine.yaml`.
+
     Raises:
         ConfigError: there is none with that name, or the destination exists.
     """
@@ -81,7 +84,20 @@ def copy_shipped(name: str, destination: str = ".") -> Path:
     if not target.parent.is_dir():
         raise ConfigError(f"the directory {target.parent} does not exist; make it first.")
     try:
-        shutil.copyfile(source, target)
+        text = source.read_text(encoding="utf-8")
+        target.write_text(_writing_to(target.stem, source.stem, text), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}.") from error
     return target
+
+
+def _writing_to(name: str, former: str, text: str) -> str:
+    """Return the text of a run file with the last part of its output_dir replaced by the file's name."""
+    if name == former:
+        return text
+    line = re.search(r"(?m)^output_dir: (.*/)?.*$", text)
+    assert line is not None, "shipped run files have one"
+    value = f"{line[1] or ''}{name}"
+    if not re.fullmatch(r"[\w./-]+", value):
+        value = json.dumps(value)  # which is YAML too
+    return f"{text[: line.start()]}output_dir: {value}{text[line.end() :]}"

@@ -172,7 +172,11 @@ def test_a_conversation_beyond_the_models_positions_is_told(run: Path) -> None:
     [
         ([], "chat needs one run: thunder-memsave chat RUN"),
         (["a", "b"], "chat needs one run"),
-        (["nowhere"], "there is no directory nowhere; name the output_dir of a run"),
+        (
+            ["nowhere"],
+            "there is no directory nowhere; the newest runs there: begun. A run file names",
+        ),
+        (["no/where"], "there is no directory no/where; name the output_dir of a run"),
         (["{empty}"], "{empty} is no run: it has no config.yaml, adapter_config.json or weights"),
         (["{begun}"], "{begun} has no checkpoint in checkpoints/"),
         (["{broken}"], "does not name the adapter's base model"),

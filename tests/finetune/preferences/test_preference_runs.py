@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,6 +103,20 @@ def test_a_budget_changes_no_bit_and_a_reference_is_of_its_data(
     path.write_bytes(path.read_bytes()[:-1])
     assert reference._read(path, key) is None
     assert reference._read(tmp_path / "missing", key) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_run_starts_at_the_reference(
+    dtype: str, pair_rows: list[dict[str, Any]], one_layer: Path, tmp_path: Path
+) -> None:
+    """Sums of log-probabilities are not rounded: in bfloat16 those of long texts would be off by 1 and more."""
+    train = {"global_batch_size": 4, "micro_batch_size": 1, "max_steps": 1}
+    values = values_of(tmp_path, one_layer, pair_rows, "dpo", train=train)
+    values["model"]["dtype"] = dtype
+    assert main(["train", str(write_run_file(tmp_path, values))]) == 0
+    (row,) = metrics_of(tmp_path / "run")
+    assert float(row["loss"]) == pytest.approx(math.log(2.0), abs=1e-6)
+    assert float(row["reward_margin"]) == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["orpo", "kto"])

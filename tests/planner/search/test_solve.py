@@ -105,7 +105,7 @@ def test_the_error_says_what_was_asked_what_is_possible_and_what_to_do() -> None
     graph = chain(4)
     text = (
         "the budget is 100 bytes, and no plan was found that stays within it; the smallest budget for which one was "
-        "found is 570 bytes, and below 570 there is none. Raise the budget to that, lower the micro-batch size"
+        "found is 570 bytes (570B), and below 570 there is none. Raise the budget to that, lower the micro-batch size"
     )
     with pytest.raises(BudgetError, match=re.escape(text)):
         solve(graph, budget_bytes=100, costs_us=[1.0] * len(graph.ops))
