@@ -30,6 +30,7 @@ from thunder_memsave.finetune.process.stop import (
 )
 from thunder_memsave.finetune.run_file.keys.foreign_commands import suggested_command
 from thunder_memsave.finetune.run_file.launch import is_first_local, is_under_torchrun
+from thunder_memsave.finetune.run_file.reading.overrides import parse_overrides
 from thunder_memsave.finetune.run_file.reading.parse import RunFile, read_run_file
 from thunder_memsave.finetune.run_file.reading.report import Source, report
 from thunder_memsave.finetune.run_file.shipped import (
@@ -52,7 +53,7 @@ usage: thunder-memsave train CONFIG [--verbose] [--key=value ...]
        thunder-memsave export RUN --out DIR [--merge] [--dtype float32|bfloat16]
        thunder-memsave configs list
        thunder-memsave configs show NAME
-       thunder-memsave configs copy NAME [DESTINATION]
+       thunder-memsave configs copy NAME [DESTINATION] [--key=value ...]
        thunder-memsave --version
 
   train      fine-tunes or pre-trains a language model as the YAML file CONFIG says
@@ -154,7 +155,8 @@ logits are compared with those of the run's own model before DIR has its name.
     "configs": """\
 usage: thunder-memsave configs list                      names, and what each is for
        thunder-memsave configs show NAME                 the text of one
-       thunder-memsave configs copy NAME [DESTINATION]   a copy to change; overwrites nothing
+       thunder-memsave configs copy NAME [DESTINATION] [--key=value ...]
+                                                         a copy, with keys changed; overwrites nothing
 
 The run files that come with the package; `thunder-memsave train NAME` runs one as it is.
 """,
@@ -256,8 +258,10 @@ def _configs(arguments: list[str]) -> int:
             _list_configs()
         case ["show", name]:
             print(find_shipped(name).read_text(encoding="utf-8"), end="")
-        case ["copy", name, *destination] if len(destination) < 2:
-            print(copy_shipped(name, *destination))
+        case ["copy", name, *rest]:
+            destination = [] if not rest or rest[0].startswith("-") else rest[:1]
+            overrides = parse_overrides(rest[len(destination) :])
+            print(copy_shipped(name, *destination, overrides=overrides))
         case _:
             raise ConfigError(
                 f"'configs {' '.join(arguments)}' is not a command.\n{_HELP['configs'].rstrip()}"

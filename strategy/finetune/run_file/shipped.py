@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from thunder_memsave.finetune.run_file.edited_text import with_overrides, without_key
+from thunder_memsave.finetune.run_file.reading.arguments import Argument
+from thunder_memsave.finetune.run_file.reading.overrides import parse_overrides
 from thunder_memsave.settings.problems import ConfigError, suggestion
+from thunder_memsave.settings.yaml_file import load_yaml
 
 _ENDINGS = (".yaml", ".yml")
+_ARCHITECTURE = "model.architecture"
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -67,13 +71,19 @@ def find_shipped(name: str) -> Path:
     return shipped[stem]
 
 
-def copy_shipped(name: str, destination: str = ".") -> Path:
+def copy_shipped(name: str, destination: str = ".", *, overrides: Sequence[Argument] = ()) -> Path:
     """Copy a shipped run file to a path or into a directory, and return where it is.
 
-    A copy of another name writes to a directory of that name, so that `runs/mine` is the run of `mine.yaml`.
+    A copy of another name writes to a directory of that name, so that `runs/mine` is the run of `mine.yaml`. A copy
+    for another model has no `model.architecture`, which is that of the first.
+
+    Args:
+        name: The run file.
+        destination: A file that does not exist, or a directory.
+        overrides: Keys that differ in the copy.
 
     Raises:
-        ConfigError: there is none with that name, or the destination exists.
+        ConfigError: there is none with that name, or the destination exists, or a key does not.
     """
     source = find_shipped(name)
     target = Path(destination)
@@ -83,21 +93,19 @@ def copy_shipped(name: str, destination: str = ".") -> Path:
         raise ConfigError(f"{target} exists; name another file, or remove it.")
     if not target.parent.is_dir():
         raise ConfigError(f"the directory {target.parent} does not exist; make it first.")
+    text = _changed(source, target.stem, overrides)
     try:
-        text = source.read_text(encoding="utf-8")
-        target.write_text(_writing_to(target.stem, source.stem, text), encoding="utf-8")
+        target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}.") from error
     return target
 
 
-def _writing_to(name: str, former: str, text: str) -> str:
-    """Return the text of a run file with the last part of its output_dir replaced by the file's name."""
-    if name == former:
-        return text
-    line = re.search(r"(?m)^output_dir: (.*/)?.*$", text)
-    assert line is not None, "shipped run files have one"
-    value = f"{line[1] or ''}{name}"
-    if not re.fullmatch(r"[\w./-]+", value):
-        value = json.dumps(value)  # which is YAML too
-    return f"{text[: line.start()]}output_dir: {value}{text[line.end() :]}"
+def _changed(source: Path, name: str, overrides: Sequence[Argument]) -> str:
+    text, given = source.read_text(encoding="utf-8"), {each.key for each in overrides}
+    if name != source.stem and "output_dir" not in given:
+        former = Path(load_yaml(source)["output_dir"])
+        overrides = [*overrides, *parse_overrides([f"--output_dir={former.with_name(name)}"])]
+    if "model.name_or_path" in given and not any(k.startswith(_ARCHITECTURE) for k in given):
+        text = without_key(text, _ARCHITECTURE)
+    return with_overrides(text, overrides)
