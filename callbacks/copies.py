@@ -68,12 +68,13 @@ class CheckpointCopies:
 
     def on_train_start(self, *, fabric: Fabric) -> None:
         """Copy what an earlier start could not."""
-        self._request(fabric)
+        if fabric.is_global_zero:
+            self._request()
 
-    def on_save_checkpoint(self, *, fabric: Fabric) -> None:
-        """Copy the new checkpoint."""
+    def after_commit(self) -> None:
+        """Copy the new checkpoint, which a `ModelCheckpoint` has written on rank 0."""
         self._has_saved = True
-        self._request(fabric)
+        self._request()
 
     def on_exception(self) -> None:
         """Let the copy in progress finish."""
@@ -128,10 +129,8 @@ class CheckpointCopies:
             if name not in kept:
                 run.delete(name)
 
-    def _request(self, fabric: Fabric) -> None:
+    def _request(self) -> None:
         """Let the thread copy what there is now, after what it is at."""
-        if not fabric.is_global_zero:
-            return
         with self._lock:
             self._is_due = True
             if self._thread is None:

@@ -13,6 +13,7 @@ import pytest
 from lightning.fabric import Fabric
 
 from harness.fabric import make_fabric
+from harness.run_checkpoints import make_state
 from harness.unsteady_store import (
     KilledError,
     UnsteadyStore,
@@ -21,6 +22,7 @@ from harness.unsteady_store import (
     unsteady_store,
     write_checkpoint,
 )
+from thunder_memsave.callbacks.checkpoint import ModelCheckpoint
 from thunder_memsave.callbacks.copies import CheckpointCopies
 from thunder_memsave.callbacks.step_directories import Best
 from thunder_memsave.checkpoints.addresses import AddressError, RunAtAddress
@@ -45,8 +47,8 @@ def steps_there() -> list[int]:
     return [int(name[5:]) for name in run.names() if run.find(name) is not None]
 
 
-def saved(copies: CheckpointCopies, fabric: Fabric) -> None:
-    copies.on_save_checkpoint(fabric=fabric)
+def saved(copies: CheckpointCopies) -> None:
+    copies.after_commit()
     copies.wait()
 
 
@@ -63,14 +65,13 @@ def test_the_address_follows_the_disk(
         write_checkpoint(here, step)
         if step == 3:
             shutil.rmtree(here / "step-00000001")
-        saved(copies, fabric)
+        saved(copies)
     assert steps_there() == [2, 3]
     assert RunAtAddress(ADDRESS).names() == ["step-00000002", "step-00000003"]
 
 
 def test_a_save_during_a_copy_leads_to_one_more(
     store: type[UnsteadyStore],
-    fabric: Fabric,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,18 +87,34 @@ def test_a_save_during_a_copy_leads_to_one_more(
 
     monkeypatch.setattr(CheckpointCopies, "sync", sync)
     copies = CheckpointCopies(tmp_path, ADDRESS)
-    copies.on_save_checkpoint(fabric=fabric)
+    copies.after_commit()
     assert reached.wait(60)
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
-        copies.on_save_checkpoint(fabric=fabric)
+        copies.after_commit()
     opened.set()
     copies.wait()
     assert num_syncs == 2
     assert steps_there() == [1, 2, 3]
 
 
-def test_the_newest_goes_first(store: type[UnsteadyStore], fabric: Fabric, tmp_path: Path) -> None:
+def test_a_save_in_the_background_is_copied_as_soon_as_it_is_whole(
+    store: type[UnsteadyStore], fabric: Fabric, tmp_path: Path
+) -> None:
+    saves = ModelCheckpoint(tmp_path, every_n_steps=1, asynchronous=True)
+    copies = CheckpointCopies(tmp_path, ADDRESS)
+    saves.after_commit = copies.after_commit
+    saves.on_train_start(fabric=fabric, step=0)
+    saves.on_train_batch_end(fabric=fabric, step=1, state=make_state(fabric, 1.0, step=1))
+    thread = saves._background._thread
+    assert thread is not None
+    thread.join()
+    copies.wait()
+    assert steps_there() == [1]  # before the run asks how the save ended
+    saves.on_exception()
+
+
+def test_the_newest_goes_first(store: type[UnsteadyStore], tmp_path: Path) -> None:
     for step in (1, 2):
         write_checkpoint(tmp_path, step)
     CheckpointCopies(tmp_path, ADDRESS).sync()
@@ -159,26 +176,26 @@ def test_what_another_machine_wrote_stays_while_it_is_among_the_last_or_the_best
     copies.wait()
     assert steps_there() == [2, 4, 6]  # nothing was saved yet
     write_checkpoint(here, 5)
-    saved(copies, fabric)
+    saved(copies)
     assert steps_there() == [2, 4, 5]  # the run went back before 6
     shutil.rmtree(here / "step-00000004")
     write_checkpoint(here, 7)
-    saved(copies, fabric)
+    saved(copies)
     assert steps_there() == [2, 5, 7]
     write_checkpoint(here, 9, val_loss=0.1)
-    saved(copies, fabric)
+    saved(copies)
     assert steps_there() == [5, 7, 9]
 
 
 def test_what_fails_is_a_warning_and_tried_again(
-    store: type[UnsteadyStore], fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: type[UnsteadyStore], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     copies = CheckpointCopies(tmp_path, ADDRESS)
     write_checkpoint(tmp_path, 1)
     fail(0, after=True, error=ConnectionError("no route"))
     for _ in range(2):
-        saved(copies, fabric)
+        saved(copies)
     assert [record.message for record in caplog.records] == [
         "the checkpoints were not copied to unsteady://run: unsteady://run/checkpoints/step-00000001 cannot be written "
         "(ConnectionError: no route). Training goes on, and the next checkpoint, or the end, tries it again."
@@ -187,20 +204,20 @@ def test_what_fails_is_a_warning_and_tried_again(
         copies.finish()
     copies.on_exception()
     steady()
-    saved(copies, fabric)
+    saved(copies)
     assert steps_there() == [1]
     assert len(caplog.records) == 2
 
 
 def test_the_end_waits_and_copies_what_was_trained(
-    store: type[UnsteadyStore], fabric: Fabric, tmp_path: Path
+    store: type[UnsteadyStore], tmp_path: Path
 ) -> None:
     here, adapter = tmp_path / "here", tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     write_checkpoint(here, 1)
     copies = CheckpointCopies(here, ADDRESS)
-    copies.on_save_checkpoint(fabric=fabric)
+    copies.after_commit()
     copies.finish(adapter)
     assert steps_there() == [1]
     assert "/run/adapter/adapter_config.json" in store.store
@@ -214,5 +231,5 @@ def test_other_ranks_copy_nothing(store: type[UnsteadyStore], tmp_path: Path) ->
     write_checkpoint(tmp_path, 1)
     copies = CheckpointCopies(tmp_path, ADDRESS)
     copies.on_train_start(fabric=other)
-    saved(copies, other)
+    copies.wait()
     assert not store.done

@@ -76,7 +76,7 @@ def _run_and_name(address: str) -> tuple[str, str | None]:
     parent, _, name = address.rpartition("/")
     if is_checkpoint_name(name):
         return parent.removesuffix("/checkpoints"), name
-    return address, None
+    return address.removesuffix("/checkpoints"), None
 
 
 def _is_elsewhere(path: Path, directory: RunDirectory) -> bool:

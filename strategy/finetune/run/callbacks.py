@@ -240,7 +240,7 @@ def _checkpoint(config: RunConfig, directory: RunDirectory) -> ModelCheckpoint:
 def _copies(
     config: RunConfig, checkpoint: list[object], directory: RunDirectory
 ) -> list[CheckpointCopies]:
-    """Copy after the checkpoint, which tells others when it has saved."""
+    """Copy what the checkpoint callback writes, as soon as it is whole."""
     (saves,) = checkpoint
     assert isinstance(saves, ModelCheckpoint)
     if config.checkpoint.copy_to is None:
@@ -252,6 +252,7 @@ def _copies(
         best=saves.best,
         beside=[directory.config],
     )
+    saves.after_commit = copies.after_commit
     return [copies]
 
 

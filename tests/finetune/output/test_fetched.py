@@ -67,6 +67,7 @@ def damage(step: int, file: str = "state/meta.pt") -> None:
     [
         (ADDRESS, 4),
         (f"{ADDRESS}/", 4),
+        (f"{ADDRESS}/checkpoints", 4),
         (f"{ADDRESS}/checkpoints/step-00000002", 2),
         (f"{ADDRESS}/checkpoints/step-00000004/", 4),
     ],

@@ -139,16 +139,16 @@ def test_a_run_that_is_stopped_copies_its_last_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    address, copies = "unsteady://stopped/run", CheckpointCopies.on_save_checkpoint
+    address, copies = "unsteady://stopped/run", CheckpointCopies.after_commit
 
-    def stop(self: CheckpointCopies, *, fabric: Any) -> None:
-        copies(self, fabric=fabric)
+    def stop(self: CheckpointCopies) -> None:
+        copies(self)
         signal.raise_signal(signal.SIGTERM)
 
     section = {"every_n_steps": 1, "keep_last": 1, "copy_to": address}
     run_file = write_run(tmp_path, one_layer, checkpoint=section)
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointCopies, "on_save_checkpoint", stop)
+        patch.setattr(CheckpointCopies, "after_commit", stop)
         told = run_here(run_file, code=EXIT_SAVED)
     assert f"copying the checkpoint to {address}\n" in told
     assert steps_at(address) == ["step-00000001"]
