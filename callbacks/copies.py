@@ -90,8 +90,7 @@ class CheckpointCopies:
         """Wait for the thread, try again what it could not copy, and copy the export. On rank 0.
 
         Raises:
-            AddressError: something could not be copied.
-            DamagedCheckpointError: a checkpoint on the local disk is damaged, and was not copied.
+            AddressError: something could not be copied or deleted.
         """
         self.wait()
         self.sync()
@@ -103,7 +102,6 @@ class CheckpointCopies:
 
         Raises:
             AddressError: something could not be copied or deleted.
-            DamagedCheckpointError: a checkpoint on the local disk is damaged, and was not copied.
         """
         run = RunAtAddress(self.address)
         for path in self._beside:

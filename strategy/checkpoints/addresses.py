@@ -101,14 +101,13 @@ class RunAtAddress:
         One that is deleted or replaced meanwhile is left out.
 
         Raises:
-            AddressError: the address cannot be written.
-            DamagedCheckpointError: the manifest on the local disk is damaged.
+            AddressError: the address cannot be written, or the local manifest is damaged.
         """
         try:
             signed = read_signed(directory)
-        except DamagedCheckpointError:
+        except DamagedCheckpointError as error:
             if directory.exists():
-                raise
+                raise AddressError(f"{directory} is damaged: {error}") from error
             return
         try:
             with self._telling(f"{self.shown(directory.name)} cannot be written"):
@@ -174,7 +173,8 @@ class RunAtAddress:
     def _upload(self, directory: Path, signed: SignedManifest) -> None:
         name, sizes = directory.name, self._sizes(directory.name)
         is_signed = CHECKSUM in sizes and self._read(name, CHECKSUM) == signed.checksum
-        if is_signed and MANIFEST in sizes and _wrong_size(sizes, signed.manifest) is None:
+        is_described = is_signed and sizes.get(MANIFEST) == len(signed.content)
+        if is_described and _wrong_size(sizes, signed.manifest) is None:
             return
         self._unsign(name, sizes)
         for file in signed.manifest.files:

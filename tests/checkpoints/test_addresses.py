@@ -241,3 +241,15 @@ def test_an_export_is_found_only_when_it_is_whole(
         assert store.done[-1] == "put /run/adapter/adapter_config.json"
     assert store.done[1] == "delete /run/adapter/adapter_config.json"
     assert len(store.store) == 3
+
+
+def test_a_damaged_local_checkpoint_is_not_copied(
+    store: type[UnsteadyStore], tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path, 4)
+    (path / "manifest.json").write_text("{}")
+    with pytest.raises(
+        AddressError, match=r"step-00000004 is damaged: manifest.json does not have"
+    ):
+        RunAtAddress("unsteady://run").upload(path)
+    assert not store.done

@@ -28,6 +28,7 @@ from thunder_memsave.settings.problems import ConfigError
 _PARTIAL_PREFIX = ".partial-copy-"
 """Saves remove what begins like this, too."""
 _LOCK = ".copying"
+_OF_AUTO = "checkpoint.copy_to may have a newer one, so no run starts without it. Start again when it can be read"
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +44,8 @@ def with_local_checkpoint(config: RunConfig) -> RunConfig:
     try:
         return _with_local_checkpoint(config)
     except (AddressError, UnverifiableCheckpointError) as error:
-        raise ConfigError(f"{error}; {_ADVICE[config.resume == 'auto']}", key="resume") from error
-
-
-_ADVICE = {
-    True: "checkpoint.copy_to may hold a newer checkpoint, so no run starts without it. Start again when it can be "
-    "read, or without checkpoint.copy_to.",
-    False: "start again when it can be read, or correct the address.",
-}
+        advice = _OF_AUTO if config.resume == "auto" else "start again when it can be read"
+        raise ConfigError(f"{error}; {advice}, or correct the address.", key="resume") from error
 
 
 def _with_local_checkpoint(config: RunConfig) -> RunConfig:
@@ -209,7 +204,6 @@ def _refuse_others(directory: RunDirectory) -> None:
 def _locked(directory: RunDirectory) -> Iterator[None]:
     """Let one process of this machine copy at a time; what it made is removed if nothing was copied."""
     try:
-        directory.checkpoints.mkdir(parents=True, exist_ok=True)
         path = directory.checkpoints / _LOCK
         descriptor = _lock(path)
     except OSError as error:
@@ -228,7 +222,11 @@ def _locked(directory: RunDirectory) -> Iterator[None]:
 def _lock(path: Path) -> int:
     """Wait for the lock file, and return it open; one that was removed meanwhile locks nobody out."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            continue  # a process that failed removed the directory again
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):

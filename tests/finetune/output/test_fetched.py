@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -158,8 +157,8 @@ def test_an_address_that_cannot_be_read_is_no_new_run(two: RunAtAddress, tmp_pat
     with pytest.raises(ConfigError) as error:
         with_local_checkpoint(config_of(tmp_path / "run", "auto", copy_to=ADDRESS))
     assert str(error.value) == (
-        "unsteady://run cannot be listed (ConnectionError: no route); checkpoint.copy_to may hold a newer checkpoint, "
-        "so no run starts without it. Start again when it can be read, or without checkpoint.copy_to."
+        "unsteady://run cannot be listed (ConnectionError: no route); checkpoint.copy_to may have a newer one, "
+        "so no run starts without it. Start again when it can be read, or correct the address."
     )
     with pytest.raises(
         ConfigError, match=r"no route\); start again when it can be read, or correct"
@@ -250,8 +249,27 @@ def test_processes_of_one_machine_copy_once(
     assert steps_in(tmp_path / "run") == ["step-00000004"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_processes_of_one_machine_tell_the_same_damage(two: RunAtAddress, tmp_path: Path) -> None:
+    damage(4)
+    told: list[str] = []
+
+    def start() -> None:
+        try:
+            with_local_checkpoint(config_of(tmp_path / "run", f"{ADDRESS}/{FOUR}"))
+        except ConfigError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 4
+    assert all("step-00000004 is damaged: state/meta.pt has the SHA-256" in each for each in told)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_directory_that_cannot_be_written_is_named(two: RunAtAddress, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o500)
-    with pytest.raises(ConfigError, match="cannot write to output_dir"):
-        with_local_checkpoint(config_of(tmp_path / "run", ADDRESS))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write to output_dir \S+/file/run: .* Not a dir"):
+        with_local_checkpoint(config_of(tmp_path / "file" / "run", ADDRESS))
