@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ from thunder_memsave.checkpoints.manifest import (
 from thunder_memsave.errors import ThunderMemsaveError
 
 _CHECKPOINTS = "checkpoints"
+_EXPORTS = {"adapter": "adapter_config.json", "model": "config.json"}
+"""Directories of what was trained, and the file that each is found by."""
 _PIECE_BYTES = 8 * 2**20
 _CHECKSUM_BYTES = len(checksum_line(b""))
 
@@ -162,13 +165,59 @@ class RunAtAddress:
             AddressError: the address cannot be written, or a file not be read.
         """
         names = [str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()]
-        configs = [name for name in ("adapter_config.json", "config.json") if name in names]
+        configs = [name for name in _EXPORTS.values() if name in names]
         at = f"{self._root}/{directory.name}"
         with self._telling(f"{self.address}/{directory.name} cannot be written"):
             for name in self._list(at).keys() & set(configs):
                 self._fs.rm_file(f"{at}/{name}")
         for name in sorted(set(names) - set(configs)) + configs:
             self.put(directory / name, f"{directory.name}/{name}")
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy one file of the run to the local disk.
+
+        Raises:
+            AddressError: the address cannot be read, or the disk not be written.
+        """
+        with (
+            self._telling(f"{self.address}/{name} cannot be copied to {path}"),
+            self._opened(f"{self._root}/{name}") as source,
+            path.open("xb") as local,
+        ):
+            shutil.copyfileobj(source, local, _PIECE_BYTES)
+
+    def newest_export(self) -> str | None:
+        """Return the name of the exported adapter or model; None if there is none, or a checkpoint is newer.
+
+        Raises:
+            AddressError: the address cannot be read.
+        """
+        with self._telling(f"{self.address} cannot be listed"):
+            configs = [
+                f"{name}/{config}"
+                for name, config in _EXPORTS.items()
+                if config in self._list(f"{self._root}/{name}")
+            ]
+            written = {self._fs.modified(f"{self._root}/{each}"): each for each in configs}
+            if not written:
+                return None
+            newest = max(written)
+            signed = [name for name in self.names() if CHECKSUM in self._sizes(name)]
+            is_older = any(self._fs.modified(self._path(n, CHECKSUM)) > newest for n in signed)
+            return None if is_older else written[newest].partition("/")[0]
+
+    def get_export(self, name: str, directory: Path) -> None:
+        """Copy the files of an exported adapter or model, or of a directory in it, into a new local directory.
+
+        Raises:
+            AddressError: the address cannot be read, or the disk not be written.
+        """
+        with self._telling(f"{self.address}/{name} cannot be copied to {directory}"):
+            directory.mkdir(parents=True)
+            sizes = self._list(f"{self._root}/{name}")
+        for file, size in sizes.items():
+            copy = self.get_export if size is None else self.get
+            copy(f"{name}/{file}", directory / file)
 
     def _upload(self, directory: Path, signed: SignedManifest) -> None:
         name, sizes = directory.name, self._sizes(directory.name)
@@ -194,7 +243,7 @@ class RunAtAddress:
     def _fetch(self, name: str, file: str, record: FileRecord, directory: Path) -> None:
         digest, num_bytes, remote = hashlib.sha256(), 0, self._path(name, file)
         try:
-            source = self._fs.open(remote, "rb", block_size=_PIECE_BYTES, cache_type="none")
+            source = self._opened(remote)
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{file} is missing") from error
         with source, (directory / file).open("xb") as local:
@@ -213,6 +262,10 @@ class RunAtAddress:
                 f"{file} has the SHA-256 {digest.hexdigest()[:12]}..., and had {record.sha256[:12]}... when it was "
                 "written: some of its bytes changed"
             )
+
+    def _opened(self, path: str) -> Any:
+        """Open a file to read it once, from its beginning to its end."""
+        return self._fs.open(path, "rb", block_size=_PIECE_BYTES, cache_type="none")
 
     def _path(self, name: str, *file: str) -> str:
         return "/".join((self._root, _CHECKPOINTS, name, *file))

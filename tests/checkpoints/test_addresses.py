@@ -228,19 +228,34 @@ def test_a_truncated_upload_is_no_checkpoint(
     assert run.find(NAME) is None
 
 
-def test_an_export_is_found_only_when_it_is_whole(
+def test_an_export_is_found_only_when_it_is_whole_and_no_checkpoint_is_newer(
     store: type[UnsteadyStore], tmp_path: Path
 ) -> None:
     run, adapter = RunAtAddress("unsteady://run"), tmp_path / "adapter"
     adapter.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
         (adapter / name).write_text(name)
+    (adapter / "templates").mkdir()
+    (adapter / "templates" / "tools.jinja").write_text("tools")
     for _ in range(2):
         steady()
         run.put_export(adapter)
         assert store.done[-1] == "put /run/adapter/adapter_config.json"
+        assert run.newest_export() == "adapter"
     assert store.done[1] == "delete /run/adapter/adapter_config.json"
-    assert len(store.store) == 3
+    assert len(store.store) == 4
+    run.get_export("adapter", tmp_path / "back")
+    assert content_of(tmp_path / "back") == content_of(adapter)
+    fail(2)
+    with pytest.raises(KilledError):
+        run.put_export(adapter)
+    steady()
+    assert run.newest_export() is None
+    run.put_export(adapter)
+    run.upload(write_checkpoint(tmp_path, 4))
+    assert run.newest_export() is None
+    with pytest.raises(AddressError, match=r"run/config.yaml cannot be copied to \S+ \(FileNotFo"):
+        run.get("config.yaml", tmp_path / "config.yaml")
 
 
 def test_a_damaged_local_checkpoint_is_not_copied(

@@ -48,6 +48,32 @@ def with_local_checkpoint(config: RunConfig) -> RunConfig:
         raise ConfigError(f"{error}; {advice}, or correct the address.", key="resume") from error
 
 
+def fetch_run(address: str, root: Path) -> Path:
+    """Copy a run file and what the run trained into a new directory: its export, or a checkpoint if that is newer.
+
+    Args:
+        address: Address of a run, or of one of its checkpoints, which is then taken.
+        root: The directory to make.
+
+    Raises:
+        ConfigError: the address cannot be read, or has no run.
+    """
+    run_address, name = _run_and_name(address)
+    directory = RunDirectory(root=root)
+    try:
+        run = RunAtAddress(run_address)
+        export = run.newest_export() if name is None else None
+        if export is None:
+            _fetch_named(run, name, directory)
+        else:
+            print(f"copying {run.address}/{export}", flush=True)
+            run.get_export(export, root / export)
+        run.get(directory.config.name, directory.config)
+    except (AddressError, UnverifiableCheckpointError) as error:
+        raise ConfigError(str(error)) from error
+    return root
+
+
 def _with_local_checkpoint(config: RunConfig) -> RunConfig:
     copy_to, directory = config.checkpoint.copy_to, RunDirectory(root=Path(config.output_dir))
     if is_address(config.resume):

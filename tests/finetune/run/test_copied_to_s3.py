@@ -122,6 +122,9 @@ def test_a_run_goes_on_on_another_machine_with_the_same_bits(
     assert run.names() == ["step-00000002", NAME]
     uploaded = s3fs.S3FileSystem().cat_file(f"bucket/runs/first/{ADAPTER}")
     assert uploaded == (first / ADAPTER).read_bytes()
+    assert run.newest_export() == "adapter"
+    run.get_export("adapter", tmp_path / "exported")
+    assert content_of(tmp_path / "exported") == content_of(first / "adapter")
     run.delete(NAME)
     run_here(run_file, f"--output_dir={other}", "--resume=auto")
     assert (other / ADAPTER).read_bytes() == uploaded
