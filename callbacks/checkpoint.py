@@ -120,6 +120,8 @@ class ModelCheckpoint:
         self.best = Best(metric=best_of, num_kept=keep_best, mode=best_mode) if keep_best else None
         self.asynchronous = asynchronous
         self.config = None if config is None else json.loads(json.dumps(config, default=str))
+        self.after_commit: Callable[[], None] = lambda: None
+        """Called on rank 0 as soon as a checkpoint is whole, in the thread that writes it; it must not wait."""
         self._saved_step: int | None = None
         self._is_resumed = False
         self._is_rolled_back = False
@@ -216,13 +218,14 @@ class ModelCheckpoint:
             ),
             write_state=write_state,
             random_state=random_state(fabric.device),
-            after_commit=lambda: self._prune(step),
+            after_commit=lambda: self._committed(step),
         )
 
-    def _prune(self, step: int) -> None:
+    def _committed(self, step: int) -> None:
         keeps_later = not self._is_resumed
         last, best = self.keep_last, self.best
         prune(self.directory, step=step, keep_last=last, best=best, keeps_later=keeps_later)
+        self.after_commit()
 
     def _wait_for_background(self, fabric: Fabric, *, when: _When) -> None:
         """Wait for the save in progress, if there is one, and note how it ended. A collective."""

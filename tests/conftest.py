@@ -44,6 +44,7 @@ _LONG_FILES = (
     "budget/test_other_processes.py",
     "fabric/test_strategy_launch.py",
     "finetune/run/test_checkpoint_section.py",
+    "finetune/run/test_copied_runs.py",
     "mxfp4/test_mxfp4_steps.py",
 )
 """Files whose tests take longest, about 3 minutes to half a minute of one core."""

@@ -21,14 +21,15 @@ from typing import Any
 from thunder_memsave.errors import ThunderMemsaveError
 
 MANIFEST = "manifest.json"
+CHECKSUM = "manifest.sha256"
 STATE = "state"
 """The one directory inside a checkpoint, written by `fabric.save`."""
+MAX_BYTES = 64 * 2**20
+"""Most bytes of a manifest: some 500,000 tensors."""
 
 _READ_BY_NAME = (f"{STATE}/.metadata", f"{STATE}/meta.pt")
-_CHECKSUM = "manifest.sha256"
 _FORMAT = 2
 _READ_FORMATS = (1, 2)
-_MAX_BYTES = 64 * 2**20  # of the manifest: some 500,000 tensors
 _MAX_NAME = 255  # characters, as file systems have it
 _FILE_NAME = re.compile(rf"(?:{STATE}/)?[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -77,12 +78,27 @@ class Manifest:
     """Hash of the plan, of what backward kept and recomputed; None if nothing was planned."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignedManifest:
+    """A manifest and the bytes of its two files, whose checksum fits."""
+
+    manifest: Manifest
+    content: bytes
+    checksum: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of the checkpoint."""
+        own = len(self.content) + len(self.checksum)
+        return own + sum(record.num_bytes for record in self.manifest.files.values())
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest and its checksum; both are on the disk afterwards."""
     content = {"format": _FORMAT, **dataclasses.asdict(manifest)}
     text = json.dumps(content, indent=1, allow_nan=True) + "\n"
     _write_synced(directory / MANIFEST, text.encode())
-    _write_synced(directory / _CHECKSUM, _checksum_line(text.encode()))
+    _write_synced(directory / CHECKSUM, checksum_line(text.encode()))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -92,21 +108,36 @@ def read_manifest(directory: Path) -> Manifest:
         DamagedCheckpointError: it changed, or is missing.
         UnverifiableCheckpointError: the checkpoint was written before manifests existed, or by a newer version.
     """
+    return read_signed(directory).manifest
+
+
+def read_signed(directory: Path) -> SignedManifest:
+    """Do the same as `read_manifest`, and keep the bytes that were read."""
     if (directory / "checkpoint.json").exists() and not os.path.lexists(directory / MANIFEST):
         raise UnverifiableCheckpointError(
             f"{directory} was written without a {MANIFEST} by a version of this package before its first release, so "
             "what it holds cannot be verified; start a new run in another output_dir."
         )
-    written = _small_file(directory, _CHECKSUM, max_bytes=1024)
-    content = _small_file(directory, MANIFEST, max_bytes=_MAX_BYTES)
-    if written != _checksum_line(content):
+    checksum = _small_file(directory, CHECKSUM, max_bytes=1024)
+    content = _small_file(directory, MANIFEST, max_bytes=MAX_BYTES)
+    return parse_signed(content, checksum, where=str(directory))
+
+
+def parse_signed(content: bytes, checksum: bytes, *, where: str) -> SignedManifest:
+    """Parse the bytes of both files; `where` names the checkpoint.
+
+    Raises:
+        DamagedCheckpointError: they do not fit together, or are no manifest.
+        UnverifiableCheckpointError: the manifest is a newer version's.
+    """
+    if checksum != checksum_line(content):
         raise DamagedCheckpointError(
-            f"{MANIFEST} does not have the SHA-256 that {_CHECKSUM} gives: bytes of one of the two changed"
+            f"{MANIFEST} does not have the SHA-256 that {CHECKSUM} gives: bytes of one of the two changed"
         )
     try:
         parsed = json.loads(content)
-        _require_format(directory, parsed["format"])
-        return _parsed(parsed)
+        _require_format(where, parsed["format"])
+        return SignedManifest(manifest=_parsed(parsed), content=content, checksum=checksum)
     except UnverifiableCheckpointError:
         raise
     # RecursionError: thousands of nested brackets.
@@ -114,6 +145,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedCheckpointError(
             f"{MANIFEST} is invalid ({type(error).__name__}: {error})"
         ) from error
+
+
+def checksum_line(content: bytes) -> bytes:
+    """Return the content of `manifest.sha256` for that of a manifest."""
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def record_file(directory: Path, name: str) -> FileRecord:
@@ -129,7 +165,7 @@ def record_file(directory: Path, name: str) -> FileRecord:
 
 def files_in(directory: Path) -> list[str]:
     """List a checkpoint's files, except for the manifest's own."""
-    own = {MANIFEST, _CHECKSUM}
+    own = {MANIFEST, CHECKSUM}
     names = [entry.name for entry in directory.iterdir() if entry.name not in own | {STATE}]
     inner = directory / STATE
     if inner.is_dir() and not inner.is_symlink():
@@ -227,10 +263,10 @@ def _small_file(directory: Path, name: str, *, max_bytes: int) -> bytes:
     return content
 
 
-def _require_format(directory: Path, format: object) -> None:
+def _require_format(where: str, format: object) -> None:
     if type(format) is int and format > _FORMAT:
         raise UnverifiableCheckpointError(
-            f"{directory} has a {MANIFEST} of format {format}, and this version reads up to {_FORMAT}: it was written "
+            f"{where} has a {MANIFEST} of format {format}, and this version reads up to {_FORMAT}: it was written "
             "by a newer thunder-memsave; go on with that one."
         )
     if format not in _READ_FORMATS:
@@ -263,10 +299,6 @@ def _file_record(name: str, *, num_bytes: object, sha256: object) -> FileRecord:
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise ValueError(f"{name} has no SHA-256")
     return FileRecord(num_bytes=num_bytes, sha256=sha256)
-
-
-def _checksum_line(content: bytes) -> bytes:
-    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def _write_synced(path: Path, content: bytes) -> None:

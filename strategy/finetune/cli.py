@@ -127,7 +127,8 @@ Answers what you type, word by word, with transformers: what the run exported at
 that goes on or was stopped, its newest checkpoint. On a GPU if there is one. Ctrl-C stops an answer,
 Ctrl-D ends, /new begins another conversation.
 
-  RUN               an output_dir, one of its checkpoints, or a directory with an adapter or a model
+  RUN               an output_dir, one of its checkpoints, or a directory with an adapter or a model;
+                    or the address of a run or a checkpoint, such as s3://bucket/runs/first
   --prompt TEXT     one message, instead of those that are typed
   --system TEXT     the first message of each conversation
   --temperature T   0 takes the most probable token each time; else what the model's own generation_config says

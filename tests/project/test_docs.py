@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, is_typeddict
 
+import fsspec
 import peft
 import pytest
 import yaml
@@ -101,7 +102,14 @@ def own_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.usefixtures("own_callbacks")
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A protocol that is known here without its package."""
+    registry = sys.modules[fsspec.get_filesystem_class.__module__]
+    monkeypatch.setitem(registry._registry, "s3", fsspec.get_filesystem_class("memory"))
+
+
+@pytest.mark.usefixtures("own_callbacks", "s3")
 @pytest.mark.parametrize("block", all_blocks("yaml"))
 def test_a_yaml_block_is_a_run_file_or_a_part_of_one(block: str, tmp_path: Path) -> None:
     load_run_config(run_file(tmp_path, merged(BASE, yaml.safe_load(block))), [])

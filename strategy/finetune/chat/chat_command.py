@@ -20,11 +20,15 @@ def run_chat(options: ChatOptions) -> int:
     from thunder_memsave.finetune.chat.answering import load_answering
     from thunder_memsave.finetune.chat.conversation import converse
     from thunder_memsave.finetune.chat.find_weights import find_weights
+    from thunder_memsave.finetune.output.fetched import fetch_run
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # its advice is about arguments that are not the user's here
     with tempfile.TemporaryDirectory(prefix="thunder_memsave-chat-") as directory:
-        found = find_weights(options.run, Path(directory), base=options.base)
+        run = options.run
+        if options.address is not None:
+            run = fetch_run(options.address, Path(directory) / "run")
+        found = find_weights(run, Path(directory), base=options.base)
         answering = load_answering(found, options)
     converse(answering, options)
     return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thunder_memsave.finetune.run_file.reading.arguments import take_options
+from thunder_memsave.settings.fsspec_address import is_address, require_address
 from thunder_memsave.settings.problems import ConfigError, suggestion
 
 BASE = "--model.name_or_path"
@@ -28,6 +29,8 @@ class ChatOptions:
 
     run: Path
     """An output_dir, one of its checkpoints, or an exported adapter or model."""
+    address: str | None = None
+    """Where the run is, if that is no path."""
     prompt: str | None = None
     """The only message; None reads messages from the terminal."""
     system: str | None = None
@@ -55,8 +58,12 @@ def parse_chat_options(arguments: Sequence[str]) -> ChatOptions:
         raise ConfigError(f"chat needs one run: {_USAGE}.")
     if "--plain" in given and "--system" in given:
         raise ConfigError("--system is a message of a chat; leave it or --plain out.")
+    run = rest[0].shown
+    if is_address(run):
+        require_address(run, key="RUN")
     return ChatOptions(
-        run=Path(rest[0].shown),
+        run=Path(run),
+        address=run if is_address(run) else None,
         prompt=given.get("--prompt"),
         system=given.get("--system"),
         temperature=_temperature(given.get("--temperature")),

@@ -21,6 +21,7 @@ from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, world_size
 from thunder_memsave.finetune.run_file.reading.parse import dump_run_config
+from thunder_memsave.settings.fsspec_address import is_address
 from thunder_memsave.settings.problems import ConfigError
 
 
@@ -173,22 +174,41 @@ def checkpoint_to_resume(config: RunConfig) -> CheckpointInfo | None:
             missing or damaged.
     """
     directory = RunDirectory(root=Path(config.output_dir))
-    if config.resume is False:
-        _refuse_existing(directory)
+    # `train` looks at an address, and goes on from a copy on the disk.
+    if config.resume is False or is_address(config.resume):
+        refuse_existing(directory)
         return None
     if config.resume == "auto":
         found = list_checkpoints(directory.checkpoints)
         if not found:
             _refuse_only_damaged(directory)
             if not directory.config.exists():  # else a run that ended before its first checkpoint
-                _refuse_existing(directory)
+                refuse_existing(directory)
             return None
         info = _newest_readable(found)
     else:
         info = _named_checkpoint(Path(str(config.resume)))
         if info.path.resolve().parent != directory.checkpoints.resolve():
-            _refuse_existing(directory)
+            refuse_existing(directory)
     return info
+
+
+def refuse_existing(directory: RunDirectory) -> None:
+    """Refuse to begin a run in a directory that holds something.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if directory.root.exists() and not directory.root.is_dir():
+        raise ConfigError(
+            f"output_dir {directory.root} is a file; name a directory.", key="output_dir"
+        )
+    if directory.root.exists() and any(directory.root.iterdir()):
+        raise ConfigError(
+            f"output_dir {directory.root} exists and is not empty; name another directory, or go "
+            "on with the run in it by --resume=auto.",
+            key="output_dir",
+        )
 
 
 def how_to_go_on(
@@ -224,19 +244,6 @@ def how_to_go_on(
             f"with: {command} --resume={shlex.quote(str(started_from.path))} --output_dir=ANOTHER"
         )
     return f"there is no checkpoint yet; start again with: {command} --resume=auto"
-
-
-def _refuse_existing(directory: RunDirectory) -> None:
-    if directory.root.exists() and not directory.root.is_dir():
-        raise ConfigError(
-            f"output_dir {directory.root} is a file; name a directory.", key="output_dir"
-        )
-    if directory.root.exists() and any(directory.root.iterdir()):
-        raise ConfigError(
-            f"output_dir {directory.root} exists and is not empty; name another directory, or go "
-            "on with the run in it by --resume=auto.",
-            key="output_dir",
-        )
 
 
 def _named_checkpoint(path: Path) -> CheckpointInfo:

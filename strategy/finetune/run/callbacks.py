@@ -19,6 +19,7 @@ from thunder_memsave.callbacks import (
     ProgressBar,
     ThroughputMonitor,
 )
+from thunder_memsave.callbacks.copies import CheckpointCopies
 from thunder_memsave.callbacks.loss_curve import LossCurve
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.output.run_directory import RunDirectory
@@ -47,7 +48,7 @@ _MODULES_OF_LOGGER = {
 
 
 def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
-    """List the callbacks: those that measure, the run file's, those that write, the checkpoint.
+    """List the callbacks: those that measure, the run file's, those that write, the checkpoint and its copies.
 
     One of the run file replaces the default one of its class.
 
@@ -69,7 +70,7 @@ def build_callbacks(config: RunConfig, directory: RunDirectory) -> list[object]:
             writer.monitors = (*monitors, *added)
             own_metrics = (*objective.train_metrics, *objective.evaluation_metrics)
             writer.columns = tuple(dict.fromkeys((*writer.columns, *own_metrics)))
-    return [*monitors, *added, *writers, *checkpoint]
+    return [*monitors, *added, *writers, *checkpoint, *_copies(config, checkpoint, directory)]
 
 
 def check_early_stopping(config: RunConfig, *, has_validation: bool) -> None:
@@ -234,6 +235,25 @@ def _checkpoint(config: RunConfig, directory: RunDirectory) -> ModelCheckpoint:
         asynchronous=section.asynchronous,
         config=plain_values(config),
     )
+
+
+def _copies(
+    config: RunConfig, checkpoint: list[object], directory: RunDirectory
+) -> list[CheckpointCopies]:
+    """Copy what the checkpoint callback writes, as soon as it is whole."""
+    (saves,) = checkpoint
+    assert isinstance(saves, ModelCheckpoint)
+    if config.checkpoint.copy_to is None:
+        return []
+    copies = CheckpointCopies(
+        saves.directory,
+        config.checkpoint.copy_to,
+        keep_last=saves.keep_last,
+        best=saves.best,
+        beside=[directory.config],
+    )
+    saves.after_commit = copies.after_commit
+    return [copies]
 
 
 def _logger(spec: ClassSpec, directory: RunDirectory, *, where: str) -> Any:

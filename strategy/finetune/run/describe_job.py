@@ -11,6 +11,7 @@ from thunder_memsave.finetune.data.sample_text import TRAINED_FROM, TRAINED_TO, 
 from thunder_memsave.finetune.run.job import Job
 from thunder_memsave.finetune.run_file.launch import world_size
 from thunder_memsave.finetune.training.optimizer import states_of
+from thunder_memsave.settings.fsspec_address import is_address
 
 _WIDTH = 100
 _NUM_TOKENS_SHOWN = 256
@@ -26,7 +27,7 @@ def describe_job(job: Job) -> str:
         "data": job.data.summary,
         "batch": _batch(job),
         "steps": _steps(job),
-        "start": "from the beginning" if job.resume_from is None else str(job.resume_from.path),
+        "start": _start(job),
         "writes to": f"{job.directory.root}/",
     }
     lines = [_fact(name, text) for name, text in facts.items()]
@@ -74,6 +75,17 @@ def _model(job: Job) -> str:
         f"{job.config.model.name_or_path}, {num_trained:,} of {num_all:,} parameters are trained "
         f"({percent:.3g} %)"
     )
+
+
+def _start(job: Job) -> str:
+    if is_address(job.config.resume):
+        return f"from {job.config.resume}, which only `train` looks at"
+    start = "from the beginning" if job.resume_from is None else str(job.resume_from.path)
+    if job.config.resume == "auto" and job.config.checkpoint.copy_to is not None:
+        return (
+            f"{start}, unless `train` finds a newer checkpoint at {job.config.checkpoint.copy_to}"
+        )
+    return start
 
 
 def _batch(job: Job) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from thunder_memsave.callbacks.checkpoint import list_checkpoints, step_of
+from thunder_memsave.checkpoints.addresses import AddressError
 from thunder_memsave.compat.foreign_messages import first_line, says_out_of_memory, says_timeout
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.distributed.lost_ranks import CollectiveError
@@ -41,7 +42,7 @@ def stopped_error(
     error: BaseException, fabric: Fabric, job: Job, state: Any, processes: LocalProcesses
 ) -> RunStoppedError | None:
     """Turn an expected error into one message for the user; None for other errors."""
-    if isinstance(error, RunInterruptedError):
+    if isinstance(error, RunInterruptedError | AddressError):
         return None
     # A deferred signal raised nothing, so the error has another cause.
     if isinstance(error, KeyboardInterrupt) or signals.raised():

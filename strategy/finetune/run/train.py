@@ -18,12 +18,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
+from thunder_memsave.callbacks.copies import CheckpointCopies
 from thunder_memsave.checkpoints import StateMismatchError
+from thunder_memsave.checkpoints.addresses import AddressError
 from thunder_memsave.distributed.agreement import OtherRankError
-from thunder_memsave.errors import BudgetError, CaptureError, CompileError, PlanError
+from thunder_memsave.errors import (
+    BudgetError,
+    CaptureError,
+    CompileError,
+    PlanError,
+    ThunderMemsaveError,
+)
 from thunder_memsave.finetune.export.export import export, is_adapted
 from thunder_memsave.finetune.model.trained_part import trained_part
 from thunder_memsave.finetune.output.environment import add_start
+from thunder_memsave.finetune.output.fetched import with_local_checkpoint
+from thunder_memsave.finetune.output.run_directory import how_to_go_on
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.deterministic import deterministic_kernels
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
@@ -85,7 +95,9 @@ def train(config: RunConfig, *, prints_plan: bool = False) -> Path:
     Raises:
         ConfigError: the configuration, the data, the model or the checkpoint cannot be used.
         RunStoppedError: a signal, a loss or gradients that the guards refuse, or a process that died.
+        AddressError: all is whole on the disk, and not all of it could be copied to `checkpoint.copy_to`.
     """
+    config = with_local_checkpoint(config)
     kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
     with kernels, local_processes(config) as processes:
         return _train(config, processes, prints_plan=prints_plan)
@@ -102,7 +114,7 @@ def _train(config: RunConfig, processes: LocalProcesses, *, prints_plan: bool) -
     processes.watch(lambda died: explained(died, fabric, job, state))
     try:
         begun = _begin(fabric, job, base, callbacks, state)
-        return _run(fabric, begun.job, begun, state)
+        return _run(fabric, begun.job, begun, state, processes)
     except BudgetError as error:
         raise refused_budget(error, fabric, job) from error
     except BaseException as error:
@@ -163,6 +175,7 @@ def _begin(
         loop_state=loop_state,
         step=state["step"],
         run_file_before=before,
+        copies=next((each for each in callbacks if isinstance(each, CheckpointCopies)), None),
     )
 
 
@@ -177,6 +190,8 @@ class _Begun:
     step: int
     run_file_before: str | None
     """The earlier run file of a resumed run; None for a new run."""
+    copies: CheckpointCopies | None
+    """What copies to `checkpoint.copy_to`, if that is set."""
 
 
 def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> None:
@@ -240,7 +255,9 @@ def _say(fabric: Fabric, text: str) -> None:
         print(text, flush=True)
 
 
-def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path:
+def _run(
+    fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any], processes: LocalProcesses
+) -> Path:
     """Train and export; notify the callbacks if that fails."""
     plan = _plan(job, fabric)
     _announce(fabric, job, num_left=plan.num_steps - state["step"])
@@ -260,14 +277,42 @@ def _run(fabric: Fabric, job: Job, begun: _Begun, state: dict[str, Any]) -> Path
             signals.all_is_saved()
         if ending.reason is not None:
             _say(fabric, f"stopped after step {state['step']} of {plan.num_steps}: {ending.reason}")
+        exported = None
         if ending.signal is None:
-            return _export(fabric, job, begun.module)
+            exported = _export(fabric, job, begun.module)
+        if begun.copies is not None and fabric.is_global_zero:
+            _finish_copies(begun.copies, fabric, job, exported, processes)
+        if exported is not None:
+            return exported
     except BaseException as error:
         _tell_callbacks_of_the_end(fabric)
         if type(error) in _BEFORE_ANY_STEP and state["step"] == begun.step:
             _leave_nothing(fabric, job, begun)
         raise
+    assert ending.signal is not None
     raise interrupted(fabric, job, state, ending.signal)
+
+
+def _finish_copies(
+    copies: CheckpointCopies,
+    fabric: Fabric,
+    job: Job,
+    exported: Path | None,
+    processes: LocalProcesses,
+) -> None:
+    """Wait for the copies; the other processes end meanwhile, as they need not wait for hours."""
+    processes.join()
+    _say(fabric, f"copying the checkpoint to {copies.address}")
+    try:
+        copies.finish(exported)
+    except (ThunderMemsaveError, OSError) as error:
+        how = how_to_go_on(
+            job.directory, num_processes=fabric.world_size, started_from=job.resume_from
+        )
+        raise AddressError(
+            f"not everything was copied to {copies.address}: {error}. All of it is whole in {job.directory.root}, and "
+            f"a start with --resume=auto tries the copy again: {how}"
+        ) from error
 
 
 def _tell_callbacks_of_the_end(fabric: Fabric) -> None:

@@ -250,6 +250,10 @@ class CheckpointConfig(Section):
     """Copy the state to host memory, and write it while training goes on; the next save and the end of the run
     wait for it. A rank's copy is as large as its part of a checkpoint."""
 
+    copy_to: str | None = None
+    """An address of fsspec, such as `s3://bucket/runs/first`, to which checkpoints and what was trained are copied once
+    they are whole in `output_dir`; `resume: auto` looks there too. One run for each address."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
@@ -298,7 +302,8 @@ class RunConfig(Section):
     """The directory of the run; must not hold another run unless `resume` continues it."""
 
     resume: bool | str = False
-    """`false`, `auto` (the newest checkpoint in `output_dir`, if any), or a checkpoint's path."""
+    """`false`, `auto` (the newest checkpoint in `output_dir` or at `checkpoint.copy_to`, if any), a checkpoint's path,
+    or the address of one or of a run."""
 
     @property
     def of_strategy(self) -> StrategyConfig:

@@ -15,6 +15,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.language_model import run_values, write_model, write_run_file
+from harness.unsteady_store import unsteady_store
+from thunder_memsave.callbacks.copies import CheckpointCopies
 from thunder_memsave.finetune.chat import answering
 from thunder_memsave.finetune.cli import main
 
@@ -68,6 +70,30 @@ def test_an_answer_is_that_of_transformers_and_peft(run: Path) -> None:
     assert (code, errors) == (0, "")
     assert output.strip() == expected(run, "red green").strip()
     assert output.strip()
+
+
+def test_a_run_at_an_address_answers_from_its_export_or_its_newest_checkpoint(run: Path) -> None:
+    address = "unsteady://bucket/run"
+    with unsteady_store() as store:
+        copies = CheckpointCopies(run / "checkpoints", address, beside=[run / "config.yaml"])
+        copies.finish(run / "adapter")
+        code, output, errors = said("chat", address, "--prompt=red green", *SHORT)
+        assert (code, errors) == (0, "")
+        first, _, answer = output.partition("\n")
+        assert first == f"copying {address}/adapter"
+        assert answer.strip() == expected(run, "red green").strip()
+        for name in [name for name in store.store if "/adapter/" in name]:
+            del store.store[name]
+        code, output, errors = said("chat", address, "--prompt=red green", *SHORT)
+        assert (code, errors) == (0, "")
+        assert output.startswith(f"copying {address}/checkpoints/step-00000001 to ")
+        assert output.strip().endswith(expected(run, "red green").strip())
+        code, _, errors = said("chat", "unsteady://bucket/other", "--prompt=red", *SHORT)
+        assert code == 2
+        assert "there is no whole checkpoint at unsteady://bucket/other." in errors
+        code, _, errors = said("chat", "cloud9://bucket/run")
+        assert code == 2
+        assert "RUN is 'cloud9://bucket/run', but fsspec knows no protocol 'cloud9'" in errors
 
 
 def test_a_run_without_an_export_answers_from_its_checkpoint(run: Path, tmp_path: Path) -> None:

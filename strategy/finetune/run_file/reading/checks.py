@@ -15,6 +15,7 @@ from thunder_memsave.finetune.run_file.config import (
 )
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, num_local_processes
 from thunder_memsave.finetune.run_file.reading.problems import Problems
+from thunder_memsave.settings.fsspec_address import is_address, require_address
 from thunder_memsave.settings.problems import ConfigError, MissingKeyError
 
 # Fabric silently lets these replace the arguments of its constructor.
@@ -224,6 +225,20 @@ def _resume(config: RunConfig) -> Iterator[ConfigError]:
             "checkpoint's path.",
             key="resume",
         )
+    if is_address(config.resume):
+        yield from _address(str(config.resume), key="resume")
+
+
+def _copy_to(config: RunConfig) -> Iterator[ConfigError]:
+    if config.checkpoint.copy_to is not None:
+        yield from _address(config.checkpoint.copy_to, key="checkpoint.copy_to")
+
+
+def _address(address: str, *, key: str) -> Iterator[ConfigError]:
+    try:
+        require_address(address, key=key)
+    except ConfigError as error:
+        yield error
 
 
 def _devices(config: RunConfig) -> Iterator[ConfigError]:
@@ -249,6 +264,7 @@ _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("lr_scheduler.name", "lr_scheduler.min_lr_ratio"): _scheduler,
     ("checkpoint.keep_best", "checkpoint.every_n_steps", "eval.every_n_steps"): _keep_best,
     ("checkpoint.asynchronous", "checkpoint.every_n_steps", "strategy"): _asynchronous,
+    ("checkpoint.copy_to",): _copy_to,
     ("resume",): _resume,
     ("devices",): _devices,
 }

@@ -233,6 +233,14 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
             "asynchronous is true, but checkpoint.every_n_steps is null, and the end of a run waits",
         ),
         (
+            "checkpoint.copy_to=bucket/runs",
+            "checkpoint.copy_to is 'bucket/runs', which is no address; write one with a protocol",
+        ),
+        (
+            "resume=cloud9://runs",
+            "resume is 'cloud9://runs', but fsspec knows no protocol 'cloud9'",
+        ),
+        (
             "guards.spike_window=7",
             "guards.spike_window is 7, but guards.loss_spike is null, so spikes are not detected; set guards.loss",
         ),
