@@ -10,7 +10,6 @@
 #   make architecture-steps  time their steps beside eager's (an hour)
 #   make plain-modules  train small modules such as users write beside eager, and write the table (half an hour)
 #   make against-bitsandbytes  compare weights in NF4, files and an exported adapter with bitsandbytes itself
-#   make against-s3  checkpoints to and from a server on this machine that speaks S3
 #   make peers      time and memory of a training step through Trainer, TRL, Fabric and ours (three hours)
 #   make versions   tests on the oldest torch, transformers and peft (VERSIONS='2.11.0 2.15.0' for other torches)
 #   make check      what CI runs: linters, types, wheel, tests
@@ -38,7 +37,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder  # what a file's tests share i
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures architecture-steps plain-modules against-bitsandbytes against-s3 peers versions check lint imports typing types wheel lock clean FORCE
+.PHONY: help setup demo test soak gpu gpu-correct gpu-speed gpu-product gpu-ranks gpu-wheels architectures architecture-steps plain-modules against-bitsandbytes peers versions check lint imports typing types wheel lock clean FORCE
 
 help:
 	@sed -n '3,23s/^# *//p' Makefile
@@ -95,19 +94,6 @@ against-bitsandbytes: $(STAMP) $(VENV)/bitsandbytes  # 125 MB, which tests know 
 
 $(VENV)/bitsandbytes: $(STAMP)
 	@$(BIN)/pip install --quiet --no-deps --target $@ bitsandbytes==0.50.2
-	@touch $@
-
-# Beside our packages too: all releases of botocore want a python-dateutil before 3, which constraints.txt does not have.
-S3 := s3fs==2026.9.0 aiobotocore==3.10.0 aioitertools==0.13.0 boto3==1.43.117 botocore==1.43.117 s3transfer==0.19.3 \
-  jmespath==1.1.0 python-dateutil==2.9.0.post0 six==1.17.0 urllib3==2.8.0 wrapt==2.5.2 moto==5.2.5 Flask==3.1.3 \
-  flask-cors==6.0.5 itsdangerous==2.2.0 blinker==1.9.0 cryptography==50.0.2 cffi==2.1.1 pycparser==3.12 \
-  py-partiql-parser==0.6.3 requests==2.34.2 charset-normalizer==3.5.3 certifi responses==0.26.3 xmltodict==1.0.4
-
-against-s3: $(STAMP) $(VENV)/s3
-	PYTHONPATH=$(VENV)/s3 $(BIN)/pytest -p no:cacheprovider tests/finetune/run/test_copied_to_s3.py $(PYTEST_ARGS)
-
-$(VENV)/s3: $(STAMP)
-	@$(BIN)/pip install --quiet --no-deps --target $@ $(S3)
 	@touch $@
 
 peers: $(STAMP) typing

@@ -1,4 +1,4 @@
-"""Checkpoints go to and come from S3, as a server of moto on this machine speaks it; see `make against-s3`."""
+"""Checkpoints go to and come from S3, as a server of moto on this machine speaks it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3fs
+from moto import server
 
 from harness.language_model import run_values, write_run_file
 from harness.unsteady_store import write_checkpoint
 from thunder_memsave.checkpoints.addresses import AddressError, RunAtAddress
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from thunder_memsave.finetune.cli import main
-
-s3fs = pytest.importorskip("s3fs", reason="not installed; `make against-s3` does it")
-server = pytest.importorskip("moto.server", reason="not installed; `make against-s3` does it")
 
 ADAPTER = "adapter/adapter_model.safetensors"
 NAME = "step-00000004"
