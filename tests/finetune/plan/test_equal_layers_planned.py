@@ -26,7 +26,9 @@ def planned(run_file: str, num_layers: int, *words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("words", [(), ("--lora=null",)], ids=["lora", "full"])
 @pytest.mark.parametrize(
-    "num_layers", [4, 8, 14, pytest.param(80, marks=pytest.mark.soak)], ids=str
+    "num_layers",
+    [4, 14, *(pytest.param(number, marks=pytest.mark.soak) for number in (8, 80))],
+    ids=str,
 )
 def test_it_is_the_plan_of_the_whole_trace(
     run_file: str, num_layers: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,7 @@ def test_on_one_rank(sections: dict[str, Any], one_layer: Path, tmp_path: Path) 
     assert 0 <= trained_bytes(tmp_path) - found <= ENDS
 
 
-@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+@pytest.mark.parametrize("sharding", [pytest.param("zero2", marks=pytest.mark.soak), "zero3"])
 def test_on_two_ranks(sharding: str, one_layer: Path, tmp_path: Path) -> None:
     train = {**TWICE, "micro_batch_size": 1}
     file = written(tmp_path, one_layer, train=train, lora=None, strategy={"sharding": sharding})
