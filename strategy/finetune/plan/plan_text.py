@@ -39,7 +39,7 @@ def describe_plan(
             f"smallest budget with a plan: about {in_units(made.smallest_bytes)}{_of_tensors(made)}",
             f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
             *([] if loading is None else [loading.sentence]),
-            _speed(made),
+            *([_speed(made)] if made.fits else []),
             _made_in(plan, progress),
             "",
             _verdict(made, config),

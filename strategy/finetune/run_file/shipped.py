@@ -13,7 +13,8 @@ from thunder_memsave.settings.problems import ConfigError, suggestion
 from thunder_memsave.settings.yaml_file import load_yaml
 
 _ENDINGS = (".yaml", ".yml")
-_ARCHITECTURE = "model.architecture"
+_MODEL, _ARCHITECTURE = "model.name_or_path", "model.architecture"
+_FIRST_KEY = "\nmodel:"
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -75,7 +76,7 @@ def copy_shipped(name: str, destination: str = ".", *, overrides: Sequence[Argum
     """Copy a shipped run file to a path or into a directory, and return where it is.
 
     A copy of another name writes to a directory of that name, so that `runs/mine` is the run of `mine.yaml`. A copy
-    for another model has no `model.architecture`, which is that of the first.
+    for another model has no `model.architecture` and no header, which are those of the first.
 
     Args:
         name: The run file.
@@ -106,6 +107,10 @@ def _changed(source: Path, name: str, overrides: Sequence[Argument]) -> str:
     if name != source.stem and "output_dir" not in given:
         former = Path(load_yaml(source)["output_dir"])
         overrides = [*overrides, *parse_overrides([f"--output_dir={former.with_name(name)}"])]
-    if "model.name_or_path" in given and not any(k.startswith(_ARCHITECTURE) for k in given):
+    text = with_overrides(text, overrides)
+    if _MODEL not in given:
+        return text
+    if not any(key.startswith(_ARCHITECTURE) for key in given):
         text = without_key(text, _ARCHITECTURE)
-    return with_overrides(text, overrides)
+    # What the header says of memory, of the hub and of commands is about the first model.
+    return f"# As {source.stem}, with another model.\n{text[text.index(_FIRST_KEY) + 1 :]}"

@@ -65,6 +65,7 @@ def test_a_copy_for_another_model_has_no_architecture_and_its_own_directory(tmp_
     path = copy_shipped(
         "llama3_8b_lora", str(tmp_path / "a.yaml"), overrides=parse_overrides([named])
     )
+    assert path.read_text().startswith("# As llama3_8b_lora, with another model.\nmodel:\n")
     values = load_yaml(path)
     assert values["model"] == {"name_or_path": "mine", "dtype": "bfloat16"}
     assert values["output_dir"] == "runs/a"
