@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from thunder_memsave.callbacks.step_directories import (
     is_checkpoint_name,
     list_checkpoints,
     step_of,
+    the_best,
 )
 from thunder_memsave.checkpoints.addresses import RunAtAddress
 from thunder_memsave.checkpoints.manifest import (
@@ -174,8 +174,5 @@ def _kept(manifests: Mapping[str, Manifest], *, keep_last: int, best: Best | Non
     by_step = sorted(manifests, key=lambda name: step_of(Path(name)))
     kept = set(by_step[-keep_last:])
     if best is not None:
-        sign = 1 if best.mode == "min" else -1
-        values = {n: manifests[n].metrics.get(best.metric, math.nan) for n in by_step}
-        known = [(sign * value, name) for name, value in values.items() if math.isfinite(value)]
-        kept |= {name for _, name in sorted(known)[: best.num_kept]}
+        kept |= set(the_best({n: manifests[n].metrics.get(best.metric) for n in by_step}, best))
     return kept

@@ -7,10 +7,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from thunder_memsave.checkpoints.commit import sync_directory
 from thunder_memsave.checkpoints.disk_errors import told
@@ -19,6 +19,8 @@ from thunder_memsave.checkpoints.manifest import (
     UnverifiableCheckpointError,
     read_manifest,
 )
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_PREFIX = ".partial-"
@@ -59,9 +61,14 @@ def step_of(path: Path) -> int:
 def best_checkpoints(directory: Path, best: Best) -> list[Path]:
     """List the checkpoints with the best values, the best first; of equal ones the earlier."""
     values = {path: _value(path, best.metric) for path in list_checkpoints(directory)}
+    return the_best(values, best)
+
+
+def the_best(values: Mapping[T, float | None], best: Best) -> list[T]:
+    """List the keys of the best values, the best first; of equal ones the first."""
     sign = 1 if best.mode == "min" else -1
-    known = [(sign * value, path) for path, value in values.items() if value is not None]
-    return [path for _, path in sorted(known, key=lambda pair: pair[0])][: best.num_kept]
+    known = [(sign * v, key) for key, v in values.items() if v is not None and math.isfinite(v)]
+    return [key for _, key in sorted(known, key=lambda pair: pair[0])][: best.num_kept]
 
 
 def recover_replaced(directory: Path) -> None:
@@ -180,7 +187,6 @@ def _or_warn(act: Callable[[], None], path: Path) -> None:
 
 def _value(path: Path, metric: str) -> float | None:
     try:
-        value = read_manifest(path).metrics.get(metric)
+        return read_manifest(path).metrics.get(metric)
     except (OSError, DamagedCheckpointError, UnverifiableCheckpointError):
         return None  # its damage is reported when a run resumes from it
-    return value if value is not None and math.isfinite(value) else None
