@@ -16,13 +16,13 @@ from thunder_memsave.callbacks.step_directories import (
     list_checkpoints,
     step_of,
     the_best,
+    whole_manifest,
 )
 from thunder_memsave.checkpoints.addresses import RunAtAddress
 from thunder_memsave.checkpoints.manifest import (
     DamagedCheckpointError,
     Manifest,
     UnverifiableCheckpointError,
-    read_manifest,
 )
 from thunder_memsave.errors import ThunderMemsaveError
 
@@ -118,7 +118,7 @@ class CheckpointCopies:
         others = [n for n in run.names() if is_checkpoint_name(n) and n not in own]
         if not others or not here:
             return
-        manifests = {path.name: _manifest_here(path) for path in here}
+        manifests = {path.name: whole_manifest(path) for path in here}
         newest = step_of(here[-1])
         manifests |= {n: _manifest_there(run, n) for n in others if step_of(Path(n)) < newest}
         whole = {name: each for name, each in manifests.items() if each is not None}
@@ -154,12 +154,6 @@ class CheckpointCopies:
             if not is_due:
                 self._thread = None
             return is_due
-
-
-def _manifest_here(path: Path) -> Manifest | None:
-    with suppress(OSError, DamagedCheckpointError, UnverifiableCheckpointError):
-        return read_manifest(path)
-    return None
 
 
 def _manifest_there(run: RunAtAddress, name: str) -> Manifest | None:

@@ -16,6 +16,7 @@ from thunder_memsave.checkpoints.commit import sync_directory
 from thunder_memsave.checkpoints.disk_errors import told
 from thunder_memsave.checkpoints.manifest import (
     DamagedCheckpointError,
+    Manifest,
     UnverifiableCheckpointError,
     read_manifest,
 )
@@ -60,7 +61,8 @@ def step_of(path: Path) -> int:
 
 def best_checkpoints(directory: Path, best: Best) -> list[Path]:
     """List the checkpoints with the best values, the best first; of equal ones the earlier."""
-    values = {path: _value(path, best.metric) for path in list_checkpoints(directory)}
+    manifests = {path: whole_manifest(path) for path in list_checkpoints(directory)}
+    values = {path: m.metrics.get(best.metric) for path, m in manifests.items() if m is not None}
     return the_best(values, best)
 
 
@@ -185,8 +187,9 @@ def _or_warn(act: Callable[[], None], path: Path) -> None:
         )
 
 
-def _value(path: Path, metric: str) -> float | None:
+def whole_manifest(path: Path) -> Manifest | None:
+    """Read a checkpoint's manifest; None if it is damaged, which is reported when a run resumes from it."""
     try:
-        return read_manifest(path).metrics.get(metric)
+        return read_manifest(path)
     except (OSError, DamagedCheckpointError, UnverifiableCheckpointError):
-        return None  # its damage is reported when a run resumes from it
+        return None

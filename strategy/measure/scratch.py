@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_MEMORY = "[memory]"
+"""Name that PyTorch's profiler gives to allocations and frees."""
 _WITH_SCRATCH = (torch.bfloat16, torch.float16)
 
 
@@ -143,10 +147,10 @@ def _cpu_peak_bytes(run: Callable[[], None]) -> int:
     with quiet_profiler(), memory_profile() as seen:
         run()
     live = peak = 0
-    for event in _memory_events(seen):
-        live += event.nbytes()
+    for event in memory_events(seen):
+        live += 0 if event is None else event.nbytes
         peak = max(peak, live)
-    return int(peak)
+    return peak
 
 
 def memory_profile() -> profile:
@@ -154,12 +158,30 @@ def memory_profile() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
 
-def _memory_events(seen: profile) -> list[Any]:
-    """Return the allocations and frees that an ended profile saw, in order."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """An allocation, or with negative bytes a free."""
+
+    address: int
+    nbytes: int
+
+
+def memory_events(seen: profile, *, mark: str | None = None) -> Iterator[Block | None]:
+    """Yield the allocations and frees that an ended profile saw, in order, and None for events named `mark`."""
     assert seen.profiler is not None
     assert seen.profiler.kineto_results is not None
-    found: list[Any] = seen.profiler.kineto_results.events()
-    return sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    later = deque(seen.profiler.kineto_results.experimental_event_tree())
+    found: list[Any] = []
+    while later:
+        event = later.popleft()
+        later.extend(event.children)
+        if event.name in (_MEMORY, mark):
+            found.append(event)
+    for event in sorted(found, key=lambda e: e.start_time_ns):
+        if event.name == mark:
+            yield None
+        else:
+            yield Block(event.extra_fields.ptr, event.extra_fields.alloc_size)
 
 
 @contextlib.contextmanager

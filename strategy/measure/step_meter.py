@@ -12,20 +12,18 @@ On CUDA the allocator counts. On the CPU nothing does, so PyTorch's profiler rec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.profiler import profile, record_function
 from typing_extensions import override
 
 from thunder_memsave.collector import collector
-from thunder_memsave.measure.scratch import memory_profile, quiet_profiler
+from thunder_memsave.measure.scratch import memory_events, memory_profile, quiet_profiler
 
-_MARK, _MEMORY = "thunder_memsave.mark", "[memory]"
+_MARK = "thunder_memsave.mark"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ class CpuMeter(StepMeter):
         assert ended is not None, "it runs"
         with quiet_profiler():
             ended.__exit__(None, None, None)
-        for event in _events(ended):
+        for event in memory_events(ended, mark=_MARK):
             if event is None:
                 self.points.append(Point(self._live_bytes, self._peak_bytes))
                 self._peak_bytes = self._live_bytes
@@ -126,33 +124,6 @@ class CpuMeter(StepMeter):
                 self._blocks[event.address] = event.nbytes
                 self._live_bytes += event.nbytes
                 self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """An allocation, or with negative bytes a free."""
-
-    address: int
-    nbytes: int
-
-
-def _events(seen: profile) -> Iterator[Block | None]:
-    """Yield the allocations and frees that an ended profile saw, in order, and None for each mark."""
-    assert seen.profiler is not None
-    assert seen.profiler.kineto_results is not None
-    later = deque(seen.profiler.kineto_results.experimental_event_tree())
-    found: list[Any] = []
-    while later:
-        event = later.popleft()
-        later.extend(event.children)
-        if event.name in (_MEMORY, _MARK):
-            found.append(event)
-    for event in sorted(found, key=lambda e: e.start_time_ns):
-        if event.name == _MARK:
-            yield None
-        else:
-            block = event.extra_fields
-            yield Block(block.ptr, block.alloc_size)
 
 
 class CudaMeter(StepMeter):

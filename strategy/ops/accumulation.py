@@ -106,8 +106,7 @@ class UnreducedGradients:
     @property
     def may_keep(self) -> bool:
         """Whether a backward under `fabric.no_backward_sync` keeps its gradients."""
-        data_parallel = self._data_parallel
-        return data_parallel is not None and data_parallel.accumulate == "accumulate_unsharded"
+        return may_keep(self._data_parallel)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters with unreduced gradients."""
@@ -163,6 +162,11 @@ class UnreducedGradients:
     def _forget(self, kept: _Kept) -> None:
         kept.unfollow()
         del self._kept[id(kept.parameter)]
+
+
+def may_keep(data_parallel: DataParallel | None) -> bool:
+    """Return whether whole gradients are kept between micro-batches."""
+    return data_parallel is not None and data_parallel.accumulate == "accumulate_unsharded"
 
 
 def automatically_accumulating(

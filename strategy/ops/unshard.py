@@ -12,7 +12,7 @@ from thunder.core.transforms import register_grad
 from torch.distributed import ProcessGroup
 
 from thunder_memsave.distributed.data_parallel import DataParallel
-from thunder_memsave.ops.accumulation import with_unreduced
+from thunder_memsave.ops.accumulation import may_keep, with_unreduced
 from thunder_memsave.ops.families.collectives import all_gather, all_reduce, reduce_scatter
 
 
@@ -47,7 +47,7 @@ def _reduction(proxy: TensorProxy, data_parallel: DataParallel) -> tuple[Any, ..
         data_parallel.replicas,
         data_parallel.everyone,
         reduce_dtype,
-        data_parallel.accumulate == "accumulate_unsharded",
+        may_keep(data_parallel),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from harness.unsteady_store import (
     KilledError,
     UnsteadyStore,
+    content_of,
     fail,
     steady,
     unsteady_store,
@@ -37,11 +38,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunAtAddress
         return
     yield RunAtAddress("memory://addresses/run/")
     fsspec.filesystem("memory").rm("/addresses", recursive=True)
-
-
-def content_of(directory: Path) -> dict[str, bytes]:
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def test_a_checkpoint_comes_back_as_it_was_written(run: RunAtAddress, tmp_path: Path) -> None:

@@ -112,3 +112,9 @@ def write_checkpoint(directory: Path, step: int, *, text: str = "", val_loss: fl
     )
     write_manifest(path, manifest)
     return path
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of all files of a directory, by their paths in it."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

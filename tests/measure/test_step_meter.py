@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from thunder_memsave.measure import step_meter
-from thunder_memsave.measure.scratch import memory_profile
-from thunder_memsave.measure.step_meter import Block, CpuMeter
+from thunder_memsave.measure.scratch import Block, memory_profile
+from thunder_memsave.measure.step_meter import CpuMeter
 
 NBYTES = 4096
 
@@ -54,7 +54,7 @@ def test_what_was_freed_unseen_ends_when_its_address_is_another_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = [[Block(1, 100), Block(2, 10), None], [None, Block(1, 70), Block(2, -10), None]]
-    monkeypatch.setattr(step_meter, "_events", lambda _: seen.pop(0))
+    monkeypatch.setattr(step_meter, "memory_events", lambda *_, **__: seen.pop(0))
     meter = CpuMeter()
     for _ in range(2):
         with meter.running():

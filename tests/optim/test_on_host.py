@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from harness.copy_engines import PoisonedBuffers, ShuffledEngine
 from harness.distributed import run_on_ranks
-from harness.fabric import make_fabric
+from harness.fabric import clipped_step, make_fabric
 from harness.memory import measured_memory
 from harness.odd_model import Net, assert_same, fresh, make_net, make_optimizer, train, trained
 from thunder_memsave import optim as ours
@@ -245,12 +245,7 @@ def test_the_peak_of_a_whole_step_is_the_planned_one_to_the_byte(states: str) ->
     model, optimizer = fabric.setup(net, made)
     inputs = torch.randn(2, 300)
 
-    def whole_step() -> None:
-        fabric.backward(model(inputs).square().sum())
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    whole_step = partial(clipped_step, fabric, model, optimizer, inputs)
     whole_step()
     kept = [value for values in optimizer.state.values() for value in values.values()]
     here = [value for value in kept if value.nbytes < on_host.LEAST_BYTES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from harness.fabric import make_fabric
+from harness.fabric import clipped_step, make_fabric
 from harness.memory import measured_memory
 from thunder_memsave import ConfigError
 from thunder_memsave.measure.step_memory import step_memory
@@ -197,12 +198,7 @@ def test_the_peak_of_a_whole_step_is_the_planned_one_to_the_byte(states: Format)
     model, optimizer = fabric.setup(net, AdamW(net.parameters(), states=states))
     inputs = torch.randn(2, 300)
 
-    def whole_step() -> None:
-        fabric.backward(model(inputs).square().sum())
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    whole_step = partial(clipped_step, fabric, model, optimizer, inputs)
     whole_step()
     kept = [value for values in optimizer.state.values() for value in values.values()]
     before = sum(t.numel() * t.element_size() for t in (*net.parameters(), *kept, inputs))

@@ -50,8 +50,8 @@ from thunder_memsave.frontend.calls import Call
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
 from thunder_memsave.ops.accumulation import (
-    UnreducedGradients,
     automatically_accumulating,
+    may_keep,
     whole_gradient_bytes,
 )
 from thunder_memsave.optim.on_host import states_on_host
@@ -154,7 +154,7 @@ def plan_run(
                 data_parallel, model.parameters(), budget_bytes=budget_bytes
             )
         memory = _step_memory(config, objective, model, device, sizes)
-        if sizes.gradient_accumulation_steps > 1 and UnreducedGradients(data_parallel).may_keep:
+        if sizes.gradient_accumulation_steps > 1 and may_keep(data_parallel):
             kept_bytes = whole_gradient_bytes(model.parameters())
             memory = replace(memory, gradient_bytes=memory.gradient_bytes + kept_bytes)
         planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)

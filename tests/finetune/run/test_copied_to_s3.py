@@ -13,7 +13,7 @@ import s3fs
 from moto import server
 
 from harness.language_model import run_values, write_run_file
-from harness.unsteady_store import write_checkpoint
+from harness.unsteady_store import content_of, write_checkpoint
 from thunder_memsave.checkpoints.addresses import AddressError, RunAtAddress
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from thunder_memsave.finetune.cli import main
@@ -39,11 +39,6 @@ def bucket() -> Iterator[str]:
         yield "s3://bucket"
         s3fs.S3FileSystem.clear_instance_cache()
     running.stop()
-
-
-def content_of(directory: Path) -> dict[str, bytes]:
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def test_a_checkpoint_comes_back_as_it_was_written(bucket: str, tmp_path: Path) -> None:
