@@ -32,21 +32,25 @@ _EXPORTS = {"adapter": "adapter_config.json", "model": "config.json"}
 """Directories of what was trained, and the file that each is found by."""
 _PIECE_BYTES = 8 * 2**20
 _CHECKSUM_BYTES = len(checksum_line(b""))
+_VERSION_KEYS = (
+    *("size", "ETag", "etag", "md5Hash", "content_settings", "checksum", "generation", "mtime"),
+    *("LastModified", "last_modified", "updated", "modified", "created"),
+)
+"""What fsspec's file systems call them."""
 
 
 class AddressError(ThunderMemsaveError, RuntimeError):
     """An address cannot be read or written; the message says which, and why."""
 
 
-class RunAtAddress:
-    """What an address holds of a run: `checkpoints/<name>`, and files beside them.
-
-    A checkpoint is there as long as its `manifest.sha256` is, which is written last and deleted first. So a kill at
-    any moment leaves whole checkpoints, and parts that nobody takes for one, also where objects are not
-    written atomically.
+class FilesAtAddress:
+    """Files in a directory at an address.
 
     Args:
         address: One that `require_address` accepts. Credentials come from fsspec's configuration and the environment.
+
+    Raises:
+        AddressError: it cannot be reached.
     """
 
     def __init__(self, address: str) -> None:
@@ -61,6 +65,63 @@ class RunAtAddress:
         with self._telling(f"{address} cannot be reached"):
             self._fs, root = fsspec.url_to_fs(self.address, **options)
             self._root = root.rstrip("/")
+
+    def versions(self) -> dict[str, str]:
+        """Return what tells a file from an earlier one of its name: size, and time or checksum; by name.
+
+        Raises:
+            AddressError: the address cannot be listed, or there is no such directory.
+        """
+        with self._telling(f"{self.address} cannot be listed"):
+            entries = [e for e in self._fs.ls(self._root, detail=True) if e["type"] == "file"]
+            return {
+                _name_of(entry): repr({k: entry[k] for k in _VERSION_KEYS if k in entry})
+                for entry in entries
+            }
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy one file to the local disk.
+
+        Raises:
+            AddressError: the address cannot be read, or the disk not be written.
+        """
+        with (
+            self._telling(f"{self.address}/{name} cannot be copied to {path}"),
+            self._opened(f"{self._root}/{name}") as source,
+            path.open("xb") as local,
+        ):
+            shutil.copyfileobj(source, local, _PIECE_BYTES)
+
+    def _opened(self, path: str) -> Any:
+        """Open a file to read it once, from its beginning to its end."""
+        return self._fs.open(path, "rb", block_size=_PIECE_BYTES, cache_type="none")
+
+    def _list(self, path: str) -> dict[str, int | None]:
+        """Return the sizes of what is in a directory, by name; None for directories."""
+        try:
+            entries = self._fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {_name_of(e): e["size"] if e["type"] == "file" else None for e in entries}
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ThunderMemsaveError:
+            raise
+        # Each file system has errors of its own.
+        except Exception as error:
+            raise AddressError(f"{what} ({type(error).__name__}: {error})") from error
+
+
+class RunAtAddress(FilesAtAddress):
+    """What an address holds of a run: `checkpoints/<name>`, and files beside them.
+
+    A checkpoint is there as long as its `manifest.sha256` is, which is written last and deleted first. So a kill at
+    any moment leaves whole checkpoints, and parts that nobody takes for one, also where objects are not
+    written atomically.
+    """
 
     def shown(self, name: str) -> str:
         """Return the address of a checkpoint."""
@@ -173,19 +234,6 @@ class RunAtAddress:
         for name in sorted(set(names) - set(configs)) + configs:
             self.put(directory / name, f"{directory.name}/{name}")
 
-    def get(self, name: str, path: Path) -> None:
-        """Copy one file of the run to the local disk.
-
-        Raises:
-            AddressError: the address cannot be read, or the disk not be written.
-        """
-        with (
-            self._telling(f"{self.address}/{name} cannot be copied to {path}"),
-            self._opened(f"{self._root}/{name}") as source,
-            path.open("xb") as local,
-        ):
-            shutil.copyfileobj(source, local, _PIECE_BYTES)
-
     def newest_export(self) -> str | None:
         """Return the name of the exported adapter or model; None if there is none, or a checkpoint is newer.
 
@@ -263,10 +311,6 @@ class RunAtAddress:
                 "written: some of its bytes changed"
             )
 
-    def _opened(self, path: str) -> Any:
-        """Open a file to read it once, from its beginning to its end."""
-        return self._fs.open(path, "rb", block_size=_PIECE_BYTES, cache_type="none")
-
     def _path(self, name: str, *file: str) -> str:
         return "/".join((self._root, _CHECKPOINTS, name, *file))
 
@@ -281,27 +325,9 @@ class RunAtAddress:
         of_all = {**found, **{f"{STATE}/{file}": size for file, size in inner.items()}}
         return {file: size for file, size in of_all.items() if size is not None}
 
-    def _list(self, path: str) -> dict[str, int | None]:
-        """Return the sizes of what is in a directory, by name; None for directories."""
-        try:
-            entries = self._fs.ls(path, detail=True)
-        except FileNotFoundError:
-            return {}
-        found: dict[str, int | None] = {}
-        for entry in entries:
-            name = entry["name"].rstrip("/").rpartition("/")[2]
-            found[name] = entry["size"] if entry["type"] == "file" else None
-        return found
 
-    @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except ThunderMemsaveError:
-            raise
-        # Each file system has errors of its own.
-        except Exception as error:
-            raise AddressError(f"{what} ({type(error).__name__}: {error})") from error
+def _name_of(entry: Mapping[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
 
 
 def _require_readable(sizes: Mapping[str, int]) -> None:

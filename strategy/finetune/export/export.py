@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import torch
 from lightning.fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
 
 from thunder_memsave.callbacks.all_ranks import DiskError, on_all_ranks
 from thunder_memsave.checkpoints import unsharded_state_dict
@@ -56,7 +56,7 @@ def export(
     )
 
     def write() -> None:
-        model.save_pretrained(directory, state_dict=weights)
+        save_as_peft_does(model, directory, weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         if is_adapter and card is not None:
@@ -69,6 +69,17 @@ def export(
             f"what was trained could not be written to {directory} ({error}). See that the disk has space and may be "
             "written to, and start the run again with --resume=auto, which writes it from the last checkpoint."
         ) from error
+
+
+def save_as_peft_does(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write the files of a model or adapter as its own `save_pretrained` does.
+
+    peft asks the base model's config whether the vocabulary was changed, which no run does, and warns if it is neither
+    in a directory nor on the hub.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Could not find a config file in")
+        model.save_pretrained(directory, state_dict=weights)
 
 
 def is_adapted(model: nn.Module) -> bool:

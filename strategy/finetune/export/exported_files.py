@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.finetune.export.export import is_adapted, saved_by_peft
+from thunder_memsave.finetune.export.export import is_adapted, save_as_peft_does, saved_by_peft
 from thunder_memsave.finetune.export.merged import MergedWeights, place_of
 from thunder_memsave.finetune.export.model_card import write_card
 from thunder_memsave.finetune.export.trained_model import TrainedModel
@@ -43,7 +43,7 @@ def write_adapter(trained: TrainedModel, directory: Path) -> None:
     model: Any = trained.model
     is_saved = saved_by_peft(model)
     names = [name for name in model.state_dict(keep_vars=True) if is_saved(name)]
-    model.save_pretrained(directory, state_dict={name: trained.read(name) for name in names})
+    save_as_peft_does(model, directory, {name: trained.read(name) for name in names})
     trained.tokenizer.save_pretrained(directory)
     write_card(directory, {"exported from": trained.checkpoint.name})
 

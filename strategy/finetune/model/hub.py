@@ -1,4 +1,4 @@
-"""Finds a model's files: in a directory, or on the Hugging Face hub, through the hub's own cache."""
+"""Finds a model's files: in a directory, at an address, or on the Hugging Face hub, through the hub's own cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from huggingface_hub.utils import tqdm as hub_tqdm  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 
 from thunder_memsave.compat.foreign_messages import first_line
+from thunder_memsave.finetune.model.at_address import model_from_address
 from thunder_memsave.finetune.run_file.config import ModelConfig
+from thunder_memsave.settings.fsspec_address import is_address
 from thunder_memsave.settings.problems import ConfigError
 
 _KEY = "model.name_or_path"
@@ -63,7 +65,7 @@ def is_hub_name(settings: ModelConfig) -> bool:
 def model_directory(settings: ModelConfig) -> Path:
     """Find the directory with the tokenizer and, unless `model.config` is given, config and weights.
 
-    From the hub only these files are fetched, none in other formats and none from subdirectories.
+    From the hub or an address only these files are fetched, none in other formats and none from subdirectories.
     One process per machine downloads while the others wait. A second call in this process returns
     the same snapshot, even if somebody pushes in between.
 
@@ -73,19 +75,28 @@ def model_directory(settings: ModelConfig) -> Path:
     name, revision = settings.name_or_path, settings.revision
     with_weights = settings.config is None
     path = _as_path(name)
-    if not path.is_dir():
+    is_elsewhere = is_address(name)
+    if not path.is_dir() and not is_elsewhere:
         directory = _from_hub(name, revision, with_weights)
     elif revision is not None:
+        what = "an address" if is_elsewhere else f"the directory {path}"
         raise ConfigError(
-            f"model.revision is {revision!r}, but model.name_or_path is the directory {path}; "
+            f"model.revision is {revision!r}, but model.name_or_path is {what}; "
             "revisions are the hub's: leave it out.",
             key="model.revision",
         )
+    elif is_elsewhere:
+        directory = model_from_address(name, files=_small(with_weights), with_weights=with_weights)
     else:
         directory = path
     if with_weights:
         _check_weights(directory)
     return directory
+
+
+def _small(with_weights: bool) -> tuple[str, ...]:
+    """Names of the files beside the weights."""
+    return (*_TOKENIZER_FILES, *_MODEL_FILES) if with_weights else _TOKENIZER_FILES
 
 
 def _as_path(name: str) -> Path:
@@ -102,8 +113,7 @@ def _from_hub(name: str, revision: str | None, with_weights: bool) -> Path:
             key=_KEY,
         )
     with _only_one_process(name):
-        small = (*_TOKENIZER_FILES, *_MODEL_FILES) if with_weights else _TOKENIZER_FILES
-        directory = _fetch(name, revision, files=small, progress=False)
+        directory = _fetch(name, revision, files=_small(with_weights), progress=False)
         if with_weights:
             _fetch_weights(name, directory)
     return directory

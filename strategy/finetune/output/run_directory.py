@@ -17,6 +17,7 @@ from thunder_memsave.checkpoints.disk_errors import told
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, UnverifiableCheckpointError
 from thunder_memsave.finetune.model.safetensors_files import sync_file
 from thunder_memsave.finetune.output.absolute_paths import with_absolute_paths
+from thunder_memsave.finetune.output.defaults_written import with_defaults
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.launch import is_under_torchrun, world_size
@@ -106,8 +107,9 @@ class RunDirectory:
     def create(self, config: RunConfig) -> None:
         """Create the directory and write the resolved run file into it.
 
-        The file has two of the three batch sizes, so that an override of one does not contradict it; and whole
-        paths, so that it means the same in another directory.
+        The file has two of the three batch sizes, so that an override of one does not contradict it; whole paths, so
+        that it means the same in another directory; and defaults of other packages, so that it does with their next
+        versions.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -115,7 +117,8 @@ class RunDirectory:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._write_run_file(
-                dump_run_config(with_absolute_paths(_with_two_sizes(config))), config
+                dump_run_config(with_absolute_paths(with_defaults(_with_two_sizes(config)))),
+                config,
             )
         except FileExistsError as error:
             message = (

@@ -16,13 +16,10 @@ from thunder_memsave.checkpoints import CheckpointError, StateMismatchError
 from thunder_memsave.finetune.output.same_run import check_same_run
 from thunder_memsave.finetune.process.stop import BadStepError
 from thunder_memsave.finetune.run.job import Job
+from thunder_memsave.finetune.run_file.classes.class_kinds import IMPLEMENTATIONS
 from thunder_memsave.finetune.run_file.classes.class_spec import import_class
 from thunder_memsave.finetune.run_file.config import RunConfig
-from thunder_memsave.finetune.training.optimizer import (
-    IMPLEMENTATION,
-    chooses_implementation,
-    place_steps,
-)
+from thunder_memsave.finetune.training.optimizer import chooses_implementation, place_steps
 from thunder_memsave.materialize.pending_weights import fingerprint_of_files, names_in_files
 from thunder_memsave.settings.problems import ConfigError
 
@@ -96,7 +93,7 @@ def load(
     cls = import_class(config.optimizer, where="optimizer", default_module="torch.optim")
     given = {*inspect.signature(cls).parameters, "rounding"}
     if not chooses_implementation(config.optimizer):
-        given -= set(IMPLEMENTATION)  # as the run began, for the same bits
+        given -= set(IMPLEMENTATIONS)  # as the run began, for the same bits
     arguments = [_arguments(group, given) for group in state["optimizer"].param_groups]
     try:
         load_checkpoint(fabric, checkpoint, state, is_verified=is_verified)

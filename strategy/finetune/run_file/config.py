@@ -44,8 +44,8 @@ class ModelConfig(Section):
     """The model to train, and its number formats."""
 
     name_or_path: str = ""
-    """A directory, or a name on the Hugging Face hub, with the tokenizer and, unless `config` is
-    given, the model's config and safetensors weights."""
+    """A directory, a name on the Hugging Face hub, or an address of fsspec, such as `s3://bucket/models/first`, with
+    the tokenizer and, unless `config` is given, the model's config and safetensors weights."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub; null means its main branch. Not for a directory."""

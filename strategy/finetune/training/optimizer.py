@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from thunder_memsave.finetune.run_file.classes.class_kinds import IMPLEMENTATIONS
 from thunder_memsave.finetune.run_file.classes.class_spec import build, import_class
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 from thunder_memsave.optim.on_host import class_of
 from thunder_memsave.settings.problems import ConfigError
-
-IMPLEMENTATION = ("foreach", "fused", "differentiable", "capturable")
-"""Arguments that choose how an update is computed, without changing what it is."""
 
 _WITH_FUSED_KERNELS = (Adam, AdamW, SGD)
 _WITH_FEWER_BITS = (Adam, AdamW, SGD)
@@ -99,7 +97,7 @@ def place_steps(optimizer: Optimizer) -> None:
 
 def chooses_implementation(spec: ClassSpec) -> bool:
     """Tell whether the run file chooses the implementation of updates."""
-    return any(name in IMPLEMENTATION for name in spec.get("init_args") or {})
+    return any(name in IMPLEMENTATIONS for name in spec.get("init_args") or {})
 
 
 def _has_kernel(spec: ClassSpec, trained: list[Tensor], *, device_type: str) -> bool:

@@ -106,17 +106,25 @@ def test_a_bucket_that_does_not_exist_is_not_made(bucket: str, tmp_path: Path) -
 
 
 def test_a_run_goes_on_on_another_machine_with_the_same_bits(
-    bucket: str, one_layer: Path, tmp_path: Path
+    bucket: str, one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = f"{bucket}/runs/first"
+    """Its model, too, is in the bucket."""
+    monkeypatch.setenv("THUNDER_MEMSAVE_CACHE", str(tmp_path / "cache"))
+    address, model = f"{bucket}/runs/first", f"{bucket}/models/one_layer"
+    s3fs.S3FileSystem().put(f"{one_layer}/", f"{model}/", recursive=True)
     section = {"every_n_steps": 2, "keep_last": 2, "copy_to": address}
-    run_file = write_run_file(tmp_path, run_values(tmp_path, one_layer, checkpoint=section))
+    values = run_values(tmp_path, one_layer, checkpoint=section)
+    values["model"]["name_or_path"] = model
+    run_file = write_run_file(tmp_path, values)
     run_here(run_file)
     run, first, other = RunAtAddress(address), tmp_path / "run", tmp_path / "other"
     assert run.names() == ["step-00000002", NAME]
     uploaded = s3fs.S3FileSystem().cat_file(f"bucket/runs/first/{ADAPTER}")
     assert uploaded == (first / ADAPTER).read_bytes()
     assert run.newest_export() == "adapter"
+    assert model in (first / "adapter" / "adapter_config.json").read_text()
+    (copied,) = [p for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()]
+    assert content_of(copied) == content_of(one_layer)
     run.get_export("adapter", tmp_path / "exported")
     assert content_of(tmp_path / "exported") == content_of(first / "adapter")
     run.delete(NAME)

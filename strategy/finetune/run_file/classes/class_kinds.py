@@ -60,6 +60,9 @@ OPTIMIZER = ClassKind(
     accepts=_is_optimizer,
     given_by_us=1,
 )
+IMPLEMENTATIONS = ("foreach", "fused", "differentiable", "capturable")
+"""Arguments that choose how an optimizer computes, not what; a run file with none of them leaves it to the run."""
+
 DATASET = ClassKind(
     must_be="a dataset: a class with a method 'load', such as ChatJSONL",
     default_module="thunder_memsave.finetune.data",

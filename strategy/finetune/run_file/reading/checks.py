@@ -139,6 +139,11 @@ def _rollback(config: RunConfig) -> Iterator[ConfigError]:
             )
 
 
+def _name(config: RunConfig) -> Iterator[ConfigError]:
+    if is_address(config.model.name_or_path):
+        yield from _address(config.model.name_or_path, key="model.name_or_path")
+
+
 def _revision(config: RunConfig) -> Iterator[ConfigError]:
     model = config.model
     if model.revision is not None and Path(model.name_or_path).is_dir():
@@ -258,6 +263,7 @@ _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("preference", "data.train_on", "data.max_documents_per_row"): _preference,
     ("lora", "adapter"): _lora_and_adapter,
     ("data.packing", "data.max_documents_per_row"): _packing,
+    ("model.name_or_path",): _name,
     ("model.name_or_path", "model.revision"): _revision,
     ("model.dtype", "model.trainable_dtype"): _dtypes,
     ("model.config", "model.architecture"): _architecture,
