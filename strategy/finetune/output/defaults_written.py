@@ -16,7 +16,7 @@ from thunder_memsave.finetune.run_file.classes.class_kinds import (
     OPTIMIZER,
 )
 from thunder_memsave.finetune.run_file.classes.class_spec import import_class
-from thunder_memsave.finetune.run_file.config import ClassSpec, OptimizerSpec, RunConfig
+from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
 
 _PLAIN = (bool, int, float, str)
 _LEFT_OUT = ("inference_mode", "megatron_core")
@@ -29,14 +29,14 @@ def with_defaults(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: a class cannot be imported.
     """
-    dataset, lora = config.data.dataset, config.lora
-    of_dataset = {**dataset, "init_args": _dataset_arguments(dataset)}
-    of_optimizer = {**config.optimizer, "init_args": _optimizer_arguments(config.optimizer)}
+    lora, dataset, optimizer = config.lora, config.data.dataset.copy(), config.optimizer.copy()
+    dataset["init_args"] = _dataset_arguments(dataset)
+    optimizer["init_args"] = _optimizer_arguments(optimizer)
     return dataclasses.replace(
         config,
         lora=None if lora is None else _filled(LoraConfig, lora, left_out=_LEFT_OUT),
-        optimizer=OptimizerSpec(**of_optimizer),
-        data=dataclasses.replace(config.data, dataset=ClassSpec(**of_dataset)),
+        optimizer=optimizer,
+        data=dataclasses.replace(config.data, dataset=dataset),
     )
 
 
