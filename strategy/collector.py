@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,12 @@ def collector(*, runs: bool) -> Iterator[None]:
         yield
     finally:
         _set(runs=was_enabled)
+
+
+def leave_garbage() -> None:
+    """Collect no garbage by itself from here on, nor when the process ends, which takes seconds after a large plan."""
+    gc.disable()
+    atexit.register(gc.freeze)
 
 
 def _set(*, runs: bool) -> None:

@@ -6,6 +6,7 @@ import math
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,6 +155,7 @@ def user_frame(stack: Iterable[traceback.FrameSummary] | None) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
+@lru_cache(maxsize=1024)
 def user_frame_of_text(stack_trace: str | None) -> str:
     """Do the same for the text that FX keeps with a node (`File "x.py", line 3, in f` lines)."""
     frames = []

@@ -12,7 +12,6 @@ from thunder_memsave.planner.report.offload_shown import states_shown
 from thunder_memsave.planner.report.outside_loss import loss_outside
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.report.summary import plan_summary
-from thunder_memsave.planner.reserved import reserved_or_reason
 
 _NO_PLAN = (
     "there is no plan yet: it is made when a model that fabric.setup() returned is called for the first time with "
@@ -47,7 +46,7 @@ def explain_call(
     parts = [kinds_table(call.profile), explain(call.plan, num_rows=num_rows)]
     if device_type == "cuda":
         environment = allocator_environment(memory)
-        found = reserved_or_reason(call.program, call.memory, environment=environment)
+        found = call.reserved_or_reason(environment)
         parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
     parts += states_shown(call.memory)
     parts += loss_outside(call.graph, call.memory, tile_bytes=tile_bytes)

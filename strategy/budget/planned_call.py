@@ -39,7 +39,13 @@ from thunder_memsave.planner.graph import (
     TrainingGraph,
 )
 from thunder_memsave.planner.offload.engines import CopyRates, StepTime, step_time
-from thunder_memsave.planner.reserved import least_reserved_bytes, reserved_bytes
+from thunder_memsave.planner.reserved import (
+    Found,
+    ReservedMemory,
+    least_reserved_bytes,
+    reserved_bytes,
+    reserved_or_reason,
+)
 from thunder_memsave.planner.simulate import Profile, simulate
 
 _numbers = count()
@@ -80,6 +86,8 @@ class PlannedCall:
     """On which its copies to the host were placed; None: it has none."""
     time: StepTime | None = None
     """Of forward and backward with its copies; None: it has none."""
+    replayed: Found = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What was found of the bytes that the allocator reserves."""
     number: int = field(default_factory=partial(next, _numbers), compare=False)
     """Rises from each call planned in this process to the next."""
 
@@ -93,6 +101,14 @@ class PlannedCall:
         """Whether it keeps a budget of reserved bytes only by giving back what is cached when it is reached."""
         return self.way.empties_cache
 
+    def reserved_or_reason(
+        self, environment: Mapping[str, str]
+    ) -> ReservedMemory | NotSimulatedError:
+        """Simulate what the allocator of a CUDA device reserves; or return which of its settings is not simulated."""
+        return reserved_or_reason(
+            self.program, self.memory, environment=environment, found=self.replayed
+        )
+
     def reserved_bytes(self, environment: Mapping[str, str]) -> int:
         """Simulate what the allocator of a CUDA device reserves for steps of this call.
 
@@ -103,7 +119,9 @@ class PlannedCall:
             PlanError: the allocator has a setting that is not simulated.
         """
         with _naming_the_key():
-            return reserved_bytes(self.program, self.memory, environment=environment)
+            return reserved_bytes(
+                self.program, self.memory, environment=environment, found=self.replayed
+            )
 
     def least_bytes(
         self, environment: Mapping[str, str], *, wanted_bytes: int, enough_bytes: int

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from thunder_memsave import __version__
+from thunder_memsave.collector import leave_garbage
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.finetune.chat.chat_command import run_chat
 from thunder_memsave.finetune.chat.options import parse_chat_options
@@ -111,6 +112,7 @@ _WHAT = {
         "  --html FILE       a report: memory over the step, other budgets, what is recomputed\n"
         "  --work            FLOPs, bytes moved and time by kind of operation, recomputation included\n"
         "  --formats         weights and optimizer states in other formats, on up to 8 times the ranks\n"
+        "  --what-if         half and twice the processes, rows at once and length, and other devices: minutes\n"
         "  --longest         search for the longest row that fits, from data.max_seq_length on: minutes\n"
         "  --search [AXES]   what to run: a table of changes that fit, the fastest first; AXES are some of\n"
         "                    micro_batch_size,sharding,frozen_weights,states,offload. With it --world-size 1,8 and\n"
@@ -180,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         75 for SIGTERM and SIGUSR1 if all is saved, and else 128 plus the signal's number.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and arguments[:1] == ["plan"]:
+        leave_garbage()
     try:
         return _main(arguments)
     finally:

@@ -31,8 +31,16 @@ class ReservedMemory:
     """The latter if the allocator's segments are expandable."""
 
 
+Found = dict[AllocatorSettings, Replayed]
+"""What was found of one program and its memory, by settings, so that it is not simulated twice."""
+
+
 def reserved_memory(
-    program: Program, memory: StepMemory, *, environment: Mapping[str, str]
+    program: Program,
+    memory: StepMemory,
+    *,
+    environment: Mapping[str, str],
+    found: Found | None = None,
 ) -> ReservedMemory:
     """Simulate two training steps, with each of the two orders of allocations in an operation; return larger peaks.
 
@@ -40,25 +48,26 @@ def reserved_memory(
         program: The operations as they run, with a backward.
         memory: What a step holds besides.
         environment: Environment variables, two of which are the allocator's settings.
+        found: What is known already; what is simulated is added.
 
     Raises:
         NotSimulatedError: one of these settings is not simulated.
     """
-    settings = settings_in(environment)
-    found = _largest(program, memory, settings)
-    expandable = found
-    if not settings.expandable_segments:
-        expandable = _largest(program, memory, replace(settings, expandable_segments=True))
+    settings, known = settings_in(environment), {} if found is None else found
+    largest = _largest(program, memory, settings, known)
+    expandable = _largest(program, memory, replace(settings, expandable_segments=True), known)
     return ReservedMemory(
-        allocated_bytes=found.peak_allocated_bytes,
-        reserved_bytes=found.peak_reserved_bytes,
+        allocated_bytes=largest.peak_allocated_bytes,
+        reserved_bytes=largest.peak_reserved_bytes,
         expandable_bytes=expandable.peak_reserved_bytes,
     )
 
 
-def reserved_bytes(program: Program, memory: StepMemory, *, environment: Mapping[str, str]) -> int:
+def reserved_bytes(
+    program: Program, memory: StepMemory, *, environment: Mapping[str, str], found: Found
+) -> int:
     """Return the peak of the reserved bytes alone; arguments and errors are those of `reserved_memory`."""
-    return _largest(program, memory, settings_in(environment)).peak_reserved_bytes
+    return _largest(program, memory, settings_in(environment), found).peak_reserved_bytes
 
 
 def least_reserved_bytes(
@@ -117,19 +126,26 @@ def _finds_memory(
 
 
 def reserved_or_reason(
-    program: Program, memory: StepMemory, *, environment: Mapping[str, str]
+    program: Program,
+    memory: StepMemory,
+    *,
+    environment: Mapping[str, str],
+    found: Found | None = None,
 ) -> ReservedMemory | NotSimulatedError:
     """As `reserved_memory`, but return the error about a setting that is not simulated."""
     try:
-        return reserved_memory(program, memory, environment=environment)
+        return reserved_memory(program, memory, environment=environment, found=found)
     except NotSimulatedError as error:
         return error
 
 
-def _largest(program: Program, memory: StepMemory, settings: AllocatorSettings) -> Replayed:
-    orders: tuple[Inside, ...] = get_args(Inside)
-    runs = [
-        replay(training_events(program, memory, inside=inside), CachingAllocator(settings))
-        for inside in orders
-    ]
-    return max(runs, key=lambda run: run.peak_reserved_bytes)
+def _largest(
+    program: Program, memory: StepMemory, settings: AllocatorSettings, found: Found
+) -> Replayed:
+    if settings not in found:
+        runs = [
+            replay(training_events(program, memory, inside=inside), CachingAllocator(settings))
+            for inside in get_args(Inside)
+        ]
+        found[settings] = max(runs, key=lambda run: run.peak_reserved_bytes)
+    return found[settings]

@@ -10,6 +10,7 @@ from thunder_memsave.planner.graph import Program, StepMemory
 from thunder_memsave.planner.order import order
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.reserved import (
+    Found,
     ReservedMemory,
     least_reserved_bytes,
     reserved_memory,
@@ -49,6 +50,16 @@ def test_the_settings_of_the_environment_count() -> None:
     conf = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     expandable = reserved_memory(program, StepMemory(), environment=conf)
     assert expandable.reserved_bytes == expandable.expandable_bytes == plain.expandable_bytes
+
+
+def test_what_is_known_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = growing()
+    found: Found = {}
+    first = reserved_memory(program, StepMemory(), environment={}, found=found)
+    monkeypatch.setattr("thunder_memsave.planner.reserved.replay", None)
+    assert reserved_memory(program, StepMemory(), environment={}, found=found) == first
+    with pytest.raises(TypeError):
+        reserved_memory(program, StepMemory(), environment={})
 
 
 def test_small_tensors_take_a_small_segment() -> None:

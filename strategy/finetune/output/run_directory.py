@@ -43,6 +43,11 @@ class RunDirectory:
         return self.root / "metrics.csv"
 
     @property
+    def answers(self) -> Path:
+        """What the model answered at evaluations, if it was asked."""
+        return self.root / "answers.jsonl"
+
+    @property
     def environment(self) -> Path:
         """Versions, devices and command of every start."""
         return self.root / "environment.json"
@@ -98,7 +103,7 @@ class RunDirectory:
             write_text(self.config, run_file_before)
             return
         written = (self.config, self.metrics, self.environment, self.plan, self.loss_curve)
-        for path in (*written, self.reference):
+        for path in (*written, self.reference, self.answers):
             path.unlink(missing_ok=True)
         for directory in (self.checkpoints, self.root):
             with contextlib.suppress(OSError):  # it has other contents

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.longest_row import LongestRow
     from thunder_memsave.finetune.plan.other_formats import Choice
     from thunder_memsave.finetune.plan.plan_run import RunPlan
+    from thunder_memsave.finetune.plan.what_if import WhatIf
     from thunder_memsave.finetune.run_file.config import RunConfig
     from thunder_memsave.finetune.run_file.reading.parse import RunFile
 
@@ -50,6 +51,7 @@ _OPTIONS = {
 _WORK = "--work"
 _LONGEST = "--longest"
 _FORMATS = "--formats"
+_WHAT_IF = "--what-if"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,8 @@ class PlanOptions:
     """Whether to show what weights and optimizer states would take in other formats."""
     finds_longest: bool = False
     """Whether to search for the longest row that fits; `data.max_seq_length` is where the search begins."""
+    shows_what_if: bool = False
+    """Whether to plan the run with one thing changed at a time."""
     search: SearchOptions | None = None
     """What to search, if the question is what to run."""
 
@@ -78,7 +82,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
         ConfigError: an option has no value, or an invalid one.
     """
     words = search_options.with_value(arguments)
-    given, others = take_options(words, _OPTIONS, flags={_WORK, _LONGEST, _FORMATS})
+    given, others = take_options(words, _OPTIONS, flags={_WORK, _LONGEST, _FORMATS, _WHAT_IF})
     rest = [word for each in others for word in each.typed]
     if "--budget" in given:
         rest.append(f"--memory.budget={given['--budget']}")
@@ -104,12 +108,13 @@ def _options(given: dict[str, str]) -> PlanOptions:
         shows_work=_WORK in given,
         shows_formats=_FORMATS in given,
         finds_longest=_LONGEST in given,
+        shows_what_if=_WHAT_IF in given,
     )
 
 
 def _refuse_beside_search(given: dict[str, str]) -> None:
     """Refuse options that say more of one plan: a search makes many."""
-    for name in ("--html", _WORK, _LONGEST, _FORMATS):
+    for name in ("--html", _WORK, _LONGEST, _FORMATS, _WHAT_IF):
         if name in given:
             raise ConfigError(
                 f"{name} is of one plan, and --search makes many; leave one of the two out."
@@ -138,7 +143,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     try:
         # Traces are millions of live objects, and collecting took a quarter of the time.
         with _ends_at_ctrl_c(), collector(runs=False), progress.shown():
-            answer = _answer(config, options)
+            answer = _answer(config, options, progress.say)
     except BudgetError as error:
         print(f"it does not fit: {error}")
         return DOES_NOT_FIT
@@ -154,7 +159,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
         text = json.dumps({**as_json(made, progress), **answer.as_json()}, indent=2)
         options.json.write_text(f"{text}\n", encoding="utf-8")
     if options.html is not None:
-        _write_html(options.html, made, config)
+        _write_html(options.html, answer)
         print(f"\nthe same as a page: {options.html}")
     return 0 if made.fits else DOES_NOT_FIT
 
@@ -166,7 +171,7 @@ def run_search(run_file: RunFile, options: PlanOptions) -> int:
         0 if something fits, 3 if nothing does.
     """
     assert options.search is not None
-    _say("load libraries")
+    print("load libraries", file=sys.stderr, flush=True)
     from thunder_memsave.finetune.plan.search.search_command import SearchRun
 
     run = SearchRun.of(run_file, options.search)
@@ -186,6 +191,8 @@ class _Answer:
     """How the length of its rows was found, if it was searched for."""
     formats: Sequence[Choice]
     """Weights and states in other formats, if these were asked for."""
+    others: Sequence[WhatIf]
+    """Runs with one thing changed, if these were asked for."""
     change: Found | None
     """Of a run that does not fit: a change with which it does."""
     loading: HostLoading | None
@@ -196,23 +203,31 @@ class _Answer:
         """What follows the plan."""
         from thunder_memsave.finetune.plan.cheapest_change import NO_CHANGE
         from thunder_memsave.finetune.plan.other_formats import formats_table
+        from thunder_memsave.finetune.plan.what_if import what_if_table
 
         table = formats_table(self.formats, budget_bytes=self.made.budget_bytes)
+        found = [table] if self.formats else []
+        found += [what_if_table(self.others)] if self.others else []
         if self.made.fits or self.longest is not None:
-            return [table] if self.formats else []
-        change = NO_CHANGE if self.change is None else self.change.sentence
-        return [*([table] if self.formats else []), change]
+            return found
+        return [*found, NO_CHANGE if self.change is None else self.change.sentence]
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         change = None if self.change is None else self.change.change.shown
         formats = [dataclasses.asdict(each) for each in self.formats]
         loading = None if self.loading is None else dataclasses.asdict(self.loading)
-        found = {"change": change, "formats": formats, "host_loading": loading}
+        others = [each.as_json() for each in self.others]
+        found = {
+            "change": change,
+            "formats": formats,
+            "what_if": others,
+            "host_loading": loading,
+        }
         return {**found, **_longest_json(self.longest)}
 
 
-def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
+def _answer(config: RunConfig, options: PlanOptions, say: Callable[[str], None]) -> _Answer:
     # These imports take seconds; mistakes in the arguments are found first.
     stage("load libraries")
     from thunder_memsave.finetune.model.build import positions_of
@@ -221,6 +236,7 @@ def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
     from thunder_memsave.finetune.plan.longest_row import longest_row, with_row
     from thunder_memsave.finetune.plan.other_formats import Known, choices
     from thunder_memsave.finetune.plan.plan_run import plan_run
+    from thunder_memsave.finetune.plan.what_if import what_if
     from thunder_memsave.finetune.run_file.launch import world_size
 
     def plan(run: RunConfig, num_ranks: int) -> RunPlan:
@@ -232,6 +248,9 @@ def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
             counts_tiles=options.finds_longest,
         )
 
+    def other_plan(run: RunConfig, device: Device, num_ranks: int) -> RunPlan:
+        return plan_run(run, device=device, num_ranks=num_ranks, has_curve=False)
+
     num_ranks = options.num_ranks or world_size(config)
     longest = None
     if options.finds_longest:
@@ -239,29 +258,32 @@ def _answer(config: RunConfig, options: PlanOptions) -> _Answer:
             lambda num_tokens: plan(with_row(config, num_tokens), num_ranks),
             start=config.data.max_seq_length,
             most=positions_of(config),
-            say=_say,
+            say=say,
         )
         config = with_row(config, longest.num_tokens)
     made = plan(config, num_ranks) if longest is None else longest.made
     formats = choices(config, config, Known.of_plan(made)) if options.shows_formats else ()
+    others = what_if(config, made, other_plan, say=say) if options.shows_what_if else ()
     change = None
     if not made.fits and longest is None:
-        change = cheapest_change(config, made, plan, say=_say)
+        change = cheapest_change(config, made, plan, say=say)
     is_on_host = options.device.name == "cpu"
     return _Answer(
         made=made,
         config=config,
         longest=longest,
         formats=formats,
+        others=others,
         change=change,
         loading=None if is_on_host else host_loading(config, num_ranks=num_ranks),
     )
 
 
-def _write_html(path: Path, made: RunPlan, config: RunConfig) -> None:
+def _write_html(path: Path, answer: _Answer) -> None:
+    from thunder_memsave.finetune.plan.what_if import HEAD
     from thunder_memsave.planner.report.html import Speed, write_report
 
-    call = made.call
+    made, call = answer.made, answer.made.call
     write_report(
         path,
         plan=plan_of(made),
@@ -269,22 +291,19 @@ def _write_html(path: Path, made: RunPlan, config: RunConfig) -> None:
         profile=call.profile,
         memory=call.memory,
         curve=made.curve,
-        title=title(made, config),
+        title=title(made, answer.config),
         speed=Speed(
             micro_batch_ms=micro_batch_us(made) / 1e3,
             tokens=made.num_rows * made.num_tokens * made.num_ranks,
             num_devices=made.num_ranks,
             device=made.device.name,
         ),
+        others=[HEAD, *(each.cells for each in answer.others)] if answer.others else (),
         facts={
             "smallest budget with a plan, about": in_units(made.smallest_bytes),
             "twice the rows per micro-batch, about": in_units(made.doubled_bytes),
         },
     )
-
-
-def _say(text: str) -> None:
-    print(f"\n{text}", file=sys.stderr, flush=True)
 
 
 def _longest_json(longest: LongestRow | None) -> dict[str, Any]:

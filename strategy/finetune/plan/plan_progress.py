@@ -39,6 +39,11 @@ class Progress:
         finally:
             self._end()
 
+    def say(self, text: str) -> None:
+        """End the stage that runs, and show a line."""
+        self._end()
+        print(text, file=sys.stderr, flush=True)
+
     def _begin(self, stage: Stage) -> None:
         self._end()
         self._running = stage

@@ -58,7 +58,7 @@ from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
-from thunder_memsave.planner.reserved import ReservedMemory, reserved_or_reason
+from thunder_memsave.planner.reserved import ReservedMemory
 from thunder_memsave.planner.search.solve import pareto
 from thunder_memsave.progress import stage
 from thunder_memsave.sharding.gradients import clip_norm
@@ -196,7 +196,7 @@ def _reserved(
     if device.name == "cpu":
         return None
     stage("reserved memory")
-    return reserved_or_reason(call.program, call.memory, environment=allocator_environment(memory))
+    return call.reserved_or_reason(allocator_environment(memory))
 
 
 def _available_bytes(device: Device) -> int | None:

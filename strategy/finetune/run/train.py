@@ -37,6 +37,7 @@ from thunder_memsave.finetune.output.run_directory import how_to_go_on
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.deterministic import deterministic_kernels
 from thunder_memsave.finetune.process.processes import LocalProcesses, local_processes
+from thunder_memsave.finetune.run.answers import generated_of
 from thunder_memsave.finetune.run.callbacks import build_callbacks, build_loggers
 from thunder_memsave.finetune.run.describe_job import card_facts
 from thunder_memsave.finetune.run.early_end import (
@@ -355,6 +356,7 @@ def _plan(job: Job, fabric: Fabric) -> LoopPlan:
         log_every_n_steps=config.train.log_every_n_steps,
         order=job.data.order,
         max_nonfinite_skips=sys.maxsize if _strategy_skips(config) else None,
+        generated=generated_of(job),
     )
 
 

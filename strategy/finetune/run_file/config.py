@@ -225,6 +225,13 @@ class EvalConfig(Section):
     ) = 50
     """Micro-batches per rank and evaluation; null for the whole validation set."""
 
+    answers: Annotated[int, at_least(0), _AT_MOST] = 0
+    """Prompts of the validation set that the model answers at each evaluation, greedily, for `answers.jsonl` in
+    `output_dir`; the first is shown. Each token takes a forward of one row."""
+
+    max_new_tokens: Annotated[int, at_least(1), _AT_MOST] = 64
+    """Most tokens of such an answer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):

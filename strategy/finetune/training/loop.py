@@ -48,6 +48,7 @@ from thunder_memsave.finetune.run_file.config import (
 from thunder_memsave.finetune.training.ahead import DataAhead, Work, to_device
 from thunder_memsave.finetune.training.ask_model import AskedModel
 from thunder_memsave.finetune.training.evaluate import evaluate
+from thunder_memsave.finetune.training.generated import Generated
 from thunder_memsave.finetune.training.gradients import accumulate, clip
 from thunder_memsave.finetune.training.guards import BadStep, count_rollbacks
 from thunder_memsave.finetune.training.loop_state import LoopState
@@ -76,6 +77,8 @@ class LoopPlan:
     """Steps between two after which the device is read."""
     order: Order = "listed"
     """How an epoch's order of rows is made."""
+    generated: Generated | None = None
+    """What the model answers at evaluations; None: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,6 +337,10 @@ class _Loop:
         if self.validation_rows is None:
             return
         self._call("on_validation_start")
+
+        def is_cut_short() -> bool:
+            return _agreed_signal(self.fabric) is not None
+
         metrics = evaluate(
             self.fabric,
             self.model,
@@ -341,7 +348,7 @@ class _Loop:
             objective=self.plan.objective,
             sharding=self.plan.sharding,
             max_batches=self.plan.eval.max_batches,
-            is_cut_short=lambda: _agreed_signal(self.fabric) is not None,
+            is_cut_short=is_cut_short,
         )
         self.loop_state.validation_is_due = metrics is None
         if metrics is None:
@@ -352,6 +359,10 @@ class _Loop:
             raise NotFiniteError(
                 f"the validation loss after step {self.step} is {loss:g}; lower the learning rate "
                 "(optimizer.init_args.lr), or check the model and the data."
+            )
+        if self.plan.generated is not None:
+            self.plan.generated.at(
+                self.fabric, self.model, step=self.step, is_cut_short=is_cut_short
             )
 
     def _call(self, hook: str, *, control: bool = False, **arguments: Any) -> None:

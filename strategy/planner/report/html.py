@@ -46,6 +46,7 @@ def write_report(
     title: str,
     curve: Sequence[tuple[int, float]] = (),
     speed: Speed | None = None,
+    others: Sequence[Sequence[str]] = (),
     facts: Mapping[str, str] | None = None,
 ) -> None:
     """Write the report, which loads nothing, and stays below 300 kB whatever the number of operations.
@@ -59,6 +60,7 @@ def write_report(
         title: Title of the page.
         curve: Budgets in bytes, and for each a lower bound on the recompute time in microseconds.
         speed: The forecast of the speed; None: the page has none.
+        others: Table of runs with one thing changed, its head first; empty: the page has none.
         facts: More rows of the first table, by name.
     """
     data = {"budget": plan.budget_bytes, **asdict(timeline(program, profile, memory))}
@@ -70,6 +72,7 @@ def write_report(
         '<h2>Memory over one step</h2><div id="chart"><canvas></canvas><div id="bands"></div></div>'
         '<p id="under" aria-live="polite">Point at the picture, or touch it, to see what each byte is.</p>',
         "" if speed is None else _speed(speed),
+        f"<h2>What if</h2>{_table(others[0], others[1:])}" if others else "",
         _budgets(plan, curve),
         f"<h2>The plan</h2>{_facts(plan, facts or {})}",
         f"<h2>What happens to each tensor</h2>{_decisions(plan)}",

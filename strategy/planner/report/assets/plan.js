@@ -58,9 +58,10 @@ function tell(p) {
   const parts = DATA.kinds.map((name, k) => [name, DATA.bytes[k][p], COLORS[k % COLORS.length]]).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]);
   under.replaceChildren(`${phase}${DATA.layers[p] ? ", " + DATA.layers[p] : ""}, ${DATA.ops[p]}: ${units(totals[p])}`);
   for (const [name, n, color] of parts) {
-    const box = document.createElement("i");
+    const box = document.createElement("i"), part = document.createElement("span");
     box.style.background = color;
-    under.append(box, `${name} ${units(n)}`);
+    part.append(box, `${name} ${units(n)}`);
+    under.append(part, " ");
   }
   draw();
 }
