@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 LEARNING_RATE = 1e-3
 MAX_GRAD_NORM = 1.0
+LITGPT = "litgpt"
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -225,6 +226,20 @@ def _with_fabric(task: Task, seen: Seen) -> None:
         seen.ends(step)
 
 
+def _with_litgpt(task: Task, seen: Seen) -> None:
+    """Train by litgpt's scripts."""
+    from peer_litgpt import train
+
+    train(
+        task.rows,
+        task.directory,
+        seen,
+        ranks=LORA if task.has_adapter else None,
+        learning_rate=LEARNING_RATE,
+        num_steps=task.num_steps,
+    )
+
+
 class Watched:
     """The callback of our command."""
 
@@ -288,6 +303,7 @@ TOOLS: dict[str, Callable[[Task, Seen], None]] = {
     "TRL": partial(_with_trainer, of_trl=True),
     "TRL, checkpointing": partial(_with_trainer, of_trl=True, checkpointing=True),
     "Lightning Fabric": _with_fabric,
+    LITGPT: _with_litgpt,
 }
 """The others; ours is `ours`."""
 

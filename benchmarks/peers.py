@@ -5,7 +5,8 @@
 
 Hugging Face's Trainer (also with `torch_compile`), TRL's SFTTrainer, each with and without gradient checkpointing, and
 a Lightning Fabric script train the same model on the same rows as `thunder-memsave train` does (`peer_runs.py`). Ours
-runs without a budget, and with budgets below the peak that it has then. Each run is a process of its own; rounds are
+runs without a budget, and with budgets below the peak that it has then. With `--litgpt PATH`, a checkout of
+Lightning-AI/litgpt, its scripts run too (`peer_litgpt.py`). Each run is a process of its own; rounds are
 interleaved, and the median of a step's CPU time counts, so that other programs on the machine slow none of them alone.
 
 Bytes are those of tensors at the peak of a step, weights, gradients and optimizer states among them, as PyTorch's
@@ -32,6 +33,7 @@ from statistics import median
 
 import peer_runs
 import torch
+from peer_litgpt import VARIABLE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from thunder_memsave.configs.tiny import write_tokenizer
@@ -46,6 +48,9 @@ NUM_TOKENS = 261
 FULL_LOSSES, LORA_LOSSES = 1e-4, 1e-2
 """Largest difference of losses after all steps; adapters start with other random numbers."""
 OURS = "ours"
+REFERENCE = "Lightning Fabric"
+"""Losses are compared with its."""
+ALL = (*peer_runs.TOOLS, OURS)
 BUDGETS = (0.9, 0.8, 0.7)
 MIB = 2**20
 
@@ -117,6 +122,11 @@ class Measured:
 def main() -> None:
     """Measure all settings, and print and save a table."""
     arguments = _parser().parse_args()
+    arguments.tools = [tool for tool in ALL if tool in (REFERENCE, *arguments.tools)]
+    if arguments.litgpt is not None:
+        os.environ[VARIABLE] = str(arguments.litgpt.resolve())
+    else:
+        arguments.tools = [tool for tool in arguments.tools if tool != peer_runs.LITGPT]
     chosen = [
         Setting(size=size, has_adapter=has_adapter, vocabulary=vocabulary)
         for vocabulary in VOCABULARIES
@@ -127,21 +137,25 @@ def main() -> None:
     for setting in chosen:
         if arguments.only and setting.name not in arguments.only:
             continue
-        found[setting.name] = _measured(setting, num_rounds=arguments.rounds)
+        found[setting.name] = _measured(
+            setting, arguments.tools, arguments.budgets, num_rounds=arguments.rounds
+        )
         print("\n".join(_lines(setting, found[setting.name])), flush=True)
         if arguments.save:
             _save(arguments.save, found, chosen, num_rounds=arguments.rounds)
 
 
-def _measured(setting: Setting, *, num_rounds: int) -> Mapping[str, Measured]:
+def _measured(
+    setting: Setting, tools: Sequence[str], budgets: Sequence[float], *, num_rounds: int
+) -> Mapping[str, Measured]:
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         directory = Path(name)
         setting.write(directory)
         found: dict[str, Measured] = defaultdict(Measured)
         for _ in range(num_rounds):
-            for tool in (*peer_runs.TOOLS, OURS):
+            for tool in tools:
                 _run(tool, directory, found[tool])
-            for part in BUDGETS:
+            for part in budgets if OURS in tools else ():
                 budget = int(part * found[OURS].peaks[0])
                 _run(OURS, directory, found[f"ours, budget: {part} of its peak"], budget=budget)
         return dict(found)
@@ -181,7 +195,7 @@ def _run(tool: str, directory: Path, measured: Measured, *, budget: int | None =
 
 def _lines(setting: Setting, found: Mapping[str, Measured]) -> list[str]:
     fastest = min(m.step_s for tool, m in found.items() if _is_peer(tool))
-    reference = found["Lightning Fabric"].losses
+    reference = found[REFERENCE].losses
     limit = LORA_LOSSES if setting.has_adapter else FULL_LOSSES
     lines = [
         f"### {setting.name}",
@@ -234,6 +248,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="*", default=(), help="settings, such as 'small lora 16384'"
     )
+    parser.add_argument(
+        "--tools",
+        nargs="*",
+        choices=ALL,
+        default=ALL,
+        help=f"names of tools; all by default, and always {REFERENCE}",
+    )
+    parser.add_argument("--budgets", nargs="*", type=float, default=BUDGETS, help="parts of a peak")
+    parser.add_argument("--litgpt", type=Path, help="a checkout of litgpt, to run its scripts")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--save", type=Path, help="path of the table, without a suffix")
     return parser

@@ -96,8 +96,8 @@ class MemoryPlanner:
         self._agreed: dict[str, Run] = {}
         self._asked: Question | None = None
         """The last request for a plan, on rank 0."""
-        self.refused: Attempt | None = None
-        """The call that no plan fits, in tiles if it needs less so."""
+        self.refused: Tried | None = None
+        """The call that no plan fits, in the way in which it needs the least."""
         self.calls: list[PlannedCall] = []
         """Calls in the order in which they were planned."""
         self._pool_bytes = 0
@@ -257,7 +257,7 @@ class MemoryPlanner:
         tried = search.best()
         if tried.run.more_bytes <= 0:
             return tried.run
-        self.refused = tried.attempt
+        self.refused = tried
         assert self._budget_bytes is not None
         return refuse_budget(
             tried.offer,
@@ -290,10 +290,19 @@ class MemoryPlanner:
 
     def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> Run:
         """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective."""
+        if budget_bytes is None or not attempt.communicates:
+            return self._run(attempt, plan, None, budget_bytes)
+        at_once = None
+        if (
+            plan is not None and plan.predicted_peak_bytes > budget_bytes
+        ):  # on all ranks: it is rank 0's
+            at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
+            if at_once.more_bytes > 0:
+                return at_once
         run = self._run(attempt, plan, None, budget_bytes)
-        if run.more_bytes <= 0 or budget_bytes is None or not attempt.communicates:
+        if run.more_bytes <= 0:
             return run
-        at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
+        at_once = at_once or self._run(attempt, plan, NO_ROOM, budget_bytes)
         if at_once.more_bytes > 0:
             return at_once
         room = least_room(at_once.call.room(budget_bytes), self._data_parallel)

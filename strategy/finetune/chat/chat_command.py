@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
 from thunder_memsave.finetune.chat.options import ChatOptions
+from thunder_memsave.finetune.chat.run_path import require_directory
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -14,6 +16,10 @@ def run_chat(options: ChatOptions) -> int:
     Raises:
         ConfigError: the run or its base model cannot be used.
     """
+    if options.address is None:
+        require_directory(options.run)
+    if options.prompt is None and sys.stderr.isatty():
+        print(f"loading {options.address or options.run} ...", file=sys.stderr, flush=True)
     # These imports take seconds; mistakes in the arguments are found first.
     from transformers.utils import logging
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from thunder_memsave.callbacks.checkpoint import is_checkpoint_name, list_checkpoints
 from thunder_memsave.finetune.chat.options import BASE
+from thunder_memsave.finetune.chat.run_path import require_directory
 from thunder_memsave.finetune.export.export_command import ExportOptions, run_export
 from thunder_memsave.finetune.model.hub import model_directory
 from thunder_memsave.finetune.output.run_directory import RunDirectory
@@ -17,7 +18,6 @@ from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.settings.problems import ConfigError
 
 _ADAPTER_CONFIG, _MODEL_CONFIG = "adapter_config.json", "config.json"
-_MOST_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +44,7 @@ def find_weights(path: Path, temporary: Path, *, base: str | None = None) -> Fou
     Raises:
         ConfigError: there is nothing that can be loaded, or its base model is not there.
     """
-    if not path.is_dir():
-        raise ConfigError(f"there is no directory {path}; {_runs_beside(path)}")
+    require_directory(path)
     overrides = () if base is None else (f"{BASE}={base}",)
     if (path / _ADAPTER_CONFIG).is_file() or (path / _MODEL_CONFIG).is_file():
         return _exported(path, _run_config_near(path, overrides), base=base)
@@ -54,19 +53,6 @@ def find_weights(path: Path, temporary: Path, *, base: str | None = None) -> Fou
     if newest is not None:
         return _exported(newest, config)
     return _of_checkpoint(path, config, temporary, overrides)
-
-
-def _runs_beside(path: Path) -> str:
-    """Name the runs in the directory that was meant, or say what to name."""
-    found = sorted((file.parent for file in path.parent.glob("*/config.yaml")), key=_changed)
-    if not found:
-        return "name the output_dir of a run, such as runs/first, or an adapter/ in it."
-    shown = ", ".join(map(str, found[-_MOST_SHOWN:]))
-    return f"the newest runs there: {shown}. A run file names its directory under output_dir."
-
-
-def _changed(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def _of_checkpoint(

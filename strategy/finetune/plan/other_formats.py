@@ -192,7 +192,7 @@ class HeldBytes:
         self._states = _States(device_type)
 
     def of(self, config: RunConfig, weights: str, *, num_ranks: int) -> int:
-        """Return the bytes of each rank.
+        """Return the bytes of each rank at least; zero2 holds the whole weights from forward to backward.
 
         Args:
             config: The run in a form.
@@ -201,8 +201,13 @@ class HeldBytes:
         """
         if weights not in self._held:
             self._held[weights] = _Held(config, self._device_type)
-        found = _Bytes.of(self._held[weights], self._states, config, num_ranks)
-        return found.weights + found.optimizer
+        held = self._held[weights]
+        found = _Bytes.of(held, self._states, config, num_ranks)
+        if config.of_strategy.sharding.mode != "zero2":
+            return found.weights + found.optimizer
+        # But for an embedding, which backward does not read.
+        gathered = held.weight_bytes(1) - held.largest_bytes
+        return max(found.weights, gathered) + found.optimizer
 
 
 def formats_table(found: Sequence[Choice], *, budget_bytes: int | None) -> str:
@@ -228,20 +233,17 @@ class _Held:
     """The weights of a run in one form, without values."""
 
     def __init__(self, config: RunConfig, device_type: str) -> None:
-        self._device_type, self._strategy = device_type, config.of_strategy
+        self._device_type, strategy = device_type, config.of_strategy
         model = describe_model(config).train()
         self._trained = [(p.shape, p.dtype) for p in model.parameters() if p.requires_grad]
         self.largest_bytes = max(p.numel() * p.element_size() for p in model.parameters())
         stand_in(model, None)
-        kept = frozen_in_bytes(model, self._strategy.frozen_weights, data_parallel=None)
+        kept = frozen_in_bytes(model, strategy.frozen_weights, data_parallel=None)
         if kept is not None:
             kept.stand_in()
-        planned_fp8(model, self._strategy)
+        planned_fp8(model, strategy)
         self.is_dequantised = kept is not None
         self._weights = [(p.shape, p.dtype) for p in model.parameters()]
-
-    def num_shards(self, num_ranks: int) -> int:
-        return num_shards(self._strategy, num_ranks)
 
     def weight_bytes(self, num_shards: int) -> int:
         return self._bytes(self._weights, num_shards)
@@ -301,7 +303,7 @@ class _Bytes:
 
     @classmethod
     def of(cls, held: _Held, states: _States, config: RunConfig, num_ranks: int) -> _Bytes:
-        shards = held.num_shards(num_ranks)
+        shards = num_shards(config.of_strategy, num_ranks)
         return cls(
             weights=held.weight_bytes(shards),
             optimizer=states.num_bytes(config, held.trained_rows(shards)),

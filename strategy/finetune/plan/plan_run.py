@@ -293,10 +293,13 @@ class _Planner(MemoryPlanner):
         except BudgetError as error:
             if error.smallest_plan is None:
                 raise
+            assert self.refused is not None
             self.refusal = error
-            attempt = self.refused or attempt
             smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
-            return self._within(attempt, smallest, error.smallest_bytes).call
+            found = self.refused.run.call
+            call = replace(found, plan=smallest)
+            call.replayed.update(found.replayed)
+            return call
 
     @property
     def call(self) -> PlannedCall:

@@ -16,7 +16,13 @@ from thunder_memsave.budget import plan_request
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan.cheapest_change import Change, changes_that_should_fit
-from thunder_memsave.finetune.plan.other_formats import Known, choices, forms_of, with_values
+from thunder_memsave.finetune.plan.other_formats import (
+    HeldBytes,
+    Known,
+    choices,
+    forms_of,
+    with_values,
+)
 from thunder_memsave.finetune.plan.plan_run import RunPlan, plan_run
 from thunder_memsave.finetune.run.early_end import refused_budget
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
@@ -37,6 +43,19 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(config: RunConfig, num_ranks: int, device: str = "h200") -> RunPlan:
     return plan_run(config, device=DEVICES[device], num_ranks=num_ranks, has_curve=False)
+
+
+def test_what_each_sharding_holds_is_counted_for_one_run_after_the_other(run_file: str) -> None:
+    held = HeldBytes("cuda")
+
+    def of(sharding: str) -> int:
+        config = load_run_config(run_file, [f"--strategy.sharding={sharding}"])
+        return held.of(config, "bfloat16", num_ranks=4)
+
+    whole, gathered, sharded = map(of, ("none", "zero2", "zero3"))
+    assert sharded < whole / 2
+    assert sharded < gathered < whole
+    assert of("none") == whole
 
 
 @pytest.mark.parametrize("overrides", [(), ("--lora=null",)], ids=["lora", "full"])

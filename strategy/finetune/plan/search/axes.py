@@ -56,8 +56,19 @@ class Setting:
             return False
         has_no_more_bits = self.number_of_form >= other.number_of_form
         is_sharded_more = None in shardings or shardings[0] >= shardings[1]  # type: ignore[operator]  # of both
-        copies_more = _OFFLOADS[self.offload] >= _OFFLOADS[other.offload]
-        return has_no_more_bits and is_sharded_more and copies_more
+        return has_no_more_bits and is_sharded_more and self.copies_no_less(other)
+
+    def is_as_fast_as(self, other: Setting) -> bool:
+        """Tell whether both would take the same time but for what they recompute, gather and copy."""
+        return (self.device.name, self.num_ranks, self.number_of_form) == (
+            other.device.name,
+            other.num_ranks,
+            other.number_of_form,
+        )
+
+    def copies_no_less(self, other: Setting) -> bool:
+        """Tell whether this one copies to the host all that another does."""
+        return _OFFLOADS[self.offload] >= _OFFLOADS[other.offload]
 
 
 def settings_of(

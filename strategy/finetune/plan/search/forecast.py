@@ -12,6 +12,7 @@ from thunder_memsave.finetune.plan.speed import micro_batch_us, states_us, token
 from thunder_memsave.planner.report.step_work import sustained_us
 
 _TOKENS = 1_000_000
+_OF_WEIGHTS = ("parameter", "buffer", "gathered", "gradient", "accumulated", "optimizer", "other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +23,26 @@ class Forecast:
     peak_bytes: int
     """What it needs of the budget."""
     budget_bytes: int | None
-    next_bytes: int
-    """Estimated least bytes with twice the rows."""
+    constant_bytes: int
+    """What of the least bytes is weights and what belongs to them: with more rows it stays."""
+    least_bytes: int
+    """The smallest budget with which it fits, of tensors."""
     recompute_share: float
     """Part of the micro-batch's time that recomputes, the free wins included."""
     recomputes_for_budget: bool
     """Whether the budget makes it recompute, or wait for copies, or compute in tiles."""
     tokens_per_s: float
     """Of all ranks, without the optimizer's update, but with copies of states that are on the host."""
+
+    @property
+    def next_bytes(self) -> int:
+        """Estimated least bytes with twice the rows."""
+        return self.constant_bytes + 2 * self.working_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """What of the least bytes grows with the rows."""
+        return self.least_bytes - self.constant_bytes
 
     @classmethod
     def of_plan(cls, made: RunPlan) -> Forecast:
@@ -42,7 +55,8 @@ class Forecast:
             fits=made.fits,
             peak_bytes=known.peak_bytes,
             budget_bytes=made.budget_bytes,
-            next_bytes=_with_twice_the_rows(made, known),
+            constant_bytes=min(known.of(*_OF_WEIGHTS), made.smallest_bytes),
+            least_bytes=made.smallest_bytes,
             recompute_share=again_us / micro_batch_us(made),
             recomputes_for_budget=added_us > 0 or call.is_tiled or call.empties_cache,
             tokens_per_s=tokens_per_s(made),
@@ -66,10 +80,3 @@ class Row:
     def hours(self, num_tokens: int | None) -> float:
         """Return the hours for so many tokens; None: for a million."""
         return (num_tokens or _TOKENS) / self.forecast.tokens_per_s / 3600
-
-
-def _with_twice_the_rows(made: RunPlan, known: Known) -> int:
-    """Estimate the least bytes with twice the rows from the smallest plan: weights and what belongs to them stay."""
-    kinds = ("parameter", "buffer", "gathered", "gradient", "accumulated", "optimizer", "other")
-    constant = min(known.of(*kinds), made.smallest_bytes)
-    return 2 * made.smallest_bytes - constant

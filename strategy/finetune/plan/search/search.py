@@ -19,6 +19,10 @@ from thunder_memsave.planner.report.explain import in_units
 from thunder_memsave.settings.problems import ConfigError
 
 MOST_ROWS = 10
+_ROOM = 0.5
+"""Part of a budget that weights and states of the first setting may take; otherwise the roomiest is planned first."""
+_SURE = 0.8
+"""Part of what an estimate counts beside weights and states: others shard and gather more or less of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +65,7 @@ class Search:
 
     def run(self, settings: Iterable[Setting]) -> None:
         """Try all settings, each with the micro-batches that may be faster."""
-        for setting in settings:
+        for setting in self._roomiest_first(list(settings)):
             try:
                 rows = self._rows(setting)
             except ConfigError as error:  # a batch that the ranks do not divide
@@ -73,6 +77,25 @@ class Search:
                 if not setting.values:  # the run itself
                     raise
                 self._leave_out(setting, None, str(error))
+
+    def _roomiest_first(self, settings: list[Setting]) -> list[Setting]:
+        """Begin with a setting that fits if any does: what it needs beside weights tells which others cannot.
+
+        Of one form, the most and fastest devices come first, which fill the table.
+        """
+        settings = sorted(settings, key=lambda s: (-s.number_of_form, *_speed(s)), reverse=True)
+        keeping = [s for s in settings if s.keeps_numbers]
+        if not keeping or self._filled(settings[0]) <= _ROOM:
+            return settings
+        enough = 1.1 * min(map(self._filled, keeping))
+        roomy = [s for s in keeping if self._filled(s) <= enough]
+        found = min(roomy, key=lambda s: len(s.values))
+        return [found, *(setting for setting in settings if setting is not found)]
+
+    def _filled(self, setting: Setting) -> float:
+        """Return the part of the budget that weights and optimizer states take."""
+        budget = self.judges.budget_bytes(setting)
+        return 0.0 if budget is None else self.judges.held_bytes(setting) / budget
 
     @property
     def ranked(self) -> list[Row]:
@@ -133,6 +156,13 @@ class Search:
                 setting, num_rows, f"it cannot be faster than {better or 'the run as it is'}"
             )
             return None
+        if (about := self._too_many_bytes(setting, num_rows)) is not None:
+            reason = f"it is estimated to need {in_units(about)} at least"
+            self._leave_out(setting, num_rows, reason)
+            return _refused(about)
+        if self._is_below_the_table(setting, num_rows):
+            self._leave_out(setting, num_rows, f"it cannot be among the first {MOST_ROWS}")
+            return None
         values = self._values(setting, num_rows)
         change = self._change(setting, values)
         self.num_plans += 1
@@ -161,6 +191,34 @@ class Search:
         )
         return made
 
+    def _too_many_bytes(self, setting: Setting, num_rows: int) -> int | None:
+        """Estimate what a run needs at least if that exceeds its budget: its weights, and what others work with."""
+        budget = self.judges.budget_bytes(setting)
+        per_row = [
+            made.working_bytes / rows
+            for other, rows, made in self._planned
+            if made.fits and other.copies_no_less(setting)
+        ]
+        if budget is None or not per_row:
+            return None
+        about = self.judges.held_bytes(setting) + int(_SURE * min(per_row) * num_rows)
+        return about if about > budget else None
+
+    def _is_below_the_table(self, setting: Setting, num_rows: int) -> bool:
+        """Tell whether the table is full of better runs: by what a like run would do without recomputation."""
+        ranked = self.ranked
+        if len(ranked) < MOST_ROWS:
+            return False
+        last = ranked[-1]
+        if setting.keeps_numbers != last.keeps_numbers:
+            return last.keeps_numbers
+        free = [
+            made.tokens_per_s / (1 - made.recompute_share)
+            for other, rows, made in self._planned
+            if rows == num_rows and setting.is_as_fast_as(other)
+        ]
+        return bool(free) and max(free) < last.forecast.tokens_per_s
+
     def _no_slower(self, setting: Setting, num_rows: int) -> str | None:
         """Return a planned run that does no more than this one would, with as many rows, and recomputes nothing."""
         for other, rows, made in self._planned:
@@ -181,6 +239,26 @@ class Search:
         words = [f"--device={setting.device.name}"] if self.shows_devices else []
         words += [f"--world-size={setting.num_ranks}"] if self.shows_ranks else []
         return " ".join([*words, *(f"--{key}={shown(value)}" for key, value in values.items())])
+
+
+def _speed(setting: Setting) -> tuple[float, float]:
+    """Return FLOP/s and bytes per second of all devices."""
+    device, ranks = setting.device, setting.num_ranks
+    return ranks * max(device.flops_per_s.values()), ranks * device.memory_bytes_per_s
+
+
+def _refused(about_bytes: int) -> Forecast:
+    """Return what is said of a run that is estimated not to fit."""
+    return Forecast(
+        fits=False,
+        peak_bytes=about_bytes,
+        budget_bytes=None,
+        constant_bytes=0,
+        least_bytes=about_bytes,
+        recompute_share=0.0,
+        recomputes_for_budget=True,
+        tokens_per_s=0.0,
+    )
 
 
 def shown(value: object) -> str:

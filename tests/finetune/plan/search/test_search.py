@@ -21,7 +21,7 @@ from thunder_memsave.finetune.plan.search import search_command
 from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
 from thunder_memsave.finetune.plan.search.forecast import Forecast
 from thunder_memsave.finetune.plan.search.options import AXES
-from thunder_memsave.finetune.plan.search.search import Judges, Search, shown
+from thunder_memsave.finetune.plan.search.search import MOST_ROWS, Judges, Search, shown
 from thunder_memsave.finetune.plan.search.table import search_json, search_table
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
@@ -63,7 +63,8 @@ class Machine:
             fits=fits,
             peak_bytes=min(wanted, self.budget_bytes) if fits else least,
             budget_bytes=self.budget_bytes,
-            next_bytes=held + 2 * (least - held),
+            constant_bytes=held,
+            least_bytes=least,
             recompute_share=0.2 if recomputes else 0.0,
             recomputes_for_budget=recomputes,
             tokens_per_s=1e6 * setting.num_ranks / us_per_row,
@@ -139,6 +140,26 @@ def test_fewer_bits_and_more_shards_are_not_planned_where_nothing_is_recomputed(
     assert all("it cannot be faster than" in each.reason for each in found.left_out)
 
 
+def test_what_others_work_with_says_what_cannot_fit(config: RunConfig) -> None:
+    """Replicas of 60 GiB leave 20 of 80, and 4 shards work with 30 at least: the shards are planned, and first."""
+    machine = Machine(config, weights_bytes=60 * GIB, bytes_per_row=120 * GIB)
+    found = machine.search("sharding", num_ranks=(4,))
+    assert machine.planned[0] == {"": 4}
+    reasons = {each.change: each.reason for each in found.left_out}
+    assert reasons["--strategy.sharding=none"] == "it is estimated to need 84.00 GiB at least"
+
+
+def test_a_full_table_needs_no_plan_of_what_is_slower(config: RunConfig) -> None:
+    """All rows recompute; those on fewer ranks would be slower even if they recomputed nothing."""
+    machine = Machine(config, weights_bytes=40 * GIB, bytes_per_row=90 * GIB)
+    found = machine.search("sharding", "offload", num_ranks=(2, 16))
+    assert [row.num_ranks for row in found.ranked] == [16] * MOST_ROWS
+    on_two = [each for each in machine.planned if each[""] == 2]
+    assert len(on_two) <= 1  # the first of them says how fast they are
+    reason = f"it cannot be among the first {MOST_ROWS}"
+    assert any(each.reason == reason for each in found.left_out)
+
+
 def test_what_keeps_the_numbers_is_ranked_first(config: RunConfig) -> None:
     machine = Machine(config, bytes_per_row=70 * GIB)  # nf4 leaves room for all, bfloat16 does not
     ranked = machine.search("frozen_weights").ranked
@@ -150,7 +171,7 @@ def test_what_keeps_the_numbers_is_ranked_first(config: RunConfig) -> None:
 
 def test_a_batch_that_ranks_do_not_divide_is_left_out_with_the_reason(config: RunConfig) -> None:
     found = Machine(config).search("sharding", num_ranks=(3, 4), shows_ranks=True)
-    assert "which is not a multiple of 3" in found.left_out[0].reason
+    assert any("which is not a multiple of 3" in each.reason for each in found.left_out)
     assert {row.num_ranks for row in found.ranked} == {4}
     assert all("--world-size=4" in row.change for row in found.ranked)
 
