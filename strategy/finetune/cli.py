@@ -15,7 +15,13 @@ from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.finetune.chat.chat_command import run_chat
 from thunder_memsave.finetune.chat.options import parse_chat_options
 from thunder_memsave.finetune.export.export_command import parse_export_options, run_export
-from thunder_memsave.finetune.plan.plan_command import parse_options, run_plan, run_search
+from thunder_memsave.finetune.plan.plan_command import (
+    PLAN_OPTIONS,
+    parse_options,
+    run_plan,
+    run_search,
+)
+from thunder_memsave.finetune.process.messages import label_messages
 from thunder_memsave.finetune.process.signals import (
     end_as,
     received,
@@ -31,6 +37,7 @@ from thunder_memsave.finetune.process.stop import (
 )
 from thunder_memsave.finetune.run_file.keys.foreign_commands import suggested_command
 from thunder_memsave.finetune.run_file.launch import is_first_local, is_under_torchrun
+from thunder_memsave.finetune.run_file.reading.arguments import refuse_misspelt
 from thunder_memsave.finetune.run_file.reading.overrides import parse_overrides
 from thunder_memsave.finetune.run_file.reading.parse import RunFile, read_run_file
 from thunder_memsave.finetune.run_file.reading.report import Source, report
@@ -171,6 +178,7 @@ _SECONDS_TO_REPORT = 15.0
 _USER_ERROR = 2
 
 _VERBOSE = "--verbose"
+_OPTIONS_OF = {"train": (_VERBOSE,), "plan": PLAN_OPTIONS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         75 for SIGTERM and SIGUSR1 if all is saved, and else 128 plus the signal's number.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    label_messages()
     if argv is None and arguments[:1] == ["plan"]:
         leave_garbage()
     try:
@@ -301,6 +310,7 @@ def _with_run_file(
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(f"{command} needs a run file first: {usage}.")
     name, *overrides = arguments
+    refuse_misspelt(overrides, _OPTIONS_OF.get(command, ()), command=command)
     path = find_config(name)
     source = Source(path=path, name=shown_name(path))
     try:

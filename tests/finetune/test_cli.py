@@ -499,3 +499,27 @@ def test_ctrl_c_in_a_plan_is_one_word(
 
 def _raise(error: BaseException, arguments: list[str]) -> int:
     raise error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["plan", "llama3_8b_lora", "--wold-size", "8"],
+            "plan has no option '--wold-size'; did you mean '--world-size'",
+        ),
+        (
+            ["plan", "llama3_8b_lora", "--format"],
+            "plan has no option '--format'; did you mean '--formats'",
+        ),
+        (
+            ["train", "llama3_8b_lora", "--verbos"],
+            "train has no option '--verbos'; did you mean '--verbose'",
+        ),
+    ],
+)
+def test_a_misspelt_option_is_no_key(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

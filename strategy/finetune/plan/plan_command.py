@@ -52,6 +52,9 @@ _WORK = "--work"
 _LONGEST = "--longest"
 _FORMATS = "--formats"
 _WHAT_IF = "--what-if"
+_FLAGS = (_WORK, _LONGEST, _FORMATS, _WHAT_IF)
+PLAN_OPTIONS = (*_OPTIONS, *_FLAGS)
+"""The command's own options, beside keys of a run file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +85,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
         ConfigError: an option has no value, or an invalid one.
     """
     words = search_options.with_value(arguments)
-    given, others = take_options(words, _OPTIONS, flags={_WORK, _LONGEST, _FORMATS, _WHAT_IF})
+    given, others = take_options(words, _OPTIONS, flags=_FLAGS)
     rest = [word for each in others for word in each.typed]
     if "--budget" in given:
         rest.append(f"--memory.budget={given['--budget']}")

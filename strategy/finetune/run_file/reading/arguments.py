@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 
+from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.settings.problems import ConfigError
+
+_NEAR = 0.8
+"""Likeness of two words, from 0 to 1, from which one may be meant by the other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +64,22 @@ def take_options(
         else:
             given[each.name] = each.value or ""
     return given, rest
+
+
+def refuse_misspelt(arguments: Sequence[str], options: Collection[str], *, command: str) -> None:
+    """Refuse what is neither a key nor an option of a command, but nearly one of the latter.
+
+    Raises:
+        ConfigError: there is such an argument.
+    """
+    keys = {field.name for field in fields(RunConfig)}
+    for each in split_arguments(arguments, flags=options):
+        if each.name.startswith("--") and each.key.partition(".")[0] not in keys:
+            nearest = get_close_matches(each.name, options, n=1, cutoff=_NEAR)
+            if nearest and each.name not in options:
+                raise ConfigError(
+                    f"{command} has no option {each.name!r}; did you mean {nearest[0]!r}?"
+                )
 
 
 def split_arguments(arguments: Sequence[str], *, flags: Collection[str] = ()) -> Iterator[Argument]:
