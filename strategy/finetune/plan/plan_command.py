@@ -178,7 +178,7 @@ def run_search(run_file: RunFile, options: PlanOptions) -> int:
     from thunder_memsave.finetune.plan.search.search_command import SearchRun
 
     run = SearchRun.of(run_file, options.search)
-    with _ends_at_ctrl_c(run.shown), collector(runs=False):
+    with _ends_at_ctrl_c(run.interrupted), collector(runs=False):
         run.run()
     return run.report(options.json)
 

@@ -39,6 +39,11 @@ class Setting:
     """Keys of the run file with their new values."""
 
     @property
+    def as_plain(self) -> Setting:
+        """The same as other processes can be sent: read-only mappings cannot."""
+        return replace(self, device=replace(self.device, flops_per_s=dict(self.device.flops_per_s)))
+
+    @property
     def keeps_numbers(self) -> bool:
         """Whether it computes the numbers of the run as it is."""
         return not self.form.values

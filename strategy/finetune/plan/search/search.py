@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +33,25 @@ class LeftOut:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A run that is to be planned."""
+
+    values: Mapping[str, Any]
+    """Keys of the run file with their new values."""
+    setting: Setting
+
+
+_Try = Generator[Asked, Forecast | ThunderMemsaveError, None]
+"""The plans of one setting, one after the other: asks for each, and is sent what was found."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judges:
     """What a search asks of runs."""
 
-    plan: Callable[[Mapping[str, Any], Setting], Forecast]
-    """Plans the run with other values of keys, in a setting."""
+    plan_all: Callable[[Sequence[Asked]], Sequence[Forecast | ThunderMemsaveError]]
+    """Plans runs, at once if it can, and returns for each what there is to say, or why it cannot be planned."""
     held_bytes: Callable[[Setting], int]
     """Bytes of weights and optimizer states of each rank: no plan needs less."""
     budget_bytes: Callable[[Setting], int | None]
@@ -54,6 +67,8 @@ class Search:
     """Rows of an optimizer step, which stay."""
     judges: Judges
     say: Callable[[str], None]
+    num_at_once: int = 1
+    """Settings that are tried together."""
     shows_devices: bool = False
     """Whether there are several, so that each run names its own."""
     shows_ranks: bool = False
@@ -64,19 +79,38 @@ class Search:
     _planned: list[tuple[Setting, int, Forecast]] = field(default_factory=list)
 
     def run(self, settings: Iterable[Setting]) -> None:
-        """Try all settings, each with the micro-batches that may be faster."""
-        for setting in self._roomiest_first(list(settings)):
-            try:
-                rows = self._rows(setting)
-            except ConfigError as error:  # a batch that the ranks do not divide
-                self._leave_out(setting, None, str(error))
-                continue
-            try:
-                self._try(setting, rows)
-            except ConfigError as error:
-                if not setting.values:  # the run itself
-                    raise
-                self._leave_out(setting, None, str(error))
+        """Try all settings, each with the micro-batches that may be faster.
+
+        Settings are tried in their order, `num_at_once` at a time, and learn of each other's plans when all that were
+        begun together are made.
+        """
+        left = iter(self._roomiest_first(list(settings)))
+        running: list[tuple[_Try, Asked]] = []
+        most = 1  # the first alone, as it tells about the others
+        while True:
+            while len(running) < most and (setting := next(left, None)) is not None:
+                if (begun := _next(self._tried(setting))) is not None:
+                    running.append(begun)
+            if not running:
+                return
+            found = self.judges.plan_all([asked for _, asked in running])
+            sent = zip(running, found, strict=True)
+            continued = [_next(each, answer) for (each, _), answer in sent]
+            running = [each for each in continued if each is not None]
+            most = self.num_at_once
+
+    def _tried(self, setting: Setting) -> _Try:
+        try:
+            rows = self._rows(setting)
+        except ConfigError as error:  # a batch that the ranks do not divide
+            self._leave_out(setting, None, str(error))
+            return
+        try:
+            yield from self._try(setting, rows)
+        except ConfigError as error:
+            if not setting.values:  # the run itself
+                raise
+            self._leave_out(setting, None, str(error))
 
     def _roomiest_first(self, settings: list[Setting]) -> list[Setting]:
         """Begin with a setting that fits if any does: what it needs beside weights tells which others cannot.
@@ -108,7 +142,7 @@ class Search:
             self.config, axes=self.axes, num_ranks=setting.num_ranks, in_all=self.in_all
         )
 
-    def _try(self, setting: Setting, rows: Sequence[int]) -> None:
+    def _try(self, setting: Setting, rows: Sequence[int]) -> _Try:
         held, budget = self.judges.held_bytes(setting), self.judges.budget_bytes(setting)
         if budget is not None and held > budget:
             held_of = f"weights and optimizer states take {in_units(held)} of {in_units(budget)}"
@@ -116,13 +150,13 @@ class Search:
             return
         own = self.config.train.micro_batch_size or 1
         begin = max((i for i, n in enumerate(rows) if n <= own), default=0)
-        first = self._forecast(setting, rows[begin])
+        first = yield from self._forecast(setting, rows[begin])
         if first is None or first.fits:
-            self._more_rows(setting, rows[begin + 1 :], first)
+            yield from self._more_rows(setting, rows[begin + 1 :], first)
         else:
-            self._fewer_rows(setting, rows[:begin])
+            yield from self._fewer_rows(setting, rows[:begin])
 
-    def _more_rows(self, setting: Setting, rows: Sequence[int], before: Forecast | None) -> None:
+    def _more_rows(self, setting: Setting, rows: Sequence[int], before: Forecast | None) -> _Try:
         """Plan more rows at once as long as they fit and are faster."""
         budget = self.judges.budget_bytes(setting)
         for num_rows in rows:
@@ -130,7 +164,7 @@ class Search:
                 about = f"it is estimated to need {in_units(before.next_bytes)} at least"
                 self._leave_out(setting, num_rows, about)
                 return
-            after = self._forecast(setting, num_rows)
+            after = yield from self._forecast(setting, num_rows)
             if after is not None and not after.fits:
                 return
             if (
@@ -141,14 +175,16 @@ class Search:
                 return
             before = after or before
 
-    def _fewer_rows(self, setting: Setting, rows: Sequence[int]) -> None:
+    def _fewer_rows(self, setting: Setting, rows: Sequence[int]) -> _Try:
         """Plan fewer rows at once until they fit."""
         for num_rows in reversed(rows):
-            found = self._forecast(setting, num_rows)
+            found = yield from self._forecast(setting, num_rows)
             if found is None or found.fits:
                 return
 
-    def _forecast(self, setting: Setting, num_rows: int) -> Forecast | None:
+    def _forecast(
+        self, setting: Setting, num_rows: int
+    ) -> Generator[Asked, Forecast | ThunderMemsaveError, Forecast | None]:
         """Plan a run, unless one that is no slower is planned; None: it was not, or cannot be."""
         better = self._no_slower(setting, num_rows)
         if better is not None:
@@ -167,12 +203,11 @@ class Search:
         change = self._change(setting, values)
         self.num_plans += 1
         self.say(f"plan {self.num_plans}: {change or 'the run as it is'}")
-        try:
-            made = self.judges.plan(values, setting)
-        except ThunderMemsaveError as error:
-            if not values and not isinstance(error, BudgetError):
-                raise
-            self._leave_out(setting, num_rows, str(error))
+        made = yield Asked(values, setting)
+        if isinstance(made, ThunderMemsaveError):
+            if not values and not isinstance(made, BudgetError):  # the run itself
+                raise made
+            self._leave_out(setting, num_rows, str(made))
             return None
         self._planned.append((setting, num_rows, made))
         if not made.fits:
@@ -239,6 +274,16 @@ class Search:
         words = [f"--device={setting.device.name}"] if self.shows_devices else []
         words += [f"--world-size={setting.num_ranks}"] if self.shows_ranks else []
         return " ".join([*words, *(f"--{key}={shown(value)}" for key, value in values.items())])
+
+
+def _next(
+    each: _Try, answer: Forecast | ThunderMemsaveError | None = None
+) -> tuple[_Try, Asked] | None:
+    """Send an answer, and return what is asked next; None: nothing."""
+    try:
+        return each, next(each) if answer is None else each.send(answer)
+    except StopIteration:
+        return None
 
 
 def _speed(setting: Setting) -> tuple[float, float]:

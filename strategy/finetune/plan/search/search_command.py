@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from thunder_memsave.errors import DOES_NOT_FIT
 from thunder_memsave.finetune.plan.other_formats import HeldBytes, with_values
-from thunder_memsave.finetune.plan.plan_run import budget_of, plan_run
+from thunder_memsave.finetune.plan.plan_run import budget_of
 from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
 from thunder_memsave.finetune.plan.search.best_file import write_best
-from thunder_memsave.finetune.plan.search.forecast import Forecast
 from thunder_memsave.finetune.plan.search.options import SearchOptions
+from thunder_memsave.finetune.plan.search.planning import Planning, num_processes
 from thunder_memsave.finetune.plan.search.search import Judges, Search
 from thunder_memsave.finetune.plan.search.table import search_json, search_table
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
@@ -33,34 +30,45 @@ class SearchRun:
     options: SearchOptions
     search: Search
     num_ranks: tuple[int, ...]
+    planning: Planning
 
     @classmethod
     def of(cls, run_file: RunFile, options: SearchOptions) -> SearchRun:
         """Prepare a search."""
         config = run_file.config
         num_ranks = options.num_ranks or (world_size(config),)
+        num_at_once = num_processes()
+        planning = Planning(config, num_at_once)
         search = Search(
             config=config,
             axes=options.axes,
             in_all=batch_sizes(config.train, world_size=num_ranks[0]).global_batch_size,
-            judges=_judges(config),
+            judges=_judges(config, planning),
+            num_at_once=num_at_once,
             say=_say,
             shows_devices=len(options.devices) > 1,
             shows_ranks=len(num_ranks) > 1,
         )
-        return cls(run_file, options, search, num_ranks)
+        return cls(run_file, options, search, num_ranks, planning)
 
     def run(self) -> None:
         """Plan; minutes for each plan of a large model."""
         options = self.options
-        self.search.run(
-            settings_of(
-                self.run_file.config,
-                axes=options.axes,
-                num_ranks=self.num_ranks,
-                devices=options.devices,
-            )
+        settings = settings_of(
+            self.run_file.config,
+            axes=options.axes,
+            num_ranks=self.num_ranks,
+            devices=options.devices,
         )
+        try:
+            self.search.run(settings)
+        finally:
+            self.planning.end()
+
+    def interrupted(self) -> str:
+        """End the plans that are being made, and return the table of what was found so far."""
+        self.planning.kill()
+        return self.shown()
 
     def shown(self) -> str:
         """Return the table of what was found so far."""
@@ -89,18 +97,8 @@ class SearchRun:
         return config.train.max_steps * self.search.in_all * config.data.max_seq_length
 
 
-def _judges(config: RunConfig) -> Judges:
+def _judges(config: RunConfig, planning: Planning) -> Judges:
     held = {"cpu": HeldBytes("cpu"), "cuda": HeldBytes("cuda")}
-
-    def plan(values: Mapping[str, Any], setting: Setting) -> Forecast:
-        gc.collect()  # the traces of the plan before: Python's collector is off
-        made = plan_run(
-            with_values(config, values),
-            device=setting.device,
-            num_ranks=setting.num_ranks,
-            has_curve=False,
-        )
-        return Forecast.of_plan(made)
 
     def held_bytes(setting: Setting) -> int:
         of_type = held["cpu" if setting.device.name == "cpu" else "cuda"]
@@ -110,7 +108,7 @@ def _judges(config: RunConfig) -> Judges:
     def budget_bytes(setting: Setting) -> int | None:
         return budget_of(with_values(config, setting.values).of_strategy, setting.device)
 
-    return Judges(plan=plan, held_bytes=held_bytes, budget_bytes=budget_bytes)
+    return Judges(plan_all=planning.all, held_bytes=held_bytes, budget_bytes=budget_bytes)
 
 
 def _say(text: str) -> None:

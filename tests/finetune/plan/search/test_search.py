@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,21 @@ from typing import Any
 import pytest
 import yaml
 
-from thunder_memsave.errors import BudgetError
+from thunder_memsave.errors import BudgetError, ThunderMemsaveError
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan import plan_command
 from thunder_memsave.finetune.plan.plan_run import plan_run
-from thunder_memsave.finetune.plan.search import search_command
+from thunder_memsave.finetune.plan.search import planning, search_command
 from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
 from thunder_memsave.finetune.plan.search.forecast import Forecast
 from thunder_memsave.finetune.plan.search.options import AXES
-from thunder_memsave.finetune.plan.search.search import MOST_ROWS, Judges, Search, shown
+from thunder_memsave.finetune.plan.search.search import (
+    MOST_ROWS,
+    Asked,
+    Judges,
+    Search,
+    shown,
+)
 from thunder_memsave.finetune.plan.search.table import search_json, search_table
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
@@ -42,6 +49,8 @@ class Machine:
     bytes_per_row: int = 10 * GIB
     planned: list[dict[str, Any]] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
+    at_once: list[int] = field(default_factory=list)
+    """How many plans were asked for together."""
 
     def held_bytes(self, setting: Setting) -> int:
         shards = 1 if setting.sharding == "none" else setting.num_ranks
@@ -70,10 +79,20 @@ class Machine:
             tokens_per_s=1e6 * setting.num_ranks / us_per_row,
         )
 
+    def plan_all(self, asked: Sequence[Asked]) -> list[Forecast | ThunderMemsaveError]:
+        self.at_once.append(len(asked))
+        found: list[Forecast | ThunderMemsaveError] = []
+        for each in asked:
+            try:
+                found.append(self.plan(each.values, each.setting))
+            except ThunderMemsaveError as error:
+                found.append(error)
+        return found
+
     def search(self, *axes: str, num_ranks: tuple[int, ...] = (1,), **more: Any) -> Search:
         said: list[str] = []
         judges = Judges(
-            plan=self.plan,
+            plan_all=self.plan_all,
             held_bytes=self.held_bytes,
             budget_bytes=lambda setting: self.budget_bytes,
         )
@@ -85,6 +104,11 @@ class Machine:
         found.run(settings_of(self.config, axes=chosen, num_ranks=num_ranks, devices=devices))
         assert len(said) == found.num_plans == len(self.planned)
         return found
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_command, "num_processes", lambda: 1)
 
 
 @pytest.fixture
@@ -100,6 +124,17 @@ def test_rows_rise_while_they_fit_and_are_faster(config: RunConfig) -> None:
     best = found.ranked[0]
     assert best.change == "--train.micro_batch_size=4"
     assert best.forecast.recompute_share == 0.0
+
+
+def test_settings_are_planned_together_with_the_same_result(config: RunConfig) -> None:
+    one, three = Machine(config, bytes_per_row=90 * GIB), Machine(config, bytes_per_row=90 * GIB)
+    alone = one.search("sharding", "frozen_weights", num_ranks=(4,))
+    together = three.search("sharding", "frozen_weights", num_ranks=(4,), num_at_once=3)
+    assert set(one.at_once) == {1}
+    assert three.at_once[0] == 1  # what it finds tells about the others
+    assert max(three.at_once) == 3
+    assert together.ranked[0] == alone.ranked[0]
+    assert {row.change for row in together.found} >= {row.change for row in alone.found}
 
 
 def test_rows_that_cannot_fit_are_not_planned(config: RunConfig) -> None:
@@ -244,6 +279,30 @@ def test_the_command_writes_a_run_file_that_is_read_back(
     assert main(["plan", str(best), "--device=cpu", "--world-size=2"]) == 0
 
 
+def test_other_processes_plan_what_this_one_does(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(config, axes=("sharding",), num_ranks=[2], devices=[DEVICES["h100"]])
+    asked = [
+        Asked(settings[0].values, settings[0]),
+        Asked({"train.micro_batch_size": 3}, settings[0]),  # which 32 rows are no multiple of
+    ]
+    here, there = planning.Planning(config, 1).all(asked), planning.Planning(config, 2)
+    assert [type(each) for each in here] == [Forecast, ConfigError]
+    try:
+        assert [str(each) for each in there.all(asked)] == [str(each) for each in here]
+    finally:
+        there.end()
+
+    def broken(*_: object) -> None:
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(there._pool, "map", broken)
+    monkeypatch.setattr(planning, "_planned", lambda _, each: each)
+    assert len(there.all(asked)) == len(asked)
+    assert "plans are made one after the other" in caplog.text
+
+
 def test_ctrl_c_prints_the_table_so_far(
     run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +316,7 @@ def test_ctrl_c_prints_the_table_so_far(
     def end(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(search_command, "plan_run", plan)
+    monkeypatch.setattr(planning, "plan_run", plan)
     monkeypatch.setattr(os, "_exit", end)
     with pytest.raises(SystemExit) as ended:
         main(["plan", run_file, *COMMAND])

@@ -1,0 +1,99 @@
+"""Plans several runs at once, each in a process of its own, whose memory is given back with it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.finetune.plan.other_formats import with_values
+from thunder_memsave.finetune.plan.plan_run import plan_run
+from thunder_memsave.finetune.plan.search.forecast import Forecast
+from thunder_memsave.finetune.plan.search.search import Asked
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.measure.host_memory import free_host_bytes
+
+_log = logging.getLogger(__name__)
+
+_MOST_PROCESSES = 8
+_BYTES_OF_EACH = 6 << 30
+"""What a plan of a 70B model may take, libraries included."""
+
+
+def num_processes() -> int:
+    """Return how many plans this machine makes at once: one for each core, as far as there is memory."""
+    free_bytes = free_host_bytes()
+    fitting = _MOST_PROCESSES if free_bytes is None else free_bytes // _BYTES_OF_EACH
+    return max(1, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, fitting))
+
+
+class Planning:
+    """Plans runs that differ from one in the values of some keys."""
+
+    def __init__(self, config: RunConfig, num_at_once: int) -> None:
+        """`num_at_once`: plans at the same time; one by itself is made in this process."""
+        self._config, self._pool = config, None
+        if num_at_once > 1:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+            self._pool = ProcessPoolExecutor(
+                num_at_once,
+                mp_context=context,
+                initializer=_ignore_interrupts,
+                max_tasks_per_child=1,
+            )
+
+    def all(self, asked: Sequence[Asked]) -> list[Forecast | ThunderMemsaveError]:
+        """Plan all, and return for each what there is to say, or why it cannot be planned."""
+        if self._pool is None or len(asked) == 1:
+            return [_planned(self._config, each) for each in asked]
+        sent = [replace(each, setting=each.setting.as_plain) for each in asked]
+        try:
+            return list(self._pool.map(_planned, [self._config] * len(sent), sent))
+        except BrokenProcessPool:
+            _log.warning(
+                "a process ended while it planned, perhaps for want of memory; from here on plans are made one after "
+                "the other."
+            )
+            self.end()
+            self._pool = None
+            return self.all(asked)
+
+    def end(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def kill(self) -> None:
+        """End the processes in the middle of their plans, before this one ends."""
+        if self._pool is not None:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the process that asked, and garbage to the end, which is soon."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+
+
+def _planned(config: RunConfig, asked: Asked) -> Forecast | ThunderMemsaveError:
+    gc.collect()  # the traces of the plan before: Python's collector is off
+    setting = asked.setting
+    try:
+        made = plan_run(
+            with_values(config, asked.values),
+            device=setting.device,
+            num_ranks=setting.num_ranks,
+            has_curve=False,
+        )
+    except ThunderMemsaveError as error:
+        return error
+    return Forecast.of_plan(made)
