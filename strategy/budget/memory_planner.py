@@ -293,9 +293,7 @@ class MemoryPlanner:
         if budget_bytes is None or not attempt.communicates:
             return self._run(attempt, plan, None, budget_bytes)
         at_once = None
-        if (
-            plan is not None and plan.predicted_peak_bytes > budget_bytes
-        ):  # on all ranks: it is rank 0's
+        if self._is_hopeless(plan, budget_bytes):
             at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
             if at_once.more_bytes > 0:
                 return at_once
@@ -311,7 +309,12 @@ class MemoryPlanner:
             if run.more_bytes <= 0:
                 return run
             room = room.without(run.more_bytes)
-        return self._run(attempt, plan, NO_ROOM, budget_bytes)
+        return at_once
+
+    def _is_hopeless(self, plan: Plan | None, budget_bytes: int) -> bool:
+        """Tell whether a plan exceeds some rank's budget without any overlap, so that this is tried first."""
+        exceeds = plan is not None and plan.predicted_peak_bytes > budget_bytes
+        return largest(int(exceeds), self._data_parallel) > 0
 
     def _run(
         self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from thunder_memsave.finetune.data.prompts import prompts_of
 from thunder_memsave.finetune.model.documents_apart import mask_kind
-from thunder_memsave.finetune.run.job import Job
+from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.generated import Generated
+from thunder_memsave.settings.problems import ConfigError
+
+if TYPE_CHECKING:
+    from thunder_memsave.finetune.run.job import Job
+
+
+def check_answers(config: RunConfig, *, has_validation: bool) -> None:
+    """Refuse to ask for answers where there are no prompts.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if config.eval.answers and not has_validation:
+        raise ConfigError(
+            f"eval.answers is {config.eval.answers}, but the run has no validation data to take prompts from; give "
+            "data.dataset.init_args a val_path or a val_fraction, or leave eval.answers out.",
+            key="eval.answers",
+        )
 
 
 def generated_of(job: Job) -> Generated | None:

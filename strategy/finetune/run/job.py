@@ -22,6 +22,7 @@ from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.objectives.objective import Objective
 from thunder_memsave.finetune.output.run_directory import RunDirectory, checkpoint_to_resume
 from thunder_memsave.finetune.output.same_run import check_same_run
+from thunder_memsave.finetune.run.answers import check_answers
 from thunder_memsave.finetune.run.callbacks import (
     check_early_stopping,
     check_fp8_monitor,
@@ -205,6 +206,11 @@ def _check_callbacks(config: RunConfig, data: PreparedData[Any] | None, problems
         lambda: check_keep_best(config, has_validation=has_validation),
         reads=("callbacks", "checkpoint"),
         about="checkpoint.keep_best",
+    )
+    problems.check(
+        lambda: check_answers(config, has_validation=has_validation),
+        reads=("eval.answers",),
+        about="eval.answers",
     )
     problems.check(lambda: check_fp8_monitor(config), reads=("callbacks", "fp8"), about="callbacks")
 

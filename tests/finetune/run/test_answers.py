@@ -89,6 +89,15 @@ def test_of_a_pair_the_chosen_answer_is_expected(one_layer: Path, tmp_path: Path
         assert row["prompt"].strip() in each["prompt"]
 
 
+def test_without_validation_data_there_are_no_prompts(
+    one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = run_values(tmp_path, one_layer, eval={"answers": 1})
+    del values["data"]["dataset"]["init_args"]["val_fraction"]
+    assert main(["validate", str(write_run_file(tmp_path, values))]) == 2
+    assert "eval.answers is 1, but the run has no validation data" in capsys.readouterr().err
+
+
 def sample(targets: list[int]) -> Sample:
     ids = np.arange(1, len(targets) + 1, dtype=np.int32)
     return Sample(input_ids=ids, targets=np.array(targets, dtype=np.int32))

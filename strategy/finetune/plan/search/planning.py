@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing import util
 
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.finetune.plan.other_formats import with_values
@@ -76,6 +77,8 @@ class Planning:
         if self._pool is not None:
             for process in multiprocessing.active_children():
                 process.kill()
+            # Names of semaphores, of which a warning would say that they are left.
+            util._run_finalizers()  # type: ignore[attr-defined]  # what runs when a process ends otherwise
 
 
 def _ignore_interrupts() -> None:
