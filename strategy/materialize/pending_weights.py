@@ -44,7 +44,7 @@ def without_adapters(name: str) -> str | None:
 
 def load_on_setup(
     module: nn.Module,
-    weights: str | Path | Mapping[str, Tensor],
+    weights: str | Path | Mapping[str, Tensor] | TensorSource,
     *,
     rename: Rename = without_adapters,
 ) -> None:
@@ -54,7 +54,7 @@ def load_on_setup(
 
     Args:
         module: A model, or a part of one.
-        weights: A safetensors file, a file with a state dict, or a model directory; or tensors.
+        weights: A safetensors file, a file with a state dict, or a model directory; or tensors, or their source.
         rename: Returns None for parameters that the files do not have; they are initialised.
 
     Raises:
@@ -67,11 +67,10 @@ def load_on_setup(
             "already; make it with fabric.init_module(empty_init=True), or call "
             "fabric.load_raw(path, model) after setup."
         )
-    source = (
-        with_dequantized(StateDictSource(weights))
-        if isinstance(weights, Mapping)
-        else open_weights(weights)
-    )
+    if isinstance(weights, Mapping):
+        source = with_dequantized(StateDictSource(weights))
+    else:
+        source = open_weights(weights) if isinstance(weights, str | Path) else weights
     pending = PendingWeights(source=source, rename=rename)
     setattr(module, PENDING, pending)
 

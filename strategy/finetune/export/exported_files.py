@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,21 @@ from thunder_memsave.finetune.model.hub import model_directory
 from thunder_memsave.finetune.model.safetensors_files import WeightSpec, write_weights
 from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.materialize.pending_weights import open_weights
+from thunder_memsave.materialize.stacked_source import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a stack: rows of one of its entries."""
+
+    own: str
+    """The stack's name in the model."""
+    number: int
+    rows: slice
+
+    def of(self, stack: Tensor) -> Tensor:
+        """Return the part of this stack."""
+        return stack[self.number, self.rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +43,27 @@ class PlainModel:
 
     weights: tuple[WeightSpec, ...]
     own_names: Mapping[str, str]
-    """Name in the files -> name in the model."""
+    """Name in the files -> name in the model; parts of stacks are not in it."""
+    parts: Mapping[str, Part]
+    """Name in the files -> the part of a stack."""
     model: Any
     """The model without an adapter, on the meta device, with the config that is written."""
     merged: MergedWeights
+    _last: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """The last stack of which a part was read, as its parts are read one after the other."""
 
     def read(self, weight: WeightSpec) -> Tensor:
         """Read a weight, not yet rounded to the dtype of the files."""
-        return self.merged.read(self.own_names[weight.name])
+        if (part := self.parts.get(weight.name)) is None:
+            return self.whole(weight.name)
+        if part.own not in self._last:
+            self._last.clear()
+            self._last[part.own] = self.whole(part.own)
+        return part.of(self._last[part.own])
+
+    def whole(self, name: str) -> Tensor:
+        """Read a weight by its name in the files, or a stack by its name in the model."""
+        return self.merged.read(self.own_names.get(name, name))
 
 
 def write_adapter(trained: TrainedModel, directory: Path) -> None:
@@ -60,15 +88,22 @@ def whole_model(trained: TrainedModel, *, dtype: torch.dtype) -> PlainModel:
         model = _untied(model)
         groups = names_of_tensors(model)
     stored = stored_names(model, _names_in_files(trained))
-    own_names = {}
-    for names_of_one in groups:
-        own = next((name for name in names_of_one if name in stored), names_of_one[0])
-        own_names[stored.get(own, own)] = own
     tensors = model.state_dict(keep_vars=True)
-    specs = [_spec(file_name, tensors[own], dtype) for file_name, own in own_names.items()]
+    own_names, parts, specs = {}, {}, []
+    for names_of_one in groups:
+        own = next((name for name in names_of_one if name in stored.of), names_of_one[0])
+        if own in stored.stacks:
+            of_one = _parts(own, stored.stacks[own], tensors[own])
+            parts.update(of_one)
+            specs += [_spec(name, part.of(tensors[own]), dtype) for name, part in of_one.items()]
+        else:
+            file_name = stored.of.get(own, own)
+            own_names[file_name] = own
+            specs.append(_spec(file_name, tensors[own], dtype))
     return PlainModel(
         weights=tuple(specs),
         own_names=own_names,
+        parts=parts,
         model=model,
         merged=MergedWeights(trained.model, trained.read),
     )
@@ -108,6 +143,16 @@ def _untied(model: Any) -> Any:
     if hasattr(model, "generation_config"):
         untied.generation_config = model.generation_config
     return untied
+
+
+def _parts(own: str, stack: Stack, whole: Tensor) -> dict[str, Part]:
+    """Cut a stack as the files have it, whose parts in one entry are equally large."""
+    size = whole.shape[1] // len(stack.parts[0])
+    return {
+        name: Part(own, number, slice(place * size, (place + 1) * size))
+        for number, names in enumerate(stack.parts)
+        for place, name in enumerate(names)
+    }
 
 
 def _names_in_files(trained: TrainedModel) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,15 @@ def verify_whole_model(trained: TrainedModel, plain: PlainModel, directory: Path
     """
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     model = _on_meta(config)
-    source = open_source(directory)
-    file_names = _file_names(model, source)
-    specs = {spec.name: spec for spec in plain.weights}
+    files = open_source(directory)
+    names = stored_names(model, files.names())
+    source = names.source(files)
+    file_names = _file_names(model, source, names.of)
     rounded: set[str] = set()
 
     def value(name: str) -> Tensor:
         file_name = file_names[name]
-        stored, exact = source.read(file_name), plain.read(specs[file_name])
+        stored, exact = source.read(file_name), plain.whole(file_name)
         if not torch.equal(stored, exact.to(stored.dtype)):
             raise ExportError(
                 f"the weight {file_name!r} in the files is not the one that was trained; {_NOTHING}"
@@ -113,9 +115,10 @@ def verify_whole_model(trained: TrainedModel, plain: PlainModel, directory: Path
     return Verified(difference=difference, from_rounding=_distance(ours, theirs))
 
 
-def _file_names(model: nn.Module, source: TensorSource) -> dict[str, str]:
-    """Map all names of the model, tied twins included, to those in its files."""
-    stored = stored_names(model, source.names())
+def _file_names(
+    model: nn.Module, source: TensorSource, stored: Mapping[str, str]
+) -> dict[str, str]:
+    """Map all names of the model, tied twins included, to those in the source of its files."""
     names = {}
     for group in names_of_tensors(model):
         found = [stored[name] for name in group if name in stored]

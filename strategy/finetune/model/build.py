@@ -183,8 +183,9 @@ def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
         leave_unquantized(model, unquantized)
         if with_weights and settings.config is None:
             directory = model_directory(settings)
-            stored = stored_names(model, open_weights(directory).names())
-            load_on_setup(model, directory, rename=names_before(model, stored))
+            files = open_weights(directory)
+            stored = stored_names(model, files.names())
+            load_on_setup(model, stored.source(files), rename=names_before(model, stored.of))
             _keep_generation_config(model, directory)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(

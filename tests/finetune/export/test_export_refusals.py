@@ -29,6 +29,7 @@ from thunder_memsave.finetune.export.trained_model import find_trained_model
 from thunder_memsave.finetune.export.verified_export import _file_names, _on_meta
 from thunder_memsave.finetune.model.build import build_model, load_tokenizer
 from thunder_memsave.finetune.model.trained_part import trained_part
+from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.finetune.output.run_directory import RunDirectory
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.settings.problems import ConfigError
@@ -165,5 +166,6 @@ def test_files_with_other_weights_than_the_model_are_found(
         message = r"the files hold \['more'\], which the model has not; nothing was exported"
     save_file(weights, tmp_path / "model.safetensors")
     model = _on_meta(AutoConfig.from_pretrained(model_directory))
+    source = open_source(tmp_path)
     with pytest.raises(ExportError, match=message):
-        _file_names(model, open_source(tmp_path))
+        _file_names(model, source, stored_names(model, source.names()).of)
