@@ -313,8 +313,9 @@ class MemoryPlanner:
 
     def _is_hopeless(self, plan: Plan | None, budget_bytes: int) -> bool:
         """Tell whether a plan exceeds some rank's budget without any overlap, so that this is tried first."""
-        exceeds = plan is not None and plan.predicted_peak_bytes > budget_bytes
-        return largest(int(exceeds), self._data_parallel) > 0
+        if plan is None:
+            return False
+        return largest(int(plan.predicted_peak_bytes > budget_bytes), self._data_parallel) > 0
 
     def _run(
         self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
