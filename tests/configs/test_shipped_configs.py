@@ -104,7 +104,10 @@ def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> TinyRuns:
 
 
 def recorded_run(name: str) -> set[str]:
-    short = ("--train.max_steps=2", "--lr_scheduler.warmup_steps=1", "--eval.max_batches=1")
+    short = (
+        *("--train.max_steps=2", "--lr_scheduler.warmup_steps=1", "--eval.max_batches=1"),
+        "--eval.answers=1",  # so that it reads max_new_tokens, too
+    )
     config = run_file(DIRECTORY / f"{name}.yaml", *short, "--devices=1")
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -59,6 +60,7 @@ def build_model(config: RunConfig, tokenizer: Any) -> nn.Module:
         ConfigError: the model cannot be built, or does not fit the tokenizer or the data.
     """
     architecture = _architecture(config.model)
+    config = _with_its_attention(config, architecture)
     # Before the weights are fetched, which may be large.
     _check_fit(architecture, config)
     _check_vocabulary(architecture.get_text_config().vocab_size, tokenizer, config.model)
@@ -71,7 +73,9 @@ def build_base(config: RunConfig) -> nn.Module:
     Raises:
         ConfigError: the model cannot be built.
     """
-    return _model(_architecture(config.model), config, with_weights=True)  # type: ignore[no-any-return]
+    architecture = _architecture(config.model)
+    config = _with_its_attention(config, architecture)
+    return _model(architecture, config, with_weights=True)  # type: ignore[no-any-return]
 
 
 def describe_model(config: RunConfig) -> nn.Module:
@@ -82,8 +86,40 @@ def describe_model(config: RunConfig) -> nn.Module:
             be built.
     """
     architecture = _architecture_without_hub(config.model)
+    config = _with_its_attention(config, architecture)
     _check_fit(architecture, config)
     return _with_adapter(_model(architecture, config, with_weights=False), config)
+
+
+def with_attention(config: RunConfig, *, fetches: bool) -> RunConfig:
+    """Return the run with the implementation of attention that `auto` is for its model.
+
+    Args:
+        config: The run.
+        fetches: Whether the model's config may be fetched, if it is neither here nor in the run file.
+
+    Raises:
+        ConfigError: there is no such model, or its config cannot be read.
+    """
+    if config.model.attn_implementation != "auto":
+        return config
+    of_model = _architecture if fetches else _architecture_without_hub
+    return _with_its_attention(config, of_model(config.model))
+
+
+def _with_its_attention(config: RunConfig, architecture: Any) -> RunConfig:
+    if config.model.attn_implementation != "auto":
+        return config
+    name: Literal["sdpa", "eager"] = "sdpa" if _has_sdpa(architecture) else "eager"
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, attn_implementation=name)
+    )
+
+
+def _has_sdpa(architecture: Any) -> bool:
+    """Tell whether transformers has `sdpa` for a model; not for gpt-oss, for one, whose attention has sinks."""
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(architecture), None)
+    return bool(getattr(kind, "_supports_sdpa", True))
 
 
 def positions_of(config: RunConfig) -> int | None:
@@ -197,12 +233,12 @@ def _model(architecture: Any, config: RunConfig, *, with_weights: bool) -> Any:
 
 
 def _refuse_absent_attention(architecture: Any, settings: ModelConfig) -> None:
-    """Refuse `sdpa` for models that transformers has no such attention of, such as gpt-oss, with its sinks."""
-    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(architecture), None)
-    if settings.attn_implementation == "sdpa" and not getattr(kind, "_supports_sdpa", True):
+    """Refuse `sdpa` for models that transformers has no such attention of."""
+    if settings.attn_implementation == "sdpa" and not _has_sdpa(architecture):
         raise ConfigError(
             f"model.attn_implementation is sdpa, which transformers does not have for {architecture.model_type!r} "
-            "models; write model.attn_implementation: eager, whose scores are as long as the sequence squared.",
+            "models; leave it out, or write model.attn_implementation: eager, whose scores are as long as the sequence "
+            "squared.",
             key="model.attn_implementation",
         )
 

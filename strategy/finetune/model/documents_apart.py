@@ -22,12 +22,10 @@ scores)."""
 
 
 def mask_kind(config: RunConfig) -> MaskKind:
-    """Return the kind of mask that the rows of a run need."""
+    """Return the kind of mask that the rows of a run need, whose attention is not `auto` (`build.with_attention`)."""
     if not config.data.packing:
         return "none"
-    if config.model.attn_implementation != "sdpa":
-        return "additive"
-    return "boundaries"
+    return "additive" if config.model.attn_implementation == "eager" else "boundaries"
 
 
 def take_boundaries(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ from thunder_memsave.config import MemoryConfig, StrategyConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.process_group import make_data_parallel
 from thunder_memsave.errors import BudgetError
-from thunder_memsave.finetune.model.build import autocast_of, describe_model
+from thunder_memsave.finetune.model.build import autocast_of, describe_model, with_attention
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.objectives.loss_in_model import TRAINING, call_inputs, put_loss_in
 from thunder_memsave.finetune.objectives.objective import Objective
@@ -139,6 +139,7 @@ def plan_run(
         CompileError: it cannot be compiled.
         BudgetError: no plan was found at all.
     """
+    config = with_attention(config, fetches=False)
     strategy = _strategy(config, device, num_ranks)
     sizes = batch_sizes(config.train, world_size=num_ranks)
     budget_bytes = budget_of(strategy, device)

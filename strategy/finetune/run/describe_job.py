@@ -24,6 +24,7 @@ def describe_job(job: Job) -> str:
         "model": _model(job),
         **({} if job.fp8 is None else {"fp8": job.fp8}),
         **({} if job.in_bytes is None else {"frozen weights": job.in_bytes}),
+        **_attention(job),
         "data": job.data.summary,
         "batch": _batch(job),
         "steps": _steps(job),
@@ -32,6 +33,13 @@ def describe_job(job: Job) -> str:
     }
     lines = [_fact(name, text) for name, text in facts.items()]
     return "\n".join([*lines, "", *_sample(job), *_advice(job)])
+
+
+def _attention(job: Job) -> dict[str, str]:
+    length = job.config.data.max_seq_length
+    if job.config.model.attn_implementation != "eager":
+        return {}
+    return {"attention": f"eager: where it has scores, {length:,} x {length:,} of each head"}
 
 
 def card_facts(job: Job) -> dict[str, str]:

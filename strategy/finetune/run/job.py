@@ -16,7 +16,11 @@ from transformers.utils import logging as transformers_logging
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.finetune.data.batches import Sharding, num_steps_per_epoch
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
-from thunder_memsave.finetune.model.build import build_model, load_tokenizer
+from thunder_memsave.finetune.model.build import (
+    build_model,
+    load_tokenizer,
+    with_attention,
+)
 from thunder_memsave.finetune.model.hub import is_hub_name
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.objectives.objective import Objective
@@ -128,6 +132,8 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         about="output_dir" if config.resume is False else "resume",
     )
     tokenizer = _tokenizer(config, problems)
+    if tokenizer is not None:
+        config = _with_attention(config, problems)
     data = _data(config, tokenizer, problems)
     identity = None
     if sizes is not None and data is not None and not problems.is_broken("optimizer"):
@@ -227,6 +233,13 @@ def _tokenizer(config: RunConfig, problems: Problems) -> Any:
         reads=_keys("model", "name_or_path", "revision"),
         about="model.name_or_path",
     )
+
+
+def _with_attention(config: RunConfig, problems: Problems) -> RunConfig:
+    found = problems.check(
+        lambda: with_attention(config, fetches=True), reads=("model",), about="model.name_or_path"
+    )
+    return config if found is None else found
 
 
 def _data(config: RunConfig, tokenizer: Any, problems: Problems) -> PreparedData[Any] | None:

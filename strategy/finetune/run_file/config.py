@@ -70,8 +70,9 @@ class ModelConfig(Section):
     too, is 4 bits with a power of two for each 32 elements, as in gpt-oss; null keeps them in `dtype`. For 8-bit
     floating point see `fp8.frozen_weights`."""
 
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """Implementation of attention in transformers."""
+    attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
+    """Implementation of attention in transformers; `auto` is `sdpa` where it has that for the model, else `eager`,
+    whose scores are as long as the sequence squared."""
 
 
 @dataclass(frozen=True, kw_only=True)

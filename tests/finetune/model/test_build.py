@@ -20,7 +20,9 @@ from thunder_memsave.finetune.model.build import (
     describe_model,
     load_tokenizer,
     precision_of,
+    with_attention,
 )
+from thunder_memsave.finetune.model.documents_apart import mask_kind
 from thunder_memsave.finetune.run_file.config import ModelConfig, RunConfig, TrainConfig
 from thunder_memsave.materialize.fill import materialize
 from thunder_memsave.settings.problems import ConfigError
@@ -347,8 +349,33 @@ def test_keys_that_only_the_models_code_reads_are_taken() -> None:
         describe_model(run_config(Path("org/a"), lora=None, architecture=wrong))
 
 
+WITH_SINKS = {
+    **MIXTURE,
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "intermediate_size": 32,
+}
+
+
 def test_attention_that_transformers_does_not_have_is_named() -> None:
-    shape = {**MIXTURE, "model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 32}
+    shape = {"architecture": WITH_SINKS, "attn_implementation": "sdpa"}
     with pytest.raises(ConfigError, match="attn_implementation: eager") as error:
-        describe_model(run_config(Path("org/a"), lora=None, architecture=shape))
+        describe_model(run_config(Path("org/a"), lora=None, **shape))
     assert error.value.key == "model.attn_implementation"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "mask"),
+    [("gpt_oss", "eager", "additive"), ("llama", "sdpa", "boundaries")],
+)
+def test_attention_is_what_transformers_has_for_the_model(
+    model_type: str, kind: str, mask: str
+) -> None:
+    shape = WITH_SINKS if model_type == "gpt_oss" else {**llama_config(), "model_type": model_type}
+    config = run_config(Path("org/a"), lora=None, architecture=shape)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=True))
+    model: Any = describe_model(config)
+    assert model.config._attn_implementation == kind
+    chosen = with_attention(config, fetches=False)
+    assert chosen.model.attn_implementation == kind
+    assert mask_kind(chosen) == mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +109,8 @@ class Search:
         try:
             yield from self._try(setting, rows)
         except ConfigError as error:
-            if not setting.values:  # the run itself
+            is_one_of_several = self.shows_ranks or self.shows_devices
+            if not setting.values and not is_one_of_several:  # the run itself
                 raise
             self._leave_out(setting, None, str(error))
 
@@ -127,9 +129,12 @@ class Search:
         return [found, *(setting for setting in settings if setting is not found)]
 
     def _filled(self, setting: Setting) -> float:
-        """Return the part of the budget that weights and optimizer states take."""
-        budget = self.judges.budget_bytes(setting)
-        return 0.0 if budget is None else self.judges.held_bytes(setting) / budget
+        """Return the part of the budget that weights and states take; infinite where they cannot be divided."""
+        try:
+            budget = self.judges.budget_bytes(setting)
+            return 0.0 if budget is None else self.judges.held_bytes(setting) / budget
+        except ConfigError:  # which `_tried` tells of
+            return math.inf
 
     @property
     def ranked(self) -> list[Row]:

@@ -49,10 +49,14 @@ class Machine:
     bytes_per_row: int = 10 * GIB
     planned: list[dict[str, Any]] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
+    undivided: frozenset[int] = frozenset()
+    """Numbers of ranks that the weights cannot be divided into."""
     at_once: list[int] = field(default_factory=list)
     """How many plans were asked for together."""
 
     def held_bytes(self, setting: Setting) -> int:
+        if setting.num_ranks in self.undivided:
+            raise ConfigError("no groups of these.", key="strategy.sharding")
         shards = 1 if setting.sharding == "none" else setting.num_ranks
         return self.weights_bytes * _BITS.get(setting.form.weights, 16) // 16 // shards
 
@@ -209,6 +213,13 @@ def test_a_batch_that_ranks_do_not_divide_is_left_out_with_the_reason(config: Ru
     assert any("which is not a multiple of 3" in each.reason for each in found.left_out)
     assert {row.num_ranks for row in found.ranked} == {4}
     assert all("--world-size=4" in row.change for row in found.ranked)
+
+
+def test_ranks_that_weights_are_not_divided_into_do_not_end_the_search(config: RunConfig) -> None:
+    machine = Machine(config, weights_bytes=60 * GIB, undivided=frozenset({4}))
+    found = machine.search("sharding", num_ranks=(2, 4), shows_ranks=True)
+    assert found.ranked
+    assert any(each.reason == "no groups of these." for each in found.left_out)
 
 
 def test_a_change_that_is_refused_does_not_end_the_search(config: RunConfig) -> None:

@@ -212,7 +212,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
         ("model.dtype=float64", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
         ("model.dtype=bf16-true", "must be 'float32' or 'bfloat16'; did you mean 'bfloat16'?"),
         ("model.dtype=fp32", "must be 'float32' or 'bfloat16'; did you mean 'float32'?"),
-        ("model.attn_implementation=x", "must be 'sdpa' or 'eager'."),
+        ("model.attn_implementation=x", "must be one of 'auto', 'sdpa', 'eager'."),
         ("checkpoint.keep_last=-1", "is -1, but must be a whole number of at least 1."),
         ("checkpoint.keep_best=-1", "is -1, but must be a whole number of at least 0."),
         (f"train.epochs={2**31}", "train.epochs is 2147483648, but must be at most 2147483647."),
