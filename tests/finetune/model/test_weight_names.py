@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from harness.commands import run_command
 from harness.language_model import TINY_DECODER, run_values, write_run_file, write_tokenizer
 from thunder_memsave.checkpoints.sources import open_source
-from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.model.build import build_model
 from thunder_memsave.finetune.model.weight_names import stored_names
 from thunder_memsave.finetune.run_file.config import DataConfig, ModelConfig, RunConfig
@@ -96,8 +93,8 @@ def test_a_merged_export_has_the_names_of_the_files(tmp_path: Path) -> None:
     values = run_values(tmp_path, base, train={"max_steps": 1}, checkpoint={"every_n_steps": 1})
     values["lora"]["target_modules"] = ["q_proj", "v_proj"]
     del values["data"]["dataset"]["init_args"]["val_fraction"]
-    said("train", str(write_run_file(tmp_path, values)))
-    said("export", str(tmp_path / "run"), "--merge", f"--out={tmp_path / 'merged'}")
+    run_command("train", str(write_run_file(tmp_path, values)))
+    run_command("export", str(tmp_path / "run"), "--merge", f"--out={tmp_path / 'merged'}")
     before, after = (load_file(path / "model.safetensors") for path in (base, tmp_path / "merged"))
     assert before.keys() == after.keys()
     experts = [name for name in before if ".experts." in name]
@@ -111,15 +108,3 @@ def test_a_merged_export_has_the_names_of_the_files(tmp_path: Path) -> None:
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     for name, value in merged.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
-
-
-def said(*arguments: str) -> None:
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    handlers = {number: signal.getsignal(number) for number in signals}
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            assert main(list(arguments)) == 0, output.getvalue()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

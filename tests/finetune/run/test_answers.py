@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +11,14 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness.commands import run_command
 from harness.language_model import run_values, write_jsonl, write_run_file
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data.packing import pad
 from thunder_memsave.finetune.data.prompts import prompts_of
 from thunder_memsave.finetune.data.tokenize import IGNORED, Sample
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 OF_TWO = {"every_n_steps": 2, "max_batches": 1, "answers": 2, "max_new_tokens": 6}
-
-
-def train(path: Path, *overrides: str) -> str:
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            assert main(["train", str(path), *overrides]) == 0, output.getvalue()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return output.getvalue()
 
 
 def answers(run: Path) -> list[dict[str, Any]]:
@@ -57,7 +42,7 @@ def test_answers_are_those_of_transformers_and_peft(
 ) -> None:
     data = {"packing": packing}
     values = run_values(tmp_path, one_layer, data=data, eval=OF_TWO, optimizer=faster())
-    output = train(write_run_file(tmp_path, values))
+    output = run_command("train", str(write_run_file(tmp_path, values)))
     run = tmp_path / "run"
     found = answers(run)
     assert [each["step"] for each in found] == [0, 0, 2, 2, 4, 4]
@@ -67,7 +52,9 @@ def test_answers_are_those_of_transformers_and_peft(
     assert found[0]["answer"] != found[-2]["answer"]  # it has learned something
     assert f"answer after step 4: {found[-2]['prompt']!r} -> " in output
     before = (run / "answers.jsonl").read_bytes()
-    train(run / "config.yaml", f"--resume={run / 'checkpoints' / 'step-00000003'}")
+    run_command(
+        "train", str(run / "config.yaml"), f"--resume={run / 'checkpoints' / 'step-00000003'}"
+    )
     assert (run / "answers.jsonl").read_bytes() == before
 
 
@@ -82,7 +69,7 @@ def test_of_a_pair_the_chosen_answer_is_expected(one_layer: Path, tmp_path: Path
         eval={**OF_TWO, "every_n_steps": None, "answers": 1},
         train={"max_steps": 1},
     )
-    train(write_run_file(tmp_path, values))
+    run_command("train", str(write_run_file(tmp_path, values)))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for each in answers(tmp_path / "run"):
         (row,) = [row for row in rows if row["chosen"].strip() == each["expected"].strip()]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,15 +9,14 @@ import pytest
 import s3fs
 from moto import server
 
+from harness.commands import run_command
 from harness.language_model import run_values, write_run_file
 from harness.unsteady_store import content_of, write_checkpoint
 from thunder_memsave.checkpoints.addresses import AddressError, RunAtAddress
 from thunder_memsave.checkpoints.manifest import DamagedCheckpointError, read_manifest
-from thunder_memsave.finetune.cli import main
 
 ADAPTER = "adapter/adapter_model.safetensors"
 NAME = "step-00000004"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +112,7 @@ def test_a_run_goes_on_on_another_machine_with_the_same_bits(
     values = run_values(tmp_path, one_layer, checkpoint=section)
     values["model"]["name_or_path"] = model
     run_file = write_run_file(tmp_path, values)
-    run_here(run_file)
+    run_command("train", str(run_file))
     run, first, other = RunAtAddress(address), tmp_path / "run", tmp_path / "other"
     assert run.names() == ["step-00000002", NAME]
     uploaded = s3fs.S3FileSystem().cat_file(f"bucket/runs/first/{ADAPTER}")
@@ -128,19 +124,8 @@ def test_a_run_goes_on_on_another_machine_with_the_same_bits(
     run.get_export("adapter", tmp_path / "exported")
     assert content_of(tmp_path / "exported") == content_of(first / "adapter")
     run.delete(NAME)
-    run_here(run_file, f"--output_dir={other}", "--resume=auto")
+    run_command("train", str(run_file), f"--output_dir={other}", "--resume=auto")
     assert (other / ADAPTER).read_bytes() == uploaded
     signed = run.find(NAME)
     assert signed is not None
     assert signed.manifest == read_manifest(other / "checkpoints" / NAME)
-
-
-def run_here(path: Path, *overrides: str) -> None:
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            assert main(["train", str(path), *overrides]) == 0, output.getvalue()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
