@@ -36,7 +36,7 @@ _VERSION_KEYS = (
     *("size", "ETag", "etag", "md5Hash", "content_settings", "checksum", "generation", "mtime"),
     *("LastModified", "last_modified", "updated", "modified", "created"),
 )
-"""What fsspec's file systems call them."""
+"""Keys under which fsspec's file systems give a file's size, and its times or checksums."""
 
 
 class AddressError(ThunderMemsaveError, RuntimeError):

@@ -11,6 +11,7 @@
       training/    rows in, optimizer steps out: loop, evaluation, optimizer, learning rate
       process/     the other processes of this machine, signals, and why a run ended early
       output/      where a run writes, and from which checkpoint it goes on
+      disk_cache.py  what was computed or copied before, each entry whole or not at all
                           v
     export/        what was trained, in the formats of transformers and peft, verified
     plan/          what a run would hold, without running it

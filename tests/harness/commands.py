@@ -11,14 +11,15 @@ from thunder_memsave.finetune.cli import main
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def run_command(*arguments: str) -> str:
-    """Run a command that succeeds, and return what it printed; its handlers of signals do not outlive it."""
+def run_command(*arguments: str, code: int = 0) -> str:
+    """Run a command that ends with a code, and return what it printed; its handlers of signals do not outlive it."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            assert main(list(arguments)) == 0, output.getvalue()
+            ended = main(list(arguments))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    assert ended == code, output.getvalue()
     return output.getvalue()

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
-
 from thunder_memsave.checkpoints.addresses import AddressError, FilesAtAddress
+from thunder_memsave.finetune.disk_cache import cached
 from thunder_memsave.finetune.model.safetensors_files import sync_file
 from thunder_memsave.measure.disk_table import cache_directory
 from thunder_memsave.settings.problems import ConfigError
 
 _KEY = "model.name_or_path"
 _WEIGHTS_SUFFIX = ".safetensors"
-_PARTIAL = ".partial"
 
 
 # A second call in this process returns the same files, even if others are written there in between.
@@ -60,26 +56,15 @@ def model_from_address(address: str, *, files: Collection[str], with_weights: bo
 def _copied(source: FilesAtAddress, versions: Mapping[str, str]) -> Path:
     text = repr((source.address, sorted(versions.items())))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    directory = cache_directory() / "models" / f"{source.address.rpartition('/')[2]}-{digest}"
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(directory.with_name(f"{directory.name}.lock")):
-        if not directory.is_dir():
-            _copy(source, versions, directory)
-    return directory
+    key = f"{source.address.rpartition('/')[2]}-{digest}"
 
+    def copy(directory: Path) -> None:
+        print(f"copying {source.address} to {root / key}", file=sys.stderr, flush=True)
+        for number, name in enumerate(sorted(versions), start=1):
+            print(f"[{number}/{len(versions)}] {name}", file=sys.stderr, flush=True)
+            source.get(name, directory / name)
+            sync_file(directory / name)
 
-def _copy(source: FilesAtAddress, names: Collection[str], directory: Path) -> None:
-    """Copy all files; the directory is there once they are."""
-    print(f"copying {source.address} to {directory}", file=sys.stderr, flush=True)
-    partial = directory.with_name(f"{directory.name}{_PARTIAL}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
-    partial.mkdir()
-    try:
-        for number, name in enumerate(sorted(names), start=1):
-            print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
-            source.get(name, partial / name)
-            sync_file(partial / name)
-        os.rename(partial, directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    root = cache_directory() / "models"
+    waits_for = f"another process, which copies {source.address}"
+    return cached(root, key, copy, is_whole=lambda _: True, waits_for=waits_for)

@@ -52,7 +52,7 @@ def content(directory: Path) -> dict[str, bytes]:
 def test_what_a_run_needs_is_copied(files: dict[str, bytes], tmp_path: Path) -> None:
     assert content(directory_of(OF_MODEL)) == files
     assert sorted(p.suffix for p in (tmp_path / "cache/models").iterdir()) != []
-    assert not list((tmp_path / "cache/models").glob("*.partial"))
+    assert not list((tmp_path / "cache/models").glob("*.partial*"))
 
 
 def test_of_a_model_with_an_own_config_only_the_tokenizer_is_copied(
@@ -104,7 +104,7 @@ def test_a_copy_that_breaks_off_is_made_anew(
 
 def test_what_is_left_of_a_killed_copy_is_not_taken(files: dict[str, bytes]) -> None:
     directory = directory_of(OF_MODEL)
-    partial = directory.with_name(f"{directory.name}.partial")
+    partial = directory.with_name(f"{directory.name}.partial-host-1")
     directory.rename(partial)
     (partial / "model.safetensors").write_bytes(b"half")
     model_from_address.cache_clear()

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
+from harness.commands import run_command
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.callbacks.step_directories import list_checkpoints
 from thunder_memsave.checkpoints.manifest import Manifest, read_manifest
 from thunder_memsave.finetune.cli import main
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
 
 def run_here(path: Path, *overrides: str) -> str:
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            code = main(["train", str(path), *overrides])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert code == 0, output.getvalue()
-    return output.getvalue()
+    return run_command("train", str(path), *overrides)
 
 
 def manifests_of(run: Path) -> dict[int, Manifest]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +10,17 @@ from typing import Any
 import fsspec
 import pytest
 
+from harness.commands import run_command
 from harness.fabric import run_python
 from harness.language_model import run_values, write_run_file
 from harness.unsteady_store import UnsteadyStore, fail, steady, unsteady_store
 from thunder_memsave.callbacks.copies import CheckpointCopies
 from thunder_memsave.checkpoints.addresses import RunAtAddress
 from thunder_memsave.checkpoints.manifest import read_manifest
-from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.process.signals import EXIT_SAVED
 
 ADDRESS = "unsteady://bucket/run"
 ADAPTER = "adapter/adapter_model.safetensors"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +45,9 @@ def write_run(directory: Path, model: Path, **sections: Any) -> Path:
 
 
 def run_here(path: Path, *overrides: str, code: int = 0, command: str = "train") -> str:
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            ended = main([command, str(path), *overrides])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert ended == code, output.getvalue()
-    assert "Traceback" not in output.getvalue()
-    return output.getvalue()
+    output = run_command(command, str(path), *overrides, code=code)
+    assert "Traceback" not in output
+    return output
 
 
 def steps_at(address: str) -> list[str]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import shutil
-import signal
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import yaml
 
+from harness.commands import run_command
 from harness.distributed import SOAK_HANG_S
 from harness.fabric import run_python
 from harness.language_model import run_values, write_model, write_run_file
 from harness.seen_rows import seen_rows
-from thunder_memsave.finetune.cli import main
 
 # float32 sums in another order
 SUM_ORDER = 1e-5
@@ -54,17 +51,7 @@ def start(run_file: Path, directory: Path, mode: str, num_processes: int, *more:
     if num_processes > 1:
         run_python(["-m", "thunder_memsave", *command], num_forks=num_processes)
     else:
-        run_here(command)
-
-
-def run_here(command: list[str]) -> None:
-    """Run in this process, without the seconds that a new one takes to import everything."""
-    output, handler = io.StringIO(), signal.getsignal(signal.SIGINT)
-    try:
-        with redirect_stdout(output), redirect_stderr(output):
-            assert main(command) == 0, output.getvalue()
-    finally:
-        signal.signal(signal.SIGINT, handler)
+        run_command(*command)
 
 
 def go_on(run_file: Path, whole: Path, directory: Path, mode: str, num_processes: int) -> None:

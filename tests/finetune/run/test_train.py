@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import random
@@ -14,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness.commands import run_command
 from harness.fabric import run_python
 from harness.language_model import (
     prompt_rows,
@@ -41,7 +40,6 @@ from harness.language_model import (
 from thunder_memsave.budget import plan_request
 from thunder_memsave.callbacks.checkpoint import CheckpointInfo
 from thunder_memsave.checkpoints import StateMismatchError
-from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.data.batches import Sharding, step_rows
 from thunder_memsave.finetune.data.formats import PromptJSONL
 from thunder_memsave.finetune.model.build import build_model
@@ -73,14 +71,7 @@ def run(path: Path, *overrides: str, num_processes: int) -> str:
 
 def run_here(path: Path, *overrides: str, exit_code: int = 0) -> str:
     """Run in this process, without the seconds that a new one takes to import everything; return the output."""
-    output, handler = io.StringIO(), signal.getsignal(signal.SIGINT)
-    try:
-        with redirect_stdout(output), redirect_stderr(output):
-            code = main(["train", str(path), *overrides])
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert code == exit_code, output.getvalue()
-    return output.getvalue()
+    return run_command("train", str(path), *overrides, code=exit_code)
 
 
 def metrics_of(directory: Path) -> list[dict[str, float]]:

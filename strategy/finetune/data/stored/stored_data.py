@@ -16,7 +16,6 @@ from thunder_memsave.finetune.data.data_files import DataFiles, Source
 from thunder_memsave.finetune.data.files.read_rows import count_rows
 from thunder_memsave.finetune.data.formats import num_held_out
 from thunder_memsave.finetune.data.packing import Rows
-from thunder_memsave.finetune.data.stored.cache import cached
 from thunder_memsave.finetune.data.stored.identity import check_unchanged, identity_of, key_of
 from thunder_memsave.finetune.data.stored.places import StoredPlaces, write_places
 from thunder_memsave.finetune.data.stored.samples import SampleWriter, StoredSamples
@@ -29,7 +28,10 @@ from thunder_memsave.finetune.data.tokenize import (
     refuse_nothing_to_train,
     tokenized,
 )
+from thunder_memsave.finetune.disk_cache import cached
 from thunder_memsave.finetune.run_file.config import DataConfig
+from thunder_memsave.measure.disk_table import cache_directory
+from thunder_memsave.settings.problems import ConfigError
 
 _CONTENTS = "data.json"
 _CHUNK = 1000
@@ -61,7 +63,21 @@ def stored_data(dataset: DataFiles, config: DataConfig, tokenizer: Any) -> Store
         work.write(directory)
         check_unchanged(identity, dataset, config, tokenizer)
 
-    entry = cached(key_of(identity), make, is_whole=_is_whole)
+    root = cache_directory() / "data"
+    try:
+        entry = cached(
+            root,
+            key_of(identity),
+            make,
+            is_whole=_is_whole,
+            waits_for="another process, which tokenizes the data",
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"the tokens of the data cannot be written to {root}: {error.strerror or error}. Free some space there, or "
+            "name a directory of another disk in the environment variable THUNDER_MEMSAVE_CACHE.",
+            key="data.dataset.init_args.streaming",
+        ) from error
     contents = json.loads((entry / _CONTENTS).read_text(encoding="utf-8"))
     pad_id = pad_id_of(tokenizer)
     # One shape of batch for both.

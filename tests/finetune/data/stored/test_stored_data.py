@@ -29,9 +29,9 @@ from thunder_memsave.finetune.data.batches import (
 from thunder_memsave.finetune.data.packing import Rows
 from thunder_memsave.finetune.data.prepare import PreparedData, prepare_data
 from thunder_memsave.finetune.data.stored import places, stored_data
-from thunder_memsave.finetune.data.stored.cache import cached
 from thunder_memsave.finetune.data.stored.numbers_file import NumbersWriter
 from thunder_memsave.finetune.data.tokenize import Sample
+from thunder_memsave.finetune.disk_cache import cached
 from thunder_memsave.finetune.run_file.config import (
     ClassSpec,
     DataConfig,
@@ -338,7 +338,13 @@ def test_a_process_waits_for_another_that_makes_the_same_tokens(
         (directory / "whole").touch()
 
     def ask() -> Path:
-        return cached("key", make, is_whole=lambda entry: (entry / "whole").exists())
+        return cached(
+            cache / "data",
+            "key",
+            make,
+            is_whole=lambda entry: (entry / "whole").exists(),
+            waits_for="another process, which tokenizes the data",
+        )
 
     first = threading.Thread(target=ask)
     first.start()

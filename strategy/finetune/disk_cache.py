@@ -1,4 +1,4 @@
-"""Keeps what was computed from data files in a directory of the user's cache, each entry whole or not at all."""
+"""Keeps what was computed or copied in a directory of the user's cache, each entry whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,41 +13,38 @@ from pathlib import Path
 from typing import IO
 
 from thunder_memsave.finetune.run_file.launch import is_first_local
-from thunder_memsave.measure.disk_table import cache_directory
-from thunder_memsave.settings.problems import ConfigError
-
-_STREAMING = "data.dataset.init_args.streaming"
 
 
-def cached(key: str, make: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
+def cached(
+    root: Path,
+    key: str,
+    make: Callable[[Path], None],
+    *,
+    is_whole: Callable[[Path], bool],
+    waits_for: str,
+) -> Path:
     """Return the directory of an entry, which is made unless it is there.
 
     The processes of a machine ask for the same entry at once: one makes it, and the others wait.
 
     Args:
+        root: Directory of such entries, which is made unless it is there.
         key: Names the entry; equal only for equal contents.
         make: Writes the entry's files into an empty directory.
         is_whole: Whether a directory has all of them.
+        waits_for: What the others wait for, to be told.
 
     Raises:
-        ConfigError: the cache cannot be written; or `make` raises it.
+        OSError: the cache cannot be written; `make` raises its own errors.
     """
-    root = cache_directory() / "data"
     entry = root / key
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{key}.lock") as is_alone:
-            if entry.is_dir() and is_whole(entry):
-                return entry
-            if is_alone:
-                _remove_unfinished(root, key)
-            _make(entry, make)
-    except OSError as error:
-        raise ConfigError(
-            f"the tokens of the data cannot be written to {root}: {error.strerror or error}. Free some space there, or "
-            "name a directory of another disk in the environment variable THUNDER_MEMSAVE_CACHE.",
-            key=_STREAMING,
-        ) from error
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / f"{key}.lock", waits_for) as is_alone:
+        if entry.is_dir() and is_whole(entry):
+            return entry
+        if is_alone:
+            _remove_unfinished(root, key)
+        _make(entry, make)
     return entry
 
 
@@ -73,22 +70,21 @@ def _remove_unfinished(root: Path, key: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def _locked(path: Path, waits_for: str) -> Iterator[bool]:
     """Hold a lock between processes, and tell whether the file system has any; renames are safe without one."""
     with path.open("w") as file:
         try:
-            _lock(file)
+            _lock(file, waits_for)
             is_alone = True
         except OSError:
             is_alone = False
         yield is_alone
 
 
-def _lock(file: IO[str]) -> None:
+def _lock(file: IO[str], waits_for: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if is_first_local():  # which alone reports progress
-            told = "waiting for another process, which tokenizes the data"
-            print(told, file=sys.stderr, flush=True)
+            print(f"waiting for {waits_for}", file=sys.stderr, flush=True)
         fcntl.flock(file, fcntl.LOCK_EX)
