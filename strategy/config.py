@@ -122,14 +122,19 @@ class MemoryConfig(Section):
     recompute: tuple[str, ...] = ()
     """Names of modules, or patterns, as for `keep`: their activations are recomputed in backward."""
 
-    offload: Literal["none", "activations", "optimizer", "all"] = "none"
+    offload: Literal["auto", "none", "activations", "optimizer", "all"] = "auto"
     """`activations` lets the plan copy activations to the host in forward, and back in backward, where
     that takes less time than recomputing them, or nothing else fits. `optimizer` keeps the states of optimizers
     on the host; `optimizer.step()` copies them in and out piece by piece. `all` is both. Copies run beside what
-    computes. Not yet run on a GPU, and therefore off."""
+    computes. `auto` does so only where no plan fits otherwise, and never on the CPU. Not yet run on a GPU."""
 
     host_budget: Literal["auto"] | Bytes = "auto"
     """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether it is left to the plan what goes to the host."""
+        return self.offload == "auto" and self.policy == "plan"
 
     @property
     def offloads_activations(self) -> bool:

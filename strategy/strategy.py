@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from thunder_memsave.config import (
     load_strategy_config,
 )
 from thunder_memsave.fabric.accumulation import Accumulation, refuse_unreduced
+from thunder_memsave.fabric.counted_step import CountedStep
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.fabric.measured_backward import MeasuredBackward
 from thunder_memsave.fabric.module_setup import ModuleSetup, has_meta
@@ -48,8 +48,6 @@ from thunder_memsave.fabric.refusals import fit_optimizer
 from thunder_memsave.fabric.state_hooks import StateHooks
 from thunder_memsave.fp8.compute.steps import Fp8Steps
 from thunder_memsave.fp8.recipe import refuse_own_scales
-from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
-from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
 from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
 from thunder_memsave.settings.schema import field_names, parse_section
@@ -136,7 +134,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._caller = StepMemory()
+        self._counted = CountedStep(self._modules, self._optimizers, self._accumulation)
         self._fp8_steps: Fp8Steps | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
@@ -229,35 +227,19 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             data_parallel=self.data_parallel,
             device=self.root_device,
             step_memory=self._step_memory,
+            states=self._counted.states,
             available_bytes=self.available_bytes,
             ranks_per_node=self.num_processes,
         )
 
     def _step_memory(self) -> StepMemory:
-        """Measure a step's memory with the optimizers set up so far; set them up before the model's first call."""
-        clip = partial(clip_norm, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)
-        try:
-            memory = step_memory(
-                list(self._optimizers),
-                clip=clip,
-                accumulates=self._accumulation.was_used,
-                other_bytes=self._caller.other_bytes,
-                between_bytes=self._caller.between_bytes,
-                loss_allocations=self._caller.loss_allocations,
-            )
-        except StepMemoryError as error:
-            if self._module_setup.budget_bytes is not None:
-                raise
-            _log.warning("the plan counts no optimizer: %s", error)
-            memory = self._caller
-        return replace(memory, gradient_bytes=memory.gradient_bytes + self._kept_bytes())
+        """Count a step with the optimizers set up so far; set them up before the model's first call."""
+        return self._counted.memory(has_budget=self._module_setup.budget_bytes is not None)
 
-    def _kept_bytes(self) -> int:
-        """Return the bytes of whole gradients that are kept between micro-batches."""
-        if not self._accumulation.was_used:
-            return 0
-        keeping = [m for m in self._modules if m.unreduced.may_keep]
-        return sum(whole_gradient_bytes(m.module.parameters()) for m in keeping)
+    @override
+    def _before_states(self) -> None:
+        if self._optimizers:
+            self._module_setup.make_room(m.module for m in self._modules)
 
     def count_caller(
         self, *, between_bytes: int = 0, other_bytes: int = 0, loss_allocations: Allocations = ()
@@ -270,7 +252,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             other_bytes: Bytes that the script holds all the time, such as queued batches.
             loss_allocations: Those of `between_bytes`, if known; only the simulation of what is reserved uses them.
         """
-        self._caller = StepMemory(
+        self._counted.caller = StepMemory(
             between_bytes=between_bytes,
             other_bytes=other_bytes,
             loss_allocations=loss_allocations,

@@ -14,6 +14,7 @@ import torch
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.limits import Limit
+from thunder_memsave.budget.offload.last_resort import LastResort, best_of
 from thunder_memsave.budget.offload.terms import beside_states
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
@@ -68,6 +69,7 @@ class MemoryPlanner:
         times: MeasuredTimes | None = None,
         by_transformer_engine: bool = False,
         offload: OffloadTerms | None = None,
+        last_resort: LastResort | None = None,
     ) -> None:
         """Store what plans depend on besides the call.
 
@@ -82,6 +84,7 @@ class MemoryPlanner:
             times: Measured costs for plans that run here; None: the rates of `device`.
             by_transformer_engine: Whether it computes the fp8 products, in a workspace of its own.
             offload: On which plans may copy values to the host; None: they do not.
+            last_resort: What may go to the host where no plan fits without; None: nothing.
         """
         self._memory = memory
         self.device = device
@@ -90,7 +93,7 @@ class MemoryPlanner:
         self._data_parallel = data_parallel
         self._step_memory = step_memory
         self._device_type = device_type
-        self._times, self._offload = times, offload
+        self._times, self._offload, self._last_resort = times, offload, last_resort
         self._te_bytes = te_workspace_bytes(device) if by_transformer_engine else 0
         self.profiles = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, Run] = {}
@@ -162,6 +165,7 @@ class MemoryPlanner:
             known=self.profiles,
             memory=self.memory_beside(arguments.unread_bytes),
             device=self.device,
+            offload=self._offload,
         )
         plan = self._planned if is_joint(traces.joint.bound_symbols) else self._evaluated
         self.calls.append(call := plan(attempt))
@@ -245,16 +249,14 @@ class MemoryPlanner:
         return run.call
 
     def _fitting(self, attempt: Attempt) -> Run:
-        """Plan until the traces that run fit on every rank, the ways to carry the call out one after the other."""
-        search = WaySearch(
+        """Plan until the traces that run fit on every rank, at last with more on the host."""
+        tried = best_of(
             attempt,
-            lambda way: self._tried(way, structure_of(way.graph)),
+            self._last_resort,
+            self._best,
             budget_bytes=self._budget_bytes,
-            is_reserved=self._limit.is_reserved,
-            device=self.device,
             data_parallel=self._data_parallel,
         )
-        tried = search.best()
         if tried.run.more_bytes <= 0:
             return tried.run
         self.refused = tried
@@ -265,6 +267,18 @@ class MemoryPlanner:
             more_bytes=tried.run.more_bytes,
             data_parallel=self._data_parallel,
         )
+
+    def _best(self, attempt: Attempt) -> Tried:
+        """Try the ways to carry a call out one after the other."""
+        search = WaySearch(
+            attempt,
+            lambda way: self._tried(way, structure_of(way.graph)),
+            budget_bytes=self._budget_bytes,
+            is_reserved=self._limit.is_reserved,
+            device=self.device,
+            data_parallel=self._data_parallel,
+        )
+        return search.best()
 
     def _tried(self, attempt: Attempt, structure: str) -> Tried:
         """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""
@@ -292,15 +306,11 @@ class MemoryPlanner:
         """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective."""
         if budget_bytes is None or not attempt.communicates:
             return self._run(attempt, plan, None, budget_bytes)
-        at_once = None
-        if self._is_hopeless(plan, budget_bytes):
-            at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
-            if at_once.more_bytes > 0:
-                return at_once
-        run = self._run(attempt, plan, None, budget_bytes)
-        if run.more_bytes <= 0:
-            return run
-        at_once = at_once or self._run(attempt, plan, NO_ROOM, budget_bytes)
+        if not self._is_near(attempt, plan, budget_bytes):
+            run = self._run(attempt, plan, None, budget_bytes)
+            if run.more_bytes <= 0:
+                return run
+        at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
         if at_once.more_bytes > 0:
             return at_once
         room = least_room(at_once.call.room(budget_bytes), self._data_parallel)
@@ -311,11 +321,12 @@ class MemoryPlanner:
             room = room.without(run.more_bytes)
         return at_once
 
-    def _is_hopeless(self, plan: Plan | None, budget_bytes: int) -> bool:
-        """Tell whether a plan exceeds some rank's budget without any overlap, so that this is tried first."""
+    def _is_near(self, attempt: Attempt, plan: Plan | None, budget_bytes: int) -> bool:
+        """Tell whether a plan leaves some rank no room for one more collective in flight, so that it needs limits."""
         if plan is None:
             return False
-        return largest(int(plan.predicted_peak_bytes > budget_bytes), self._data_parallel) > 0
+        needed_bytes = plan.predicted_peak_bytes + attempt.collective_bytes
+        return largest(int(needed_bytes > budget_bytes), self._data_parallel) > 0
 
     def _run(
         self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
@@ -386,7 +397,7 @@ class MemoryPlanner:
             generator_state_bytes=generator_state_bytes(self.device),
             costs=f"rates of {self.device.name}",
             reuses_runs=not self._limit.is_reserved,
-            offload=beside_states(self._offload, attempt.memory.host_bytes),
+            offload=beside_states(attempt.offload, attempt.memory.host_bytes),
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)

@@ -46,6 +46,7 @@ from thunder_memsave.planner.reserved import (
     reserved_bytes,
     reserved_or_reason,
 )
+from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.planner.simulate import Profile, simulate
 
 _numbers = count()
@@ -178,6 +179,8 @@ class Attempt:
     device: Device | None = None
     """The device whose rates say how long copies to the host take; None: plans have none."""
     way: Way = field(default_factory=Way)
+    offload: OffloadTerms | None = None
+    """On which plans may copy values to the host; None: they do not."""
 
     @classmethod
     def of(
@@ -189,6 +192,7 @@ class Attempt:
         known: OpProfiles,
         memory: StepMemory,
         device: Device | None = None,
+        offload: OffloadTerms | None = None,
     ) -> Attempt:
         """Extract the graph of a call's joint trace."""
         added = adding(memory, arguments)
@@ -200,16 +204,17 @@ class Attempt:
             added=added,
         )
         graph = with_zeros(graph, traces.joint)
-        return cls(traces, steps, graph, arguments, known, memory, added, device)
+        found = cls(traces, steps, graph, arguments, known, memory, added, device)
+        return replace(found, offload=offload)
 
     def in_way(self, way: Way) -> Attempt | None:
         """Return this call, which must be whole and with its largest tiles, in a way; None: it has no such tiles."""
         assert self.way == Way(), "others are made of the first"
         traces = self.traces
         if way.is_tiled:
-            if traces.tiled is None:
+            if (tiled := traces.tiled()) is None:
                 return None
-            traces = replace(traces, joint=traces.tiled, tiled=None)
+            traces = replace(traces, joint=tiled)
         if way.loss_divisor > 1:
             joint = divide_loss_tiles(traces.joint, way.loss_divisor)
             if joint is traces.joint:
@@ -224,6 +229,7 @@ class Attempt:
             known=self.known,
             memory=self.memory,
             device=self.device,
+            offload=self.offload,
         )
         return replace(found, way=way)
 
@@ -240,6 +246,13 @@ class Attempt:
     def communicates(self) -> bool:
         """True if the call has collectives, which could be in flight during computation."""
         return any(op.sent_bytes for op in self.graph.ops)
+
+    @property
+    def collective_bytes(self) -> int:
+        """The most that a collective makes."""
+        storages = self.graph.storages
+        sends = [op for op in self.graph.ops if op.sent_bytes]
+        return max((sum(storages[s].nbytes for s in op.makes) for op in sends), default=0)
 
     def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
         """Carry a plan out, and simulate what runs.

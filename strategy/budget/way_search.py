@@ -85,8 +85,7 @@ class WaySearch:
 
     def _attempts(self, refused: Sequence[Tried]) -> Iterator[Attempt]:
         """Yield the ways, with smaller tiles of losses where those would do; `refused` has those before."""
-        has_tiles = not self._is_on_any(self._first.traces.tiled is None)
-        for of_largest in ways(has_tiles=has_tiles, is_reserved=self._is_reserved):
+        for of_largest in ways(is_reserved=self._is_reserved):
             way: Way | None = of_largest
             while way is not None:
                 attempt = self._in_way(way)

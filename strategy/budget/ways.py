@@ -38,13 +38,12 @@ class Way:
         return None if divisor is None else replace(self, loss_divisor=divisor)
 
 
-def ways(*, has_tiles: bool, is_reserved: bool) -> Iterator[Way]:
+def ways(*, is_reserved: bool) -> Iterator[Way]:
     """Yield the ways with the largest tiles of losses, from the one that costs least.
 
     Args:
-        has_tiles: Whether there are wide values that can be in tiles.
         is_reserved: Whether the budget is one of reserved bytes.
     """
     for empties_cache in (False, True) if is_reserved else (False,):
-        for is_tiled in (False, True) if has_tiles else (False,):
+        for is_tiled in (False, True):
             yield Way(is_tiled=is_tiled, empties_cache=empties_cache)

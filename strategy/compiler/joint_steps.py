@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
+from thunder.core.trace import TraceCtx
 from thunder.transforms.autodiff import (
     grad_transform_on_trace,
 )
@@ -41,14 +42,18 @@ def claim(state: State) -> State:
 
 
 def tile(state: State) -> State:
-    """Make the same trace with wide values in tiles, of which plans make use where nothing else fits."""
+    """Offer the same trace with wide values in tiles, of which plans make use where nothing else fits."""
     facts = state.facts
     if facts.planner is None or not facts.planner.has_budget:
         return state
     kinds = facts.arguments.kinds
     weights = [a.name for a in state.joint.args if kinds.get(a.name) in ("parameter", "buffer")]
-    tiled = tile_rows(state.joint, weights=weights)
-    return state if tiled is state.joint else replace(state, tiled=tiled)
+
+    def tiled() -> TraceCtx | None:
+        found = tile_rows(state.joint, weights=weights)
+        return None if found is state.joint else found
+
+    return replace(state, tiled=cache(tiled))
 
 
 def gather_again(state: State) -> State:
@@ -61,8 +66,12 @@ def gather_again(state: State) -> State:
     change = regather if state.facts.planner is None else regather_forward
     if not state.facts.regathers:
         change = partial(dequantize_at_use, in_backward=state.facts.planner is None)
-    tiled = None if state.tiled is None else change(state.tiled)
-    return replace(state, joint=change(state.joint), tiled=tiled)
+
+    def tiled() -> TraceCtx | None:
+        found = state.tiled()
+        return None if found is None else change(found)
+
+    return replace(state, joint=change(state.joint), tiled=cache(tiled))
 
 
 def plan(state: State) -> State:

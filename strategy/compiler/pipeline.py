@@ -29,6 +29,10 @@ def _tried(name: str, does: str, do: Callable[[State], State]) -> Step[State]:
     return Step(name=name, does=does, do=do, is_tried=True)
 
 
+def _acted(name: str, does: str, do: Callable[[State], State]) -> Step[State]:
+    return Step(name=name, does=does, do=do, is_tried=True, reads_actions_alone=True)
+
+
 STEPS: tuple[Step[State], ...] = (
     _pass(
         "wrap_results",
@@ -46,12 +50,12 @@ STEPS: tuple[Step[State], ...] = (
     _pass("gather_in_fp8", "cast weights to fp8 before they are gathered", gather_in_fp8),
     _step("tile_rows", "offer the plan wide values in tiles of tokens", joint_steps.tile),
     _step("regather", "gather weights again for each reader", joint_steps.gather_again),
-    # The plan is carried out, here and by all that is `_tried`.
+    # The plan is carried out, here and by all that is `_acted` or `_tried`.
     _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),
-    _tried("recompute", "recompute in backward what the plan says", joint_steps.compute_again),
+    _acted("recompute", "recompute in backward what the plan says", joint_steps.compute_again),
     # Two traces from here on.
-    _tried("split", "make a forward and a backward", split.split),
-    _tried("check_gradients", "assert that backward lacks no gradient", split.check),
+    _acted("split", "make a forward and a backward", split.split),
+    _acted("check_gradients", "assert that backward lacks no gradient", split.check),
     _tried("schedule", "communicate beside what computes", split.order),
     _tried("keep_gradients", "make a backward that does not reduce", split.keep_gradients),
     _tried("add_gradients", "add to gradients where new ones are made", split.add_gradients),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.offload.last_resort import LastResort, States
 from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.config import Fp8Config, StrategyConfig
@@ -49,6 +50,8 @@ class ModuleSetup:
     device: torch.device
     step_memory: Callable[[], StepMemory]
     """Measures what a step holds beside the model's graph; called when a plan is made."""
+    states: States
+    """States of the optimizers of its steps."""
     available_bytes: int | None = None
     """Bytes that this process can have on each rank's device; None for the CPU."""
     ranks_per_node: int = 1
@@ -82,6 +85,15 @@ class ModuleSetup:
             planner=self._planner(backend),
             fp8=None if fp8 is None or backend is None else self._linears(module, fp8, backend),
         )
+
+    def make_room(self, modules: Iterable[nn.Module]) -> None:
+        """Keep optimizer states that the device cannot hold on the host, before they are loaded. A collective."""
+        resort, budget_bytes = self._last_resort(), self.budget_bytes
+        if resort is not None and budget_bytes is not None:
+            memory = self.step_memory()
+            resort.make_room(
+                modules, memory, budget_bytes=budget_bytes, data_parallel=self.data_parallel
+            )
 
     @property
     def _may_be_split(self) -> bool:
@@ -146,6 +158,7 @@ class ModuleSetup:
             times=MeasuredTimes(),
             by_transformer_engine=backend == "transformer_engine",
             offload=self._offload(),
+            last_resort=self._last_resort(),
         )
 
     def _offload(self) -> OffloadTerms | None:
@@ -156,6 +169,18 @@ class ModuleSetup:
         if terms is not None:
             host_of(self.device).buffers.limit_bytes = terms.host_bytes
         return terms
+
+    def _last_resort(self) -> LastResort | None:
+        """Return what may go to the host where nothing fits otherwise, and hold this rank's buffers to it."""
+        resort = LastResort.of(
+            self.config.memory,
+            device_at(self.device),
+            self.states,
+            free_bytes=self._free_host_bytes,
+        )
+        if resort is not None and resort.terms is not None:
+            host_of(self.device).buffers.limit_bytes = resort.terms.host_bytes
+        return resort
 
     def _step_memory(self) -> Callable[[], StepMemory]:
         """Return what finds the bytes that a step holds besides, and refuses states that do not fit the host."""

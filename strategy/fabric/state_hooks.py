@@ -127,6 +127,7 @@ class StateHooks(ProcessHooks):
             return {}
         state = {} if state is None else state
         originals = _originals(state)
+        self._before_states()
         remainder = load_checkpoint(
             path,
             originals,
@@ -137,6 +138,9 @@ class StateHooks(ProcessHooks):
         others = (k for k in state if not isinstance(state[k], nn.Module | Optimizer))
         state.update({key: originals[key] for key in others})
         return remainder
+
+    def _before_states(self) -> None:
+        """Prepare for states of optimizers, which are about to be loaded."""
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

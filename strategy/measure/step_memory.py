@@ -39,6 +39,7 @@ def step_memory(
     between_bytes: int = 0,
     loss_allocations: Allocations = (),
     device_type: str = "",
+    change: Callable[[Optimizer], object] | None = None,
 ) -> StepMemory:
     """Find the memory of an optimizer's update, and add the given bytes of the rest of a step.
 
@@ -50,11 +51,14 @@ def step_memory(
         between_bytes: Peak of the caller's loss between forward and backward.
         loss_allocations: The allocations of that loss, if they are known.
         device_type: Type of the planned device, if parameters are on another one, such as meta.
+        change: Called with a copy of each optimizer, which is then counted as it was changed; its errors are raised.
 
     Raises:
         StepMemoryError: an optimizer does not run on tensors without data.
     """
     update = _Update(optimizers, clip, device_type)
+    if change is not None:
+        update.change(change)
     update.run()
     state_bytes, first_peak_bytes = update.record.live_bytes, update.record.peak_bytes
     update.record.peak_bytes = update.record.live_bytes
@@ -99,6 +103,11 @@ class _Update:
                 self._clip([p for p in self._parameters.values() if p.grad is not None])
             for optimizer in self._optimizers:
                 self._step(optimizer)
+
+    def change(self, change: Callable[[Optimizer], object]) -> None:
+        """Change the copies."""
+        for optimizer in self._optimizers:
+            change(optimizer)
 
     @property
     def host_bytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from thunder.core.trace import TraceCtx
 
@@ -20,6 +20,10 @@ from thunder_memsave.planner.offload.engines import CopyRates
 from thunder_memsave.settings.step_names import WHY_NEEDED
 
 Pass = Callable[[TraceCtx], TraceCtx]
+
+
+def _nothing() -> TraceCtx | None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,8 +52,8 @@ class Traces:
     """None also where nothing needs a gradient."""
     keeping: TraceCtx | None = None
     """The backward that keeps gradients instead of reducing them; None where no backward may."""
-    tiled: TraceCtx | None = None
-    """`joint` with its wide values in tiles, for a plan that would not fit otherwise; None: it has none."""
+    tiled: Callable[[], TraceCtx | None] = _nothing
+    """Makes `joint` with its wide values in tiles, for a plan that would not fit otherwise; None: it has none."""
     actions: Actions | None = None
     """The plan's, for the values of `joint`; None: backward reads what it reads."""
     room: Room | None = None
@@ -84,6 +88,8 @@ class Step(Generic[S]):
     """Gives back the very same traces where there is nothing to do."""
     is_tried: bool = False
     """Whether the plan does it with every plan that it tries, to see what would run."""
+    reads_actions_alone: bool = False
+    """Whether it reads nothing of a plan but its actions: with the same in another room it makes the same."""
 
     @property
     def optional(self) -> bool:
@@ -101,11 +107,18 @@ def on_joint(change: Pass) -> Callable[[S], S]:
 
 
 def try_steps(steps: Sequence[Step[S]], traces: S) -> S:
-    """Do steps one after the other, and remember for `done` what each made."""
+    """Do steps one after the other, but for those that the last try did with the same actions.
+
+    What each made is remembered, for `done` and for the next try.
+    """
+    last = dict(traces.tried)
     traces.tried.clear()
     for step in steps:
-        before, traces = traces, step.do(traces)
-        traces.tried[step.name] = (before, traces)
+        before, after = last.get(step.name, (None, None))
+        is_made = before is not None and step.reads_actions_alone and _acts_as(traces, before)
+        made = _in_plan_of(traces, after) if is_made else step.do(traces)
+        traces.tried[step.name] = (traces, made)
+        traces = made
     return traces
 
 
@@ -117,8 +130,18 @@ def done(step: Step[S], traces: S) -> S:
     return step.do(traces)
 
 
+def _in_plan_of(traces: S, made: Any) -> S:
+    """Return what a step made, which is of the type of what it got, as of the plan of `traces`."""
+    found: S = replace(made, room=traces.room, copies=traces.copies)
+    return found
+
+
 def _is_as(traces: Traces, other: Traces) -> bool:
-    of_plan = (traces.actions, traces.room, traces.added, traces.copies)
-    is_same_plan = of_plan == (other.actions, other.room, other.added, other.copies)
+    return (traces.room, traces.copies) == (other.room, other.copies) and _acts_as(traces, other)
+
+
+def _acts_as(traces: Traces, other: Traces) -> bool:
+    """Tell whether both have the same traces and actions."""
+    is_same_plan = (traces.actions, traces.added) == (other.actions, other.added)
     mine, others = traces.current, other.current
     return is_same_plan and len(mine) == len(others) and all(map(operator.is_, mine, others))

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness import models
-from harness.copy_engines import hostile_copies
+from harness.copy_engines import hostile_copies, small_values
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
-from thunder_memsave.budget import plan_request
 from thunder_memsave.budget.offload import terms
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import PlanError
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan
-from thunder_memsave.planner.search.mixes import OffloadTerms, solve_mix
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.settings.value_kinds import Bytes
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 KEEP_ALL = {"policy": "keep_all"}
-
-
-@contextmanager
-def small_values() -> Iterator[None]:
-    """Let small values be offloaded, and plans be good enough for tests."""
-    least = partial(OffloadTerms, least_bytes=1024)
-    good_enough = partial(solve_mix, time_limit_s=0.2)
-    with (
-        patch.object(terms, "OffloadTerms", least),
-        patch.object(plan_request, "solve_mix", good_enough),
-    ):
-        yield
 
 
 def offloading(budget_bytes: int) -> dict[str, Any]:
@@ -114,6 +96,6 @@ def test_the_host_has_half_of_what_is_free_unless_bytes_are_given() -> None:
 
 def test_settings_that_have_no_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory.host_budget is 700, and has no effect where"):
-        MemoryConfig(host_budget=Bytes(700))
+        MemoryConfig(host_budget=Bytes(700), offload="none")
     with pytest.raises(ConfigError, match=r"memory.offload is 'activations', and has no effect"):
         MemoryConfig(offload="activations", policy="keep_all")

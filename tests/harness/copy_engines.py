@@ -8,13 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from thunder_memsave.budget import plan_request
+from thunder_memsave.budget.offload import terms
 from thunder_memsave.ops.host_copies.buffers import HostBuffers
 from thunder_memsave.ops.host_copies.engine import Host, other_host
+from thunder_memsave.planner.search.mixes import OffloadTerms, solve_mix
 
 POISON = 0xFF
 """A byte of which every float is not a number, every bool true, and every index far out of range."""
@@ -87,3 +92,15 @@ def hostile_copies(seed: int = 0) -> Iterator[tuple[ShuffledEngine, PoisonedBuff
     engine, buffers = ShuffledEngine(seed), PoisonedBuffers()
     with other_host(torch.device("cpu"), Host(engine, buffers)):
         yield engine, buffers
+
+
+@contextmanager
+def small_values() -> Iterator[None]:
+    """Let small values be offloaded, and plans be good enough for tests."""
+    least = partial(OffloadTerms, least_bytes=1024)
+    good_enough = partial(solve_mix, time_limit_s=0.2)
+    with (
+        patch.object(terms, "OffloadTerms", least),
+        patch.object(plan_request, "solve_mix", good_enough),
+    ):
+        yield

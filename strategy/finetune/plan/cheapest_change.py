@@ -136,7 +136,8 @@ def _changes(config: RunConfig, refused: Known) -> Iterator[Change]:
 def _states_on_host(config: RunConfig, refused: Known) -> Iterator[Change]:
     """Yield the change that keeps the optimizer's states on the host of a GPU; it costs time for copies."""
     memory = config.memory
-    if refused.device_type != "cuda" or memory.offloads_optimizer or not refused.of("optimizer"):
+    is_tried = memory.may_offload or memory.offloads_optimizer
+    if refused.device_type != "cuda" or is_tried or not refused.of("optimizer"):
         return
     yield Change(
         num_ranks=refused.num_ranks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import override
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.limits import limits_reserved
 from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.offload.last_resort import LastResort, States
 from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.plan_request import Question
@@ -155,10 +157,15 @@ def plan_run(
                 data_parallel, model.parameters(), budget_bytes=budget_bytes
             )
         memory = _step_memory(config, objective, model, device, sizes)
+        on_host = replace(config, memory=replace(config.memory, offload="optimizer"))
+        states = States(
+            memory=partial(_step_memory, on_host, objective, model, device, sizes),
+            move=lambda: None,
+        )
         if sizes.gradient_accumulation_steps > 1 and may_keep(data_parallel):
             kept_bytes = whole_gradient_bytes(model.parameters())
             memory = replace(memory, gradient_bytes=memory.gradient_bytes + kept_bytes)
-        planner = _Planner(strategy, device, budget_bytes, data_parallel, memory)
+        planner = _Planner(strategy, device, budget_bytes, data_parallel, memory, states)
         outside = _outside_bytes(device, num_ranks, data_parallel)
         inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
         _compile(model, inputs, config, strategy, data_parallel, planner)
@@ -260,6 +267,7 @@ class _Planner(MemoryPlanner):
         budget_bytes: int | None,
         data_parallel: DataParallel | None,
         memory: StepMemory,
+        states: States,
     ) -> None:
         super().__init__(
             strategy.memory,
@@ -269,6 +277,9 @@ class _Planner(MemoryPlanner):
             device_type="" if device.name == "cpu" else "cuda",
             by_transformer_engine=by_transformer_engine(strategy.fp8, device),
             offload=offload_terms(strategy.memory, device, free_bytes=device.host_memory_bytes),
+            last_resort=LastResort.of(
+                strategy.memory, device, states, free_bytes=device.host_memory_bytes
+            ),
         )
         self.refusal: BudgetError | None = None
         self._attempt: Attempt | None = None
@@ -398,8 +409,6 @@ def _step_memory(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device_type = _target(device).type
     optimizer = make_optimizer(config, trained, device_type=device_type)
-    if config.memory.offloads_optimizer:
-        states_on_host(optimizer)
     own = caller_memory(objective, sizes, device_type=device_type)
     memory = step_memory(
         [optimizer],
@@ -409,6 +418,7 @@ def _step_memory(
         between_bytes=own.between_bytes,
         loss_allocations=own.loss_allocations,
         device_type="" if device.name == "cpu" else "cuda",
+        change=states_on_host if config.memory.offloads_optimizer else None,
     )
     check_states_fit(config.memory, memory.host_bytes, free_bytes=device.host_memory_bytes)
     return memory

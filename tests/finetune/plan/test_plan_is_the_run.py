@@ -12,7 +12,10 @@ import pytest
 
 from harness.forked_python import ForkedPython
 from harness.language_model import run_values, write_run_file
+from thunder_memsave.budget.offload import last_resort
+from thunder_memsave.errors import DOES_NOT_FIT
 from thunder_memsave.finetune.cli import main
+from thunder_memsave.optim import on_host
 
 TWICE = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 1}
 """Two micro-batches accumulate."""
@@ -72,3 +75,22 @@ def test_on_two_ranks(sharding: str, one_layer: Path, tmp_path: Path) -> None:
     error = process.communicate()[1]
     assert process.returncode == 0, error
     assert 0 <= trained_bytes(tmp_path) - found <= ENDS
+
+
+def test_states_that_go_to_the_host_where_nothing_fits_without(
+    one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_host, "PIECE_BYTES", 50_000)
+    train = {**TWICE, "max_grad_norm": 1.0}
+    file = written(tmp_path, one_layer, train=train, lora=None)
+    report = tmp_path / "smallest.json"
+    asked = ["plan", file, "--device=cpu", f"--json={report}", "--memory.budget=1KiB"]
+    assert main(asked) == DOES_NOT_FIT
+    smallest_bytes = json.loads(report.read_text())["smallest_budget_bytes"]
+    less = f"--memory.budget={smallest_bytes - 1}"
+    monkeypatch.setattr(last_resort, "is_host", lambda _: False)
+    auto = ["--memory.offload=auto", "--memory.host_budget=1GiB", less]
+    found = planned_bytes(file, tmp_path, "--world-size=1", *auto)
+    assert main(["train", file, *auto]) == 0
+    assert 0 <= trained_bytes(tmp_path) - found <= ENDS
+    assert json.loads((tmp_path / "plan.json").read_text())["optimizer_bytes_on_host"] > 0

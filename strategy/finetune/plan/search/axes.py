@@ -16,11 +16,13 @@ _SHARDINGS = ("none", "zero2", "zero3")
 """From the least communication to the most."""
 _OFFLOADS: Mapping[str, frozenset[str]] = {
     "none": frozenset(),
+    "auto": frozenset(),  # unless nothing fits without
     "activations": frozenset({"activations"}),
     "optimizer": frozenset({"optimizer"}),
     "all": frozenset({"activations", "optimizer"}),
 }
 """What each value of memory.offload copies."""
+_SEARCHED = [name for name in _OFFLOADS if name != "auto"]
 _LARGEST_MICRO_BATCH = 64
 
 
@@ -62,6 +64,12 @@ class Setting:
         has_no_more_bits = self.number_of_form >= other.number_of_form
         is_sharded_more = None in shardings or shardings[0] >= shardings[1]  # type: ignore[operator]  # of both
         return has_no_more_bits and is_sharded_more and self.copies_no_less(other)
+
+    def works_as(self, other: Setting) -> bool:
+        """Return whether this one differs in what it stores alone, and does all that the other one does for that."""
+        copies = [_OFFLOADS[each.offload] - {"optimizer"} for each in (self, other)]
+        is_equal = self.sharding == other.sharding and copies[0] == copies[1]
+        return is_equal and self.costs_no_less(other)
 
     def is_as_fast_as(self, other: Setting) -> bool:
         """Tell whether both would take the same time but for what they recompute, gather and copy."""
@@ -178,14 +186,19 @@ def _offloads(config: RunConfig, axes: Collection[str], device: Device) -> list[
     own = config.memory.offload
     if "offload" not in axes or device.host_memory_bytes is None or config.memory.policy != "plan":
         return [own]
-    return list(dict.fromkeys(("none", own, *_OFFLOADS)))
+    return list(dict.fromkeys(("none", _nothing_for_auto(own), *_SEARCHED)))
+
+
+def _nothing_for_auto(offload: str) -> str:
+    """Return what a run whose `memory.offload` is searched begins with: `auto` would try what others try."""
+    return "none" if offload == "auto" else offload
 
 
 def _values(config: RunConfig, sharding: str, offload: str, form: Form) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if sharding != config.strategy.sharding.mode:
         values["strategy.sharding"] = ShardingConfig(mode=sharding)  # type: ignore[arg-type]  # one of its names
-    if offload != config.memory.offload:
+    if offload not in (config.memory.offload, _nothing_for_auto(config.memory.offload)):
         values["memory.offload"] = offload
     return {**values, **form.values}
 

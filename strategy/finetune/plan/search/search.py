@@ -22,6 +22,8 @@ from thunder_memsave.settings.problems import ConfigError
 MOST_ROWS = 10
 _ROOM = 0.5
 """Part of a budget that weights and states of the first setting may take; otherwise the roomiest is planned first."""
+_NOTICEABLE = 0.02
+"""Part of a budget that fewer bits or copies save at least for a run with them to be planned."""
 _SURE = 0.8
 """Part of what an estimate counts beside weights and states: others shard and gather more or less of it."""
 
@@ -201,6 +203,9 @@ class Search:
             reason = f"it is estimated to need {in_units(about)} at least"
             self._leave_out(setting, num_rows, reason)
             return _refused(about)
+        if (reason := self._saves_little(setting, num_rows)) is not None:
+            self._leave_out(setting, num_rows, reason)
+            return None
         if self._is_below_the_table(setting, num_rows):
             self._leave_out(setting, num_rows, f"it cannot be among the first {MOST_ROWS}")
             return None
@@ -243,6 +248,19 @@ class Search:
             return None
         about = self.judges.held_bytes(setting) + int(_SURE * min(per_row) * num_rows)
         return about if about > budget else None
+
+    def _saves_little(self, setting: Setting, num_rows: int) -> str | None:
+        """Say which planned run this one does no less than, for few bytes that could be saved; None: there is none."""
+        budget = self.judges.budget_bytes(setting)
+        held = self.judges.held_bytes(setting)
+        for other, rows, made in self._planned:
+            if budget is None or rows != num_rows or not setting.works_as(other):
+                continue
+            saved = self.judges.held_bytes(other) - held
+            if saved < _NOTICEABLE * budget and (made.fits or made.peak_bytes - saved > budget):
+                change = self._change(other, self._values(other, rows)) or "the run as it is"
+                return f"it holds only {in_units(saved)} less than {change}"
+        return None
 
     def _is_below_the_table(self, setting: Setting, num_rows: int) -> bool:
         """Tell whether the table is full of better runs: by what a like run would do without recomputation."""

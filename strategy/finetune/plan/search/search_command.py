@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from thunder_memsave.errors import DOES_NOT_FIT
@@ -35,7 +36,7 @@ class SearchRun:
     @classmethod
     def of(cls, run_file: RunFile, options: SearchOptions) -> SearchRun:
         """Prepare a search."""
-        config = run_file.config
+        config = _without_auto(run_file.config, options.axes)
         num_ranks = options.num_ranks or (world_size(config),)
         num_at_once = num_processes()
         planning = Planning(config, num_at_once)
@@ -55,7 +56,7 @@ class SearchRun:
         """Plan; minutes for each plan of a large model."""
         options = self.options
         settings = settings_of(
-            self.run_file.config,
+            self.search.config,
             axes=options.axes,
             num_ranks=self.num_ranks,
             devices=options.devices,
@@ -95,6 +96,13 @@ class SearchRun:
         if config.train.max_steps is None:
             return None
         return config.train.max_steps * self.search.in_all * config.data.max_seq_length
+
+
+def _without_auto(config: RunConfig, axes: Collection[str]) -> RunConfig:
+    """Return the run with nothing on the host, where that is searched: a plan that does not fit shall not try it."""
+    if "offload" not in axes or not config.memory.may_offload:
+        return config
+    return with_values(config, {"memory.offload": "none"})
 
 
 def _judges(config: RunConfig, planning: Planning) -> Judges:

@@ -1,0 +1,179 @@
+"""Says what `memory.offload: auto` lets a plan copy to the host where none fits without: activations, states, both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from torch import nn
+
+from thunder_memsave.budget.agreed import largest
+from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
+from thunder_memsave.budget.planned_call import Attempt
+from thunder_memsave.budget.way_search import Tried
+from thunder_memsave.config import MemoryConfig
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.errors import HostMemoryError, PlanError
+from thunder_memsave.planner.graph import Device, StepMemory
+from thunder_memsave.planner.search.mixes import OffloadTerms
+from thunder_memsave.settings.problems import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of a step's optimizers, which may be kept on the host."""
+
+    memory: Callable[[], StepMemory]
+    """Returns what a step holds besides if they are; raises ConfigError if an optimizer's cannot be."""
+    move: Callable[[], None]
+    """Keeps them there from now on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastResort:
+    """What may go to the host where no plan fits without."""
+
+    settings: MemoryConfig
+    terms: OffloadTerms | None
+    """For activations; None: the host's memory is not known."""
+    states: States
+    free_bytes: int | None
+    """Memory of the host for this process, before anything is there; None: not known."""
+
+    @classmethod
+    def of(
+        cls, settings: MemoryConfig, device: Device, states: States, *, free_bytes: int | None
+    ) -> LastResort | None:
+        """Return what `memory.offload: auto` allows on a device; None: nothing, as on the CPU, which is the host."""
+        if not settings.may_offload or is_host(device):
+            return None
+        asked = replace(settings, offload="all")
+        terms = None
+        with suppress(PlanError):  # the host's memory is not known
+            terms = offload_terms(asked, device, free_bytes=free_bytes)
+        return cls(settings=asked, terms=terms, states=states, free_bytes=free_bytes)
+
+    def attempts(self, first: Attempt) -> Iterator[Attempt | None]:
+        """Yield a call with more and more on the host: activations, states of optimizers, both; None: it cannot be."""
+        yield self._with_activations(first)
+        states = self._with_states(first)
+        yield states
+        yield None if states is None else self._with_activations(states)
+
+    def _with_activations(self, attempt: Attempt) -> Attempt | None:
+        return None if self.terms is None else replace(attempt, offload=self.terms)
+
+    def _with_states(self, first: Attempt) -> Attempt | None:
+        away = self._memory_without_states()
+        if away is None:
+            return None
+        memory = replace(
+            first.memory,
+            optimizer_bytes=away.optimizer_bytes,
+            host_bytes=away.host_bytes,
+            update_peak_bytes=away.update_peak_bytes,
+            update_allocations=away.update_allocations,
+        )
+        return replace(first, memory=memory)
+
+    def _memory_without_states(self) -> StepMemory | None:
+        """Return what a step holds besides with its states on the host; None: there are none, or they cannot be."""
+        with suppress(ConfigError, HostMemoryError, PlanError):
+            away = self.states.memory()
+            check_states_fit(self.settings, away.host_bytes, free_bytes=self.free_bytes)
+            return away if away.host_bytes else None
+        return None
+
+    def make_room(
+        self,
+        modules: Iterable[nn.Module],
+        memory: StepMemory,
+        *,
+        budget_bytes: int,
+        data_parallel: DataParallel | None,
+    ) -> None:
+        """Keep states on the host before they are loaded, if a device cannot hold them beside the rest. A collective.
+
+        Args:
+            modules: Those that are trained, as they are on this rank.
+            memory: What a step holds besides with its states on the device.
+            budget_bytes: Of a step.
+            data_parallel: The ranks that must choose the same.
+        """
+        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        gradients = sum(t.nbytes for t in tensors if t.requires_grad)
+        held = sum(t.nbytes for t in tensors) + max(gradients, memory.gradient_bytes)
+        held += memory.optimizer_bytes + memory.update_peak_bytes
+        is_too_much = held > budget_bytes
+        if not largest(int(is_too_much), data_parallel):
+            return
+        if not largest(int(self._memory_without_states() is None), data_parallel):
+            self._move_states()
+
+    def take(self, attempt: Attempt) -> None:
+        """Do what an attempt counts on, and say so."""
+        if attempt.memory.host_bytes:
+            self._move_states()
+
+    def _move_states(self) -> None:
+        self.states.move()
+        _log.info(
+            "nothing fits with the optimizer's states on the device, so the host keeps them (memory.offload: auto)"
+        )
+
+
+def best_of(
+    first: Attempt,
+    resort: LastResort | None,
+    best: Callable[[Attempt], Tried],
+    *,
+    budget_bytes: int | None,
+    data_parallel: DataParallel | None,
+) -> Tried:
+    """Return the first attempt that fits, of those with more and more on the host; else what needs the least.
+
+    A collective.
+
+    Args:
+        first: The call with nothing there.
+        resort: What may go there; None: nothing.
+        best: Finds the best way to carry an attempt out.
+        budget_bytes: Of a step; None: no limit.
+        data_parallel: The ranks that must choose the same.
+    """
+    refused: list[Tried] = []
+    hopeless: list[Attempt] = []
+    for attempt in chain([first], () if resort is None else resort.attempts(first)):
+        if largest(int(attempt is None), data_parallel):
+            continue
+        assert attempt is not None
+        holds_too_much = budget_bytes is not None and least_bytes(attempt) > budget_bytes
+        if resort is not None and largest(int(holds_too_much), data_parallel):
+            hopeless.append(attempt)
+            continue
+        tried = best(attempt)
+        if tried.run.more_bytes <= 0:
+            if resort is not None and attempt is not first:
+                resort.take(attempt)
+            return tried
+        refused.append(tried)
+    return min(refused or [best(hopeless[-1])], key=lambda each: each.run.more_bytes)
+
+
+def is_host(device: Device) -> bool:
+    """Tell whether a device is the host itself, so that copies to the host save nothing."""
+    return device.name == "cpu"
+
+
+def least_bytes(attempt: Attempt) -> int:
+    """Return a lower bound on any plan's peak: weights, gradients, and what else is there while they are updated."""
+    memory, storages = attempt.memory, attempt.graph.storages
+    weights = sum(s.nbytes for s in storages if s.kind in ("parameter", "buffer"))
+    gradients = sum(s.nbytes for s in storages if s.kind == "gradient")
+    held = memory.optimizer_bytes + memory.other_bytes + max(gradients, memory.gradient_bytes)
+    return weights + held + memory.update_peak_bytes

@@ -1,0 +1,77 @@
+"""Counts what a step of a strategy holds beside the model's graph, and moves its optimizers' states to the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch.optim import Optimizer
+
+from thunder_memsave.budget.offload.last_resort import States
+from thunder_memsave.fabric.accumulation import Accumulation
+from thunder_memsave.fabric.forward_module import ForwardModule
+from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
+from thunder_memsave.ops.accumulation import whole_gradient_bytes
+from thunder_memsave.optim.on_host import states_on_host
+from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.sharding.gradients import clip_norm
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class CountedStep:
+    """What belongs to the steps of one strategy: collections that it fills, and what its script allocates."""
+
+    modules: Collection[ForwardModule]
+    optimizers: Collection[Optimizer]
+    accumulation: Accumulation
+    caller: StepMemory = field(default_factory=StepMemory)
+
+    @property
+    def states(self) -> States:
+        """The states of the optimizers, which may go to the host."""
+        memory = partial(self.memory, has_budget=True, on_host=True)
+        return States(memory=memory, move=self._move_states)
+
+    def memory(self, *, has_budget: bool, on_host: bool = False) -> StepMemory:
+        """Measure a step's memory with the optimizers so far.
+
+        Args:
+            has_budget: Whether plans are limited.
+            on_host: Whether to count all states as on the host.
+
+        Raises:
+            StepMemoryError: an optimizer's memory cannot be found; only a warning where there is no budget.
+            ConfigError: an optimizer's states cannot be on the host.
+        """
+        clip = partial(clip_norm, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)
+        try:
+            memory = step_memory(
+                list(self.optimizers),
+                clip=clip,
+                accumulates=self.accumulation.was_used,
+                other_bytes=self.caller.other_bytes,
+                between_bytes=self.caller.between_bytes,
+                loss_allocations=self.caller.loss_allocations,
+                change=states_on_host if on_host else None,
+            )
+        except StepMemoryError as error:
+            if has_budget:
+                raise
+            _log.warning("the plan counts no optimizer: %s", error)
+            memory = self.caller
+        return replace(memory, gradient_bytes=memory.gradient_bytes + self._kept_bytes())
+
+    def _move_states(self) -> None:
+        for optimizer in self.optimizers:
+            states_on_host(optimizer)
+
+    def _kept_bytes(self) -> int:
+        """Return the bytes of whole gradients that are kept between micro-batches."""
+        if not self.accumulation.was_used:
+            return 0
+        keeping = [m for m in self.modules if m.unreduced.may_keep]
+        return sum(whole_gradient_bytes(m.module.parameters()) for m in keeping)
