@@ -86,6 +86,8 @@ class WaySearch:
     def _attempts(self, refused: Sequence[Tried]) -> Iterator[Attempt]:
         """Yield the ways, with smaller tiles of losses where those would do; `refused` has those before."""
         for of_largest in ways(is_reserved=self._is_reserved):
+            if of_largest.empties_cache and not self._tensors_fit(of_largest, refused):
+                continue
             way: Way | None = of_largest
             while way is not None:
                 attempt = self._in_way(way)
@@ -93,6 +95,13 @@ class WaySearch:
                     break
                 yield attempt
                 way = self._next(way, refused[-1])
+
+    def _tensors_fit(self, way: Way, refused: Sequence[Tried]) -> bool:
+        """Tell whether what was refused without giving cached memory back was refused for that memory alone."""
+        assert self._budget_bytes is not None
+        same = [t for t in refused if t.attempt.way.is_tiled == way.is_tiled]
+        least = min((t.run.call.profile.peak_bytes for t in same), default=self._budget_bytes)
+        return not self._is_on_any(least > self._budget_bytes)
 
     def _next(self, way: Way, refused: Tried) -> Way | None:
         """Return the way to try next, that with the smallest tiles where others cannot fit; None: it gains little."""

@@ -122,9 +122,10 @@ _WHAT = {
         "  --what-if         half and twice the processes, rows at once and length, and other devices: minutes\n"
         "  --longest         search for the longest row that fits, from data.max_seq_length on: minutes\n"
         "  --search [AXES]   what to run: a table of changes that fit, the fastest first; AXES are some of\n"
-        "                    micro_batch_size,sharding,frozen_weights,states,offload. With it --world-size 1,8 and\n"
-        "                    --device h100,h200 try each, --price 2.5 (of a device for an hour) adds costs, and\n"
-        "                    --write FILE writes the first of the table as a run file\n"
+        "                    micro_batch_size,sharding,frozen_weights,states,offload, by default all of these, and\n"
+        "                    max_seq_length,fp8. With it --world-size 1,8 and --device h100,h200 try each, --price\n"
+        "                    2.5 (of a device for an hour) adds costs, and --write FILE writes the first of the\n"
+        "                    table as a run file\n"
     ),
 }
 

@@ -121,14 +121,16 @@ def offload_backward(
     symbols = list(backward.bound_symbols)
     unpack, number = _unpacking(symbols, storages)
     proxies = {p.name: p for p in unpack.flat_proxy_outs}
+    first_readers = _first_readers(symbols)
     with tracectx(new):
         for each in storages:
             away = bytes_proxy(each.away, each.nbytes, "cpu")
             proxies[each.away] = away
             saved = [proxies[name] for name in each.saved if name in proxies]
-            first = _first_reader(symbols, {p.name for p in saved})
-            if first is None:
+            readers = [first_readers[p.name] for p in saved if p.name in first_readers]
+            if not readers:
                 continue
+            first = min(readers)
             back = bytes_proxy(each.back, each.nbytes, each.place)
             begin = copy_in.bind(away, each.place, output=back)
             inserted.before(min(starts.get(each.back, first), first), begin)
@@ -210,8 +212,10 @@ def _unpacking_buffers(
     return bsym.from_bsym(args=(bsym.args[0], len(output)), output=output)
 
 
-def _first_reader(symbols: Sequence[BoundSymbol], names: set[str]) -> int | None:
+def _first_readers(symbols: Sequence[BoundSymbol]) -> dict[str, int]:
+    """Return the index of the first symbol that reads a value, by its name."""
+    found: dict[str, int] = {}
     for number, bsym in enumerate(symbols):
-        if any(a.name in names for a in bsym.flat_proxy_args):
-            return number
-    return None
+        for read in bsym.flat_proxy_args:
+            found.setdefault(read.name, number)
+    return found

@@ -53,11 +53,12 @@ class Actions(Mapping[str, Action]):
     The names are of storages in a plan, and of values for passes over a trace.
     """
 
-    __slots__ = ("_by_name",)
+    __slots__ = ("_by_name", "_offloaded")
 
     def __init__(self, actions: Mapping[str, Action] = MappingProxyType({})) -> None:
         """Copy the mapping."""
         self._by_name = {name: actions[name] for name in sorted(actions)}
+        self._offloaded: frozenset[str] | None = None
 
     def __getitem__(self, name: str) -> Action:
         return self._by_name[name]
@@ -82,7 +83,10 @@ class Actions(Mapping[str, Action]):
     @property
     def offloaded(self) -> frozenset[str]:
         """Names that wait for backward on the host."""
-        return frozenset(name for name, action in self.items() if action.kind == "offload")
+        if self._offloaded is None:
+            of_host = (name for name, action in self._by_name.items() if action.kind == "offload")
+            self._offloaded = frozenset(of_host)
+        return self._offloaded
 
     def only(self, names: Iterable[str]) -> Actions:
         """Return the actions of these names, without the names that have none."""

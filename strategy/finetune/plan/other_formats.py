@@ -18,6 +18,7 @@ from torch import nn
 
 from thunder_memsave.aten.record import allocated_bytes
 from thunder_memsave.budget.target.device import stand_in, without_memory
+from thunder_memsave.config import Fp8Config
 from thunder_memsave.finetune.model.build import describe_model
 from thunder_memsave.finetune.plan.fp8_planned import planned_fp8
 from thunder_memsave.finetune.plan.plan_run import RunPlan
@@ -106,6 +107,8 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     for key, value in values.items():
         section, _, name = key.partition(".")
         old: Any = getattr(config, section)
+        if old is None and section == "fp8":
+            old = Fp8Config()
         if isinstance(old, dict):
             new: Any = {**old, name: value}
         else:

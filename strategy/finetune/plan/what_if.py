@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thunder_memsave.errors import ThunderMemsaveError
-from thunder_memsave.finetune.model.build import positions_of
 from thunder_memsave.finetune.plan.other_formats import with_values
 from thunder_memsave.finetune.plan.plan_run import RunPlan
 from thunder_memsave.finetune.plan.search.axes import (
+    lengths,
     micro_batch_sizes,
     settings_of,
     values_with_rows,
@@ -26,8 +26,6 @@ from thunder_memsave.settings.problems import ConfigError
 
 HEAD = ("what if", "needs", "recomputed", "tokens/s")
 _AS_IT_IS = "(the run as it is)"
-_SHORTEST = 128
-"""Tokens of a row below which no shorter one is planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +125,7 @@ def _changes(config: RunConfig, device: Device, num_ranks: int) -> Iterator[_Cha
             )
     for other in _next_devices(device):
         yield _Change(shown=f"--device={other.name}", device=other, num_ranks=num_ranks)
-    for values in (*_rows(config, device, num_ranks, in_all), *_lengths(config)):
+    for values in (*_rows(config, device, num_ranks, in_all), *lengths(config)):
         shown = " ".join(f"--{key}={value}" for key, value in values.items())
         yield _Change(shown=shown, device=device, num_ranks=num_ranks, values=values)
 
@@ -168,12 +166,3 @@ def _rows(
     fewer, more = [n for n in sizes if n < own], [n for n in sizes if n > own]
     for num_rows in (*fewer[-1:], *more[:1]):
         yield values_with_rows(config, setting, num_rows=num_rows, in_all=in_all)
-
-
-def _lengths(config: RunConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield rows of half and twice the tokens, as far as the model has positions."""
-    own, most = config.data.max_seq_length, positions_of(config)
-    if own // 2 >= _SHORTEST:
-        yield {"data.max_seq_length": own // 2}
-    if most is None or 2 * own <= most:
-        yield {"data.max_seq_length": 2 * own}

@@ -15,7 +15,7 @@ the wait for it, and so the step, but frees nothing later than the program says.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from thunder_memsave.planner.graph import Op, Program, Step, Storage
@@ -41,9 +41,33 @@ def with_copies(program: Program, storages: Collection[int]) -> Program:
         storages: Indices of storages that forward makes; those that backward does not read stay as they are.
     """
     added = _Added(program)
-    for storage in sorted(storages):
-        added.add(storage)
+    uses = _Uses.of(program, frozenset(storages))
+    for storage in sorted(uses.first_reader):
+        added.add(storage, uses)
     return added.program() if added.is_changed else program
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """The steps that use some storages."""
+
+    touched: Mapping[int, Sequence[int]]
+    """Numbers of the steps of forward that make or read a storage."""
+    first_reader: Mapping[int, int]
+    """Number of the first step of backward that reads a storage; others are not read there."""
+
+    @classmethod
+    def of(cls, program: Program, storages: frozenset[int]) -> _Uses:
+        touched: dict[int, list[int]] = {storage: [] for storage in storages}
+        first_reader: dict[int, int] = {}
+        for number, step in enumerate(program.steps):
+            if number < program.num_forward:
+                for storage in storages.intersection((*step.op.reads, *step.makes)):
+                    touched[storage].append(number)
+            else:
+                for storage in storages.intersection(step.op.reads):
+                    first_reader.setdefault(storage, number)
+        return cls(touched, first_reader)
 
 
 @dataclass(slots=True)
@@ -63,13 +87,13 @@ class _Added:
     def is_changed(self) -> bool:
         return bool(self.before)
 
-    def add(self, storage: int) -> None:
-        """Add the copies of one storage, unless backward reads it nowhere."""
-        steps, begin = self.of.steps, self.of.num_forward
-        readers = [n for n in range(begin, len(steps)) if storage in steps[n].op.reads]
-        if not readers:
-            return
-        touched = [n for n in range(begin) if _touches(steps[n], storage)]
+    def add(self, storage: int, uses: _Uses) -> None:
+        """Add the copies of one storage."""
+        steps, first_reader, touched = (
+            self.of.steps,
+            uses.first_reader[storage],
+            uses.touched[storage],
+        )
         (maker,) = (n for n in touched if storage in steps[n].makes)
         written = [n for n in touched if steps[n].op.repeat == "no" and _writes(steps[n])]
         host, back = self._new(storage, "host", 0), self._new(storage, "back", None)
@@ -79,8 +103,8 @@ class _Added:
         self._put(final + 1, _step(COPY_OUT, freed, out, (storage,), (host,), copied_bytes=nbytes))
         self._put(touched[-1] + 1, _step(WAIT_OUT, out, f"{out}_done", (host,), (), (storage,)))
         copy_in = _step(COPY_IN, out, arrived, (host,), (back,), copied_bytes=nbytes, peak=nbytes)
-        self._put(readers[0], copy_in)
-        self._put(readers[0], _step(WAIT_IN, arrived, f"{arrived}_done", (back,), (), (host,)))
+        self._put(first_reader, copy_in)
+        self._put(first_reader, _step(WAIT_IN, arrived, f"{arrived}_done", (back,), (), (host,)))
         self.freed_later[storage] = back
 
     def program(self) -> Program:
@@ -113,10 +137,6 @@ class _Added:
 
     def _put(self, number: int, step: Step) -> None:
         self.before.setdefault(number, []).append(step)
-
-
-def _touches(step: Step, storage: int) -> bool:
-    return storage in step.op.reads or storage in step.makes
 
 
 def _writes(step: Step) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thunder_memsave.config import ShardingConfig
+from thunder_memsave.config import Fp8Config, ShardingConfig
+from thunder_memsave.finetune.model.build import positions_of
 from thunder_memsave.finetune.plan.other_formats import Form, forms_of
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig, TrainConfig
@@ -24,6 +25,9 @@ _OFFLOADS: Mapping[str, frozenset[str]] = {
 """What each value of memory.offload copies."""
 _SEARCHED = [name for name in _OFFLOADS if name != "auto"]
 _LARGEST_MICRO_BATCH = 64
+_SHORTEST = 128
+"""Tokens of a row below which no shorter one is planned."""
+LENGTH = "data.max_seq_length"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +41,8 @@ class Setting:
     form: Form
     number_of_form: int
     """In the order of `forms_of`: of its formats of weights, then of states, those with more bits come first."""
+    work: Mapping[str, Any] = field(default_factory=dict)
+    """Those of `values` that change what is computed: times and bytes of others are no bound of this one's."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the run file with their new values."""
 
@@ -48,7 +54,7 @@ class Setting:
     @property
     def keeps_numbers(self) -> bool:
         """Whether it computes the numbers of the run as it is."""
-        return not self.form.values
+        return not self.form.values and not self.work
 
     def costs_no_less(self, other: Setting) -> bool:
         """Return whether this one does all that another does on as many equal devices, or more.
@@ -56,7 +62,8 @@ class Setting:
         It does with fewer bits, which are turned into more before they are used; with shards, which are gathered; and
         with copies to the host.
         """
-        if (self.device.name, self.num_ranks) != (other.device.name, other.num_ranks):
+        mine, others = ((each.device.name, each.num_ranks, each.work) for each in (self, other))
+        if mine != others:
             return False
         shardings = [_place(_SHARDINGS, each.sharding) for each in (self, other)]
         if None in shardings and self.sharding != other.sharding:
@@ -73,11 +80,11 @@ class Setting:
 
     def is_as_fast_as(self, other: Setting) -> bool:
         """Tell whether both would take the same time but for what they recompute, gather and copy."""
-        return (self.device.name, self.num_ranks, self.number_of_form) == (
-            other.device.name,
-            other.num_ranks,
-            other.number_of_form,
+        mine, others = (
+            (each.device.name, each.num_ranks, each.number_of_form, each.work)
+            for each in (self, other)
         )
+        return mine == others
 
     def copies_no_less(self, other: Setting) -> bool:
         """Tell whether this one copies to the host all that another does."""
@@ -108,8 +115,10 @@ def settings_of(
             offload=offload,
             form=form,
             number_of_form=number,
-            values=_values(config, sharding, offload, form),
+            work=work,
+            values={**_values(config, sharding, offload, form), **work},
         )
+        for work in _works(config, axes)
         for number, form in forms
         for device in devices
         for ranks in num_ranks
@@ -160,6 +169,26 @@ def _train(config: RunConfig, num_rows: int, in_all: int) -> TrainConfig:
         micro_batch_size=num_rows,
         gradient_accumulation_steps=None,
     )
+
+
+def lengths(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield rows of half and twice the tokens, as far as the model has positions."""
+    own, most = config.data.max_seq_length, positions_of(config)
+    if own // 2 >= _SHORTEST:
+        yield {LENGTH: own // 2}
+    if most is None or 2 * own <= most:
+        yield {LENGTH: 2 * own}
+
+
+def _works(config: RunConfig, axes: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield keys that change what is computed, none first."""
+    of_length = [{}, *(lengths(config) if "max_seq_length" in axes else ())]
+    of_products: list[dict[str, Any]] = [{}]
+    if "fp8" in axes and config.fp8 is None:
+        of_products.append({"fp8.recipe": Fp8Config().recipe})
+    for products in of_products:
+        for length in of_length:
+            yield {**products, **length}
 
 
 def _forms(config: RunConfig, axes: Collection[str]) -> Iterator[Form]:

@@ -25,8 +25,12 @@ AXES: Mapping[str, str] = {
     "frozen_weights": "formats of frozen weights; of trained ones if none are frozen",
     "states": "formats of the optimizer's states",
     "offload": "memory.offload",
+    "max_seq_length": "data.max_seq_length: half and twice",
+    "fp8": "linear layers in fp8, where the device computes in it",
 }
 """What can be searched."""
+_BY_NAME = ("max_seq_length", "fp8")
+"""Axes that change what is computed, which are searched where they are named."""
 _ALL = "all"
 
 
@@ -34,7 +38,7 @@ _ALL = "all"
 class SearchOptions:
     """What to search."""
 
-    axes: tuple[str, ...] = tuple(AXES)
+    axes: tuple[str, ...] = ()
     num_ranks: tuple[int, ...] = ()
     """Numbers of ranks; empty: the run's."""
     devices: tuple[Device, ...]
@@ -82,13 +86,13 @@ def search_options(given: Mapping[str, str]) -> SearchOptions | None:
 
 def _axes(text: str) -> tuple[str, ...]:
     if text == _ALL:
-        return tuple(AXES)
+        return tuple(name for name in AXES if name not in _BY_NAME)
     names = _words(SEARCH, text)
     for name in names:
         if name not in AXES:
             raise ConfigError(
                 f"{SEARCH} has {name!r}, which is no axis{suggestion(name, AXES)} The axes are {', '.join(AXES)}; "
-                f"{SEARCH} alone searches all."
+                f"{SEARCH} alone searches all but {' and '.join(_BY_NAME)}."
             )
     return tuple(dict.fromkeys(names))
 

@@ -155,8 +155,18 @@ class Search:
             held_of = f"weights and optimizer states take {in_units(held)} of {in_units(budget)}"
             self._leave_out(setting, None, held_of)
             return
+        if self._saves_twice(setting):
+            self._leave_out(
+                setting,
+                None,
+                "a run fits that needs less than both fewer bits and copies to the host",
+            )
+            return
         own = self.config.train.micro_batch_size or 1
         begin = max((i for i, n in enumerate(rows) if n <= own), default=0)
+        if (reason := self._saves_little(setting, rows[begin])) is not None:
+            self._leave_out(setting, None, reason)
+            return
         first = yield from self._forecast(setting, rows[begin])
         if first is None or first.fits:
             yield from self._more_rows(setting, rows[begin + 1 :], first)
@@ -193,19 +203,13 @@ class Search:
         self, setting: Setting, num_rows: int
     ) -> Generator[Asked, Forecast | ThunderMemsaveError, Forecast | None]:
         """Plan a run, unless one that is no slower is planned; None: it was not, or cannot be."""
-        better = self._no_slower(setting, num_rows)
-        if better is not None:
-            self._leave_out(
-                setting, num_rows, f"it cannot be faster than {better or 'the run as it is'}"
-            )
+        if (needless := self._needless(setting, num_rows)) is not None:
+            self._leave_out(setting, num_rows, needless)
             return None
         if (about := self._too_many_bytes(setting, num_rows)) is not None:
             reason = f"it is estimated to need {in_units(about)} at least"
             self._leave_out(setting, num_rows, reason)
             return _refused(about)
-        if (reason := self._saves_little(setting, num_rows)) is not None:
-            self._leave_out(setting, num_rows, reason)
-            return None
         if self._is_below_the_table(setting, num_rows):
             self._leave_out(setting, num_rows, f"it cannot be among the first {MOST_ROWS}")
             return None
@@ -236,18 +240,30 @@ class Search:
         )
         return made
 
+    def _needless(self, setting: Setting, num_rows: int) -> str | None:
+        """Say why planned runs make a plan of this one needless; None: they do not."""
+        better = self._no_slower(setting, num_rows)
+        if better is not None:
+            return f"it cannot be faster than {better or 'the run as it is'}"
+        return self._saves_little(setting, num_rows)
+
     def _too_many_bytes(self, setting: Setting, num_rows: int) -> int | None:
         """Estimate what a run needs at least if that exceeds its budget: its weights, and what others work with."""
         budget = self.judges.budget_bytes(setting)
         per_row = [
             made.working_bytes / rows
             for other, rows, made in self._planned
-            if made.fits and other.copies_no_less(setting)
+            if made.fits and other.copies_no_less(setting) and other.work == setting.work
         ]
         if budget is None or not per_row:
             return None
         about = self.judges.held_bytes(setting) + int(_SURE * min(per_row) * num_rows)
         return about if about > budget else None
+
+    def _saves_twice(self, setting: Setting) -> bool:
+        """Tell whether a setting saves memory with fewer bits and with copies, though a run fits with its numbers."""
+        is_with_both = bool(setting.form.values) and "memory.offload" in setting.values
+        return is_with_both and any(row.keeps_numbers for row in self.found)
 
     def _saves_little(self, setting: Setting, num_rows: int) -> str | None:
         """Say which planned run this one does no less than, for few bytes that could be saved; None: there is none."""

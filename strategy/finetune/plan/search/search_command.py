@@ -93,7 +93,7 @@ class SearchRun:
     def _num_tokens(self) -> int | None:
         """Tokens of the whole run; None: how many rows its data has is not known here."""
         config = self.run_file.config
-        if config.train.max_steps is None:
+        if config.train.max_steps is None or "max_seq_length" in self.options.axes:
             return None
         return config.train.max_steps * self.search.in_all * config.data.max_seq_length
 

@@ -17,11 +17,12 @@ import yaml
 from thunder_memsave.errors import BudgetError, ThunderMemsaveError
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan import plan_command
+from thunder_memsave.finetune.plan.other_formats import with_values
 from thunder_memsave.finetune.plan.plan_run import plan_run
 from thunder_memsave.finetune.plan.search import planning, search_command
 from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
 from thunder_memsave.finetune.plan.search.forecast import Forecast
-from thunder_memsave.finetune.plan.search.options import AXES
+from thunder_memsave.finetune.plan.search.options import SearchOptions, search_options
 from thunder_memsave.finetune.plan.search.search import (
     MOST_ROWS,
     Asked,
@@ -36,6 +37,9 @@ from thunder_memsave.planner.devices import DEVICES
 from thunder_memsave.settings.problems import ConfigError
 
 GIB = 2**30
+ALL = search_options({"--search": "all"})
+assert isinstance(ALL, SearchOptions)
+DEFAULT = ALL.axes
 _BITS = {"bfloat16": 16, "int8": 8, "mxfp4": 4, "nf4": 4}
 
 
@@ -46,6 +50,8 @@ class Machine:
     config: RunConfig
     budget_bytes: int = 80 * GIB
     weights_bytes: int = 16 * GIB
+    states_bytes: int = 4 * GIB
+    """What of the weights' bytes is states, which may be on the host."""
     bytes_per_row: int = 10 * GIB
     planned: list[dict[str, Any]] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
@@ -58,7 +64,8 @@ class Machine:
         if setting.num_ranks in self.undivided:
             raise ConfigError("no groups of these.", key="strategy.sharding")
         shards = 1 if setting.sharding == "none" else setting.num_ranks
-        return self.weights_bytes * _BITS.get(setting.form.weights, 16) // 16 // shards
+        weights = self.weights_bytes * _BITS.get(setting.form.weights, 16) // 16 // shards
+        return weights - (self.states_bytes if setting.offload in ("optimizer", "all") else 0)
 
     def plan(self, values: Mapping[str, Any], setting: Setting) -> Forecast:
         self.planned.append({k: shown(v) for k, v in values.items()} | {"": setting.num_ranks})
@@ -100,7 +107,7 @@ class Machine:
             held_bytes=self.held_bytes,
             budget_bytes=lambda setting: self.budget_bytes,
         )
-        chosen = axes or tuple(AXES)
+        chosen = axes or DEFAULT
         found = Search(
             config=self.config, axes=chosen, in_all=32, judges=judges, say=said.append, **more
         )
@@ -176,7 +183,8 @@ def test_fewer_bits_and_more_shards_are_not_planned_where_nothing_is_recomputed(
     found = machine.search("sharding", "frozen_weights", "states", num_ranks=(2,))
     assert len(machine.planned) == 1
     assert machine.planned[0]["strategy.sharding"] == "none"
-    assert all("it cannot be faster than" in each.reason for each in found.left_out)
+    needless = ("it cannot be faster than ", "it holds only ")
+    assert all(each.reason.startswith(needless) for each in found.left_out)
 
 
 def test_what_others_work_with_says_what_cannot_fit(config: RunConfig) -> None:
@@ -186,6 +194,35 @@ def test_what_others_work_with_says_what_cannot_fit(config: RunConfig) -> None:
     assert machine.planned[0] == {"": 4}
     reasons = {each.change: each.reason for each in found.left_out}
     assert reasons["--strategy.sharding=none"] == "it is estimated to need 84.00 GiB at least"
+
+
+def test_length_and_fp8_are_searched_where_they_are_named(config: RunConfig) -> None:
+    """No bound of one length, or of other arithmetic, holds for another."""
+    own = 256
+    architecture = {**(config.model.architecture or {}), "max_position_embeddings": 2 * own}
+    values = {"data.max_seq_length": own, "model.architecture": architecture}
+    config = with_values(config, values)
+    machine = Machine(config)
+    found = machine.search("max_seq_length", "fp8")
+    works = [dict(row.values) for row in found.ranked]
+    lengths = [{}, {"data.max_seq_length": own // 2}, {"data.max_seq_length": 2 * own}]
+    assert works[0] == {}
+    expected = [{**fp8, **length} for fp8 in ({}, {"fp8.recipe": "delayed"}) for length in lengths]
+    assert sorted(map(str, works)) == sorted(map(str, expected))
+    assert [row.keeps_numbers for row in found.ranked] == [True] + 5 * [False]
+    in_fp8 = with_values(config, {"fp8.recipe": "current"})
+    assert in_fp8.fp8 is not None
+    assert in_fp8.fp8.recipe == "current"
+    assert not {"max_seq_length", "fp8"} & set(DEFAULT)
+
+
+def test_what_saves_few_bytes_is_not_planned(config: RunConfig) -> None:
+    machine = Machine(config, bytes_per_row=90 * GIB, states_bytes=GIB)
+    found = machine.search("offload")
+    offloads = [each.get("memory.offload") for each in machine.planned]
+    assert set(offloads) == {None, "activations"}
+    reasons = {each.reason for each in found.left_out}
+    assert "it holds only 1.00 GiB less than the run as it is" in reasons
 
 
 def test_a_full_table_needs_no_plan_of_what_is_slower(config: RunConfig) -> None:
@@ -368,5 +405,5 @@ def test_a_file_is_never_written_over(tmp_path: Path) -> None:
 def test_the_next_word_is_an_override_and_no_axis() -> None:
     options, rest = plan_command.parse_options(["run.yaml", "--search", "train.epochs=2"])
     assert options.search is not None
-    assert options.search.axes == tuple(AXES)
+    assert options.search.axes == DEFAULT
     assert rest == ["run.yaml", "train.epochs=2"]
