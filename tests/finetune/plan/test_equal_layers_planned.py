@@ -24,15 +24,21 @@ def planned(run_file: str, num_layers: int, *words: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("words", [(), ("--lora=null",)], ids=["lora", "full"])
+WORDS: dict[str, tuple[str, ...]] = {"lora": (), "full": ("--lora=null",)}
+LONG = [(14, "lora"), *((number, kind) for number in (8, 80) for kind in WORDS)]
+
+
 @pytest.mark.parametrize(
-    "num_layers",
-    [4, 14, *(pytest.param(number, marks=pytest.mark.soak) for number in (8, 80))],
-    ids=str,
+    ("num_layers", "kind"),
+    [
+        *((4, "lora"), (4, "full"), (14, "full")),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in LONG),
+    ],
 )
 def test_it_is_the_plan_of_the_whole_trace(
-    run_file: str, num_layers: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    run_file: str, num_layers: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = WORDS[kind]
     found = planned(run_file, num_layers, *words)
     monkeypatch.setattr(compile_call, "capture_few_layers", lambda *_, **__: None)
     monkeypatch.setattr(lowering, "equal_layers", lambda *_: None)
