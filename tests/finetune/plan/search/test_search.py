@@ -225,6 +225,16 @@ def test_what_saves_few_bytes_is_not_planned(config: RunConfig) -> None:
     assert "it holds only 1.00 GiB less than the run as it is" in reasons
 
 
+def test_fewer_bits_with_copies_are_planned_only_if_no_run_keeps_its_numbers(
+    config: RunConfig,
+) -> None:
+    for weights_bytes, is_planned in ((60 * GIB, False), (100 * GIB, True)):
+        machine = Machine(config, weights_bytes=weights_bytes, bytes_per_row=90 * GIB)
+        machine.search("frozen_weights", "offload")
+        with_both = [e for e in machine.planned if "memory.offload" in e and len(e) > 2]
+        assert bool(with_both) == is_planned
+
+
 def test_a_full_table_needs_no_plan_of_what_is_slower(config: RunConfig) -> None:
     """All rows recompute; those on fewer ranks would be slower even if they recomputed nothing."""
     machine = Machine(config, weights_bytes=40 * GIB, bytes_per_row=90 * GIB)
