@@ -84,7 +84,8 @@ def cheapest_change(
         plan: `(run, number of ranks) -> plan`.
         say: Shows a line while it goes on.
     """
-    for change in islice(changes_that_should_fit(config, Known.of_plan(refused)), _MOST_PLANS):
+    estimated = with_states_on_host(config) if refused.call.memory.host_bytes else config
+    for change in islice(changes_that_should_fit(estimated, Known.of_plan(refused)), _MOST_PLANS):
         say(f"it does not fit; trying {change.shown}")
         gc.collect()
         try:
@@ -95,6 +96,11 @@ def cheapest_change(
         if made.fits:
             return Found(change=change, made=made)
     return None
+
+
+def with_states_on_host(config: RunConfig) -> RunConfig:
+    """Return the run that `memory.offload: auto` stands for where a plan has put all on the host that may be there."""
+    return with_values(config, {"memory.offload": "all"}) if config.memory.may_offload else config
 
 
 def changes_that_should_fit(config: RunConfig, refused: Known) -> Iterator[Change]:

@@ -17,7 +17,10 @@ from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.distributed.lost_ranks import CollectiveError
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.finetune.output.run_directory import how_to_go_on
-from thunder_memsave.finetune.plan.cheapest_change import changes_that_should_fit
+from thunder_memsave.finetune.plan.cheapest_change import (
+    changes_that_should_fit,
+    with_states_on_host,
+)
 from thunder_memsave.finetune.plan.other_formats import Known
 from thunder_memsave.finetune.process import signals
 from thunder_memsave.finetune.process.processes import LocalProcesses
@@ -80,8 +83,11 @@ def refused_budget(error: BudgetError, fabric: Fabric, job: Job) -> BudgetError:
         peak_bytes=error.smallest_bytes,
     )
     try:
-        change = next(changes_that_should_fit(job.config, refused), None)
-    except ConfigError:  # nothing here describes the model, whose config is on the hub
+        config = with_states_on_host(job.config) if refused.device_type == "cuda" else job.config
+        change = next(changes_that_should_fit(config, refused), None)
+    except (
+        ConfigError
+    ):  # nothing here describes the model, or the optimizer's states must stay on the device
         return error
     if change is None:
         return error
