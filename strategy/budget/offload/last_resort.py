@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -162,7 +162,14 @@ def best_of(
                 resort.take(attempt)
             return tried
         refused.append(tried)
-    return min(refused or [best(hopeless[-1])], key=lambda each: each.run.more_bytes)
+    return _smallest(refused or [best(hopeless[-1])])
+
+
+def _smallest(refused: Sequence[Tried]) -> Tried:
+    """Return what needs the least, with a bound that holds for all."""
+    found = min(refused, key=lambda each: each.run.more_bytes)
+    bounds = [t.offer.bound_bytes for t in refused if t.offer.bound_bytes is not None]
+    return replace(found, offer=replace(found.offer, bound_bytes=min(bounds, default=None)))
 
 
 def is_host(device: Device) -> bool:
