@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -52,8 +51,6 @@ from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
 from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
 from thunder_memsave.settings.schema import field_names, parse_section
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
-
-_log = logging.getLogger(__name__)
 
 
 class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):

@@ -204,8 +204,7 @@ class Attempt:
             added=added,
         )
         graph = with_zeros(graph, traces.joint)
-        found = cls(traces, steps, graph, arguments, known, memory, added, device)
-        return replace(found, offload=offload)
+        return cls(traces, steps, graph, arguments, known, memory, added, device, offload=offload)
 
     def in_way(self, way: Way) -> Attempt | None:
         """Return this call, which must be whole and with its largest tiles, in a way; None: it has no such tiles."""

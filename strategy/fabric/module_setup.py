@@ -149,6 +149,10 @@ class ModuleSetup:
         return self._on_all_ranks(set_up)
 
     def _planner(self, backend: Backend | None) -> MemoryPlanner:
+        offload, resort = self._offload(), self._last_resort()
+        for terms in (offload, None if resort is None else resort.terms):
+            if terms is not None:  # this rank's buffers are held to them
+                host_of(self.device).buffers.limit_bytes = terms.host_bytes
         return MemoryPlanner(
             self.config.memory,
             device=device_at(self.device),
@@ -157,30 +161,24 @@ class ModuleSetup:
             step_memory=self._step_memory(),
             times=MeasuredTimes(),
             by_transformer_engine=backend == "transformer_engine",
-            offload=self._offload(),
-            last_resort=self._last_resort(),
+            offload=offload,
+            last_resort=resort,
         )
 
     def _offload(self) -> OffloadTerms | None:
-        """Return the terms of offload, and hold this rank's buffers to them."""
-        terms = offload_terms(
+        """Return the terms of offload; None: plans offload nothing."""
+        return offload_terms(
             self.config.memory, device_at(self.device), free_bytes=self._free_host_bytes
         )
-        if terms is not None:
-            host_of(self.device).buffers.limit_bytes = terms.host_bytes
-        return terms
 
     def _last_resort(self) -> LastResort | None:
-        """Return what may go to the host where nothing fits otherwise, and hold this rank's buffers to it."""
-        resort = LastResort.of(
+        """Return what may go to the host where nothing fits otherwise; None: nothing."""
+        return LastResort.of(
             self.config.memory,
             device_at(self.device),
             self.states,
             free_bytes=self._free_host_bytes,
         )
-        if resort is not None and resort.terms is not None:
-            host_of(self.device).buffers.limit_bytes = resort.terms.host_bytes
-        return resort
 
     def _step_memory(self) -> Callable[[], StepMemory]:
         """Return what finds the bytes that a step holds besides, and refuses states that do not fit the host."""

@@ -106,10 +106,9 @@ class LastResort:
             data_parallel: The ranks that must choose the same.
         """
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        weights = sum(t.nbytes for t in tensors)
         gradients = sum(t.nbytes for t in tensors if t.requires_grad)
-        held = sum(t.nbytes for t in tensors) + max(gradients, memory.gradient_bytes)
-        held += memory.optimizer_bytes + memory.update_peak_bytes
-        is_too_much = held > budget_bytes
+        is_too_much = _at_update(memory, weights=weights, gradients=gradients) > budget_bytes
         if not largest(int(is_too_much), data_parallel):
             return
         if not largest(int(self._memory_without_states() is None), data_parallel):
@@ -182,5 +181,10 @@ def least_bytes(attempt: Attempt) -> int:
     memory, storages = attempt.memory, attempt.graph.storages
     weights = sum(s.nbytes for s in storages if s.kind in ("parameter", "buffer"))
     gradients = sum(s.nbytes for s in storages if s.kind == "gradient")
-    held = memory.optimizer_bytes + memory.other_bytes + max(gradients, memory.gradient_bytes)
-    return weights + held + memory.update_peak_bytes
+    return memory.other_bytes + _at_update(memory, weights=weights, gradients=gradients)
+
+
+def _at_update(memory: StepMemory, *, weights: int, gradients: int) -> int:
+    """Return the bytes of weights, gradients and states while the optimizer updates."""
+    held = weights + max(gradients, memory.gradient_bytes) + memory.optimizer_bytes
+    return held + memory.update_peak_bytes

@@ -288,10 +288,12 @@ class _States:
         if key not in self._known:
             parameter = nn.Parameter(without_memory(*rows))
             optimizer = make_optimizer(config, [parameter], device_type=self._device_type)
-            if config.memory.offloads_optimizer:
-                states_on_host(optimizer)
-            planned = "" if self._device_type == "cpu" else "cuda"
-            self._known[key] = step_memory([optimizer], device_type=planned).optimizer_bytes
+            found = step_memory(
+                [optimizer],
+                device_type="" if self._device_type == "cpu" else "cuda",
+                change=states_on_host if config.memory.offloads_optimizer else None,
+            )
+            self._known[key] = found.optimizer_bytes
         return self._known[key]
 
 

@@ -85,9 +85,8 @@ def refused_budget(error: BudgetError, fabric: Fabric, job: Job) -> BudgetError:
     try:
         config = with_states_on_host(job.config) if refused.device_type == "cuda" else job.config
         change = next(changes_that_should_fit(config, refused), None)
-    except (
-        ConfigError
-    ):  # nothing here describes the model, or the optimizer's states must stay on the device
+    # Nothing here describes the model, or the optimizer's states cannot be on the host.
+    except ConfigError:
         return error
     if change is None:
         return error
